@@ -1,0 +1,420 @@
+"""The one schema of a run's settings: YAML, ``extends:`` and dotted overrides, resolved once.
+
+    config = load_config("configs/local.yaml", ["train.lr=1e-6"])
+
+A config file holds intent.  What follows from the machines at hand (ranks, addresses, ports) is
+worked out for each attempt by :mod:`orhpc.launch.placement` and never written back here.
+Everything wrong with a config is a :class:`~orhpc.errors.ConfigError` of one line that names the
+field.  This module imports neither torch nor ray: login nodes load it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def _safe_name(value: str) -> str:
+    """Names become files and scheduler fields, so they cannot hold a separator or a line end."""
+    if not NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is not a name: use letters, digits, '.', '_' and '-'")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_safe_name)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Frozen, and an unknown key is an error; the docstring under a field is its description."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class RunSettings(Section):
+    """Which run this is."""
+
+    name: Name | None = None
+    """Folder under ``root``; the config file's stem when not given, so that the same command
+    always finds the same run."""
+    root: str = "runs"
+    """Folder that holds run directories; on a filesystem that every node sees."""
+    seed: NonNegative = 0
+    """Fixes task order, sampling seeds and initial weights of random models."""
+
+
+class ModelSettings(Section):
+    """The policy model."""
+
+    path: str = "Qwen/Qwen3-30B-A3B"
+    """Hugging Face folder or hub name, or ``bundled:NAME`` (see :mod:`orhpc.bundled`)."""
+    revision: str | None = None
+    """Hub revision."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of weights and activations in the forward pass; master weights are always float32."""
+    chat_format: Literal["auto", "chatml", "llama3", "deepseek", "glm"] = "auto"
+    """How messages become tokens; ``auto`` goes by the model's type and vocabulary."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+
+
+class PlacementSettings(Section):
+    """Which devices do what.  A device is a GPU, or a process where ``device`` is ``cpu``."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Never guessed."""
+    mode: Literal["colocated", "split"] = "colocated"
+    """``colocated``: engines and trainers share every device and take turns; ``split``: each has
+    its own."""
+    nodes: Positive = 1
+    devices_per_node: Positive = 4
+    trainer_devices: Positive | None = None
+    """``split`` only: devices in all for training; null takes what engines leave."""
+    engine_devices: Positive | None = None
+    """``split`` only: devices in all for engines."""
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def trainer_ranks(self) -> int:
+        if self.mode == "colocated":
+            return self.devices
+        return self.trainer_devices or self.devices - (self.engine_devices or 0)
+
+    @property
+    def rollout_devices(self) -> int:
+        return self.devices if self.mode == "colocated" else self.devices - self.trainer_ranks
+
+    @model_validator(mode="after")
+    def _split_adds_up(self) -> Self:
+        if self.mode == "colocated":
+            if self.trainer_devices or self.engine_devices:
+                raise ValueError("trainer_devices and engine_devices need mode: split")
+            return self
+        if not (self.trainer_devices or self.engine_devices):
+            raise ValueError("mode: split needs trainer_devices or engine_devices")
+        wanted = (self.trainer_devices or 0) + (self.engine_devices or 0)
+        both = self.trainer_devices is not None and self.engine_devices is not None
+        if wanted > self.devices or (both and wanted != self.devices):
+            raise ValueError(f"trainer and engine devices add up to {wanted}, not {self.devices}")
+        if not both and wanted == self.devices:
+            raise ValueError("no device is left for the other side")
+        return self
+
+
+class EngineSettings(Section):
+    """The inference engines."""
+
+    backend: Literal["sglang", "cpu"] = "sglang"
+    """``cpu``: the transformers engine that speaks SGLang's protocol."""
+    tp: Positive = 4
+    """Devices an engine."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """Share of device memory for weights and KV cache (SGLang's mem-fraction-static)."""
+    max_running: Positive = 256
+    """Requests decoded together by one engine."""
+    context_length: Positive | None = None
+    """Longest context; null: ``rollout.max_total_tokens``."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Null: the model's."""
+    threads: Positive | None = None
+    """CPU threads of one engine; null shares out the machine's."""
+    start_timeout_s: Seconds = 1800.0
+    request_timeout_s: Seconds = 1800.0
+    """A generation that takes longer is aborted and sent to another engine."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further options by the engine's own names."""
+
+
+class SamplingSettings(Section):
+    """How evaluation samples."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    min_p: Fraction = 0.0
+    max_response_tokens: Positive | None = None
+    """Tokens a generation; null: as in training."""
+
+
+class RolloutSettings(Section):
+    """How rollouts are made."""
+
+    batch_size: Positive = 32
+    """Prompt groups a step."""
+    n_samples: Positive = 16
+    """Rollouts a prompt group."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The trainer divides logits by the same temperature."""
+    top_p: Literal[1.0] = 1.0
+    """Truncated sampling is refused in training: its log-probabilities are another policy's."""
+    top_k: Literal[-1] = -1
+    min_p: Literal[0.0] = 0.0
+    max_response_tokens: Positive = 4096
+    """Tokens of one generation call."""
+    max_total_tokens: Positive = 32768
+    """Tokens of one rollout, prompt and environment text included; never exceeded."""
+    thinking: bool = False
+    """Render the chat format's thinking mode."""
+    system_prompt_template: str | None = None
+    """System message; ``{tools}`` becomes the tool descriptions, other braces stay as they are.
+    Null: the chat format's own text."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Groups started, as a multiple of ``batch_size``; a step takes those that finish first."""
+    filter: Literal["none", "equal_rewards"] = "none"
+    """``equal_rewards`` drops groups that carry no gradient and draws others."""
+    max_refills: NonNegative = 3
+    """Times a step may draw a further batch because of filtered or failed groups."""
+    max_staleness: NonNegative = 0
+    """Policy versions that a rollout's oldest token may lie behind; 0 is synchronous."""
+    workers_per_node: Positive = 4
+    max_concurrent: Positive = 512
+    """Rollouts in flight a worker."""
+    retries: NonNegative = 2
+    """Fresh starts of one rollout after an infrastructure failure."""
+    tool_timeout_s: Seconds = 600.0
+    """Deadline of one tool call."""
+    session_timeout_s: Seconds = 120.0
+    """Deadline of opening an environment session, its prompt included."""
+    environment_start_timeout_s: Seconds = 600.0
+    """How long a starting environment server is waited for."""
+    custom_agent: str | None = None
+    """``package.module:function`` in place of the agent loop (its signature: orhpc.rollout.agent)."""
+    custom_reward: str | None = None
+    """``package.module:function`` from a finished rollout to its reward."""
+    record_routes: bool = False
+    """Ask engines of MoE models for expert routes and keep them in the record."""
+    openreward_upload: bool = False
+    """Upload rollouts to OpenReward in the background; needs the key OPENREWARD_API_KEY."""
+    openreward_run_name: Name | None = None
+    """Name of the upload; null: the run's name."""
+
+    @model_validator(mode="after")
+    def _caps(self) -> Self:
+        if self.max_response_tokens >= self.max_total_tokens:
+            raise ValueError("max_response_tokens must be below max_total_tokens")
+        return self
+
+
+class EnvironmentSettings(Section):
+    """One OpenReward environment; the key is ``Organisation/Name``, or any name with ``url``."""
+
+    url: str | None = None
+    """Base URL of a server; null: resolved by OpenReward's service."""
+    serve: str | None = None
+    """The job serves it itself: ``package.module:Class`` or a bundled name."""
+    serve_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword settings of a served environment."""
+    replicas: Positive = 1
+    """Server processes a node when served by the job; the sessions of one stay on it."""
+    variant: str | None = None
+    """Environment class on a server with several, as the server spells it."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of tasks drawn from it, relative to the others'."""
+    splits: Annotated[list[str], Field(min_length=1)] = ["train"]
+    """Task splits to draw from."""
+    num_samples: Positive | None = None
+    """Cap on tasks a split; null: all."""
+    nonterminal_reward: float | None = None
+    """Appended when the rollout never reached a terminal state."""
+    reward_reduction: Literal["sum", "mean", "max", "min"] = "sum"
+    """Of step rewards; of none it gives 0.0."""
+    min_reward: float | None = None
+    """Clamp, after reduction."""
+    max_reward: float | None = None
+    max_turns: Positive = 20
+    """Assistant turns a rollout."""
+    secrets: dict[str, str | None] = Field(default_factory=dict)
+    """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
+    another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.url and self.serve:
+            raise ValueError("url and serve exclude each other")
+        if self.serve_options and not self.serve:
+            raise ValueError("serve_options need serve")
+        if None not in (self.min_reward, self.max_reward) and self.min_reward > self.max_reward:  # type: ignore[operator]
+            raise ValueError("min_reward is above max_reward")
+        _check_secret_sources(self.secrets)
+        return self
+
+
+class TrainSettings(Section):
+    """The optimisation."""
+
+    backend: Literal["fsdp"] = "fsdp"
+    steps: Positive = 3000
+    """Rollout and update steps of the run."""
+    global_batch_size: Positive = 512
+    """Samples a mini-batch: one optimiser step."""
+    steps_per_rollout: Positive = 1
+    """Mini-batches a step."""
+    lr: Annotated[float, Field(ge=0)] = 1e-5
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape over the whole run after warm-up; linear and cosine end at ``lr_min``."""
+    lr_warmup_steps: NonNegative = 0
+    """Optimiser steps of linear warm-up from 0."""
+    lr_min: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm."""
+    max_tokens_per_gpu: Positive = 8192
+    """Packed tokens a micro-batch and rank; a longer single rollout gets a micro-batch alone."""
+    dynamic_batch: bool = True
+    """Pack under ``max_tokens_per_gpu``; false: ``micro_batch_size`` rollouts a micro-batch."""
+    micro_batch_size: Positive = 1
+    gradient_checkpointing: bool = True
+    logprob_chunk_tokens: Positive = 1024
+    """Rows of logits that exist at a time."""
+    threads: Positive | None = None
+    """CPU threads of one trainer rank; null shares out the machine's."""
+    replay_rollouts: str | None = None
+    """Folder of a rollout record (``RUN/rollouts``): train from it, without engines."""
+    deterministic: bool = False
+    """Refuse kernels whose result may differ between two runs."""
+
+
+class AlgorithmSettings(Section):
+    """GRPO and its relatives; formulas and sources in :mod:`orhpc.train.grpo`."""
+
+    normalise_advantage: bool = True
+    """Divide by the group's standard deviation; false is Dr.GRPO."""
+    loss: Literal["grpo", "gspo", "cispo"] = "grpo"
+    eps_clip: Annotated[float, Field(gt=0)] = 0.2
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper bound's distance from 1; null: as ``eps_clip``."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound c of dual clip for negative advantages; null: off."""
+    normalise_loss: Literal["sample", "token"] = "sample"
+    """Mean over samples of each one's token mean, or over all tokens of the mini-batch."""
+    use_kl_loss: bool = False
+    kl_coef: Annotated[float, Field(ge=0)] = 0.001
+    kl_type: Literal["k1", "k2", "k3", "k3_clamped"] = "k3"
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    use_tis: bool = False
+    """Truncated importance sampling against the engine's log-probabilities."""
+    tis_clip: Annotated[float, Field(gt=0)] = 2.0
+    old_logprobs: Literal["auto", "always"] = "auto"
+    """``auto`` leaves out the pass over old log-probabilities where they equal the current ones:
+    one mini-batch a step."""
+
+
+class CheckpointSettings(Section):
+    """What is kept, and where a run starts."""
+
+    save_interval: Positive = 10
+    """Steps between commits."""
+    keep: Positive = 2
+    """Newest commits kept."""
+    keep_every: Positive | None = None
+    """Commits of steps divisible by it are kept for good."""
+    load: str | None = None
+    """Checkpoint folder to start a new run from (weights, optimiser and data position)."""
+    save_timeout_s: Seconds = 1800.0
+    """A save that takes longer is abandoned, loudly."""
+
+
+class EvaluationSettings(Section):
+    """Evaluation every k steps."""
+
+    interval: NonNegative = 0
+    """Steps between evaluations; 0: never."""
+    at_start: bool = True
+    """Also before the first step."""
+    splits: dict[str, list[str]] = Field(default_factory=dict)
+    """Environment key to its splits."""
+    num_samples: Positive | None = None
+    """Tasks a split; null: all."""
+    n_samples: Positive = 1
+    """Rollouts a task."""
+    sampling: SamplingSettings = SamplingSettings()
+
+
+class WandbSettings(Section):
+    """Weights & Biases; offline without a key, and never able to stop a run."""
+
+    enabled: bool = True
+    project: Name = "orhpc"
+    entity: Name | None = None
+    group: Name | None = None
+    tags: list[str] = Field(default_factory=list)
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    placement: PlacementSettings = PlacementSettings()
+    engine: EngineSettings = EngineSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    environments: Annotated[dict[str, EnvironmentSettings], Field(default_factory=dict)]
+    secrets: dict[str, str | None] = Field(default_factory=dict)
+    """Secrets for all environments; an environment's own come first."""
+    train: TrainSettings = TrainSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    wandb: WandbSettings = WandbSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for problem in _contradictions(self):
+            raise ValueError(problem)
+        _check_secret_sources(self.secrets)
+        return self
+
+
+def _check_secret_sources(secrets: dict[str, str | None]) -> None:
+    for name, source in secrets.items():
+        if source is not None and not source.startswith(("env:", "file:")):
+            raise ValueError(
+                f"secret {name!r} must be null, env:NAME or file:PATH; values never stand in a config"
+            )
+
+
+def _contradictions(c: Config) -> list[str]:
+    """Everything that no single field can know to be wrong."""
+    problems: list[str] = []
+    rollouts = c.rollout.batch_size * c.rollout.n_samples
+    trained = c.train.global_batch_size * c.train.steps_per_rollout
+    if rollouts != trained:
+        problems.append(
+            "golden rule: rollout.batch_size x rollout.n_samples = train.global_batch_size x "
+            f"train.steps_per_rollout, but {c.rollout.batch_size} x {c.rollout.n_samples} = {rollouts} "
+            f"and {c.train.global_batch_size} x {c.train.steps_per_rollout} = {trained}"
+        )
+    if not c.environments and not c.train.replay_rollouts:
+        problems.append("environments: at least one is needed")
+    if c.engine.backend == "cpu" and c.engine.tp != 1:
+        problems.append(f"engine.tp: the cpu engine is one process, so 1, not {c.engine.tp}")
+    if c.engine.backend == "cpu" and c.placement.device == "cuda":
+        problems.append("engine.backend: cpu needs placement.device: cpu")
+    if c.placement.rollout_devices % c.engine.tp:
+        problems.append(
+            f"engine.tp: {c.placement.rollout_devices} devices cannot be shared out to engines of {c.engine.tp}"
+        )
+    for name, splits in c.evaluation.splits.items():
+        if name not in c.environments:
+            problems.append(f"evaluation.splits: {name!r} is not one of the environments")
+        if not splits:
+            problems.append(f"evaluation.splits.{name}: name at least one split")
+    if c.evaluation.interval and not c.evaluation.splits:
+        problems.append("evaluation.interval: evaluation needs evaluation.splits")
+    return problems

@@ -1,0 +1,194 @@
+"""Every failure of a run is one class here, and one table says what is done about it.
+
+Nothing else in the project decides what a failure means: code raises the class that names what
+happened, and the supervisor in ``driver.py`` looks the class up in :data:`POLICY`.  An
+infrastructure failure never becomes a reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """What the supervisor, or the loop nearest to the failure, does about it."""
+
+    END_ROLLOUT = "end the rollout; it is counted, and never trained on as a zero"
+    ERROR_TURN = "show the error to the model as a turn and go on"
+    RETRY = "retry or restart the part in place, at most `budget` times, then requeue"
+    REDO_STEP = "halve the token budget on every rank and redo the same batch"
+    SKIP_STEP = "no rank steps; skip once, then roll back to the last commit"
+    PREVIOUS_COMMIT = "use the previous good commit; training goes on, loudly"
+    REQUEUE = "commit what can be committed, leave with the requeue exit code"
+    STOP = "stop for good; a resubmission would fail again"
+
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_PREFLIGHT = 3
+EXIT_CRASH_LOOP = 4
+EXIT_BUSY = 5
+EXIT_REQUEUE = 75
+"""EX_TEMPFAIL of sysexits.h: the batch script requeues the job on this code, and on no other."""
+
+
+class OrhpcError(Exception):
+    """Base of every failure this project names.
+
+    The message is one line that a user can act on: what was wrong, where, and what would be right.
+    """
+
+
+# --- the user has to change something -------------------------------------------------------------
+
+
+class ConfigError(OrhpcError):
+    """A setting, file name or command-line argument is wrong."""
+
+
+class ModelError(ConfigError):
+    """The model folder is missing, unreadable or of a family that cannot be trained."""
+
+
+class RecordError(ConfigError):
+    """A rollout record is missing, torn or not one of ours."""
+
+
+class PreflightError(OrhpcError):
+    """Something that the run needs is missing on this machine: a key, a package, disk space."""
+
+
+class CrashLoop(OrhpcError):
+    """Attempts keep ending without one new step."""
+
+
+class RunDirBusy(OrhpcError):
+    """Another job or process holds the run directory."""
+
+
+# --- the job has to go and come back --------------------------------------------------------------
+
+
+class StopRequested(OrhpcError):
+    """The stop file appeared or a stop signal came; the loop unwinds to a commit."""
+
+
+class Preempted(StopRequested):
+    """The scheduler takes the nodes for another job."""
+
+
+class TimeLimit(StopRequested):
+    """The job's time limit is near."""
+
+
+class NodeLost(OrhpcError):
+    """A node of the job stopped answering."""
+
+
+# --- infrastructure -------------------------------------------------------------------------------
+
+
+class InfraError(OrhpcError):
+    """A part of the system failed; the work it was doing can be done again."""
+
+
+class RayLost(InfraError):
+    """Ray's head, a raylet or an actor died."""
+
+
+class EngineUnavailable(InfraError):
+    """An inference engine does not answer, or answers with a server error."""
+
+
+class EnvironmentUnavailable(InfraError):
+    """An environment server does not answer in time, or its session died."""
+
+
+class WeightSyncFailed(InfraError):
+    """New weights reached some engines only in part."""
+
+
+class StorageStalled(InfraError):
+    """The run directory's filesystem does not answer in time."""
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+class DataError(OrhpcError):
+    """One rollout's data cannot be used."""
+
+
+class PromptTooLong(DataError):
+    """A prompt leaves no room for one sampled token under the length cap."""
+
+
+class MalformedToolCall(DataError):
+    """The model's tool call does not parse; ``str(error)`` is what the model is shown."""
+
+
+class BadTask(DataError):
+    """The environment refused or broke on this task."""
+
+
+# --- the training step ----------------------------------------------------------------------------
+
+
+class OutOfMemory(OrhpcError):
+    """Device or host memory did not suffice."""
+
+
+class NonFinite(OrhpcError):
+    """The loss or a gradient is NaN or infinite on some rank."""
+
+
+class CheckpointError(OrhpcError):
+    """A checkpoint is torn, corrupt or could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One row of the policy table."""
+
+    action: Action
+    """What is done."""
+
+    exit_code: int
+    """The exit code once the action ends the process, or has used up its budget."""
+
+    budget: int = 0
+    """How often the action may be taken without a new step in between."""
+
+
+POLICY: dict[type[OrhpcError], Policy] = {
+    ConfigError: Policy(Action.STOP, EXIT_CONFIG),
+    PreflightError: Policy(Action.STOP, EXIT_PREFLIGHT),
+    CrashLoop: Policy(Action.STOP, EXIT_CRASH_LOOP),
+    RunDirBusy: Policy(Action.STOP, EXIT_BUSY),
+    StopRequested: Policy(Action.REQUEUE, EXIT_REQUEUE),
+    Preempted: Policy(Action.REQUEUE, EXIT_REQUEUE),
+    TimeLimit: Policy(Action.REQUEUE, EXIT_REQUEUE),
+    NodeLost: Policy(Action.REQUEUE, EXIT_REQUEUE),
+    InfraError: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
+    DataError: Policy(Action.END_ROLLOUT, EXIT_FAILED),
+    MalformedToolCall: Policy(Action.ERROR_TURN, EXIT_FAILED),
+    OutOfMemory: Policy(Action.REDO_STEP, EXIT_REQUEUE, budget=3),
+    NonFinite: Policy(Action.SKIP_STEP, EXIT_REQUEUE, budget=1),
+    CheckpointError: Policy(Action.PREVIOUS_COMMIT, EXIT_REQUEUE),
+    OrhpcError: Policy(Action.STOP, EXIT_FAILED),
+}
+"""What is done about each class; a class without a row has its nearest base's."""
+
+
+def policy_of(error: BaseException | type[BaseException]) -> Policy:
+    """Return the row of the policy table for an exception or its class.
+
+    Exceptions that are not ours are bugs: they stop the attempt with :data:`EXIT_FAILED`.
+    """
+    kind = error if isinstance(error, type) else type(error)
+    for base in kind.__mro__:
+        if base in POLICY:
+            return POLICY[base]
+    return POLICY[OrhpcError]
