@@ -157,10 +157,12 @@ class RolloutSettings(Section):
     """Rollouts a prompt group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides logits by the same temperature."""
-    top_p: Literal[1.0] = 1.0
-    """Truncated sampling is refused in training: its log-probabilities are another policy's."""
-    top_k: Literal[-1] = -1
-    min_p: Literal[0.0] = 0.0
+    top_p: float = 1.0
+    """Only 1: truncated sampling draws from another policy than the one that is trained."""
+    top_k: int = -1
+    """Only -1, likewise."""
+    min_p: float = 0.0
+    """Only 0, likewise."""
     max_response_tokens: Positive = 4096
     """Tokens of one generation call."""
     max_total_tokens: Positive = 32768
@@ -202,6 +204,12 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _caps(self) -> Self:
+        for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is refused for training rollouts: the engine's "
+                    f"log-probabilities would be another policy's; leave it at {off} (evaluation may set it)"
+                )
         if self.max_response_tokens >= self.max_total_tokens:
             raise ValueError("max_response_tokens must be below max_total_tokens")
         return self
@@ -408,7 +416,8 @@ def _contradictions(c: Config) -> list[str]:
         problems.append("engine.backend: cpu needs placement.device: cpu")
     if c.placement.rollout_devices % c.engine.tp:
         problems.append(
-            f"engine.tp: {c.placement.rollout_devices} devices cannot be shared out to engines of {c.engine.tp}"
+            f"engine.tp: {c.placement.rollout_devices} devices cannot be shared out to engines "
+            f"of {c.engine.tp}"
         )
     for name, splits in c.evaluation.splits.items():
         if name not in c.environments:

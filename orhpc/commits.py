@@ -1,0 +1,180 @@
+"""The commit protocol of checkpoints, torch-free: begin, finalise, verify, choose, sweep.
+
+Trainer ranks write their shards into a hidden folder and report name, size and SHA-256 of each.
+:func:`finalise` then writes ``manifest.json`` beside them and renames the folder, in the order
+shards, fsync, manifest, fsync, rename, fsync of the parent: a folder with a commit's name is
+always whole, and whatever else a crash left is recognised and swept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orhpc.errors import CheckpointError
+from orhpc.rundir import CommitName, RunDir, sync_folder, write_atomic
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One file of a checkpoint, as the rank that wrote it saw it."""
+
+    name: str
+    size: int
+    """Bytes."""
+    sha256: str
+    """Of the content, computed while it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What ``manifest.json`` holds: everything about a commit but its tensors."""
+
+    step: int
+    """Steps completed."""
+    attempt: int
+    parent: str | None
+    """Name of the commit before it in the lineage."""
+    files: tuple[ShardFile, ...]
+    state: dict[str, Any] = field(default_factory=dict)
+    """The driver's own state: data position, buffer index, W&B run id, what recovery learned."""
+    format: int = FORMAT
+
+
+def begin(rundir: RunDir, name: CommitName) -> Path:
+    """Make the hidden folder that ranks write the commit's shards into."""
+    folder = rundir.checkpoints / f".{name}.partial"
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
+
+
+def finalise(folder: Path, manifest: Manifest) -> Path:
+    """Turn a folder of durable shards into a commit.
+
+    Raises:
+        CheckpointError: a shard is missing or has another size than its rank reported, or the
+            filesystem refused; the earlier commits are untouched.
+    """
+    name = CommitName(manifest.step, manifest.attempt)
+    target = folder.parent / str(name)
+    try:
+        for shard in manifest.files:
+            size = (folder / shard.name).stat().st_size
+            if size != shard.size:
+                raise CheckpointError(f"{name}: {shard.name} has {size} bytes, {shard.size} were written")
+        write_atomic(folder / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        folder.rename(target)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be committed: {error}") from error
+    return target
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a commit's manifest.
+
+    Raises:
+        CheckpointError: it is missing, torn or of another format.
+    """
+    try:
+        raw = json.loads((folder / MANIFEST).read_text())
+        files = tuple(ShardFile(**f) for f in raw.pop("files"))
+        manifest = Manifest(files=files, **raw)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder}: the manifest cannot be read: {error}") from None
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{folder}: format {manifest.format}, this version reads {FORMAT}")
+    return manifest
+
+
+def verify(folder: Path) -> Manifest:
+    """Read a commit's manifest and compare every file with it, bit for bit.
+
+    Raises:
+        CheckpointError: names the first file that is missing, short or changed.
+    """
+    manifest = read_manifest(folder)
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        problems = [p for p in pool.map(lambda s: _problem(folder, s), manifest.files) if p]
+    if problems:
+        raise CheckpointError(problems[0])
+    return manifest
+
+
+def _problem(folder: Path, shard: ShardFile) -> str | None:
+    path = folder / shard.name
+    try:
+        if path.stat().st_size != shard.size:
+            return f"{path}: {path.stat().st_size} bytes, the manifest says {shard.size}"
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None if digest == shard.sha256 else f"{path}: its content changed since it was written"
+
+
+def newest_good(rundir: RunDir) -> tuple[CommitName | None, Manifest | None, list[str]]:
+    """Choose the commit to resume from.
+
+    Returns:
+        Its name and manifest (None, None before the first commit), and one line about each newer
+        commit that had to be passed over.
+
+    Raises:
+        CheckpointError: there are commits and not one of them is whole; starting over in silence
+            would throw the run away.
+    """
+    passed_over: list[str] = []
+    for name in rundir.lineage():
+        try:
+            return name, verify(rundir.checkpoints / str(name)), passed_over
+        except CheckpointError as error:
+            passed_over.append(str(error))
+    if passed_over:
+        raise CheckpointError(f"no commit of {rundir.path} is whole: {passed_over[0]}")
+    return None, None, []
+
+
+def sweep(
+    rundir: RunDir, attempt: int, *, keep: int, keep_every: int | None, pinned: Sequence[CommitName] = ()
+) -> list[str]:
+    """Remove old commits and what crashed saves of older attempts left behind.
+
+    Only the newest attempt may: from a stale one's view the run's real commits are strangers.
+
+    Keeps the newest ``keep`` of the lineage, those of steps divisible by ``keep_every``, and the
+    ``pinned`` ones.  Commits outside the lineage go too.
+
+    Returns:
+        Names of the folders removed.
+    """
+    newest = rundir.newest_attempt()
+    if attempt != newest:
+        return []
+    lineage = rundir.lineage()
+    kept = {*lineage[:keep], *pinned, *(c for c in lineage if keep_every and c.step % keep_every == 0)}
+    removed: list[str] = []
+    for path in rundir.checkpoints.iterdir():
+        name = CommitName.parse(path.name)
+        partial = CommitName.parse(path.name.removeprefix(".").removesuffix(".partial"))
+        torn = name is None and partial is not None and partial.attempt < newest
+        if torn or (name is not None and name not in kept):
+            doomed = (
+                path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.doomed"))
+            )
+            shutil.rmtree(doomed)
+            removed.append(path.name)
+        elif path.name.endswith(".doomed"):
+            shutil.rmtree(path)
+    return removed

@@ -1,0 +1,254 @@
+"""From YAML files and dotted overrides to one :class:`~orhpc.config.Config`, and back.
+
+    config = load_config("configs/local.yaml", ["train.lr=1e-6", "run.name=try2"])
+
+Files may name another to build on with ``extends: other.yaml`` (relative to themselves); mappings
+are merged key by key, everything else is replaced, and null removes an environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError
+
+MAY_CHANGE_ON_RESUME = (
+    "run.root",
+    "placement.*",
+    "engine.*",
+    "checkpoint.*",
+    "evaluation.*",
+    "wandb.*",
+    "environments.*.url",
+    "environments.*.replicas",
+    "rollout.max_concurrent",
+    "rollout.workers_per_node",
+    "rollout.retries",
+    "rollout.*_timeout_s",
+    "rollout.openreward_upload",
+    "rollout.max_refills",
+    "train.steps",
+    "train.lr",
+    "train.lr_min",
+    "train.threads",
+    "train.max_tokens_per_gpu",
+    "train.gradient_checkpointing",
+    "train.logprob_chunk_tokens",
+    "train.replay_rollouts",
+)
+"""Settings that a resumed run may have other values of than it started with."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is an error: the second silently won before."""
+
+
+def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        if not isinstance(key, str):
+            raise ConfigError(f"{_place(key_node)}: key {key!r} is not text")
+        if key in seen:
+            raise ConfigError(f"{_place(key_node)}: {key!r} stands twice")
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+def _place(node: yaml.Node) -> str:
+    mark = node.start_mark
+    return f"{mark.name}:{mark.line + 1}" if mark else "config"
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge, override and check a config.
+
+    Raises:
+        ConfigError: one line naming the file or the field.
+    """
+    path = Path(path)
+    tree = _read_with_bases(path, ())
+    for override in overrides:
+        _apply_override(tree, override)
+    environments = tree.get("environments")
+    if isinstance(environments, dict):
+        tree["environments"] = {k: v for k, v in environments.items() if v is not None}
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict) and run.get("name") is None:
+        run["name"] = path.stem
+    return validate(tree, str(path))
+
+
+def validate(tree: Mapping[str, Any], source: str) -> Config:
+    """Check a plain tree against the schema; ``source`` names it in errors.
+
+    Raises:
+        ConfigError: names the first wrong field, and a likely spelling for an unknown one.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_problem(error)}") from None
+
+
+def dump_config(config: Config) -> str:
+    """The whole config, defaults included, as YAML that :func:`load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def changes_on_resume(before: Config, now: Config) -> list[str]:
+    """List ``field: old -> new`` of what changed since the run started.
+
+    Raises:
+        ConfigError: something changed that would make it another run.
+    """
+    old, new = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
+    changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+    refused = [k for k in changed if not any(fnmatchcase(k, p) for p in MAY_CHANGE_ON_RESUME)]
+    if refused:
+        key = refused[0]
+        raise ConfigError(
+            f"{key}: the run was started with {old.get(key)!r}, now it is {new.get(key)!r}; "
+            "that would be another run: choose another run.name"
+            + (f" (also changed: {', '.join(refused[1:])})" if refused[1:] else "")
+        )
+    return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in changed]
+
+
+def _read_with_bases(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in below:
+        raise ConfigError(f"{path}: extends itself")
+    tree = _read_yaml(path)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: is the name of one file")
+    parent = _read_with_bases(path.parent / base, (*below, path.resolve()))
+    return _merge(parent, tree)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            tree = yaml.load(stream, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())[:300]}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
+    return tree
+
+
+def _merge(base: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in above.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"override {override!r}: write section.key=value")
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError:
+        value = text
+    keys = _split_key(tree, dotted)
+    node = tree
+    for i, key in enumerate(keys[:-1]):
+        inner = node.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(keys[: i + 1])} is not a section")
+        node = inner
+    node[keys[-1]] = value
+
+
+def _split_key(tree: Mapping[str, Any], dotted: str) -> list[str]:
+    """Split at dots, but keep together a key of the file that has dots itself (environments may)."""
+    keys: list[str] = []
+    node: Any = tree
+    rest = dotted
+    while rest:
+        known = (
+            [k for k in node if rest == k or rest.startswith(k + ".")] if isinstance(node, Mapping) else []
+        )
+        key = max(known, key=len) if known else rest.partition(".")[0]
+        keys.append(key)
+        node = node.get(key) if isinstance(node, Mapping) else None
+        rest = rest[len(key) + 1 :]
+    if not all(keys):
+        raise ConfigError(f"override {dotted!r}: an empty key")
+    return keys
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    loc = [str(part) for part in problem["loc"]]
+    where = ".".join(loc)
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown setting{_suggestion(loc)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem.get("input")
+    shown = f", not {given!r}" if isinstance(given, (str, int, float, bool, type(None))) and where else ""
+    if problem["type"] == "value_error":
+        shown = ""
+    return f"{where}: {message}{shown}" if where else message
+
+
+def _suggestion(loc: Sequence[str]) -> str:
+    model: type[BaseModel] | None = Config
+    for part in loc[:-1]:
+        model = _section_below(model, part)
+    if model is None:
+        return ""
+    elsewhere = [k for k, _ in _leaves(Config.model_construct().model_dump()) if k.split(".")[-1] == loc[-1]]
+    close = elsewhere[:1] or difflib.get_close_matches(loc[-1], model.model_fields, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _section_below(model: type[BaseModel] | None, part: str) -> type[BaseModel] | None:
+    """The section under a field, also through ``dict[str, Section]`` (whose keys name no field)."""
+    if model is None:
+        return None
+    field = model.model_fields.get(part)
+    if field is None:
+        return model  # a key of a dict[str, Section] that the step before went through
+    return _section_in(field.annotation)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (dict, Union, types.UnionType):
+        for inner in get_args(annotation):
+            if (section := _section_in(inner)) is not None:
+                return section
+    return None
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,92 @@
+"""``events.jsonl``: one JSON object a line, append-only, each naming its attempt.
+
+It is the one source of status, display and report.  A line is written by a single ``write`` on a
+descriptor opened for appending, so lines of several processes never mix; the last line of a killed
+process may be torn, and readers leave it out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Appends events of one attempt."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self.attempt = attempt
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._end_torn_line(path)
+
+    def write(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Append one event; returns it as readers will see it.
+
+        ``time`` is seconds since the epoch.  Numbers that JSON lacks (NaN, infinity) become text.
+        """
+        line = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **_plain(fields)}
+        os.write(self._descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        return line
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _end_torn_line(self, path: Path) -> None:
+        """A predecessor killed in mid-write must not swallow our first line."""
+        size = path.stat().st_size
+        if size:
+            with path.open("rb") as stream:
+                stream.seek(size - 1)
+                if stream.read(1) != b"\n":
+                    os.write(self._descriptor, b"\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    if hasattr(value, "item"):
+        return _plain(value.item())
+    return str(value)
+
+
+def parse_lines(lines: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:
+    """Parse event lines, leaving out torn ones and those of attempts that a newer one replaced."""
+    newest = 0
+    for line in lines:
+        if not line.endswith("\n"):
+            continue
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(event, dict) or "event" not in event:
+            continue
+        attempt = event.get("attempt", 0)
+        if attempt < newest:
+            continue
+        newest = attempt
+        yield event
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every valid event of a run, in order; empty before the first."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        return list(parse_lines(list(stream)))
+
+
+def steps_of(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The step events that count: of a step done again after a resume, the last."""
+    return {e["step"]: e for e in events if e["event"] == "step"}

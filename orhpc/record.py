@@ -1,0 +1,271 @@
+"""Rollouts in HDF5: one file a worker and step, indexed, with everything needed to train again.
+
+Token arrays of all rollouts lie end to end in flat datasets; ``index`` holds a row a rollout with
+its place in them, so one rollout is read without touching the others.  Flat datasets carry
+Fletcher-32 checksums: a changed byte is an error, not other training data.  A file appears under
+its name only when it is whole.
+
+    write_rollouts(path, rollouts, trained=ids)
+    with RolloutFile(path) as record:
+        record.arrays(3)["tokens_T"]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+
+from orhpc.errors import RecordError
+from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
+
+FORMAT = "orhpc-rollouts-1"
+_ENDS = list(RolloutEnd)
+_INDEX = np.dtype(
+    [
+        ("group_id", "i8"),
+        ("sample", "i4"),
+        ("task_index", "i8"),
+        ("seed", "u8"),
+        ("offset", "i8"),
+        ("length", "i8"),
+        ("response_tokens", "i8"),
+        ("routes_offset", "i8"),  # first row in `routes`, -1: not recorded
+        ("end", "u1"),
+        ("reward", "f8"),  # NaN: none
+        ("min_version", "i8"),
+        ("seconds", "f8"),
+        ("trained", "?"),
+    ]
+)
+_TEXTS = ("id", "environment", "split", "error", "turns", "messages")
+_FLAT = {"tokens": "i4", "loss_mask": "?", "logprobs": "f4", "versions": "i4"}
+
+
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], *, trained: Collection[str] = (), routes: bool = True
+) -> None:
+    """Write rollouts to a new file.
+
+    Args:
+        path: replaced if it exists; the folder is made.
+        trained: ids of those that an update used; others are recorded and skipped by a replay.
+        routes: whether to keep expert routes (uint8 or uint16 ``[T - 1, layers, topk]``).
+
+    Raises:
+        OSError: the filesystem refused; nothing appears under ``path``.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with h5py.File(temporary, "w") as file:
+            file.attrs["format"] = FORMAT
+            _write(file, rollouts, frozenset(trained), routes)
+            file.flush()
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str], routes: bool) -> None:
+    index = np.zeros(len(rollouts), _INDEX)
+    texts: dict[str, list[str]] = {name: [] for name in _TEXTS}
+    offset = rows = 0
+    for row, r in zip(index, rollouts, strict=True):
+        kept = routes and r.routes is not None
+        versions = r.versions_T[r.loss_mask_T]
+        row["group_id"], row["sample"], row["task_index"], row["seed"] = (
+            r.group_id,
+            r.sample,
+            r.task.index,
+            r.seed,
+        )
+        row["offset"], row["length"], row["response_tokens"] = offset, r.length, r.response_tokens
+        row["routes_offset"] = rows if kept else -1
+        row["end"] = _ENDS.index(r.end)
+        row["reward"] = math.nan if r.reward is None else r.reward
+        row["min_version"] = int(versions.min()) if versions.size else -1
+        row["seconds"], row["trained"] = r.seconds, r.id in trained
+        offset += r.length
+        rows += len(r.routes) if kept and r.routes is not None else 0
+        turns = json.dumps([asdict(t) for t in r.turns])
+        values = (r.id, r.task.environment, r.task.split, r.error or "", turns, json.dumps(r.messages))
+        for name, value in zip(_TEXTS, values, strict=True):
+            texts[name].append(value)
+    file.create_dataset("index", data=index)
+    for name, values in texts.items():
+        file.create_dataset(name, data=values, dtype=h5py.string_dtype())
+    for name, kind in _FLAT.items():
+        arrays = [getattr(r, f"{name}_T") for r in rollouts]
+        flat = np.concatenate(arrays).astype(kind) if arrays else np.zeros(0, kind)
+        _flat_dataset(file, name, flat)
+    recorded = [r.routes for r in rollouts if routes and r.routes is not None]
+    if recorded:
+        _flat_dataset(file, "routes", np.concatenate(recorded))
+
+
+def _flat_dataset(file: h5py.File, name: str, data: np.ndarray[Any, Any]) -> None:
+    if data.size:
+        chunks = (min(len(data), 65536), *data.shape[1:])
+        file.create_dataset(name, data=data, chunks=chunks, shuffle=True, compression="lzf", fletcher32=True)
+    else:
+        file.create_dataset(name, data=data)
+
+
+class RolloutFile:
+    """One record file, open for reading."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises RecordError when the file is missing, torn or not one of ours."""
+        self.path = Path(path)
+        try:
+            self._file = h5py.File(self.path, "r")
+        except OSError as error:
+            reason = "no such file" if not self.path.exists() else f"not a readable HDF5 file ({error})"
+            raise RecordError(f"{self.path}: {reason}") from None
+        if self._file.attrs.get("format") != FORMAT:
+            self._file.close()
+            raise RecordError(f"{self.path}: not a rollout record of format {FORMAT}")
+        self._index = self._read("index", slice(None))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def trained(self, row: int) -> bool:
+        return bool(self._index[row]["trained"])
+
+    def arrays(self, row: int) -> dict[str, np.ndarray[Any, Any]]:
+        """``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and ``versions_T`` of one rollout.
+
+        Raises:
+            RecordError: the bytes changed since they were written.
+        """
+        start = int(self._index[row]["offset"])
+        span = slice(start, start + int(self._index[row]["length"]))
+        return {f"{name}_T": self._read(name, span) for name in _FLAT}
+
+    def routes(self, row: int) -> np.ndarray[Any, Any] | None:
+        """Expert routes ``[T - 1, layers, topk]``; None when they were not recorded."""
+        start = int(self._index[row]["routes_offset"])
+        if start < 0:
+            return None
+        return self._read("routes", slice(start, start + int(self._index[row]["length"]) - 1))
+
+    def summary(self, row: int, worker: int = 0) -> RolloutSummary:
+        """The rollout in numbers, located in this file."""
+        entry = self._index[row]
+        turns = self._turns(row)
+        return RolloutSummary(
+            id=self._text("id", row),
+            group_id=int(entry["group_id"]),
+            sample=int(entry["sample"]),
+            task=self._task(row),
+            length=int(entry["length"]),
+            response_tokens=int(entry["response_tokens"]),
+            end=_ENDS[int(entry["end"])],
+            reward=self._reward(row),
+            min_version=int(entry["min_version"]),
+            turns=len(turns),
+            tool_calls=sum(t.tool_calls for t in turns),
+            malformed=sum(t.malformed for t in turns),
+            seconds=float(entry["seconds"]),
+            worker=worker,
+            location=Location(file=str(self.path), row=row),
+            error=self._text("error", row) or None,
+        )
+
+    def rollout(self, row: int) -> Rollout:
+        """One rollout as it was written."""
+        entry, arrays = self._index[row], self.arrays(row)
+        return Rollout(
+            id=self._text("id", row),
+            group_id=int(entry["group_id"]),
+            sample=int(entry["sample"]),
+            task=self._task(row),
+            seed=int(entry["seed"]),
+            tokens_T=arrays["tokens_T"],
+            loss_mask_T=arrays["loss_mask_T"],
+            logprobs_T=arrays["logprobs_T"],
+            versions_T=arrays["versions_T"],
+            end=_ENDS[int(entry["end"])],
+            reward=self._reward(row),
+            turns=self._turns(row),
+            messages=json.loads(self._text("messages", row)),
+            error=self._text("error", row) or None,
+            routes=self.routes(row),
+            seconds=float(entry["seconds"]),
+        )
+
+    def _task(self, row: int) -> Task:
+        return Task(
+            self._text("environment", row), self._text("split", row), int(self._index[row]["task_index"])
+        )
+
+    def _turns(self, row: int) -> list[Turn]:
+        turns = json.loads(self._text("turns", row))
+        return [Turn(**{**t, "finish_reason": FinishReason(t["finish_reason"])}) for t in turns]
+
+    def _reward(self, row: int) -> float | None:
+        reward = float(self._index[row]["reward"])
+        return None if math.isnan(reward) else reward
+
+    def _text(self, name: str, row: int) -> str:
+        value = self._read(name, row)
+        return value.decode() if isinstance(value, bytes) else str(value)
+
+    def _read(self, name: str, at: int | slice) -> Any:
+        try:
+            dataset = self._file[name]
+            assert isinstance(dataset, h5py.Dataset)
+            return dataset[at]
+        except (OSError, KeyError, AssertionError) as error:
+            raise RecordError(f"{self.path}: {name} cannot be read: {error}") from None
+
+
+def read_arrays(file: str, row: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Arrays of one rollout, opening the file for it; what trainer ranks call."""
+    with RolloutFile(file) as record:
+        return record.arrays(row)
+
+
+def record_path(folder: Path, attempt: int, worker: int) -> Path:
+    """File of one worker in a step's folder."""
+    return folder / f"a{attempt:03d}.worker_{worker:03d}.h5"
+
+
+def read_step(folder: Path, *, trained_only: bool = True) -> list[RolloutSummary]:
+    """All rollouts of one recorded step, by group and sample.
+
+    A step done again after a resume has files of several attempts; the newest attempt's count.
+
+    Raises:
+        RecordError: the folder holds no record, or one that is torn.
+    """
+    files = sorted(folder.glob("a*.worker_*.h5"))
+    if not files:
+        raise RecordError(f"{folder}: holds no rollout record")
+    newest = files[-1].name.split(".")[0]
+    found: list[RolloutSummary] = []
+    for worker, path in enumerate(p for p in files if p.name.startswith(newest)):
+        with RolloutFile(path) as record:
+            rows = [r for r in range(len(record)) if record.trained(r) or not trained_only]
+            found += [record.summary(r, worker) for r in rows]
+    return sorted(found, key=lambda s: (s.group_id, s.sample))
