@@ -1,0 +1,153 @@
+"""Secrets: from the environment or files of mode 0600 to the environments that need them, and no further.
+
+A config names secrets and where they come from, never their values.  Every value read here is also
+remembered in this process, so that :class:`RedactingFilter` and :func:`install_redaction` can keep
+it out of logs and tracebacks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import re
+import stat
+import sys
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from orhpc.errors import PreflightError
+
+REDACTED = "[secret]"
+
+_known: set[str] = set()
+_pattern: re.Pattern[str] | None = None
+
+
+def resolve_secrets(
+    global_secrets: Mapping[str, str | None],
+    environment_secrets: Mapping[str, str | None],
+    *,
+    required: Iterable[str] = (),
+) -> dict[str, str]:
+    """Return name to value of every secret that one environment is given.
+
+    The environment's own entry for a name comes before the global one; a required name that neither
+    lists is looked for in the process environment, in upper case.
+
+    Args:
+        global_secrets: ``secrets`` of the config: name to source.
+        environment_secrets: ``secrets`` of one environment.
+        required: names that the environment says it needs.
+
+    Raises:
+        PreflightError: a secret has no value, or its file is missing, empty or readable by others.
+    """
+    sources = {**dict.fromkeys(required), **global_secrets, **environment_secrets}
+    values = {name: _read(name, source) for name, source in sources.items()}
+    remember_secrets(values.values())
+    return values
+
+
+def _read(name: str, source: str | None) -> str:
+    if source is not None and source.startswith("file:"):
+        return _read_file(name, Path(source.removeprefix("file:")).expanduser())
+    variable = name.upper() if source is None else source.removeprefix("env:")
+    value = os.environ.get(variable, "")
+    if not value:
+        raise PreflightError(f"secret {name!r}: the environment variable {variable} is not set")
+    return value
+
+
+def _read_file(name: str, path: Path) -> str:
+    try:
+        # The descriptor is checked, not the name, so that nobody can swap the file in between.
+        with path.open(encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o177:
+                raise PreflightError(f"secret {name!r}: {path} has mode {mode:04o}; chmod it to 0600")
+            value = file.read().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise PreflightError(f"secret {name!r}: {path} cannot be read: {reason}") from None
+    if not value:
+        raise PreflightError(f"secret {name!r}: {path} is empty")
+    return value
+
+
+def remember_secrets(values: Iterable[str]) -> None:
+    """Redact these values from now on, also quoted for JSON or a URL, and in base64."""
+    global _pattern
+    for value in values:
+        if not value:
+            continue
+        encoded = value.encode(errors="surrogateescape")
+        _known.update(
+            (
+                value,
+                json.dumps(value)[1:-1],
+                urllib.parse.quote(encoded, safe=""),
+                base64.b64encode(encoded).decode(),
+            )
+        )
+    longest_first = sorted(_known, key=len, reverse=True)
+    _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def redact(text: str) -> str:
+    """Return the text with every known secret replaced by :data:`REDACTED`."""
+    return _pattern.sub(REDACTED, text) if _pattern else text
+
+
+class RedactingFilter(logging.Filter):
+    """Redacts a record in place: message, arguments, traceback and stack."""
+
+    _formatter = logging.Formatter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if _pattern is None:
+            return True
+        try:
+            record.msg, record.args = redact(record.getMessage()), ()
+        except (TypeError, ValueError):
+            # The arguments do not fit the format; logging reports that itself, with both in its report.
+            record.msg, record.args = redact(f"{record.msg} {record.args!r}"), ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self._formatter.formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = redact(record.exc_text)
+        if record.stack_info:
+            record.stack_info = redact(record.stack_info)
+        return True
+
+
+def install_redaction() -> None:
+    """Redact every log record of this process, whatever its logger, and uncaught exceptions.
+
+    A filter on a logger does not see what its children log, so this goes in where records are made.
+    Calling it again changes nothing.
+    """
+    factory = logging.getLogRecordFactory()
+    if getattr(factory, "redacts", False):
+        return
+    redactor = RedactingFilter()
+
+    def redacting_factory(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = factory(*args, **kwargs)
+        redactor.filter(record)
+        return record
+
+    redacting_factory.redacts = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(redacting_factory)
+    sys.excepthook = _redacting_excepthook
+
+
+def _redacting_excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    import traceback
+
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
