@@ -1,0 +1,62 @@
+"""Where an environment is reached: URLs, proxies and variants."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from orhpc.errors import ConfigError
+
+
+def choose_variant(name: str, wanted: str | None, available: Sequence[str]) -> str | None:
+    """Return the variant to address, spelled as the server does: in lower case.
+
+    Without a wish it is the one named like the environment, else the server's first, its default.
+    Raises ConfigError when the wish is not among those available.
+    """
+    if not available:
+        return wanted.lower() if wanted else None
+    if wanted is None:
+        own = name.rsplit("/", 1)[-1].lower()
+        return own if own in available else available[0]
+    if wanted.lower() in available:
+        return wanted.lower()
+    close = difflib.get_close_matches(wanted.lower(), available, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"environments.{name}.variant: the server has no {wanted!r}; did you mean {close[0]!r}? "
+        f"It has {', '.join(available)}"
+    )
+
+
+def checked_host(name: str, url: str) -> str:
+    """Return the host of a server's URL; raises ConfigError when it is not one."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"environments.{name}.url: {url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query:
+        raise ConfigError(f"environments.{name}.url: {url!r} is not http://HOST:PORT or https://HOST")
+    if parts.username or parts.password:
+        raise ConfigError(f"environments.{name}.url: passwords never stand in a config; use secrets")
+    return host
+
+
+def bypass_proxy(host: str) -> None:
+    """Keep a loopback, private or single-label host out of the proxies that clusters set.
+
+    The SDK's sessions trust the environment, where both spellings of the variable count.
+    """
+    try:
+        private = ipaddress.ip_address(host).is_private
+    except ValueError:
+        private = "." not in host
+    if not private:
+        return
+    for variable in ("NO_PROXY", "no_proxy"):
+        hosts = [h.strip() for h in os.environ.get(variable, "").split(",") if h.strip()]
+        if host not in hosts and "*" not in hosts:
+            os.environ[variable] = ",".join([*hosts, host])

@@ -1,0 +1,313 @@
+"""OpenReward environments: tasks, sessions and tool calls, with every failure typed.
+
+An infrastructure failure is :class:`~orhpc.errors.EnvironmentUnavailable` (the rollout can be made
+again), a task on which the environment's own code breaks is :class:`~orhpc.errors.BadTask` (the
+rollout ends and is counted), and what the model did wrong is a :class:`ToolResult` with ``error``
+set, which the model is shown.  None of them is ever a reward.
+
+Tasks are named by split and index and resolved by the server, so that a task's specification,
+which often holds the gold answer, never comes to this side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
+
+from openreward import AsyncOpenReward
+from openreward.api._session.http import SessionResponseError
+from openreward.api.environments.client import AsyncEnvironment
+from openreward.api.sandboxes.secrets import WELL_KNOWN_SECRETS
+
+from orhpc.config import EnvironmentSettings, RolloutSettings
+from orhpc.errors import BadTask, ConfigError, EnvironmentUnavailable, PreflightError
+from orhpc.rollout.addresses import bypass_proxy, checked_host, choose_variant
+from orhpc.rollout.openreward_session import GuardedSession, Patience, Refused, ToolRaised
+from orhpc.rollout.session import (
+    Session,
+    failure,
+    finite,
+    terminal_tool,
+    text_of,
+    tool_specs,
+    wire_messages,
+)
+from orhpc.rollout.tools import ToolResult, ToolSpec
+from orhpc.secrets import remember_secrets, resolve_secrets
+from orhpc.types import Task
+
+__all__ = ["Environment", "Session", "ToolResult", "ToolSpec"]
+
+log = logging.getLogger(__name__)
+
+API_KEY = "OPENREWARD_API_KEY"
+LEAVE_TIMEOUT_S = 60.0
+"""Deadline of deleting a session; afterwards the server's reaper has to find it."""
+RETRY_START_S = 1.0
+"""Pause between two looks at a server that does not answer yet."""
+
+
+class Environment:
+    """One environment on one server, and the sessions open there."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: EnvironmentSettings,
+        rollout: RolloutSettings,
+        client: AsyncOpenReward,
+        handle: AsyncEnvironment,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.rollout = rollout
+        self.supports_score_group = False
+        """The environment compares the rollouts of a group: see :meth:`score_group`."""
+        self._client = client
+        self._handle = handle
+        self._secrets: dict[str, str | tuple[str, list[str]]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(
+        cls,
+        name: str,
+        settings: EnvironmentSettings,
+        *,
+        secrets: Mapping[str, str],
+        rollout: RolloutSettings,
+        url: str | None = None,
+    ) -> Environment:
+        """Connect to a server, wait until it has come up, and find the variant.
+
+        Args:
+            name: key in the config's ``environments``, ``Organisation/Name`` for OpenReward's service.
+            settings: its settings.
+            secrets: name to value, as :func:`orhpc.secrets.resolve_secrets` gives them.
+            rollout: deadlines.
+            url: server that the job runs itself; null: ``settings.url``, then OpenReward's service.
+
+        Raises:
+            EnvironmentUnavailable: no answer within ``rollout.environment_start_timeout_s``.
+            ConfigError: no such environment or variant, or the URL is no URL of a server.
+            PreflightError: the API key or a secret that the environment needs is missing.
+        """
+        url = url or settings.url
+        host = checked_host(name, url) if url else None
+        key = secrets.get(API_KEY) or secrets.get(API_KEY.lower()) or os.environ.get(API_KEY, "")
+        client = AsyncOpenReward(api_key=key or None)
+        host = host or urlsplit(client.session_base_url).hostname or ""
+        bypass_proxy(host)
+        handle = client.environments.get(name, base_url=url)
+        if host == "openreward.ai" or host.endswith(".openreward.ai"):
+            if not key:
+                raise PreflightError(f"environment {name!r} is reached through OpenReward: set {API_KEY}")
+            remember_secrets([key])
+        else:
+            # The service's key is not for servers of others; one that needs it names it as a secret.
+            handle.api_key = None
+        environment = cls(name, settings, rollout, client, handle)
+        try:
+            await environment._start(secrets, host)
+        except BaseException:
+            await environment.close()
+            raise
+        return environment
+
+    async def _start(self, secrets: Mapping[str, str], host: str) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.rollout.environment_start_timeout_s
+        while True:
+            try:
+                variants = await self._ask("GET", "/list_environments", missing=[])
+                break
+            except EnvironmentUnavailable as error:
+                if loop.time() + RETRY_START_S > deadline:
+                    raise EnvironmentUnavailable(
+                        f"environment {self.name!r} did not come up within "
+                        f"{self.rollout.environment_start_timeout_s:g} s: {error}"
+                    ) from None
+                await asyncio.sleep(RETRY_START_S)
+        self._handle.variant = choose_variant(self.name, self.settings.variant, variants)
+        tools = await self._ask("GET", self.path("/tools"), missing={})
+        self.supports_score_group = bool(tools.get("supports_score_group"))
+        needed = await self._required_secrets()
+        if missing := sorted({n for n in needed if n.lower() not in {s.lower() for s in secrets}}):
+            secrets = {**secrets, **resolve_secrets({}, {}, required=missing)}
+        self._secrets = {n: v if n in WELL_KNOWN_SECRETS else (v, [host]) for n, v in secrets.items()}
+
+    async def _required_secrets(self) -> list[str]:
+        """Names that the service says the environment needs; servers of our own have no such list."""
+        if self._handle.api_key is None:
+            return []
+        try:
+            async with asyncio.timeout(self.rollout.session_timeout_s):
+                return await self._handle.list_required_secrets()
+        except (SessionResponseError, TimeoutError, OSError) as error:
+            log.warning("environment %r: required secrets are not known: %s", self.name, error)
+            return []
+
+    def path(self, suffix: str) -> str:
+        """Address on the server; without the variant each call would pay a redirect."""
+        return suffix if self._handle.variant is None else f"/{self._handle.variant}{suffix}"
+
+    def _wire(self, label: str, split: str = "", index: int = 0) -> GuardedSession:
+        return GuardedSession(
+            self._handle,
+            split=split,
+            index=index,
+            secrets=self._secrets or None,
+            api_key=self._handle.api_key,
+            label=label,
+        )
+
+    def _patience(self, what: str) -> Patience:
+        return Patience(what, self.rollout.session_timeout_s, self.rollout.environment_start_timeout_s)
+
+    async def _ask(
+        self, method: str, path: str, payload: dict[str, Any] | None = None, *, missing: Any = None
+    ) -> Any:
+        """Ask the server about the environment; ``missing`` is returned when it has no such call."""
+        wire = self._wire(f"environment {self.name!r}")
+        try:
+            async with self._patience(wire.label) as patience:
+                await wire.connect(patience)
+                return await wire.fetch(method, path, patience, payload)
+        except Refused as refused:
+            if refused.status == 404 and wire.sid and missing is not None:
+                return missing
+            if refused.status in (400, 404):
+                raise ConfigError(f"{wire.label}: {refused.detail}") from None
+            raise failure(wire.label, refused, lost=False) from None
+        finally:
+            self._later(wire)
+
+    async def num_tasks(self, split: str) -> int:
+        """Tasks of a split, at most ``num_samples``; raises ConfigError when there is no such split."""
+        answer = await self._ask("POST", self.path("/num_tasks"), {"split": split})
+        count = int(answer["num_tasks"])
+        if count < 1:
+            raise ConfigError(f"environment {self.name!r}: split {split!r} has no tasks")
+        return min(count, self.settings.num_samples or count)
+
+    @contextlib.asynccontextmanager
+    async def session(self, task: Task) -> AsyncIterator[Session]:
+        """Open a session on a task and delete it at the end.
+
+        Neither is ever cut short by a cancellation, which would leave the session, and whatever
+        sandbox it holds, to the server's reaper for 15 minutes: they go on in the background, and
+        :meth:`close` waits for them.
+
+        Raises:
+            EnvironmentUnavailable: the server does not answer in time.
+            BadTask: the environment refuses the task or raises on it.
+        """
+        opening = asyncio.ensure_future(self._enter(task))
+        try:
+            session = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._later(opening)
+            raise
+        try:
+            yield session
+        except EnvironmentUnavailable:
+            self._later(session._wire)  # there may be nobody to answer: not worth waiting for
+            raise
+        except BaseException:
+            await asyncio.shield(self._later(session._wire))
+            raise
+        await asyncio.shield(self._later(session._wire))
+
+    async def _enter(self, task: Task) -> Session:
+        wire = self._wire(task.id, task.split, task.index)
+        try:
+            async with self._patience(f"{task.id}: opening the session") as patience:
+                await wire.begin(patience)
+                blocks = await wire.fetch("GET", self.path("/prompt"), patience)
+                tools = await self._tools(wire, patience)
+            return Session(
+                prompt=text_of(blocks, f"{task.id}: the prompt"),
+                tools=tool_specs(tools),
+                terminal=terminal_tool(tools) is not None,
+                _wire=wire,
+                _call_path=self.path("/call"),
+                _timeout_s=self.rollout.tool_timeout_s,
+                _terminal_tool=terminal_tool(tools),
+            )
+        except Refused as refused:
+            self._later(wire)
+            raise failure(task.id, refused) from None
+        except BaseException:
+            self._later(wire)
+            raise
+
+    async def _tools(self, wire: GuardedSession, patience: Patience) -> dict[str, Any]:
+        try:
+            return await wire.fetch("GET", self.path("/task_tools"), patience)
+        except Refused as refused:
+            if refused.status != 404 or refused.detail != "Not Found":
+                raise
+            return await wire.fetch("GET", self.path("/tools"), patience)  # an older server
+
+    async def score_group(self, task: Task, transcripts: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+        """Score the finished rollouts of a group against each other.
+
+        Args:
+            task: the group's task.
+            transcripts: ``Rollout.messages`` of each.
+
+        Returns one score a transcript, which comes on top of what the rollout was paid.
+        Raises BadTask when judging fails, EnvironmentUnavailable when the server does not answer.
+        """
+        candidates = [{"messages": wire_messages(messages)} for messages in transcripts]
+        budget = self.rollout.tool_timeout_s
+        async with self.session(task) as session:
+            try:
+                async with Patience(f"{task.id}: group scoring", budget, budget) as patience:
+                    answer = await session._wire.invoke(
+                        self.path("/score_group"), {"candidates": candidates}, patience
+                    )
+            except ToolRaised as error:
+                raise BadTask(f"{task.id}: group scoring failed: {error}") from None
+            except Refused as refused:
+                raise failure(task.id, refused) from None
+        scores = [finite(s.get("reward"), f"{task.id}: group scoring") for s in answer["scores"]]
+        paid = [s for s in scores if s is not None]
+        if len(paid) != len(candidates):
+            raise BadTask(f"{task.id}: {len(candidates)} rollouts got {len(paid)} scores")
+        return paid
+
+    def _later(self, leaving: GuardedSession | asyncio.Future[Session]) -> asyncio.Task[None]:
+        """Delete a session in the background; the task is kept until it is done."""
+        task = asyncio.ensure_future(self._leave(leaving))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        return task
+
+    async def _leave(self, leaving: GuardedSession | asyncio.Future[Session]) -> None:
+        if isinstance(leaving, asyncio.Future):
+            try:
+                wire = (await leaving)._wire
+            except Exception as error:  # noqa: BLE001  # opening failed and has cleaned up itself
+                log.info("a cancelled opening failed: %s", error)
+                return
+        else:
+            wire = leaving
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await wire.end()
+        except TimeoutError:
+            log.warning("%s: the session could not be deleted; the server will reap it", wire.label)
+
+    async def close(self) -> None:
+        """Wait for sessions that are being deleted, then close every connection."""
+        while self._leaving:
+            await asyncio.wait(set(self._leaving))
+        await self._client.environments.aclose()

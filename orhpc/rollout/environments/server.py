@@ -1,0 +1,99 @@
+"""Serve one environment with the OpenReward server.
+
+    python -m orhpc.rollout.environments.server --environment arithmetic --host 127.0.0.1 --port 8080
+
+``GET /health`` answers once it is up.  The server dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import pydantic
+
+from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.rollout.environments import BUNDLED
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends, however it does (Linux)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the kernel knew of our wish
+        sys.exit(1)
+
+
+def environment_class(name: str, options: dict[str, Any]) -> type:
+    """Return the environment class with its options set.
+
+    Args:
+        name: a name of :data:`orhpc.rollout.environments.BUNDLED` or ``package.module:Class``; a class
+            with options has a classmethod ``configure(**options)`` that returns the configured class.
+        options: keyword settings.
+
+    Raises ConfigError when there is no such environment or an option is wrong.
+    """
+    module, colon, attribute = BUNDLED.get(name, name).partition(":")
+    if not colon:
+        raise ConfigError(
+            f"environment {name!r} is neither bundled ({', '.join(sorted(BUNDLED))}) nor package.module:Class"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"environment {name!r} cannot be loaded: {error}") from None
+    if not isinstance(found, type):
+        raise ConfigError(f"environment {name!r} is not a class")
+    configure = getattr(found, "configure", None)
+    if configure is None:
+        if options:
+            raise ConfigError(f"environment {name!r} takes no options: it has no classmethod 'configure'")
+        return found
+    try:
+        return configure(**options)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "options"
+        raise ConfigError(f"environment {name!r}: {where}: {first['msg']}") from None
+    except TypeError as error:
+        raise ConfigError(f"environment {name!r}: {error}") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="orhpc.rollout.environments.server", description=__doc__)
+    parser.add_argument("--environment", required=True, help="bundled name or package.module:Class")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--options-json", default="{}", help="keyword settings as a JSON object")
+    arguments = parser.parse_args(argv)
+    die_with_parent()
+    os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
+    # The server logs every request otherwise, which costs more than the environments here do.
+    os.environ.setdefault("OPENREWARD_LOG_LEVEL", "WARNING")
+    try:
+        options = json.loads(arguments.options_json)
+        if not isinstance(options, dict):
+            raise ConfigError("--options-json is not a JSON object")
+        found = environment_class(arguments.environment, options)
+        from openreward.environments import Server
+
+        server = Server([found])
+    except (ConfigError, json.JSONDecodeError, TypeError, ValueError) as error:
+        print(f"orhpc: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    server.run(host=arguments.host, port=arguments.port)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
