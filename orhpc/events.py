@@ -21,6 +21,10 @@ class EventLog:
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.attempt = attempt
+        self.last_step = -1
+        """Newest step reported through this log; -1 before the first."""
+        self.last_step_skipped = False
+        """Whether that step had no update."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._end_torn_line(path)
 
@@ -29,6 +33,8 @@ class EventLog:
 
         ``time`` is seconds since the epoch.  Numbers that JSON lacks (NaN, infinity) become text.
         """
+        if event == "step":
+            self.last_step, self.last_step_skipped = fields["step"], bool(fields.get("skipped"))
         line = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **_plain(fields)}
         os.write(self._descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
         return line

@@ -1,9 +1,10 @@
 """The run directory: where things lie, who may write, and which attempt is the newest.
 
 A run directory is all that a job needs to come back.  Each start of the job is an *attempt*: the
-folder ``attempts/NNN`` is made by one atomic ``mkdir``, so two starts never share a number, and
-``attempt.json`` in it names the commit the attempt started from.  From those the :meth:`lineage`
-follows: what an older attempt commits after a newer one has started is not part of the run.
+folder ``attempts/NNN`` is made by one atomic ``mkdir``, so two starts never share a number.  Before
+an attempt trains, ``start.json`` in it names the commit it starts from.  From those the
+:meth:`RunDir.lineage` follows: what an older attempt commits after a newer one has started is not
+part of the run.
 """
 
 from __future__ import annotations
@@ -80,12 +81,8 @@ class RunDir:
             return 0
         return max((int(p.name) for p in self.attempts.iterdir() if p.name.isdigit()), default=0)
 
-    def begin_attempt(self, started_from: CommitName | None, **facts: Any) -> int:
-        """Claim the next attempt number and record what it starts from.
-
-        Returns:
-            The number.  From now on every reader ignores later writes of older attempts.
-        """
+    def begin_attempt(self, **facts: Any) -> int:
+        """Claim the next attempt number; ``facts`` go into its ``attempt.json``."""
         number = self.newest_attempt() + 1
         while True:
             try:
@@ -95,7 +92,6 @@ class RunDir:
                 number += 1
         record = {
             "attempt": number,
-            "started_from": str(started_from) if started_from else None,
             "time": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -103,16 +99,24 @@ class RunDir:
         }
         write_atomic(self.attempt(number) / "attempt.json", json.dumps(record, indent=1))
         link = self.attempts / f".latest.{number}"
+        link.unlink(missing_ok=True)
         link.symlink_to(f"{number:03d}")
         link.replace(self.attempts / "latest")
         return number
 
-    def attempt_record(self, number: int) -> dict[str, Any]:
-        """What :meth:`begin_attempt` recorded; empty when the attempt died before it could."""
-        try:
-            return json.loads((self.attempt(number) / "attempt.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
+    def record_start(self, number: int, started_from: CommitName | None) -> None:
+        """Fix what an attempt starts from; later commits of older attempts count no more."""
+        start = {"started_from": str(started_from) if started_from else None}
+        write_atomic(self.attempt(number) / "start.json", json.dumps(start))
+
+    def started_from(self, number: int) -> CommitName | None:
+        """The commit an attempt started from; None when it began the run.
+
+        Raises:
+            FileNotFoundError: the attempt ended before it chose.
+        """
+        record = json.loads((self.attempt(number) / "start.json").read_text())
+        return CommitName.parse(record["started_from"] or "")
 
     def lineage(self) -> list[CommitName]:
         """Commits that belong to the run, newest first.
@@ -126,11 +130,11 @@ class RunDir:
         while attempt > 0:
             own = [c for c in found if c.attempt == attempt and (below is None or c.step <= below)]
             chain += sorted(own, reverse=True)
-            record = self.attempt_record(attempt)
-            if not record:  # it died before it could commit anything
+            try:
+                start = self.started_from(attempt)
+            except FileNotFoundError:  # it died before it could commit anything
                 attempt -= 1
                 continue
-            start = CommitName.parse(record["started_from"] or "")
             if start is None:
                 break
             attempt, below = start.attempt, start.step

@@ -1,0 +1,44 @@
+# orhpc: what a newcomer runs.  Everything goes into .venv; nothing else on the machine is touched,
+# but for Debian packages that `make test` installs when it may.
+
+PYTHON ?= python3
+# The CPU build where the package index has one; any torch >= 2.11 will do:  make TORCH=torch==2.12.0 test
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OPENREWARD_DISABLE_UPDATE_CHECK = 1
+
+.PHONY: help install demo test test-fast lint format bench clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
+
+install: $(STAMP)  ## make .venv and install everything that demo and test need
+
+$(STAMP): pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.exit("orhpc needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable '.[run,gym,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)   ## train SmolLM2-135M on this machine, about ten minutes on two cores
+	$(BIN)/python -m orhpc.launch --local configs/local.yaml
+
+test: $(STAMP)   ## every test, lint and type check
+	bash tests/run.sh all
+
+test-fast: $(STAMP)  ## the quick ones, under a minute
+	bash tests/run.sh fast
+
+lint: $(STAMP)   ## ruff, pyright, import contracts
+	bash tests/run.sh lint
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:           ## remove .venv and caches, keep runs
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

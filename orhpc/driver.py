@@ -1,0 +1,259 @@
+"""The loop of a run, and the supervisor around it: the one place that knows all three parts.
+
+    python -m orhpc.driver RUN_DIR ATTEMPT --stop-file FILE
+
+It consumes what the node's launcher left in ``attempts/NNN`` (config, placement, keys), brings
+trainers, engines and workers up under the Ray cluster that is already there, and trains.  It
+produces commits, records and events, and an exit code of :mod:`orhpc.errors`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from orhpc import commits, evaluation
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Action,
+    NonFinite,
+    OrhpcError,
+    OutOfMemory,
+    StopRequested,
+    policy_of,
+)
+from orhpc.events import EventLog
+from orhpc.launch.placement import Placement
+from orhpc.parts import Parts, bring_up, ray_connect
+from orhpc.rollout.producer import Taken
+from orhpc.rundir import RunDir
+from orhpc.saving import Saver, State
+from orhpc.step_metrics import Phases, rollout_metrics
+from orhpc.tracking import Tracker
+from orhpc.train.advantages import grouped_advantages
+from orhpc.train.batch import plan_batches
+from orhpc.types import BatchPlan, PromptGroup, Sample
+
+log = logging.getLogger("orhpc.driver")
+
+
+class Run:
+    """One attempt at a run: its folder, config, placement, logs and stop file."""
+
+    def __init__(self, rundir: RunDir, attempt: int, stop_file: Path) -> None:
+        self.rundir, self.attempt = rundir, attempt
+        self.folder = rundir.attempt(attempt)
+        self.config: Config = load_config(self.folder / "config.yaml")
+        self.placement = Placement.from_yaml((self.folder / "placement.yaml").read_text())
+        self.events = EventLog(rundir.events, attempt)
+        self.tracker = Tracker(self.config, rundir)
+        self._stop_file = stop_file
+
+    def stop_requested(self) -> bool:
+        return self._stop_file.exists()
+
+    def close(self) -> None:
+        self.tracker.close()
+        self.events.close()
+
+
+async def train(run: Run, parts: Parts, saver: Saver) -> None:
+    """Take groups, update, publish the weights, commit; until the steps are done.
+
+    Raises:
+        StopRequested: the stop file appeared.
+        OrhpcError: a part failed; ``saver.state`` is that of the last completed step.
+    """
+    config = run.config
+    if saver.state.step == 0 and evaluation.due(config, 0):
+        await evaluate(run, parts, 0)
+    while saver.state.step < config.train.steps:
+        phases, state = Phases(), saver.state
+        if run.stop_requested():
+            raise StopRequested("asked to stop")
+        with phases.timed("rollout"):
+            async with parts.serving():
+                taken = await parts.producer.take(state.step, run.stop_requested)
+        plan = plan_step(taken.groups, config, len(run.placement.trainers), state.max_tokens)
+        with phases.timed("update"):
+            metrics = await update(run, parts, plan, state)
+        state = replace(state, step=state.step + 1, position=parts.producer.position)
+        with phases.timed("sync"):
+            metrics["sync_bytes"] = await parts.publish(state.step)
+        with phases.timed("record"):
+            await parts.record(state.step, taken)
+        with phases.timed("checkpoint"):
+            await saver.after_step(state)
+        report(run, state, taken, metrics | {"padding": plan.padding}, phases)
+        if evaluation.due(config, state.step):
+            await evaluate(run, parts, state.step)
+
+
+def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tokens: int) -> BatchPlan:
+    """Advantages and packing of a step's groups, from numbers alone."""
+    advantages = grouped_advantages(
+        [[r.reward or 0.0 for r in g.rollouts] for g in groups],
+        normalise=config.algorithm.normalise_advantage,
+    )
+    samples = [
+        Sample(r.id, r.length, r.response_tokens, float(a), r.location)
+        for group, of_group in zip(groups, advantages, strict=True)
+        for r, a in zip(group.rollouts, of_group, strict=True)
+    ]
+    return plan_batches(
+        samples,
+        ranks=ranks,
+        n_minibatches=config.train.steps_per_rollout,
+        max_tokens=max_tokens,
+        micro_batch_size=None if config.train.dynamic_batch else config.train.micro_batch_size,
+    )
+
+
+async def update(run: Run, parts: Parts, plan: BatchPlan, state: State) -> dict[str, float]:
+    """The step's optimiser updates; a first non-finite gradient is skipped, with all ranks' consent.
+
+    Raises:
+        NonFinite: the step before was skipped too.
+    """
+    if not plan.minibatches:
+        log.warning("step %d has nothing to train on", state.step + 1)
+        return {"skipped": 1.0}
+    try:
+        return await parts.trainers.step(plan, state.step)
+    except NonFinite as error:
+        if run.events.last_step_skipped:
+            raise
+        log.error("step %d is skipped: %s", state.step + 1, error)
+        return {"skipped": 1.0, "non_finite": 1.0}
+
+
+async def evaluate(run: Run, parts: Parts, step: int) -> None:
+    """Roll out the evaluation tasks with the current weights and report."""
+    if not parts.workers:
+        return
+    phases = Phases()
+    async with parts.serving():
+        groups, metrics = await evaluation.evaluate(run.config, parts.workers)
+    await parts.record_evaluation(step, groups)
+    await parts.publish(step)
+    run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
+    run.tracker.log(step, {f"eval/{k}": v for k, v in metrics.items()})
+
+
+def report(run: Run, state: State, taken: Taken, metrics: dict[str, float], phases: Phases) -> None:
+    """One step's event and W&B row."""
+    numbers = rollout_metrics(taken, state.step - 1) | metrics
+    numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
+    numbers["train_tokens_per_s"] = numbers.get("total_tokens", 0.0) / phases.seconds["update"]
+    run.events.write(
+        "step",
+        step=state.step,
+        steps=run.config.train.steps,
+        seconds=phases.total,
+        phases=phases.seconds,
+        **numbers,
+    )
+    rows = {"step_seconds": phases.total, **numbers}
+    rows |= {f"phase/{k}": v for k, v in phases.seconds.items()}
+    run.tracker.log(state.step, rows)
+
+
+async def attempt_once(run: Run, lowered: int | None) -> None:
+    """Bring the parts up from the newest good commit and train; commits on the way out of a stop."""
+    name, manifest, passed_over = commits.newest_good(run.rundir)
+    for line in passed_over:
+        log.error("passed over: %s", line)
+        run.events.write("commit_passed_over", error=line)
+    run.rundir.record_start(run.attempt, name)
+    state = (
+        State.from_manifest(manifest) if manifest else State(max_tokens=run.config.train.max_tokens_per_gpu)
+    )
+    state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
+    run.events.write("bring_up", step=state.step, commit=str(name) if name else None)
+    parts = await bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step)
+    try:
+        load = run.config.checkpoint.load if name is None else None
+        folder = run.rundir.checkpoints / str(name) if name else Path(load) if load else None
+        await parts.trainers.restore(folder)
+        await parts.publish(state.step)
+        saver = Saver(
+            run.rundir,
+            run.attempt,
+            run.config.checkpoint,
+            parts.trainers,
+            run.events,
+            parent=name,
+            state=state,
+        )
+        run.events.write("ready", step=state.step, steps=run.config.train.steps, **parts.trainers.info)
+        try:
+            await train(run, parts, saver)
+        except StopRequested:
+            await saver.finish()
+            raise
+        await saver.finish()
+    finally:
+        await parts.close()
+
+
+async def supervise(run: Run) -> int:
+    """Run attempts in place as the policy table says; returns the process's exit code."""
+    failures, last_step, lowered = 0, -1, None
+    while True:
+        try:
+            await attempt_once(run, lowered)
+        except OrhpcError as error:
+            policy = policy_of(error)
+            reached = run.events.last_step
+            failures = failures + 1 if reached <= last_step else 1
+            last_step = max(last_step, reached)
+            again = policy.action in (Action.RETRY, Action.REDO_STEP, Action.SKIP_STEP)
+            if isinstance(error, StopRequested):
+                run.events.write("stopped", step=reached, reason=str(error))
+                return policy.exit_code
+            again = again and failures <= policy.budget and not run.stop_requested()
+            log.error("%s: %s", type(error).__name__, error)
+            run.events.write(
+                "restart" if again else "failed",
+                kind=type(error).__name__,
+                error=str(error),
+                exit_code=policy.exit_code,
+            )
+            if not again:
+                return policy.exit_code
+            if isinstance(error, OutOfMemory):
+                lowered = max(1, (lowered or run.config.train.max_tokens_per_gpu) // 2)
+        else:
+            run.events.write("finished", step=run.config.train.steps)
+            return EXIT_OK
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="orhpc.driver")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("attempt", type=int)
+    parser.add_argument("--stop-file", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    run = Run(RunDir(options.run_dir), options.attempt, options.stop_file)
+    try:
+        ray_connect(run.placement, run.folder / "ray.token")
+        return asyncio.run(supervise(run))
+    except Exception as error:
+        log.exception("a bug, or something that no class of errors.py names")
+        run.events.write("failed", kind=type(error).__name__, error=str(error)[:500], exit_code=EXIT_FAILED)
+        return EXIT_FAILED
+    finally:
+        run.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Evaluation every k steps, on named splits, with its own sampling parameters."""
+
+from __future__ import annotations
+
+from orhpc.config import Config
+from orhpc.fleet import WorkerHandle
+from orhpc.rollout.producer import run_all
+from orhpc.step_metrics import summary_metrics
+from orhpc.types import GroupRequest, PromptGroup, Sampling, Task
+
+FIRST_ID = 1 << 40
+"""Evaluation groups count from here, so that they never meet a training group's id."""
+
+
+def due(config: Config, step: int) -> bool:
+    """Whether an evaluation follows step ``step``; 0 is before the first."""
+    e = config.evaluation
+    if not e.interval or not e.splits:
+        return False
+    return e.at_start if step == 0 else step % e.interval == 0 or step == config.train.steps
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Evaluation's own sampling parameters."""
+    s = config.evaluation.sampling
+    return Sampling(
+        max_new_tokens=s.max_response_tokens or config.rollout.max_response_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+    )
+
+
+async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[PromptGroup], dict[str, float]]:
+    """Roll out every evaluation task once; the same tasks and seeds each time.
+
+    Returns:
+        The groups, and metrics named ``reward_mean/<environment>/<split>`` and so on; rollouts that
+        failed are counted as ``failed/...`` and are in no mean.
+    """
+    requests: list[GroupRequest] = []
+    for environment, splits in config.evaluation.splits.items():
+        for split in splits:
+            count = await workers[0].call("num_tasks", environment, split)
+            count = min(count, config.evaluation.num_samples or count)
+            requests += [
+                GroupRequest(
+                    id=FIRST_ID + len(requests) + index,
+                    task=Task(environment, split, index),
+                    n_samples=config.evaluation.n_samples,
+                    sampling=sampling_of(config),
+                    seed=config.run.seed,
+                    evaluation=True,
+                )
+                for index in range(count)
+            ]
+    limit = len(workers) * max(1, config.rollout.max_concurrent // config.evaluation.n_samples)
+    groups = await run_all(workers, requests, limit)
+    return groups, _metrics(groups)
+
+
+def _metrics(groups: list[PromptGroup]) -> dict[str, float]:
+    by_split: dict[str, list[PromptGroup]] = {}
+    for group in groups:
+        by_split.setdefault(f"{group.task.environment}/{group.task.split}", []).append(group)
+    metrics: dict[str, float] = {}
+    for name, of_it in by_split.items():
+        rollouts = [r for g in of_it for r in g.rollouts]
+        scored = [r for r in rollouts if r.reward is not None]
+        metrics[f"failed/{name}"] = float(len(rollouts) - len(scored))
+        if scored:
+            summary = summary_metrics(scored)
+            kept = ("reward_mean", "success_rate", "response_length_mean", "truncated")
+            metrics |= {f"{key}/{name}": summary[key] for key in kept}
+    return metrics

@@ -1,0 +1,96 @@
+"""``--local``: the whole job on this machine, in the foreground, by the same path as on a cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_OK, EXIT_REQUEUE, ConfigError
+from orhpc.launch import prepare
+from orhpc.launch.display import Display
+from orhpc.launch.node import run_first_node
+from orhpc.launch.placement import Node, plan
+from orhpc.rundir import RunDir
+
+LOOPBACK = "127.0.0.1"
+
+
+def local_node() -> Node:
+    """This machine as the only node; everything binds loopback."""
+    return Node(name="localhost", address=LOOPBACK, cpus=len(os.sched_getaffinity(0)))
+
+
+def run_local(config: Config) -> int:
+    """Train on this machine until the run is finished or stopped.
+
+    The first Ctrl-C (or SIGTERM) commits and leaves; the second leaves at once.
+
+    Returns:
+        0 when the run is finished, 75 when it was stopped and can be resumed, else the failure's
+        code.
+
+    Raises:
+        OrhpcError: the run could not be started.
+    """
+    if config.placement.nodes != 1:
+        raise ConfigError(f"placement.nodes: --local is one node, not {config.placement.nodes}")
+    prepare.check_paths(config)
+    placement = plan(config, (local_node(),))
+    prepare.check_packages()
+    rundir = prepare.run_directory(config)
+    rundir.create()
+    with rundir.held():
+        changes = prepare.write_config(rundir, config)
+        done = prepare.committed_step(rundir)
+        if done >= config.train.steps:
+            print(f"{rundir.path}: finished, {done} steps; raise train.steps to go on")
+            return EXIT_OK
+        for change in changes:
+            print(f"changed since the last start: {change}")
+        prepare.ensure_model(config)
+        attempt = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
+        print(f"run directory: {rundir.path} (attempt {attempt}, step {done} of {config.train.steps} done)")
+        stop_file = rundir.attempt(attempt) / "stop"
+        with _stop_on_signals(stop_file) as signals, Display(rundir.events, attempt) as display:
+            code = run_first_node(
+                rundir, attempt, config, placement, stop_file, display.tick, lambda: len(signals) > 1
+            )
+    _say_how_it_ended(rundir, attempt, code, display)
+    return code
+
+
+def _say_how_it_ended(rundir: RunDir, attempt: int, code: int, display: Display) -> None:
+    if code == EXIT_OK:
+        print(f"finished; the run directory is {rundir.path}")
+    elif code == EXIT_REQUEUE and display.failure is None:
+        step = prepare.committed_step(rundir)
+        print(f"stopped with step {step} committed; the same command resumes ({rundir.path})")
+    else:
+        reason = display.failure or "the driver ended without a word"
+        log = rundir.attempt(attempt) / "driver.log"
+        print(f"orhpc: {reason} (exit {code}; details: {log})", file=sys.stderr)
+
+
+@contextmanager
+def _stop_on_signals(stop_file: Path) -> Iterator[list[int]]:
+    """Turn SIGINT, SIGTERM and SIGUSR2 into the stop file; yields the signals that came."""
+    came: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        came.append(number)
+        stop_file.touch()
+        again = "" if len(came) > 1 else " (once more: leave at once)"
+        print(f"{signal.Signals(number).name}: committing, then leaving{again}", file=sys.stderr)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+    before = {n: signal.signal(n, stop) for n in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

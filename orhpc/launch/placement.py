@@ -1,0 +1,132 @@
+"""Who runs where: from a config and the nodes at hand to ranks, engines and their devices.
+
+:func:`plan` is pure: the same nodes give the same placement, and nothing is touched.  Addresses and
+ports are filled in by the node that starts a part, into ``attempts/NNN/placement.yaml``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import yaml
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of the job."""
+
+    name: str
+    address: str
+    """Private address that the other nodes reach it under."""
+    cpus: int
+    """CPU cores the job has on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlace:
+    """One trainer rank."""
+
+    rank: int
+    node: int
+    device: int
+    """Device index on the node."""
+    threads: int
+    """CPU threads for its kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """One inference engine."""
+
+    index: int
+    node: int
+    """Node of its first device; an engine of several nodes has the next ones too."""
+    devices: tuple[int, ...]
+    """Device indices, node by node."""
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """One rollout worker."""
+
+    index: int
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A whole attempt's placement."""
+
+    nodes: tuple[Node, ...]
+    trainers: tuple[TrainerPlace, ...]
+    engines: tuple[EnginePlace, ...]
+    workers: tuple[WorkerPlace, ...]
+    environments: dict[str, list[str]] = field(default_factory=dict)
+    """URLs of the servers the job runs itself, by environment."""
+    ray_address: str = ""
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(_plain(asdict(self)), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Placement:
+        raw = yaml.safe_load(text)
+        return cls(
+            nodes=tuple(Node(**n) for n in raw["nodes"]),
+            trainers=tuple(TrainerPlace(**t) for t in raw["trainers"]),
+            engines=tuple(EnginePlace(**{**e, "devices": tuple(e["devices"])}) for e in raw["engines"]),
+            workers=tuple(WorkerPlace(**w) for w in raw["workers"]),
+            environments=raw["environments"],
+            ray_address=raw["ray_address"],
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def plan(config: Config, nodes: tuple[Node, ...]) -> Placement:
+    """Place trainers, engines and workers on nodes.
+
+    In ``split`` mode trainers take the first devices and engines the last, so that each side fills
+    whole nodes where it can.
+
+    Raises:
+        ConfigError: the config asks for more nodes than there are, or an engine would straddle
+            nodes that it does not fill.
+    """
+    p = config.placement
+    if len(nodes) < p.nodes:
+        raise ConfigError(f"placement.nodes: {p.nodes} asked for, the job has {len(nodes)}")
+    nodes = nodes[: p.nodes]
+    per_node = p.devices_per_node
+    replay = config.train.replay_rollouts is not None
+    engine_devices = 0 if replay else p.rollout_devices
+    first = p.devices - p.rollout_devices if p.mode == "split" else 0
+    tp = config.engine.tp
+    if engine_devices and tp < per_node and per_node % tp:
+        raise ConfigError(f"engine.tp: engines of {tp} cannot share out a node's {per_node} devices")
+    engines: list[EnginePlace] = []
+    for index in range(engine_devices // tp):
+        slots = range(first + index * tp, first + (index + 1) * tp)
+        threads = config.engine.threads or max(1, nodes[slots[0] // per_node].cpus // max(1, per_node // tp))
+        engines.append(EnginePlace(index, slots[0] // per_node, tuple(s % per_node for s in slots), threads))
+    trainers = [
+        TrainerPlace(
+            rank,
+            rank // per_node,
+            rank % per_node,
+            config.train.threads or max(1, nodes[rank // per_node].cpus // min(per_node, p.trainer_ranks)),
+        )
+        for rank in range(p.trainer_ranks)
+    ]
+    count = 0 if replay else config.rollout.workers_per_node * len(nodes)
+    workers = [WorkerPlace(i, i // config.rollout.workers_per_node) for i in range(count)]
+    return Placement(nodes, tuple(trainers), tuple(engines), tuple(workers))

@@ -1,0 +1,126 @@
+"""What every start of a run does first, on the login node or locally: check, compare, claim.
+
+Nothing is started here, and nothing is written before the config has been found good.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from orhpc.bundled import cache_folder, is_bundled
+from orhpc.commits import read_manifest
+from orhpc.config import Config
+from orhpc.config_files import changes_on_resume, dump_config, load_config
+from orhpc.errors import CheckpointError, ConfigError, ModelError, PreflightError
+from orhpc.rundir import RunDir, write_atomic
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def run_directory(config: Config) -> RunDir:
+    assert config.run.name is not None
+    return RunDir(Path(config.run.root) / config.run.name)
+
+
+def check_paths(config: Config) -> None:
+    """Check what the config names on this machine, in milliseconds.
+
+    Raises:
+        ConfigError: a model folder, record or checkpoint that is not there.
+    """
+    path = config.model.path
+    if is_bundled(path):
+        _check_bundled(path)
+    elif Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise ModelError(f"model.path: {path} has no config.json")
+    elif not _HUB_NAME.fullmatch(path) or path.startswith((".", "/")):
+        raise ModelError(f"model.path: {path} is neither a folder nor a hub name")
+    if config.train.replay_rollouts is not None:
+        _check_record(Path(config.train.replay_rollouts), config.train.steps)
+    if config.checkpoint.load is not None and not (Path(config.checkpoint.load) / "manifest.json").is_file():
+        raise ConfigError(f"checkpoint.load: {config.checkpoint.load} is not a checkpoint folder")
+    for name, settings in config.environments.items():
+        if settings.url and not re.match(r"https?://[^/]+", settings.url):
+            raise ConfigError(f"environments.{name}.url: {settings.url!r} is not an http address")
+
+
+def _check_bundled(path: str) -> None:
+    from orhpc.bundled import folder_of
+
+    folder_of(path)
+
+
+def _check_record(folder: Path, steps: int) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"train.replay_rollouts: {folder}: no such folder")
+    recorded = {int(m[1]) for p in folder.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))}
+    if not recorded:
+        raise ConfigError(f"train.replay_rollouts: {folder} holds no step_N folder")
+    if missing := [s for s in range(1, steps + 1) if s not in recorded]:
+        raise ConfigError(
+            f"train.replay_rollouts: step {missing[0]} is not recorded in {folder}; "
+            f"train.steps is {steps}, recorded are {min(recorded)} to {max(recorded)}"
+        )
+
+
+def write_config(rundir: RunDir, config: Config) -> list[str]:
+    """Write the resolved config, or compare it with the run's; returns the changes.
+
+    Raises:
+        ConfigError: a setting changed that may not.
+    """
+    if not rundir.config.exists():
+        write_atomic(rundir.config, dump_config(config))
+        return []
+    changes = changes_on_resume(load_config(rundir.config), config)
+    if changes:
+        write_atomic(rundir.config, dump_config(config))
+    return changes
+
+
+def committed_step(rundir: RunDir) -> int:
+    """Step of the newest commit, by its manifest alone; 0 before the first."""
+    for name in rundir.lineage():
+        try:
+            return read_manifest(rundir.checkpoints / str(name)).step
+        except CheckpointError:
+            continue
+    return 0
+
+
+def ensure_model(config: Config) -> None:
+    """Make a bundled model if it is missing, in a process of its own: this one may not load torch.
+
+    Raises:
+        ModelError: it cannot be made.
+    """
+    if not is_bundled(config.model.path):
+        return
+    command = [sys.executable, "-m", "orhpc.bundled", config.model.path]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        raise ModelError(f"{lines[-1].removeprefix('orhpc: ')} (kept in {cache_folder()})")
+
+
+def check_packages() -> None:
+    """Raises PreflightError when the packages of the job's own processes are not installed."""
+    import importlib.util
+
+    missing = [
+        m for m in ("torch", "ray", "transformers", "openreward", "h5py") if not importlib.util.find_spec(m)
+    ]
+    if missing:
+        raise PreflightError(f"{', '.join(missing)}: not installed here; pip install 'orhpc[run]'")
+
+
+def begin_attempt(rundir: RunDir, config: Config, **facts: object) -> int:
+    """Claim an attempt and leave its resolved config in its folder."""
+    attempt = rundir.begin_attempt(**json.loads(json.dumps(facts)))
+    write_atomic(rundir.attempt(attempt) / "config.yaml", dump_config(config))
+    return attempt

@@ -1,0 +1,83 @@
+"""Child processes that die with their parent and are only ever ended by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def spawn(
+    command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, own_session: bool = True
+) -> subprocess.Popen[bytes]:
+    """Start a child whose output goes to a log file.
+
+    The kernel kills it when the thread that called this ends, so call it from a thread that lives
+    as long as the process.  ``own_session`` keeps a terminal's Ctrl-C from reaching it.
+    """
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=dict(env) if env is not None else None,
+            start_new_session=own_session,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def stop(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """End a child: SIGTERM, then SIGKILL after the grace time; returns its exit status."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            return process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return process.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of that id exists and is not a zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except PermissionError:
+        return True
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def last_line(log: Path) -> str:
+    """The last line with content of a log, for one-line errors."""
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return "no log"
+    return lines[-1].strip()[:300] if lines else "the log is empty"
+
+
+def wait_until(ready: object, deadline_s: float) -> bool:
+    """Poll a callable until it is true; False when the deadline passes first."""
+    assert callable(ready)
+    end = time.monotonic() + deadline_s
+    while not ready():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,110 @@
+"""The job's own Ray cluster: a head on the first node, workers on the others, a token between them.
+
+Ray only spawns and carries; devices come from our placement.  Every port lies below the ephemeral
+range, the dashboard is off, and the temporary folder and the token are the job's own, so that
+nothing here can meet another job's Ray on the same node.  ``ray start --block`` keeps a reaper:
+when its process dies, by whatever signal, the cluster's processes on that node die with it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from orhpc.errors import RayLost
+from orhpc.launch import processes
+from orhpc.ports import free_ports
+
+_WORKER_PORTS = 200
+
+
+def make_token(folder: Path) -> Path:
+    """Write a new random token, readable by the owner only."""
+    path = folder / "ray.token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_urlsafe(32))
+    return path
+
+
+def ray_environment(token: Path) -> dict[str, str]:
+    """Variables that every process of the job that talks to Ray has to have."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+        "RAY_DEDUP_LOGS": "0",
+    }
+
+
+class RayNode:
+    """Ray's processes of one node, head or worker."""
+
+    def __init__(self, address: str, token: Path, log: Path, *, cpus: int, object_store_bytes: int) -> None:
+        self.address = address
+        self._token = token
+        self._log = log
+        self._cpus = cpus
+        self._object_store_bytes = object_store_bytes
+        # Unix socket paths end at 107 characters: this folder cannot lie in the run directory.
+        self._temp = Path(tempfile.mkdtemp(prefix="orhpc-ray-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start_head(self, timeout_s: float = 120.0) -> str:
+        """Start GCS and raylet; returns the address that others join.
+
+        Raises:
+            RayLost: it did not come up in time, with the log's last line.
+        """
+        (port,) = free_ports(1, self.address)
+        self._start(["--head", "--port", str(port), "--include-dashboard", "false"])
+        address = f"{self.address}:{port}"
+        if not processes.wait_until(lambda: self._ended() or _accepts(self.address, port), timeout_s) or (
+            self._ended()
+        ):
+            self.stop()
+            raise RayLost(
+                f"Ray's head did not start on {self.address}: {processes.last_line(self._log)} ({self._log})"
+            )
+        return address
+
+    def start_worker(self, head: str) -> None:
+        """Join the head at ``address:port``."""
+        self._start(["--address", head])
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End this node's Ray processes and remove what they left on it."""
+        if self._process is not None:
+            processes.stop(self._process, grace_s=10.0)
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _ended(self) -> bool:
+        return not self.alive()
+
+    def _start(self, role: list[str]) -> None:
+        manager, objects, *workers = free_ports(_WORKER_PORTS + 2, self.address, consecutive=True)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._temp)]
+        command += ["--num-cpus", str(max(self._cpus, 1)), "--num-gpus", "0"]
+        command += ["--object-store-memory", str(self._object_store_bytes)]
+        command += ["--node-manager-port", str(manager), "--object-manager-port", str(objects)]
+        command += ["--min-worker-port", str(workers[0]), "--max-worker-port", str(workers[-1])]
+        env = {**os.environ, **ray_environment(self._token)}
+        self._process = processes.spawn(command, log=self._log, env=env)
+
+
+def _accepts(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0

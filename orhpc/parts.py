@@ -1,0 +1,216 @@
+"""Bringing an attempt's parts up under Ray, and the few things the loop does with all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from orhpc import bundled
+from orhpc.config import Config
+from orhpc.errors import RecordError
+from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers
+from orhpc.launch.placement import Placement
+from orhpc.record import RolloutFile
+from orhpc.rollout.producer import Position, Producer, Taken
+from orhpc.rollout.replay import ReplayProducer
+from orhpc.rollout.tasks import TaskSequence, streams
+from orhpc.rundir import RunDir
+from orhpc.types import PromptGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything that runs beside the driver.  Without engines the run replays a record."""
+
+    config: Config
+    rundir: RunDir
+    trainers: Trainers
+    engines: Engines | None
+    workers: list[WorkerHandle]
+    producer: Producer | ReplayProducer
+
+    async def publish(self, version: int) -> int:
+        """Give the engines the trainer's weights; returns the bytes sent to each.
+
+        Raises:
+            WeightSyncFailed: no engine serves until a whole sync has followed.
+        """
+        if self.engines is None:
+            return 0
+        colocated = self.config.placement.mode == "colocated"
+        if colocated:
+            await self.engines.resume("weights")
+        else:
+            await self.engines.pool.pause_generation("abort")
+        sent = await self.trainers.send_weights(self.engines, version)
+        if not colocated:
+            await self.engines.pool.continue_generation()
+        await self.tell_workers("published", version)
+        return sent
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Engines serve inside; where both sides share devices the trainer sleeps meanwhile."""
+        if self.engines is None or self.config.placement.mode == "split":
+            yield
+            return
+        await self.trainers.sleep()
+        await self.engines.resume("kv_cache")
+        yield
+        await self.engines.release()
+        await self.trainers.wake()
+
+    async def record(self, step: int, taken: Taken) -> None:
+        """Have every worker write its rollouts of the step and forget them."""
+        if not self.workers:
+            return
+        folder = self.rundir.rollouts_of(step)
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that did this step and lost it
+        folder.mkdir(mode=0o700)
+        trained = {g.id for g in taken.groups}
+        groups = [*taken.groups, *taken.dropped]
+        jobs: dict[int, list[tuple[int, str | None, bool]]] = {w.index: [] for w in self.workers}
+        for i, group in enumerate(groups):
+            file = group.rollouts[0].location.file
+            worker = group.rollouts[0].worker if file is None else self.workers[i % len(self.workers)].index
+            jobs[worker].append((group.id, file, group.id in trained))
+        await asyncio.gather(
+            *(w.call("record", str(folder), jobs[w.index]) for w in self.workers if jobs[w.index])
+        )
+
+    async def record_evaluation(self, step: int, groups: Sequence[PromptGroup]) -> None:
+        """Likewise for an evaluation's rollouts."""
+        folder = self.rundir.rollouts / f"evaluation_{step}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        for worker in self.workers:
+            own = [(g.id, None, False) for g in groups if g.rollouts[0].worker == worker.index]
+            if own:
+                await worker.call("record", str(folder), own)
+
+    async def tell_workers(self, method: str, *args: Any) -> None:
+        await asyncio.gather(*(w.call(method, *args) for w in self.workers))
+
+    async def close(self) -> None:
+        """Stop everything; what is already gone does not matter."""
+        closing = [w.call("close", timeout_s=60.0) for w in self.workers]
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                log.warning("a worker did not close: %s", outcome)
+        for worker in self.workers:
+            ray.kill(worker.actor)
+        if self.engines is not None:
+            await self.engines.close()
+        await self.trainers.close()
+
+
+async def bring_up(
+    config: Config, placement: Placement, rundir: RunDir, attempt: int, position: Position, version: int
+) -> Parts:
+    """Start engines, trainers and workers; the trainers' weights are still the base model's.
+
+    Raises:
+        InfraError: a part did not come up.
+        ConfigError: the model or an environment is not what the config says.
+    """
+    ids = node_ids(placement.nodes)
+    model_dir = model_folder(config)
+    folder = rundir.attempt(attempt)
+    key = (folder / "engine.key").read_text().strip()
+    engines = None
+    if placement.engines:
+        engines = await Engines.start(config, placement, ids, model_dir, folder, key)
+        if config.placement.mode == "colocated":
+            await engines.release()
+    trainers = await Trainers.start(config, placement, ids, model_dir)
+    if engines is None:
+        producer = ReplayProducer(str(config.train.replay_rollouts))
+        return Parts(config, rundir, trainers, None, [], producer)
+    workers = await start_workers(
+        config,
+        placement,
+        ids,
+        lambda index, node: (config, model_dir, index, node, str(rundir.path), attempt, engines.urls, key),
+    )
+    tasks = await task_sequence(config, workers[0])
+    producer = Producer(
+        config.rollout,
+        tasks,
+        workers,
+        seed=config.run.seed,
+        position=position,
+        finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
+    )
+    return Parts(config, rundir, trainers, engines, workers, producer)
+
+
+def model_folder(config: Config) -> str:
+    """Local folder or hub name of the policy model."""
+    path = config.model.path
+    return str(bundled.ensure(path)) if bundled.is_bundled(path) else path
+
+
+async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
+    """Count the tasks of every split and lay out the run's sequence."""
+    counts: dict[tuple[str, str], int] = {}
+    for name, settings in config.environments.items():
+        for split in settings.splits:
+            counts[name, split] = await worker.call("num_tasks", name, split)
+    weights = {name: s.weight for name, s in config.environments.items()}
+    return TaskSequence(streams(counts, weights), config.run.seed)
+
+
+def finished_groups(rundir: RunDir, position: Position, version: int, staleness: int) -> list[PromptGroup]:
+    """Groups that an earlier attempt finished after or before its last commit and never trained.
+
+    Kept are those sampled by weights of this lineage (no newer than the commit) that are still
+    fresh enough; the files of all others are removed.
+    """
+    found: list[PromptGroup] = []
+    for path in sorted(rundir.buffer.glob("group_*.h5")):
+        group = _read_group(path)
+        wanted = group is not None and (group.id >= position.next_group or group.id in position.pending)
+        if group is not None and wanted and _fits(path, group, version, staleness):
+            found.append(group)
+        else:
+            path.unlink()
+    return found
+
+
+def _read_group(path: Path) -> PromptGroup | None:
+    try:
+        with RolloutFile(path) as record:
+            rollouts = tuple(record.summary(row) for row in range(len(record)))
+    except RecordError as error:
+        log.warning("a buffered group is unreadable and will be rolled out again: %s", error)
+        return None
+    return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
+
+
+def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
+    with RolloutFile(path) as record:
+        newest = max(int(record.arrays(row)["versions_T"].max()) for row in range(len(record)))
+    return newest <= version and group.min_version >= version - staleness
+
+
+def ray_connect(placement: Placement, token: Path) -> None:
+    """Join the job's Ray cluster as its driver."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+    ray.init(
+        address=placement.ray_address,
+        log_to_driver=True,
+        logging_level=logging.WARNING,
+        namespace="orhpc",
+    )

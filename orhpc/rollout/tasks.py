@@ -1,0 +1,78 @@
+"""Which task the n-th prompt group of a run rolls out: a pure function of counts, weights and seed.
+
+The data position of a run is therefore one number, the next group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from orhpc.errors import ConfigError
+from orhpc.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStream:
+    """Tasks of one split of one environment."""
+
+    environment: str
+    split: str
+    count: int
+    """Tasks in the split, after any cap."""
+    weight: float
+    """Share of groups drawn from it, relative to the others'."""
+
+
+def streams(counts: Mapping[tuple[str, str], int], weights: Mapping[str, float]) -> list[TaskStream]:
+    """One stream for each ``(environment, split)``; an environment's weight is shared by size.
+
+    Raises:
+        ConfigError: a split is empty.
+    """
+    totals: dict[str, int] = {}
+    for (environment, split), count in counts.items():
+        if count < 1:
+            raise ConfigError(f"environments.{environment}.splits: {split!r} has no tasks")
+        totals[environment] = totals.get(environment, 0) + count
+    return [
+        TaskStream(environment, split, count, weights[environment] * count / totals[environment])
+        for (environment, split), count in sorted(counts.items())
+    ]
+
+
+class TaskSequence:
+    """The endless sequence of tasks of a run.
+
+    Streams take turns so that after any number of groups each has had its share to within one
+    task; within a stream every epoch is a fresh permutation.
+    """
+
+    def __init__(self, of: list[TaskStream], seed: int) -> None:
+        self._streams = of
+        self._seed = seed
+        self._picked: list[Task] = []
+        self._taken = [0] * len(of)
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def task(self, group_id: int) -> Task:
+        """Task of a group; ids count from 0."""
+        while len(self._picked) <= group_id:
+            self._picked.append(self._next())
+        return self._picked[group_id]
+
+    def _next(self) -> Task:
+        total = sum(s.weight for s in self._streams)
+        due = len(self._picked) + 1
+        behind = [s.weight / total * due - n for s, n in zip(self._streams, self._taken, strict=True)]
+        chosen = int(np.argmax(behind))
+        stream, taken = self._streams[chosen], self._taken[chosen]
+        self._taken[chosen] += 1
+        epoch, place = divmod(taken, stream.count)
+        if (chosen, epoch) not in self._orders:
+            generator = np.random.default_rng([self._seed, chosen, epoch])
+            self._orders[chosen, epoch] = generator.permutation(stream.count)
+            self._orders.pop((chosen, epoch - 1), None)
+        return Task(stream.environment, stream.split, int(self._orders[chosen, epoch][place]))

@@ -1,0 +1,158 @@
+"""Expert routes: from SGLang's wire encoding to compact arrays, their slices and per-turn deltas.
+
+On the wire ``meta_info.routed_experts`` is base64 of C-order little-endian int32
+``[rows, layers, topk]``: one row a context position from ``routed_experts_start_len`` to
+``prompt + output - 2``, all hidden layers, dense ones as zeros (SGLang 0.5,
+``srt/state_capturer/routed_experts.py``).  In memory routes are the smallest unsigned type that
+holds an expert index: a quarter or half of the bytes.  Nothing here needs torch, and decoding
+releases the event loop when it is run in a thread: base64 and numpy do the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from orhpc.errors import ModelError, RoutesMissing
+
+RouteArray = NDArray[Any]
+"""uint8 or uint16 ``[rows, layers, topk]``."""
+
+_EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """What routes of one model look like."""
+
+    layers: int
+    """Hidden layers, dense ones included."""
+    topk: int
+    """Experts a token and layer."""
+    experts: int
+    """Experts a layer."""
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any]) -> RouteShape | None:
+        """Read it from the contents of a model's ``config.json``; None for a dense model.
+
+        Raises ModelError when the config has experts but not how many a token takes.
+        """
+        text = config.get("text_config") or config
+        experts = next((int(text[k]) for k in _EXPERT_COUNT_KEYS if text.get(k)), 0)
+        if not experts:
+            return None
+        topk = next((int(text[k]) for k in _TOPK_KEYS if text.get(k)), 0)
+        if not topk:
+            raise ModelError(f"config.json has {experts} experts but none of {', '.join(_TOPK_KEYS)}")
+        return cls(int(text["num_hidden_layers"]), topk, experts)
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger[Any]]:
+        """Smallest unsigned type that holds an expert index."""
+        return np.uint8 if self.experts <= 256 else np.uint16
+
+
+def encode_routes(routes: RouteArray) -> str:
+    """Return SGLang's encoding of ``[rows, layers, topk]``."""
+    return pybase64.b64encode(np.ascontiguousarray(routes, dtype="<i4").data).decode("ascii")
+
+
+def decode_routes(encoded: str | bytes | None, shape: RouteShape, rows: int) -> RouteArray:
+    """Decode and check ``rows`` rows of routes.
+
+    Returns ``shape.dtype`` of shape ``[rows, layers, topk]``.  Raises RoutesMissing when there are
+    none, when their number does not fit, when an index is not an expert's, or when a row is zero in
+    all layers: a router of ``topk`` > 1 takes distinct experts, so such a row was never recorded.
+    """
+    if encoded is None:
+        raise RoutesMissing("the engine sent no expert routes: start it with --enable-return-routed-experts")
+    try:
+        data = pybase64.b64decode_as_bytearray(encoded, validate=False)
+        flat = np.frombuffer(data, dtype="<i4")
+    except ValueError as error:
+        raise RoutesMissing(f"expert routes are not base64 of int32: {error}") from None
+    wanted = rows * shape.layers * shape.topk
+    if flat.size != wanted:
+        raise RoutesMissing(
+            f"expert routes have {flat.size} values, not {rows} rows x {shape.layers} layers x "
+            f"{shape.topk} experts = {wanted}"
+        )
+    if rows == 0:
+        return np.zeros((0, shape.layers, shape.topk), dtype=shape.dtype)
+    # Read as unsigned, a negative index is huge: one pass finds both kinds of bad index.
+    highest = int(flat.view("<u4").max())
+    if highest >= shape.experts:
+        raise RoutesMissing(f"expert routes hold an index outside 0 .. {shape.experts - 1}")
+    routes = flat.astype(shape.dtype).reshape(rows, shape.layers, shape.topk)
+    if shape.topk > 1:
+        _refuse_empty_rows(routes)
+    return routes
+
+
+def _refuse_empty_rows(routes: RouteArray) -> None:
+    recorded = routes.reshape(len(routes), -1).any(axis=1)
+    if not recorded.all():
+        first = int(np.argmin(recorded))
+        raise RoutesMissing(
+            f"expert routes are all zero in {int((~recorded).sum())} of {len(routes)} rows, "
+            f"first in row {first}"
+        )
+
+
+def slice_rows(routes: RouteArray, start: int, end: int, *, routes_start: int = 0) -> RouteArray:
+    """Return the rows of context positions ``start .. end - 1``, without a copy.
+
+    ``routes_start`` is the position of the array's first row.  Raises RoutesMissing when a
+    position has no row.
+    """
+    low, high = start - routes_start, end - routes_start
+    if low < 0 or high > len(routes) or low > high:
+        raise RoutesMissing(
+            f"rows {start} .. {end - 1} are not within the recorded {routes_start} .. "
+            f"{routes_start + len(routes) - 1}"
+        )
+    return routes[low:high]
+
+
+class RouteLog:
+    """The routes of one rollout, grown by the new rows of each turn.
+
+    A row stays as it was recorded when its successor was first computed: where a later answer
+    covers the position again (a re-prefill, perhaps under newer weights), the newer row is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[RouteArray] = []
+        self._rows = 0
+
+    @property
+    def rows(self) -> int:
+        """Positions recorded; the ``routes_start`` to ask the engine for next."""
+        return self._rows
+
+    def append(self, routes: RouteArray, start: int) -> None:
+        """Add rows of positions ``start`` and up; raises RoutesMissing when a gap would be left."""
+        if start > self._rows:
+            raise RoutesMissing(f"expert routes start at position {start}, but {self._rows} are recorded")
+        fresh = routes[self._rows - start :]
+        if len(fresh):
+            if self._parts and fresh.shape[1:] != self._parts[0].shape[1:]:
+                raise RoutesMissing(
+                    f"expert routes changed shape from {self._parts[0].shape[1:]} to {fresh.shape[1:]}"
+                )
+            self._parts.append(fresh)
+            self._rows += len(fresh)
+
+    def array(self) -> RouteArray | None:
+        """All rows so far as one array; None when there are none."""
+        if not self._parts:
+            return None
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]

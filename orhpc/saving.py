@@ -1,0 +1,150 @@
+"""Commits of a running attempt: begun after a step, written while training goes on, then finalised.
+
+A failed save costs the commit, never the run: it is reported as an event and in the log, and the
+earlier commits stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orhpc import commits
+from orhpc.config import CheckpointSettings
+from orhpc.errors import CheckpointError
+from orhpc.events import EventLog
+from orhpc.fleet import Trainers
+from orhpc.rollout.producer import Position
+from orhpc.rundir import CommitName, RunDir
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a commit holds beside the trainer's shards."""
+
+    step: int = 0
+    """Steps completed; also the policy version of the weights."""
+    position: Position = field(default_factory=Position)
+    """Where the run stands in its data."""
+    max_tokens: int = 0
+    """Token budget of a micro-batch: the setting, or what running out of memory taught."""
+
+    def to_manifest(self) -> dict[str, Any]:
+        return {
+            "next_group": self.position.next_group,
+            "pending": list(self.position.pending),
+            "max_tokens": self.max_tokens,
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: commits.Manifest) -> State:
+        s = manifest.state
+        return cls(manifest.step, Position(s["next_group"], tuple(s["pending"])), s["max_tokens"])
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    name: CommitName
+    folder: Path
+    state: State
+    started: float
+
+
+class Saver:
+    """Begins, polls and finalises commits, one at a time."""
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        attempt: int,
+        settings: CheckpointSettings,
+        trainers: Trainers,
+        events: EventLog,
+        *,
+        parent: CommitName | None,
+        state: State,
+    ) -> None:
+        self._rundir, self._attempt, self._settings = rundir, attempt, settings
+        self._trainers, self._events = trainers, events
+        self._parent = parent
+        self._under_way: _UnderWay | None = None
+        self.state = state
+        """State of the last completed step, committed or not."""
+
+    async def after_step(self, state: State) -> None:
+        """Note a completed step, finalise a finished save, begin one when it is due."""
+        self.state = state
+        await self.poll()
+        if state.step % self._settings.save_interval == 0:
+            await self._begin(state)
+
+    async def poll(self) -> None:
+        """Finalise the save under way when all shards are durable; never waits for them."""
+        save = self._under_way
+        if save is None:
+            return
+        try:
+            files = await self._trainers.save_poll()
+            if files is not None:
+                self._finalise(save, files)
+            elif time.monotonic() - save.started > self._settings.save_timeout_s:
+                raise CheckpointError(f"the save took longer than {self._settings.save_timeout_s:.0f} s")
+        except CheckpointError as error:
+            self._failed(save, error)
+
+    async def finish(self) -> None:
+        """Commit the last completed step, unless it is, and wait until it is durable."""
+        await self._wait()
+        if self._parent is None or self._parent.step < self.state.step:
+            await self._begin(self.state)
+            await self._wait()
+
+    async def _begin(self, state: State) -> None:
+        await self._wait()  # a save still under way was begun a whole interval ago
+        name = CommitName(state.step, self._attempt)
+        folder = self._rundir.checkpoints
+        started = time.monotonic()
+        try:
+            folder = commits.begin(self._rundir, name)
+            await self._trainers.save_begin(folder)
+        except (CheckpointError, OSError) as error:
+            self._failed(_UnderWay(name, folder, state, started), error)
+            return
+        self._under_way = _UnderWay(name, folder, state, started)
+
+    async def _wait(self) -> None:
+        save = self._under_way
+        if save is None:
+            return
+        try:
+            files = await self._trainers.finish_save(self._settings.save_timeout_s)
+            self._finalise(save, files)
+        except CheckpointError as error:
+            self._failed(save, error)
+
+    def _finalise(self, save: _UnderWay, files: tuple[commits.ShardFile, ...]) -> None:
+        parent = str(self._parent) if self._parent else None
+        manifest = commits.Manifest(
+            save.name.step, save.name.attempt, parent, files, save.state.to_manifest()
+        )
+        commits.finalise(save.folder, manifest)
+        self._under_way, self._parent = None, save.name
+        self._events.write(
+            "commit",
+            step=save.name.step,
+            name=str(save.name),
+            seconds=time.monotonic() - save.started,
+            bytes=sum(f.size for f in files),
+        )
+        settings = self._settings
+        commits.sweep(self._rundir, self._attempt, keep=settings.keep, keep_every=settings.keep_every)
+
+    def _failed(self, save: _UnderWay, error: Exception) -> None:
+        self._under_way = None
+        log.error("commit %s failed, training goes on: %s", save.name, error)
+        self._events.write("commit_failed", step=save.name.step, error=str(error))

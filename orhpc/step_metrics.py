@@ -1,0 +1,85 @@
+"""What a step reports: phase times, and rollout numbers under the names that users know."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from orhpc.rollout.producer import Taken
+from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary
+
+
+class Phases:
+    """Wall-clock seconds of each phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    @property
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.monotonic() - self._start
+
+
+def rollout_metrics(taken: Taken, version: int) -> dict[str, float]:
+    """Numbers about the step's rollouts.
+
+    ``reward_mean`` and lengths are over trained rollouts; ``success_rate`` counts rewards above 0;
+    ``staleness_mean`` is in policy versions; ``dropped_*`` counts groups by reason.
+    """
+    rollouts = [r for g in taken.groups for r in g.rollouts]
+    metrics = {f"dropped_{reason}": float(n) for reason, n in taken.reasons.items()}
+    metrics["groups"] = float(len(taken.groups))
+    metrics["failed_rollouts"] = float(
+        sum(r.end is RolloutEnd.FAILED for g in taken.dropped for r in g.rollouts)
+    )
+    if not rollouts:
+        return metrics
+    metrics |= summary_metrics(rollouts)
+    metrics["staleness_mean"] = float(np.mean([version - r.min_version for r in rollouts]))
+    metrics["equal_reward_groups"] = sum(len(set(g.rewards)) == 1 for g in taken.groups) / len(taken.groups)
+    for environment, of_it in _by_environment(taken.groups).items():
+        metrics[f"reward_mean/{environment}"] = float(np.mean(of_it))
+    return metrics
+
+
+def summary_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, float]:
+    """Rewards, lengths and ends of a set of rollouts with rewards."""
+    rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
+    response = np.array([r.response_tokens for r in rollouts], dtype=np.float64)
+    ends = Counter(r.end for r in rollouts)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "success_rate": float((rewards > 0).mean()),
+        "response_length_mean": float(response.mean()),
+        "response_length_max": float(response.max()),
+        "response_tokens": float(response.sum()),
+        "total_tokens": float(sum(r.length for r in rollouts)),
+        "turns_mean": float(np.mean([r.turns for r in rollouts])),
+        "tool_calls_mean": float(np.mean([r.tool_calls for r in rollouts])),
+        "malformed_calls": float(sum(r.malformed for r in rollouts)),
+        "truncated": ends[RolloutEnd.LENGTH] / len(rollouts),
+        "terminal": ends[RolloutEnd.TERMINAL] / len(rollouts),
+        "rollout_seconds_max": max(r.seconds for r in rollouts),
+    }
+
+
+def _by_environment(groups: Sequence[PromptGroup]) -> dict[str, list[float]]:
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.task.environment, []).extend(r for r in group.rewards if r is not None)
+    return rewards

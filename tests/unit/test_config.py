@@ -1,0 +1,165 @@
+"""Configs: defaults, merging, overrides, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.config import Config
+from orhpc.config_files import changes_on_resume, dump_config, load_config, validate
+from orhpc.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = "environments:\n  org/env: {serve: letters}\n"
+
+
+def write(tmp_path: Path, text: str, name: str = "c.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_those_users_come_with() -> None:
+    """The defaults of the table in the field's training examples."""
+    c = Config.model_construct()
+    assert c.model.path == "Qwen/Qwen3-30B-A3B"
+    assert (c.train.lr, c.train.weight_decay, c.train.lr_schedule) == (1e-5, 0.0, "constant")
+    assert (c.train.adam_beta1, c.train.adam_beta2, c.train.adam_eps) == (0.9, 0.999, 1e-8)
+    assert (c.rollout.n_samples, c.rollout.batch_size, c.train.global_batch_size) == (16, 32, 512)
+    assert (c.rollout.max_response_tokens, c.train.max_tokens_per_gpu) == (4096, 8192)
+    assert (c.rollout.temperature, c.algorithm.eps_clip, c.train.steps) == (1.0, 0.2, 3000)
+    assert (c.engine.memory_fraction, c.engine.tp, c.placement.devices_per_node) == (0.7, 4, 4)
+    assert (c.placement.mode, c.train.backend, c.checkpoint.save_interval) == ("colocated", "fsdp", 10)
+    assert c.placement.device == "cuda"
+
+
+def test_base_file_spells_out_the_schema_s_defaults() -> None:
+    base = yaml.safe_load((ROOT / "configs/base.yaml").read_text())
+    defaults = Config.model_construct().model_dump(mode="json")
+    defaults.pop("environments", None)
+    assert base == defaults
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p.name for p in (ROOT / "configs").glob("*.yaml") if p.name != "base.yaml")
+)
+def test_every_config_is_valid_and_survives_a_round_trip(path: str) -> None:
+    config = load_config(ROOT / "configs" / path)
+    assert config.run.name == Path(path).stem
+    assert validate(yaml.safe_load(dump_config(config)), "dump") == config
+
+
+def test_extends_merges_by_key_and_null_removes_an_environment(tmp_path: Path) -> None:
+    write(tmp_path, ENVIRONMENT + "train: {lr: 1e-3, steps: 5}", "base.yaml")
+    text = "extends: base.yaml\ntrain: {steps: 7}\nenvironments: {org/env: null, b/c: {serve: x}}"
+    config = load_config(write(tmp_path, text))
+    assert (config.train.lr, config.train.steps) == (1e-3, 7)
+    assert list(config.environments) == ["b/c"]
+
+
+def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -> None:
+    path = write(tmp_path, "environments:\n  org/env.v2: {serve: x}\n")
+    config = load_config(path, ["environments.org/env.v2.max_turns=3", "train.lr=2e-6", "run.name=other"])
+    assert config.environments["org/env.v2"].max_turns == 3
+    assert (config.train.lr, config.run.name) == (2e-6, "other")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (ENVIRONMENT + "train: {lrr: 1}", [], "train.lrr: unknown setting; did you mean 'lr'?"),
+        (ENVIRONMENT + "train: {n_samples: 1}", [], "did you mean 'rollout.n_samples'?"),
+        (
+            "environments:\n  a/b: {srve: x}",
+            [],
+            "environments.a/b.srve: unknown setting; did you mean 'serve'?",
+        ),
+        (ENVIRONMENT + "train: {lr: fast}", [], "train.lr: "),
+        (ENVIRONMENT + "train: {lr: .nan}", [], "train.lr: "),
+        (ENVIRONMENT + "train: {steps: 0}", [], "train.steps: "),
+        (ENVIRONMENT + "a: 1\na: 2", [], "'a' stands twice"),
+        (ENVIRONMENT, ["rollout.batch_size=3"], "golden rule"),
+        (ENVIRONMENT, ["rollout.top_p=0.9"], "top_p=0.9 is refused for training rollouts"),
+        (ENVIRONMENT, ["rollout.top_k=50"], "top_k=50 is refused"),
+        (ENVIRONMENT, ["rollout.min_p=0.1"], "min_p=0.1 is refused"),
+        (ENVIRONMENT, ["train"], "write section.key=value"),
+        (ENVIRONMENT, ["train.lr.x=1"], "train.lr"),
+        (ENVIRONMENT, ["run.name='a\nb'"], "is not a name"),
+        (ENVIRONMENT, ["run.name=../x"], "is not a name"),
+        (ENVIRONMENT, ["placement.mode=split"], "mode: split needs"),
+        (ENVIRONMENT, ["engine.tp=3"], "engine.tp"),
+        (ENVIRONMENT, ["secrets.key=hunter2"], "values never stand in a config"),
+        (ENVIRONMENT, ["environments.org/env.url=http://x"], "url and serve exclude each other"),
+        (ENVIRONMENT, ["evaluation.interval=3"], "evaluation needs evaluation.splits"),
+        ("train: {steps: 3}", [], "environments: at least one is needed"),
+        ("[1, 2]", [], "a config is a mapping"),
+        ("a: [", [], "not YAML"),
+        ("extends: missing.yaml", [], "missing.yaml: no such config file"),
+        ("extends: c.yaml", [], "extends itself"),
+        ("1: 2", [], "is not text"),
+        ("!!python/object/apply:os.system ['true']", [], "not YAML"),
+    ],
+)
+def test_bad_configs_are_one_line_that_names_the_field(
+    tmp_path: Path, text: str, overrides: list[str], expected: str
+) -> None:
+    assert expected in refusal(tmp_path, text, *overrides)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_bytes_give_a_config_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "c.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError):  # an empty environments section is wrong too
+        load_config(path)
+
+
+def test_a_resume_lists_what_may_change_and_refuses_the_rest(tmp_path: Path) -> None:
+    path = write(tmp_path, ENVIRONMENT)
+    before = load_config(path)
+    now = load_config(path, ["train.steps=4000", "engine.max_running=8", "placement.nodes=2"])
+    assert changes_on_resume(before, before) == []
+    assert "train.steps: 3000 -> 4000" in changes_on_resume(before, now)
+    with pytest.raises(ConfigError, match=r"run\.seed: the run was started with 0"):
+        changes_on_resume(before, load_config(path, ["run.seed=1"]))
+    with pytest.raises(ConfigError, match=r"environments\.new\.serve"):
+        changes_on_resume(before, load_config(path, ["environments.new.serve=letters"]))
+
+
+def test_a_bad_config_ends_in_a_second_with_exit_2_and_starts_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, ENVIRONMENT + f"run: {{root: {tmp_path / 'runs'}}}\ntrain: {{lrr: 1}}")
+    start = time.monotonic()
+    command = [sys.executable, "-m", "orhpc.launch", "--local", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "train.lrr" in result.stderr
+    assert not (tmp_path / "runs").exists()
+    assert time.monotonic() - start < 5  # under a second alone; tests share the machine
+
+
+def test_the_login_node_side_imports_neither_torch_nor_ray() -> None:
+    heavy = "{'torch', 'ray', 'transformers', 'openreward'}"
+    code = f"import sys, orhpc.launch.__main__; print({heavy} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == "set()"

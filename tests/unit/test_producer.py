@@ -1,0 +1,212 @@
+"""Task order, filtering, refilling, staleness and the data position."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.config import RolloutSettings
+from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested
+from orhpc.rollout.producer import Position, Producer, Taken
+from orhpc.rollout.tasks import TaskSequence, TaskStream, streams
+from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Task
+
+TASKS = TaskSequence([TaskStream("e", "train", 50, 1.0)], seed=0)
+Outcome = Callable[[GroupRequest], tuple[list[float | None], RolloutEnd, int]]
+
+
+def settings_of(**changes: object) -> RolloutSettings:
+    return RolloutSettings.model_validate({"batch_size": 4, "n_samples": 2, **changes})
+
+
+class ScriptedWorker:
+    """Answers as told, in the order of its delays; counts what it was asked."""
+
+    def __init__(self, outcome: Outcome, delay: Callable[[int], float] = lambda _: 0.0) -> None:
+        self.outcome, self.delay = outcome, delay
+        self.asked: list[int] = []
+        self.cancelled: list[int] = []
+        self.most = self.flying = 0
+
+    async def run_group(self, request: GroupRequest) -> PromptGroup:
+        self.asked.append(request.id)
+        self.flying += 1
+        self.most = max(self.most, self.flying)
+        try:
+            await asyncio.sleep(self.delay(request.id))
+        finally:
+            self.flying -= 1
+        rewards, end, version = self.outcome(request)
+        rollouts = tuple(
+            RolloutSummary(f"{request.id}.{i}", request.id, i, request.task, 10, 5, end, reward, version,
+                           1, 0, 0, 0.1, 0, Location(), None if end.trainable else "down")
+            for i, reward in enumerate(rewards)
+        )  # fmt: skip
+        return PromptGroup(request.id, request.task, rollouts)
+
+    async def cancel(self, group_ids: Sequence[int]) -> None:
+        self.cancelled += group_ids
+
+
+def fine(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+    return [0.0, 1.0], RolloutEnd.TERMINAL, 0
+
+
+def take(producer: Producer, version: int = 0) -> Taken:
+    return asyncio.run(producer.take(version))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(1, 9), st.floats(0.1, 5)), min_size=1),
+    st.integers(0, 5),
+)
+def test_tasks_are_a_function_of_the_seed_and_take_fair_turns(
+    shapes: dict[str, tuple[int, float]], seed: int
+) -> None:
+    of = [TaskStream(n, "train", count, weight) for n, (count, weight) in sorted(shapes.items())]
+    drawn = [TaskSequence(of, seed).task(i) for i in range(120)]
+    late = TaskSequence(of, seed)
+    assert [late.task(i) for i in (119, 5, 60)] == [drawn[119], drawn[5], drawn[60]]
+    total = sum(s.weight for s in of)
+    for s in of:
+        own = [t.index for t in drawn if t.environment == s.environment]
+        assert abs(len(own) - 120 * s.weight / total) <= len(of)
+        for epoch in range(len(own) // s.count):
+            assert sorted(own[epoch * s.count : (epoch + 1) * s.count]) == list(range(s.count))
+
+
+def test_an_empty_split_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"environments\.e\.splits: 'train' has no tasks"):
+        streams({("e", "train"): 0}, {"e": 1.0})
+
+
+def test_groups_come_in_order_whatever_order_they_finish_in() -> None:
+    worker = ScriptedWorker(fine, delay=lambda i: 0.02 * (3 - i % 4))
+    producer = Producer(settings_of(), TASKS, [worker], seed=0)
+
+    async def both() -> tuple[Taken, Taken]:
+        return await producer.take(0), await producer.take(0)
+
+    first, second = asyncio.run(both())
+    assert [g.id for g in first.groups] == [0, 1, 2, 3]
+    assert [g.id for g in second.groups] == [4, 5, 6, 7]
+    assert producer.position == Position(8, ())
+
+
+def test_equal_rewards_are_filtered_and_refilled_within_bounds() -> None:
+    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+        return ([1.0, 1.0] if request.id % 2 else [0.0, 1.0]), RolloutEnd.TERMINAL, 0
+
+    worker = ScriptedWorker(outcome)
+    taken = take(Producer(settings_of(filter="equal_rewards"), TASKS, [worker], seed=0))
+    assert [g.id for g in taken.groups] == [0, 2, 4, 6]
+    assert taken.reasons == Counter(equal_rewards=len(taken.dropped))
+
+
+def test_a_step_of_nothing_but_equal_rewards_is_empty_not_endless() -> None:
+    worker = ScriptedWorker(lambda r: ([1.0, 1.0], RolloutEnd.TERMINAL, 0))
+    taken = take(Producer(settings_of(filter="equal_rewards", max_refills=2), TASKS, [worker], seed=0))
+    assert taken.groups == []
+    assert len(worker.asked) == 12
+
+
+def test_failed_groups_are_replaced_and_never_trained() -> None:
+    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+        return ([None, None], RolloutEnd.FAILED, 0) if request.id < 3 else fine(request)
+
+    taken = take(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
+    assert [g.id for g in taken.groups] == [3, 4, 5, 6]
+    assert taken.reasons == Counter(failed=3)
+
+
+def test_nothing_but_failures_is_an_environment_failure_with_its_reason() -> None:
+    worker = ScriptedWorker(lambda r: ([None, None], RolloutEnd.FAILED, 0))
+    with pytest.raises(EnvironmentUnavailable, match="most often: down"):
+        take(Producer(settings_of(), TASKS, [worker], seed=0))
+
+
+def test_oversampling_takes_the_first_and_gives_up_the_rest() -> None:
+    worker = ScriptedWorker(fine, delay=lambda i: 5.0 if i in (1, 2) else 0.0)
+    producer = Producer(settings_of(oversample=1.5), TASKS, [worker], seed=0)
+    taken = take(producer)
+    assert [g.id for g in taken.groups] == [0, 3, 4, 5]
+    assert sorted(worker.cancelled) == [1, 2]
+
+
+def test_a_stop_ends_the_wait_and_the_tasks_stay_pending() -> None:
+    worker = ScriptedWorker(fine, delay=lambda i: 30.0)
+    producer = Producer(settings_of(), TASKS, [worker], seed=0)
+
+    async def stopped() -> None:
+        calls = iter([False, True])
+        with pytest.raises(StopRequested):
+            await producer.take(0, lambda: next(calls, True))
+
+    asyncio.run(stopped())
+    assert producer.position == Position(4, (0, 1, 2, 3))
+
+
+def test_a_lost_worker_reaches_the_loop() -> None:
+    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+        raise RayLost("worker 0 died")
+
+    with pytest.raises(RayLost):
+        take(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
+
+
+def test_a_resume_rolls_out_exactly_what_was_not_trained() -> None:
+    worker = ScriptedWorker(fine)
+    finished = asyncio.run(ScriptedWorker(fine).run_group(GroupRequest(5, Task("e", "train", 0), 2, None, 0)))  # type: ignore[arg-type]
+    producer = Producer(
+        settings_of(), TASKS, [worker], seed=0, position=Position(8, (3, 5, 7)), finished=[finished]
+    )
+    taken = take(producer)
+    assert [g.id for g in taken.groups] == [3, 5, 7, 8]
+    assert worker.asked == [3, 7, 8]
+
+
+def test_asynchronous_groups_are_bounded_in_number_and_staleness() -> None:
+    version = 0
+
+    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+        return [0.0, 1.0], RolloutEnd.TERMINAL, max(0, version - 2) if request.id == 9 else version
+
+    worker = ScriptedWorker(outcome, delay=lambda i: 0.001)
+    producer = Producer(settings_of(max_staleness=1), TASKS, [worker], seed=0)
+
+    async def loop() -> list[Taken]:
+        nonlocal version
+        steps = []
+        for version in range(6):
+            steps.append(await producer.take(version))
+            await asyncio.sleep(0.02)  # training; the producer goes on
+        await producer.cancel()
+        return steps
+
+    steps = asyncio.run(loop())
+    assert worker.most <= 8
+    trained = [(v, g) for v, taken in enumerate(steps) for g in taken.groups]
+    assert all(g.min_version >= v - 1 for v, g in trained)
+    assert len({g.id for _, g in trained}) == len(trained)
+    assert np.all([len(taken.groups) == 4 for taken in steps])
+
+
+def test_groups_that_grew_too_stale_are_dropped_and_said_so() -> None:
+    producer = Producer(settings_of(max_staleness=1), TASKS, [ScriptedWorker(fine)], seed=0)
+
+    async def loop() -> Taken:
+        await producer.take(0)
+        await asyncio.sleep(0.01)
+        return await producer.take(2)  # everything ready was sampled by version 0
+
+    taken = asyncio.run(loop())
+    assert taken.groups == []
+    assert taken.reasons == Counter(stale=len(taken.dropped))
+    assert len(taken.dropped) >= 4

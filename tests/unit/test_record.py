@@ -1,0 +1,125 @@
+"""The rollout record gives back what was put in, and tells when it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.errors import RecordError
+from orhpc.record import RolloutFile, read_arrays, read_step, record_path, write_rollouts
+from orhpc.types import FinishReason, Rollout, RolloutEnd, Task, Turn
+
+
+def make_rollout(
+    group: int, sample: int, length: int, *, seed: int = 0, routes: bool = False, reward: float | None = 0.5
+) -> Rollout:
+    rng = np.random.default_rng([seed, group, sample])
+    mask = rng.random(length) < 0.5
+    return Rollout(
+        id=f"{group}.{sample}",
+        group_id=group,
+        sample=sample,
+        task=Task("org/env", "train", 7),
+        seed=2**63 + group,
+        tokens_T=rng.integers(0, 50_000, length, dtype=np.int32),
+        loss_mask_T=mask,
+        logprobs_T=np.where(mask, -rng.random(length), 0).astype(np.float32),
+        versions_T=np.where(mask, 3, -1).astype(np.int32),
+        end=RolloutEnd.TERMINAL if reward is not None else RolloutEnd.FAILED,
+        reward=reward,
+        turns=[Turn(1, 2, FinishReason.STOP, 3, tool_calls=1, malformed=2, reward=0.25)],
+        messages=[{"role": "user", "content": "grüße\n\x00<|im_end|>"}],
+        error=None if reward is not None else "it broke",
+        routes=rng.integers(0, 255, (length - 1, 2, 3), dtype=np.uint8) if routes else None,
+        seconds=1.5,
+    )
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    for name in Rollout.__slots__:
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(x, np.ndarray):
+            if not (np.array_equal(x, y) and x.dtype == y.dtype):
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans()), min_size=1, max_size=6),
+    st.integers(0, 9),
+)
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, bool, bool]], seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("record") / "a001.worker_000.h5"
+    rollouts = [
+        make_rollout(i // 2, i % 2, length, seed=seed, routes=routes, reward=0.5 if scored else None)
+        for i, (length, routes, scored) in enumerate(shapes)
+    ]
+    write_rollouts(path, rollouts, trained=[rollouts[0].id])
+    with RolloutFile(path) as record:
+        assert len(record) == len(rollouts)
+        for row, rollout in enumerate(rollouts):
+            assert same(record.rollout(row), rollout)
+            summary = record.summary(row)
+            assert (summary.length, summary.response_tokens) == (rollout.length, rollout.response_tokens)
+            assert summary.reward == rollout.reward
+            assert record.trained(row) == (row == 0)
+            arrays = read_arrays(summary.location.file or "", summary.location.row)
+            assert np.array_equal(arrays["tokens_T"], rollout.tokens_T)
+
+
+def test_routes_are_left_out_when_not_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    write_rollouts(path, [make_rollout(0, 0, 9, routes=True)], routes=False)
+    with RolloutFile(path) as record:
+        assert record.routes(0) is None
+
+
+def test_a_step_s_record_is_the_newest_attempt_s(tmp_path: Path) -> None:
+    old, new = make_rollout(0, 0, 5, seed=1), make_rollout(0, 0, 6, seed=2)
+    write_rollouts(record_path(tmp_path, 1, 0), [old], trained=["0.0"])
+    write_rollouts(record_path(tmp_path, 2, 0), [new, make_rollout(1, 0, 4)], trained=["0.0"])
+    write_rollouts(record_path(tmp_path, 2, 1), [make_rollout(0, 1, 7)], trained=["0.1"])
+    assert [(s.id, s.length) for s in read_step(tmp_path)] == [("0.0", 6), ("0.1", 7)]
+    assert len(read_step(tmp_path, trained_only=False)) == 3
+
+
+def test_a_changed_byte_is_an_error_not_other_data(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    rollout = make_rollout(0, 0, 4000)
+    write_rollouts(path, [rollout])
+    clean = path.read_bytes()
+    refused = changed = 0
+    for at in range(0, len(clean), 997):
+        data = bytearray(clean)
+        data[at] ^= 0x40
+        path.write_bytes(data)
+        try:
+            tokens = read_arrays(str(path), 0)["tokens_T"]
+            changed += not np.array_equal(tokens, rollout.tokens_T)
+        except RecordError:
+            refused += 1
+    assert refused > 0
+    assert changed == 0
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not hdf5 at all"])
+def test_what_is_not_a_record_is_one_clear_line(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "x.h5"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RecordError, match=r"x\.h5: "):
+        RolloutFile(path)
+
+
+def test_an_empty_folder_is_not_a_record(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no rollout record"):
+        read_step(tmp_path)

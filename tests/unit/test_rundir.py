@@ -1,0 +1,199 @@
+"""Attempts, lineage and commits: only whole commits of the living line count."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc import commits
+from orhpc.commits import Manifest, ShardFile
+from orhpc.errors import CheckpointError, RunDirBusy
+from orhpc.events import EventLog, read_events, steps_of
+from orhpc.rundir import CommitName, RunDir
+
+
+def make_run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def start(run: RunDir, source: CommitName | None = None) -> int:
+    attempt = run.begin_attempt()
+    run.record_start(attempt, source)
+    return attempt
+
+
+def commit(run: RunDir, step: int, attempt: int, content: bytes = b"weights") -> CommitName:
+    name = CommitName(step, attempt)
+    folder = commits.begin(run, name)
+    (folder / "rank_0.bin").write_bytes(content)
+    shard = ShardFile("rank_0.bin", len(content), hashlib.sha256(content).hexdigest())
+    commits.finalise(folder, Manifest(step, attempt, None, (shard,), {"next_group": step}))
+    return name
+
+
+def test_folders_are_for_the_owner_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start(run)
+    for path in (run.path, run.checkpoints, run.attempt(attempt)):
+        assert path.stat().st_mode & 0o077 == 0
+    assert (run.attempts / "latest").resolve() == run.attempt(attempt)
+
+
+def test_a_stale_attempt_s_commits_are_ignored(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    first = start(run)
+    ten = commit(run, 10, first)
+    second = start(run, ten)
+    commit(run, 20, first)  # the lost node goes on writing
+    assert run.lineage() == [ten]
+    fifteen = commit(run, 15, second)
+    assert run.lineage() == [fifteen, ten]
+    third = start(run, fifteen)
+    commit(run, 30, first)
+    commit(run, 40, second)
+    sixteen = commit(run, 16, third)
+    assert run.lineage() == [sixteen, fifteen, ten]
+    assert commits.newest_good(run)[0] == sixteen
+
+
+def test_an_attempt_that_never_chose_a_start_changes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    ten = commit(run, 10, start(run))
+    run.begin_attempt()
+    assert run.lineage() == [ten]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=8))
+def test_lineage_is_a_descending_chain_of_what_each_attempt_could_see(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, int]]
+) -> None:
+    """Attempts start from the newest good commit, commit a few steps, and a stale one interferes."""
+    run = make_run(tmp_path_factory.mktemp("lineage"))
+    expected: list[CommitName] = []
+    previous = 0
+    for own, stale in plan:
+        attempt = start(run, expected[0] if expected else None)
+        if previous:
+            commit(run, (expected[0].step if expected else 0) + 100 * stale, previous)
+        for _ in range(own):
+            expected.insert(0, commit(run, (expected[0].step if expected else 0) + 1, attempt))
+        previous = attempt
+        assert run.lineage() == expected
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "no manifest"])
+def test_a_damaged_commit_is_passed_over_and_named(tmp_path: Path, damage: str) -> None:
+    run = make_run(tmp_path)
+    attempt = start(run)
+    good = commit(run, 1, attempt)
+    bad = commit(run, 2, attempt)
+    shard = run.checkpoints / str(bad) / "rank_0.bin"
+    manifest = run.checkpoints / str(bad) / "manifest.json"
+    if damage == "flip":
+        data = bytearray(shard.read_bytes())
+        data[3] ^= 1
+        shard.write_bytes(data)
+    elif damage == "truncate":
+        os.truncate(shard, 3)
+    elif damage == "remove":
+        shard.unlink()
+    elif damage == "manifest":
+        os.truncate(manifest, 10)
+    else:
+        manifest.unlink()
+    name, found, passed_over = commits.newest_good(run)
+    assert name == good
+    assert found is not None
+    assert found.state == {"next_group": 1}
+    assert len(passed_over) == 1
+    assert str(bad) in passed_over[0]
+
+
+def test_no_whole_commit_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    bad = commit(run, 2, start(run))
+    (run.checkpoints / str(bad) / "rank_0.bin").unlink()
+    with pytest.raises(CheckpointError, match="no commit"):
+        commits.newest_good(run)
+
+
+def test_a_save_killed_between_shards_never_looks_like_a_commit(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start(run)
+    one = commit(run, 1, attempt)
+    torn = commits.begin(run, CommitName(2, attempt))
+    (torn / "rank_0.bin").write_bytes(b"half")
+    assert commits.newest_good(run)[0] == one
+    later = start(run, one)
+    assert torn.name in commits.sweep(run, later, keep=2, keep_every=None)
+    assert not torn.exists()
+
+
+def test_finalise_refuses_a_short_shard(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    name = CommitName(1, start(run))
+    folder = commits.begin(run, name)
+    (folder / "rank_0.bin").write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match="3 bytes"):
+        commits.finalise(folder, Manifest(1, name.attempt, None, (ShardFile("rank_0.bin", 4, "0"),)))
+    assert run.lineage() == []
+
+
+def test_sweep_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start(run)
+    for step in range(1, 8):
+        commit(run, step, attempt)
+    commits.sweep(run, attempt, keep=2, keep_every=3)
+    assert [c.step for c in run.lineage()] == [7, 6, 3]
+
+
+def test_a_stale_attempt_may_not_sweep(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    old = start(run)
+    one = commit(run, 1, old)
+    new = start(run, one)
+    two = commit(run, 2, new)
+    assert commits.sweep(run, old, keep=1, keep_every=None) == []
+    assert run.lineage() == [two, one]
+
+
+def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    code = f"from orhpc.rundir import RunDir\nwith RunDir({str(run.path)!r}).held(): print('held')"
+    with run.held():
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "RunDirBusy" in result.stderr
+        assert f"process {os.getpid()}" in result.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "held\n"
+    with run.held(), pytest.raises(RunDirBusy), RunDir(run.path).held():
+        pass
+
+
+def test_readers_skip_torn_lines_and_stale_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    old = EventLog(path, 1)
+    old.write("step", step=1, loss=float("nan"))
+    with path.open("a") as stream:
+        stream.write('{"event": "step", "step": 2, "att')  # killed in mid-write
+    new = EventLog(path, 2)
+    new.write("step", step=1, reward_mean=0.5)
+    old.write("step", step=3)  # a lost node's echo
+    events = read_events(path)
+    assert [(e["attempt"], e["step"]) for e in events] == [(1, 1), (2, 1)]
+    assert events[0]["loss"] == "nan"
+    assert steps_of(events)[1]["reward_mean"] == 0.5
+    for line in path.read_text().splitlines()[:1]:
+        assert set(json.loads(line)) >= {"event", "time", "attempt", "step"}
