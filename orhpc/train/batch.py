@@ -1,0 +1,247 @@
+"""Mini-batches and micro-batches: packing under a token budget, planned on lengths alone.
+
+The driver plans for all ranks at once, without seeing a token; each rank then fetches the arrays of
+its own micro-batches and packs them one after another.  Needs numpy only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orhpc.errors import DataError
+from orhpc.types import BatchPlan, MicroBatch, MiniBatch, Sample
+
+Bins = list[list[int]]
+"""Positions in the mini-batch's samples, a list for each micro-batch."""
+
+
+def plan_batches(
+    samples: Sequence[Sample],
+    *,
+    ranks: int,
+    n_minibatches: int,
+    max_tokens: int,
+    micro_batch_size: int | None = None,
+) -> BatchPlan:
+    """Plan a step: ``n_minibatches`` optimiser steps over ``samples``, kept in their order.
+
+    Each mini-batch gets an equal share of the samples, also when groups were dropped; there are
+    fewer mini-batches only when there are fewer samples.  Micro-batches are packed under
+    ``max_tokens`` each (a longer sample gets one alone), or hold ``micro_batch_size`` samples.  A
+    mini-batch's micro-batches are of about equal size, and every rank has the same number of them:
+    ranks meet at each one.  The plan is a function of the arguments alone.
+    """
+    if min(ranks, n_minibatches, max_tokens) < 1:
+        raise ValueError("ranks, n_minibatches and max_tokens must be at least 1")
+    minibatches: list[MiniBatch] = []
+    slots = tokens = 0
+    parts = min(n_minibatches, len(samples))
+    bounds = [len(samples) * i // parts for i in range(parts + 1)] if parts else [0]
+    for start, end in itertools.pairwise(bounds):
+        part = samples[start:end]
+        lengths = [s.length for s in part]
+        if micro_batch_size is None:
+            bins = pack_lengths(lengths, max_tokens, ranks)
+        else:
+            bins = _fixed_size_bins(lengths, micro_batch_size, ranks)
+        minibatches.append(_minibatch(part, bins, ranks))
+        tokens += sum(lengths)
+        slots += sum(max(max_tokens, sum(lengths[i] for i in members)) for members in bins)
+    return BatchPlan(tuple(minibatches), 1 - tokens / slots if slots else 0.0)
+
+
+def _minibatch(samples: Sequence[Sample], bins: Bins, ranks: int) -> MiniBatch:
+    """Share out the bins: ``ranks`` of similar size at a time, the largest to the least loaded rank."""
+    sizes = [sum(samples[i].length for i in members) for members in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-sizes[b], bins[b]))
+    per_rank: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for start in range(0, len(order), ranks):
+        row = order[start : start + ranks]
+        free = sorted(range(ranks), key=lambda r: (load[r], r))
+        for position, rank in enumerate(free):
+            members = sorted(bins[row[position]]) if position < len(row) else []
+            per_rank[rank].append(MicroBatch(tuple(samples[i] for i in members)))
+            load[rank] += sum(samples[i].length for i in members)
+    return MiniBatch(
+        tuple(tuple(batches) for batches in per_rank),
+        n_samples=len(samples),
+        n_tokens=sum(s.response_tokens for s in samples),
+    )
+
+
+def pack_lengths(lengths: Sequence[int], budget: int, multiple: int = 1) -> Bins:
+    """Put every position into a bin of at most ``budget`` tokens; a longer one gets a bin alone.
+
+    Best-fit decreasing says how many bins are needed.  That number, rounded up to a ``multiple``,
+    is then filled evenly (longest first into the emptiest bin), which balances ranks and lowers the
+    peak; where an even filling does not fit the budget, best fit's stands.
+    """
+    tight = _best_fit(lengths, budget)
+    oversize = [members for members in tight if lengths[members[0]] > budget]
+    wanted = -(-len(tight) // multiple) * multiple - len(oversize)
+    rest = [i for i, length in enumerate(lengths) if length <= budget]
+    even = _even_fill(lengths, rest, min(wanted, len(rest)), budget=budget)
+    return tight if even is None else oversize + even
+
+
+def _best_fit(lengths: Sequence[int], budget: int) -> Bins:
+    """Best-fit decreasing: each item into the fullest bin that still takes it."""
+    bins: Bins = []
+    room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    for i in _longest_first(lengths, range(len(lengths))):
+        place = bisect.bisect_left(room, (lengths[i], -1))
+        if place == len(room):
+            bins.append([i])
+            free, bin_ = budget - lengths[i], len(bins) - 1
+        else:
+            free, bin_ = room.pop(place)
+            bins[bin_].append(i)
+            free -= lengths[i]
+        if free > 0:
+            bisect.insort(room, (free, bin_))
+    return bins
+
+
+def _even_fill(
+    lengths: Sequence[int],
+    items: Sequence[int],
+    n_bins: int,
+    *,
+    budget: int | None = None,
+    most: int | None = None,
+) -> Bins | None:
+    """Longest first into the emptiest bin; None where a bin would pass the budget.
+
+    ``most`` bounds the items of a bin instead.
+    """
+    bins: Bins = [[] for _ in range(n_bins)]
+    heap = [(0, b) for b in range(n_bins)]
+    for i in _longest_first(lengths, items):
+        load, bin_ = heapq.heappop(heap)
+        if budget is not None and load + lengths[i] > budget:
+            return None
+        bins[bin_].append(i)
+        if most is None or len(bins[bin_]) < most:
+            heapq.heappush(heap, (load + lengths[i], bin_))
+    return bins
+
+
+def _fixed_size_bins(lengths: Sequence[int], size: int, multiple: int) -> Bins:
+    """Bins of at most ``size`` samples, as few as possible, of about equal tokens."""
+    needed = -(-len(lengths) // size)
+    n_bins = min(-(-needed // multiple) * multiple, len(lengths))
+    bins = _even_fill(lengths, range(len(lengths)), n_bins, most=size)
+    assert bins is not None
+    return bins
+
+
+def _longest_first(lengths: Sequence[int], items: Sequence[int]) -> list[int]:
+    return sorted(items, key=lambda i: (-lengths[i], i))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Samples one after another.  Slot ``i`` predicts token ``i + 1`` of the same sample, so the
+    ``_P`` arrays about targets are shifted by one against the samples' own arrays."""
+
+    sample_ids: tuple[str, ...]
+    """Empty when the batch is only there to keep step with the other ranks."""
+    input_ids_P: NDArray[np.int64]
+    position_ids_P: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    """``[S + 1]``: sample ``s`` holds the slots ``cu_seqlens[s] .. cu_seqlens[s + 1] - 1``."""
+    targets_P: NDArray[np.int64]
+    """Next token of the same sample; 0 in each sample's last slot."""
+    loss_mask_P: NDArray[np.bool_]
+    """True where the target was sampled by the policy."""
+    rollout_logprobs_P: NDArray[np.float32]
+    """Of the target, at sampling time; 0 where the mask is False."""
+    advantages_P: NDArray[np.float32]
+    segments_P: NDArray[np.int64]
+    """Number of the slot's sample in this batch."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that belong to samples."""
+        return len(self.input_ids_P) if self.sample_ids else 0
+
+
+def pack(samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]]) -> PackedBatch:
+    """Pack one micro-batch; ``arrays[s]`` holds ``tokens_T``, ``loss_mask_T`` and ``logprobs_T``.
+
+    No samples give a batch of one masked sequence, so that this rank takes part in every
+    collective.  Raises :class:`~orhpc.errors.DataError` when arrays and plan contradict each other.
+    """
+    if not samples:
+        return _batch((), [np.zeros(2, np.int64)], [np.zeros(2, np.bool_)], [np.zeros(2, np.float32)], [0.0])
+    tokens: list[NDArray[np.int64]] = []
+    masks: list[NDArray[np.bool_]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    for sample, payload in zip(samples, arrays, strict=True):
+        tokens_T = np.asarray(payload["tokens_T"], dtype=np.int64)
+        mask_T = np.asarray(payload["loss_mask_T"], dtype=np.bool_)
+        logprobs_T = np.asarray(payload["logprobs_T"], dtype=np.float32)
+        _check_sample(sample, tokens_T, mask_T, logprobs_T)
+        tokens.append(tokens_T)
+        masks.append(mask_T)
+        logprobs.append(logprobs_T)
+    ids = tuple(s.rollout_id for s in samples)
+    return _batch(ids, tokens, masks, logprobs, [s.advantage for s in samples])
+
+
+def _check_sample(
+    sample: Sample,
+    tokens_T: NDArray[np.int64],
+    mask_T: NDArray[np.bool_],
+    logprobs_T: NDArray[np.float32],
+) -> None:
+    shapes = {tokens_T.shape, mask_T.shape, logprobs_T.shape}
+    if shapes != {(sample.length,)}:
+        raise DataError(f"rollout {sample.rollout_id}: arrays of {shapes}, planned as {sample.length} tokens")
+    if mask_T.sum() != sample.response_tokens:
+        raise DataError(
+            f"rollout {sample.rollout_id}: {mask_T.sum()} sampled tokens, planned as {sample.response_tokens}"
+        )
+    if sample.length and mask_T[0]:
+        raise DataError(f"rollout {sample.rollout_id}: the first token has no prompt to be sampled from")
+    if not np.isfinite(logprobs_T[mask_T]).all():
+        raise DataError(f"rollout {sample.rollout_id}: a recorded log-probability is not finite")
+
+
+def _batch(
+    ids: tuple[str, ...],
+    tokens: list[NDArray[np.int64]],
+    masks: list[NDArray[np.bool_]],
+    logprobs: list[NDArray[np.float32]],
+    advantages: list[float],
+) -> PackedBatch:
+    lengths = np.array([len(t) for t in tokens])
+    return PackedBatch(
+        sample_ids=ids,
+        input_ids_P=np.concatenate(tokens),
+        position_ids_P=np.concatenate([np.arange(n) for n in lengths]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        targets_P=np.concatenate([_shifted(t) for t in tokens]),
+        loss_mask_P=np.concatenate([_shifted(m) for m in masks]),
+        rollout_logprobs_P=np.concatenate(
+            [_shifted(np.where(m, v, 0)) for m, v in zip(masks, logprobs, strict=True)]
+        ),
+        advantages_P=np.repeat(np.asarray(advantages, np.float32), lengths),
+        segments_P=np.repeat(np.arange(len(lengths)), lengths),
+    )
+
+
+def _shifted(values_T: NDArray[Any]) -> NDArray[Any]:
+    """Each slot gets its successor's value; the last gets 0."""
+    shifted = np.zeros_like(values_T)
+    shifted[:-1] = values_T[1:]
+    return shifted

@@ -1,0 +1,304 @@
+"""One rank's part of a checkpoint: safetensors shards that say themselves what they hold.
+
+A shard file carries, in its safetensors metadata, the world size, the training progress and, for
+each tensor, the whole shape and the first row it holds.  Any number of ranks can therefore read a
+checkpoint of any other number, nothing in it is pickled, and any safetensors reader can open it.
+What makes a folder of shards a commit (manifest, rename, lineage) is not decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from orhpc.errors import CheckpointError
+from orhpc.train.backend import Shard
+
+FORMAT = "orhpc-trainer-1"
+SHARD_NAME = re.compile(r"trainer\.(\d{5})-of-(\d{5})\.safetensors")
+WRITE_BYTES = 16 << 20
+"""Bytes hashed and written at a time."""
+
+SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a file's header says about one tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    return f"trainer.{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def write_safetensors(
+    path: Path, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+) -> dict[str, Any]:
+    """Write a safetensors file tensor by tensor, hashing on the way, and flush it to the disk.
+
+    ``tensors`` yields one CPU tensor for each of ``specs``, in that order; only one needs to exist
+    at a time.  Returns ``{"name", "size", "sha256"}``.  A file that could not be written whole is
+    removed; raises OSError (the disk is full, say).  Format: huggingface.co/docs/safetensors.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.nbytes
+        header[spec.name] = {
+            "dtype": SAFETENSORS_TYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    digest = hashlib.sha256()
+    size = 0
+    try:
+        with path.open("xb", buffering=0) as file:
+            for chunk in _chunks(encoded, specs, tensors):
+                digest.update(chunk)
+                size += len(chunk)
+                written = 0
+                while written < len(chunk):
+                    written += file.write(chunk[written:])
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return {"name": path.name, "size": size, "sha256": digest.hexdigest()}
+
+
+def _chunks(header: bytes, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(f"{spec.name}: {tuple(tensor.shape)} {tensor.dtype} is not what the header says")
+        data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        for start in range(0, len(data), WRITE_BYTES):
+            yield data[start : start + WRITE_BYTES]
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the folder's entries durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Snapshot:
+    """A copy of a rank's state in host memory, taken while nothing trains and written while it does.
+
+    The memory is kept for the next one: taking it anew from the system costs more than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._shards: list[Shard] = []
+
+    def take(self, shards: Sequence[Shard]) -> None:
+        """Copy all shards; returns when the copy is complete."""
+        copies: list[Shard] = []
+        devices: set[torch.device] = set()
+        for shard in shards:
+            buffer = self._buffers.get(shard.name)
+            if buffer is None:
+                pinned = shard.tensor.is_cuda
+                buffer = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, pin_memory=pinned)
+                self._buffers[shard.name] = buffer
+            buffer.copy_(shard.tensor.detach(), non_blocking=True)
+            if shard.tensor.is_cuda:
+                devices.add(shard.tensor.device)
+            copies.append(Shard(shard.name, buffer, shard.shape, shard.start))
+        for device in devices:
+            torch.cuda.synchronize(device)
+        self._shards = copies
+
+    def write(self, folder: Path, rank: int, world_size: int, progress: Mapping[str, Any]) -> dict[str, Any]:
+        """Write this rank's shard file; see :func:`write_safetensors`."""
+        about = {
+            "format": FORMAT,
+            "rank": rank,
+            "world_size": world_size,
+            "progress": dict(progress),
+            "tensors": {s.name: {"shape": list(s.shape), "start": s.start} for s in self._shards},
+        }
+        specs = [TensorSpec(s.name, s.tensor.dtype, tuple(s.tensor.shape)) for s in self._shards]
+        path = folder / shard_name(rank, world_size)
+        path.unlink(missing_ok=True)
+        entry = write_safetensors(
+            path, specs, (s.tensor for s in self._shards), {"orhpc": json.dumps(about, sort_keys=True)}
+        )
+        fsync_folder(folder)
+        return entry
+
+
+class BackgroundSave:
+    """One save under way in a thread; its failure is told to whoever polls, and to nobody else."""
+
+    def __init__(self, work: Callable[[], list[dict[str, Any]]]) -> None:
+        self._work = work
+        self._result: list[dict[str, Any]] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except Exception as error:  # noqa: BLE001 - handed on, whole, by poll()
+            self._error = error
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def poll(self) -> list[dict[str, Any]] | None:
+        """Return the written files, or None while at work; raises CheckpointError when it failed."""
+        if self.running:
+            return None
+        if self._error is not None:
+            raise CheckpointError(f"the checkpoint could not be written: {self._error}") from self._error
+        return self._result
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    about: dict[str, Any]
+
+
+class CheckpointReader:
+    """All shard files of one checkpoint folder, read as whole tensors or as any rows of them.
+
+    Raises :class:`~orhpc.errors.CheckpointError` for anything missing, torn or contradictory.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        files = [_open_header(path) for path in sorted(self.folder.glob("trainer.*.safetensors"))]
+        if not files:
+            raise CheckpointError(f"{folder} holds no trainer shards")
+        world_size = int(files[0].about["world_size"])
+        expected = [shard_name(rank, world_size) for rank in range(world_size)]
+        if [f.path.name for f in files] != expected:
+            raise CheckpointError(
+                f"{folder} holds {len(files)} trainer shards, not the {world_size} of one save"
+            )
+        self.world_size = world_size
+        self.progress: dict[str, Any] = files[0].about["progress"]
+        if any(f.about["progress"] != self.progress for f in files):
+            raise CheckpointError(f"{folder}: the shards come from different steps")
+        self._files = files
+        self._holders: dict[str, list[tuple[Path, int]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            for name, entry in file.about["tensors"].items():
+                self._holders.setdefault(name, []).append((file.path, int(entry["start"])))
+                self.shapes[name] = tuple(entry["shape"])
+
+    def rows(self, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` with rows ``start .. start + len(out) - 1`` of the whole tensor ``name``."""
+        if name not in self.shapes:
+            raise CheckpointError(f"{self.folder}: no tensor {name}; it is another model's checkpoint")
+        shape = self.shapes[name]
+        if shape[1:] != tuple(out.shape[1:]) or start + len(out) > shape[0]:
+            raise CheckpointError(f"{self.folder}: {name} is {shape} there; it is another model's checkpoint")
+        missing = len(out)
+        for path, first in self._holders[name]:
+            with _reading(path) as handle:
+                part = handle.get_slice(name)
+                held = part.get_shape()[0]
+                low, high = max(start, first), min(start + len(out), first + held)
+                if low < high:
+                    out[low - start : high - start].copy_(part[low - first : high - first])
+                    missing -= high - low
+        if missing:
+            raise CheckpointError(f"{self.folder}: {missing} rows of {name} are in no shard")
+
+    def whole(self, name: str) -> Tensor:
+        """Return one whole tensor, float32 on the CPU."""
+        if name not in self.shapes:
+            raise CheckpointError(f"{self.folder}: no tensor {name}; it is another model's checkpoint")
+        out = torch.empty(self.shapes[name], dtype=torch.float32)
+        self.rows(name, 0, out)
+        return out
+
+    def load(self, shards: Iterable[Shard]) -> None:
+        """Fill a rank's shards, whatever number of ranks wrote the checkpoint."""
+        for shard in shards:
+            if tuple(shard.shape) != self.shapes.get(shard.name):
+                raise CheckpointError(
+                    f"{self.folder}: {shard.name} is {self.shapes.get(shard.name, 'missing')}, the model's "
+                    f"{tuple(shard.shape)}: it is another model's checkpoint"
+                )
+            if len(shard.tensor):
+                self.rows(shard.name, shard.start, shard.tensor)
+
+
+def _open_header(path: Path) -> _File:
+    if not SHARD_NAME.fullmatch(path.name):
+        raise CheckpointError(f"{path} is not a trainer shard's name")
+    with _reading(path) as handle:
+        try:
+            about = json.loads((handle.metadata() or {})["orhpc"])
+            known = about["format"] == FORMAT
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} was not written by orhpc") from error
+    if not known:
+        raise CheckpointError(f"{path} has format {about['format']!r}; this version reads {FORMAT!r}")
+    return _File(path, about)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is torn or corrupt: {error}") from error
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of torch's random generators, as text that JSON holds."""
+    state = {"cpu": torch.get_rng_state().numpy().tobytes().hex()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Undo :func:`rng_state`; a device's state is left out where there is no such device."""
+    torch.set_rng_state(_from_hex(state["cpu"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_hex(state["cuda"]))
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytes.fromhex(text), dtype=np.uint8).copy())

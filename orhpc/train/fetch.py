@@ -1,0 +1,63 @@
+"""Getting a micro-batch's arrays to the rank that trains on them, one micro-batch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from orhpc.errors import RayLost
+from orhpc.train.batch import PackedBatch, pack
+from orhpc.types import Location, MicroBatch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+FETCH_TIMEOUT_S = 600.0
+"""Deadline of one rollout's arrays coming out of Ray's object store."""
+
+Arrays = Mapping[str, Any]
+
+
+def fetch_arrays(location: Location) -> Arrays:
+    """Return ``tokens_T``, ``loss_mask_T`` and ``logprobs_T`` of one rollout.
+
+    From Ray's object store while they are there, else from the record file.  Raises RayLost when
+    the only copy was in an object store that is gone, RecordError for a bad record.
+    """
+    held = location.arrays
+    if isinstance(held, Mapping):
+        return held
+    if held is not None:
+        import ray
+        import ray.exceptions
+
+        try:
+            return ray.get(held, timeout=FETCH_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            if location.file is None:
+                reason = str(error).split("\n", 1)[0]
+                raise RayLost(f"a rollout's arrays are gone from the object store: {reason}") from error
+    if location.file is None:
+        raise RayLost("a rollout's arrays are neither in memory nor in a record")
+    from orhpc.record import read_arrays
+
+    return read_arrays(location.file, location.row)
+
+
+def load_batch(micro_batch: MicroBatch, fetch: Callable[[Location], Arrays] = fetch_arrays) -> PackedBatch:
+    """Fetch and pack one micro-batch."""
+    return pack(micro_batch.samples, [fetch(sample.location) for sample in micro_batch.samples])
+
+
+def prefetched(load: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield ``load(item)`` in order, loading the next one while the caller works on this one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
+        ahead = None
+        for item in items:
+            following = pool.submit(load, item)
+            if ahead is not None:
+                yield ahead.result()
+            ahead = following
+        if ahead is not None:
+            yield ahead.result()

@@ -1,0 +1,292 @@
+"""FSDP2 over a transformers model: the trainer backend of every size that fits without more.
+
+Master weights and optimiser state are float32 and sharded over all ranks; the forward pass runs in
+``model.dtype``.  One rank that computes in float32 has nothing to shard or to convert, and runs the
+model as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from orhpc.errors import ModelError
+from orhpc.train.backend import Role, Shard, TrainingBatch, Update
+from orhpc.train.batch import PackedBatch
+from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
+from orhpc.train.model import (
+    DTYPES,
+    DeviceBatch,
+    HfNames,
+    LogprobModel,
+    empty_model,
+    load_model,
+    load_model_config,
+    model_parameters,
+)
+from orhpc.train.optim import Optimiser, local
+from orhpc.train.residence import HostCopy, storage_key
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
+
+log = logging.getLogger(__name__)
+
+
+class FsdpBackend:
+    """One rank; see :class:`orhpc.train.backend.Backend` for what each method promises."""
+
+    def __init__(self, config: Config, model_dir: str, rank: int, world_size: int) -> None:
+        self.config = config
+        self.model_dir = model_dir
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(config.placement.device)
+        self.dtype = DTYPES[config.model.dtype]
+        self._asleep: dict[int, HostCopy] = {}
+
+    # --- building -----------------------------------------------------------------------------
+
+    def build(self) -> dict[str, Any]:
+        transformers_logging.disable_progress_bar()
+        if self.config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        self.policy, self._shapes = self._load(trained=True)
+        self._hf_names = HfNames(empty_model(self._model_config(), self.config.model))
+        self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
+        self.policy.check(self.device)
+        self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
+        return {"parameters": sum(torch.Size(shape).numel() for shape in self._shapes.values())}
+
+    def _model_config(self) -> Any:
+        return load_model_config(self.model_dir, self.config.model)
+
+    def _load(self, *, trained: bool) -> tuple[LogprobModel, dict[str, tuple[int, ...]]]:
+        """Load one role.  The policy is float32, the frozen reference of the model's type."""
+        stored = torch.float32 if trained else self.dtype
+        if self.world_size == 1 and stored == self.dtype:
+            hf = load_model(self.model_dir, self._model_config(), self.config.model, stored)
+            nn.Module.to(hf, self.device)
+            model = self._wrap(hf, trained=trained)
+            return model, {name: tuple(p.shape) for name, p in self._named(model)}
+        source = None
+        if self.rank == 0:
+            # In the type it is stored in: the master weights then are the checkpoint's exactly.
+            source = load_model(self.model_dir, self._model_config(), self.config.model, "auto")
+        hf = empty_model(self._model_config(), self.config.model, stored)
+        shapes = {name: tuple(p.shape) for name, p in model_parameters(hf)}
+        model = self._wrap(hf, trained=trained)
+        self._shard(model)
+        self._fill(model, source, shapes)
+        return model, shapes
+
+    def _wrap(self, hf: PreTrainedModel, *, trained: bool) -> LogprobModel:
+        for module in hf.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if trained and self.config.train.gradient_checkpointing:
+            hf.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        model = LogprobModel(
+            hf,
+            temperature=self.config.rollout.temperature,
+            chunk=self.config.train.logprob_chunk_tokens,
+        )
+        # Always in training mode, without any dropout: every pass of a step computes the same.
+        model.train().requires_grad_(trained)
+        return model
+
+    def _shard(self, model: LogprobModel) -> None:
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        layers = set(getattr(model.hf, "_no_split_modules", None) or ())
+        for module in list(model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+
+    def _fill(
+        self, model: LogprobModel, source: PreTrainedModel | None, shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Give the sharded model its weights: rank 0 sends each whole, every rank keeps its rows."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        model.to_empty(device=self.device)
+        for name, first in tied.items():
+            if name != first:  # to_empty has made two parameters of one
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+        whole = {} if source is None else dict(source.named_parameters())
+        for name, parameter in self._named(model):
+            full = torch.empty(shapes[name], dtype=parameter.dtype, device=self.device)
+            if source is not None:
+                full.copy_(whole[name].detach())
+            if self.world_size > 1:
+                dist.broadcast(full, src=0)
+            start, part = self._rows(parameter, shapes[name])
+            part.copy_(full[start : start + len(part)])
+        buffers = {} if source is None else dict(source.named_buffers())
+        for name, buffer in model.hf.named_buffers():
+            if source is not None:
+                buffer.copy_(buffers[name])
+            if self.world_size > 1:
+                dist.broadcast(buffer, src=0)
+        _restore_plain_tensors(model)
+
+    def _rows(self, parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, Tensor]:
+        """First row held by this rank, and its rows: FSDP2 shards the first dimension in even chunks."""
+        part = local(parameter)
+        if tuple(part.shape) == shape:
+            return 0, part
+        chunk = -(-shape[0] // self.world_size)
+        start = min(self.rank * chunk, shape[0])
+        assert len(part) == min(chunk, shape[0] - start)
+        return start, part
+
+    @staticmethod
+    def _named(model: LogprobModel) -> list[tuple[str, nn.Parameter]]:
+        return model_parameters(model.hf)
+
+    # --- computing ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch, role: Role) -> Tensor:
+        model = self.policy if role is Role.POLICY else self.reference
+        if model is None:
+            raise ValueError("the reference is only loaded with algorithm.use_kl_loss")
+        return model(DeviceBatch.of(batch, self.device))[0]
+
+    def update(
+        self,
+        batches: Iterable[TrainingBatch],
+        *,
+        n_samples: int,
+        n_tokens: int,
+        between: Callable[[], None],
+    ) -> Update:
+        metrics = MetricSums()
+        try:
+            for training in batches:
+                between()
+                metrics.add(self._accumulate(training, n_samples, n_tokens))
+        except BaseException:
+            self.optimiser.clear()
+            raise
+        started = time.perf_counter()
+        norm, lr = self.optimiser.step(metrics.sums["loss"])
+        return Update(metrics, norm, lr, time.perf_counter() - started)
+
+    def _accumulate(self, training: TrainingBatch, n_samples: int, n_tokens: int) -> MetricSums:
+        batch = DeviceBatch.of(training.batch, self.device)
+        settings = self.config.algorithm
+        logprobs_P, entropy_P = self.policy(batch, entropy_gradient=settings.entropy_coef != 0)
+        inputs = LossInputs(
+            logprobs_P=logprobs_P,
+            old_logprobs_P=training.old_logprobs_P,
+            rollout_logprobs_P=batch.rollout_logprobs_P,
+            advantages_P=batch.advantages_P,
+            mask_P=batch.mask_P,
+            segments_P=batch.segments_P,
+            n_segments=batch.n_segments,
+            entropy_P=entropy_P,
+            reference_logprobs_P=training.reference_logprobs_P,
+        )
+        loss, metrics = packed_loss(inputs, settings, n_samples=n_samples, n_tokens=n_tokens)
+        # The normaliser already counts all ranks; FSDP averages gradients, so it is taken out again.
+        (loss * self.world_size).backward()
+        return metrics
+
+    # --- weights and state --------------------------------------------------------------------
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of every parameter, by its name in memory."""
+        return dict(self._shapes)
+
+    def hf_names(self) -> HfNames:
+        return self._hf_names
+
+    @torch.no_grad()
+    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self._named(self.policy))
+        for name in names:
+            parameter = parameters[name].detach()
+            # Converted before it is gathered: half the bytes in half precision.
+            converted = parameter.to(self.dtype)
+            full_tensor = getattr(converted, "full_tensor", None)
+            whole = full_tensor() if full_tensor is not None else converted
+            yield from self._hf_names.split(name, whole).items()
+
+    def shards(self) -> list[Shard]:
+        result: list[Shard] = []
+        for name, parameter in self._named(self.policy):
+            shape = self._shapes[name]
+            start, _ = self._rows(parameter, shape)
+            for kind, tensor in self.optimiser.local_state(name).items():
+                copy = self._asleep.get(storage_key(tensor)) if tensor.numel() else None
+                where = tensor if copy is None else copy.view_like(tensor)
+                result.append(Shard(f"{kind}/{name}", where, shape, start))
+        return result
+
+    def progress(self) -> dict[str, Any]:
+        return {"optimiser_steps": self.optimiser.steps}
+
+    def set_progress(self, progress: dict[str, Any]) -> None:
+        self.optimiser.set_steps(int(progress["optimiser_steps"]))
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def sleep(self) -> int:
+        """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
+        if self.device.type == "cpu" or self._asleep:
+            return 0
+        models = [self.policy] if self.reference is None else [self.policy, self.reference]
+        tensors = self.optimiser.tensors()
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.reshard()
+            tensors += [local(p) for p in model.parameters()]
+        self._asleep = {storage_key(t): HostCopy(t) for t in tensors if t.numel()}
+        torch.cuda.synchronize()
+        freed = sum(copy.release() for copy in self._asleep.values())
+        torch.cuda.empty_cache()
+        return freed
+
+    def wake(self) -> None:
+        if not self._asleep:
+            return
+        for copy in self._asleep.values():
+            copy.bring_back()
+        torch.cuda.synchronize()
+        self._asleep = {}
+
+    def close(self) -> None:
+        self._asleep = {}
+        for name in ("policy", "reference", "optimiser"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _restore_plain_tensors(model: nn.Module) -> None:
+    """Materialise tensors that a module keeps outside its buffers: ``original_X``, a copy of ``X``.
+
+    Older transformers keep the rotary frequencies' first values so.
+    """
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.is_meta:
+                source = getattr(module, name.removeprefix("original_"), None)
+                if not isinstance(source, Tensor) or source.is_meta:
+                    raise ModelError(f"{type(module).__name__}.{name} cannot be loaded: it is no buffer")
+                setattr(module, name, source.clone())

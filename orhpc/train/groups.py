@@ -1,0 +1,116 @@
+"""Process groups of the trainer: stores that listen on one address only, and typed failures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from orhpc.errors import InfraError, OrhpcError, OutOfMemory
+
+_TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+def own_address_towards(address: str) -> str:
+    """Return this machine's address on the route to ``address`` (no packet is sent)."""
+    family = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return probe.getsockname()[0]
+
+
+def use_interface_towards(address: str) -> None:
+    """Make gloo and NCCL's bootstrap use the interface on the route to ``address``.
+
+    Left alone, gloo goes by the host's name, which on many clusters resolves to a loopback address
+    or to another network.  A choice already in the environment stands.
+    """
+    own = own_address_towards(address)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == own for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            return
+
+
+def hosted_store(address: str, port: int, world_size: int, timeout: timedelta, *, wait: bool) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """Host a key-value store on ``address:port`` and on no other address.
+
+    Raises OSError when the port is taken.
+    """
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    # The store takes the descriptor over and closes it.
+    return _TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=wait,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_default_group(
+    device: torch.device, address: str, port: int, rank: int, world_size: int, timeout_s: float
+) -> None:
+    """Make this process rank ``rank`` of the trainer; rank 0 hosts the store.
+
+    On CUDA, device tensors go through NCCL and host tensors (small agreements) through gloo.
+    Raises :class:`~orhpc.errors.InfraError` past ``timeout_s``.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    use_interface_towards(address)
+    if device.type == "cuda":
+        # With it, broadcasts to SGLang's engines fail with an unhandled CUDA error and hang.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    with typed_failures("the trainer's process group did not come up"):
+        if rank == 0:
+            store = hosted_store(address, port, world_size, timeout, wait=False)
+        else:
+            store = _TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+
+
+@contextlib.contextmanager
+def typed_failures(what: str) -> Iterator[None]:
+    """Turn torch's memory and communication errors into the project's; let bugs pass as they are."""
+    try:
+        yield
+    except OrhpcError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(f"{what}: {_one_line(error)}") from error
+    except (dist.DistError, OSError) as error:
+        raise InfraError(f"{what}: {_one_line(error)}") from error
+    except RuntimeError as error:
+        text = _one_line(error)
+        if "can't allocate memory" in text or "not enough memory" in text:
+            raise OutOfMemory(f"{what}: {text}") from error
+        if any(sign in text for sign in ("gloo", "Timed out", "NCCL", "Connection")):
+            raise InfraError(f"{what}: {text}") from error
+        raise
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,270 @@
+"""A transformers model as the trainer uses it: loading, the packed forward pass, Hugging Face names."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from orhpc.errors import ModelError
+from orhpc.train import packed_attention
+from orhpc.train.batch import PackedBatch
+from orhpc.train.head import LogitScaling, token_logprobs
+from orhpc.train.packed_attention import Packing
+
+if TYPE_CHECKING:
+    from orhpc.config import ModelSettings
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+PROBE_LENGTHS = (7, 5)
+"""Tokens of the two sequences of the self-check."""
+
+
+def load_model_config(model_dir: str, settings: ModelSettings) -> Any:
+    """Read ``config.json`` and switch off whatever would make a forward pass random.
+
+    Raises :class:`~orhpc.errors.ModelError` for folders and families that cannot be trained.
+    """
+    if not (Path(model_dir) / "config.json").is_file():
+        raise ModelError(f"model.path: {model_dir} is not a model folder: it has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(
+            model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.path: {model_dir}: {_one_line(error)}") from error
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"model.path: {model_dir} holds quantised weights, which cannot be trained")
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)
+    config.use_cache = False
+    return config
+
+
+def empty_model(config: Any, settings: ModelSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build the model without storage (on the meta device), with packed attention."""
+    packed_attention.register()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=packed_attention.NAME,
+                trust_remote_code=settings.trust_remote_code,
+            )
+    except ValueError as error:
+        raise ModelError(f"model.path: {_one_line(error)}") from error
+    packed_attention.check_family(type(model), config)
+    return model
+
+
+def load_model(
+    model_dir: str, config: Any, settings: ModelSettings, dtype: torch.dtype | str
+) -> PreTrainedModel:
+    """Load all weights into host memory; ``dtype`` "auto" is the type they are stored in.
+
+    Raises :class:`~orhpc.errors.ModelError` when any weight is missing, so that no part of the
+    model is ever random in silence.
+    """
+    packed_attention.register()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=dtype,
+            attn_implementation=packed_attention.NAME,
+            trust_remote_code=settings.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"model.path: {model_dir}: {_one_line(error)}") from error
+    model, info = loaded
+    packed_attention.check_family(type(model), config)
+    for what in ("missing_keys", "mismatched_keys"):
+        if names := sorted(str(name) for name in info.get(what) or ()):
+            raise ModelError(f"model.path: {model_dir}: {what.replace('_', ' ')}: {', '.join(names[:3])}")
+    return model
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def logit_scaling_of(config: Any, temperature: float) -> LogitScaling:
+    """Everything that a family does to logits, by the names families give it in ``config.json``."""
+    scale = 1.0
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        scale /= divisor
+    if factor := getattr(config, "logit_scale", None):  # Cohere
+        scale *= factor
+    if factor := getattr(config, "lm_head_multiplier", None):  # Falcon-H1
+        scale *= factor
+    return LogitScaling(scale, getattr(config, "final_logit_softcapping", None), temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A :class:`~orhpc.train.batch.PackedBatch` on the model's device."""
+
+    input_ids_P: Tensor
+    position_ids_P: Tensor
+    packing: Packing
+    rows_R: Tensor
+    """Slots whose target was sampled: the head sees no others."""
+    targets_R: Tensor
+    mask_P: Tensor
+    segments_P: Tensor
+    n_segments: int
+    rollout_logprobs_P: Tensor
+    advantages_P: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, device: torch.device) -> DeviceBatch:
+        mask_P = torch.from_numpy(batch.loss_mask_P)
+        rows_R = mask_P.nonzero()[:, 0]
+        return cls(
+            input_ids_P=torch.from_numpy(batch.input_ids_P).to(device),
+            position_ids_P=torch.from_numpy(batch.position_ids_P).to(device),
+            packing=Packing.of(batch.cu_seqlens.tolist(), device),
+            rows_R=rows_R.to(device),
+            targets_R=torch.from_numpy(batch.targets_P)[rows_R].to(device),
+            mask_P=mask_P.to(device),
+            segments_P=torch.from_numpy(batch.segments_P).to(device),
+            n_segments=len(batch.cu_seqlens) - 1,
+            rollout_logprobs_P=torch.from_numpy(batch.rollout_logprobs_P).to(device),
+            advantages_P=torch.from_numpy(batch.advantages_P).to(device),
+        )
+
+
+class LogprobModel(nn.Module):
+    """Decoder and head in one module, whose forward returns log-probabilities instead of logits.
+
+    One module, because the head's weight has to be whole while it is used: under FSDP that is so
+    inside the root module's forward and backward.
+    """
+
+    def __init__(self, hf: PreTrainedModel, *, temperature: float, chunk: int) -> None:
+        super().__init__()
+        self.hf = hf
+        self.scaling = logit_scaling_of(hf.config, temperature)
+        self.chunk = chunk
+        head = hf.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ModelError(f"{type(hf).__name__}: its head is a {type(head).__name__}, not a linear layer")
+
+    def forward(
+        self, batch: DeviceBatch, *, entropy_gradient: bool = False, probe: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``logprobs_P`` and ``entropy_P``, float32, 0 where the mask is False.
+
+        ``probe`` returns the two sides of the self-check instead.
+        """
+        if probe:
+            return self._probe(batch)
+        hidden_PH = self._hidden(batch.input_ids_P, batch.position_ids_P, batch.packing)
+        head = self._head()
+        logprobs_R, entropy_R = token_logprobs(
+            hidden_PH.index_select(0, batch.rows_R),
+            head.weight,
+            head.bias,
+            batch.targets_R,
+            scaling=self.scaling,
+            chunk=self.chunk,
+            entropy_gradient=entropy_gradient,
+        )
+        zeros_P = logprobs_R.new_zeros(len(batch.input_ids_P))
+        return (
+            zeros_P.index_copy(0, batch.rows_R, logprobs_R),
+            zeros_P.index_copy(0, batch.rows_R, entropy_R),
+        )
+
+    def _head(self) -> nn.Linear:
+        head = self.hf.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def _hidden(self, ids_P: Tensor, positions_P: Tensor, packing: Packing) -> Tensor:
+        output = self.hf.base_model(
+            input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False
+        )
+        return output.last_hidden_state[0]
+
+    def _probe(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
+        """Logits of the last sequence: ours, out of the pack, and the family's own, of it alone."""
+        start = int(batch.packing.cu_seqlens[-2])
+        hidden_TH = self._hidden(batch.input_ids_P, batch.position_ids_P, batch.packing)[start:]
+        head = self._head()
+        logits = nn.functional.linear(hidden_TH, head.weight, head.bias).float()
+        ours = LogitScaling(self.scaling.scale, self.scaling.softcap).apply_(logits)
+        alone = Packing.of([0, len(hidden_TH)], hidden_TH.device)
+        theirs = self.hf(
+            input_ids=batch.input_ids_P[None, start:],
+            position_ids=batch.position_ids_P[None, start:],
+            packing=alone,
+            use_cache=False,
+        ).logits[0]
+        return ours, theirs.float()
+
+    @torch.no_grad()
+    def check(self, device: torch.device) -> None:
+        """Compare packed log-probabilities with the family's own forward pass on a few tokens.
+
+        Raises :class:`~orhpc.errors.ModelError` when they differ: the family does something to its
+        attention or its logits that this trainer does not know.
+        """
+        lengths = PROBE_LENGTHS
+        total = sum(lengths)
+        vocabulary = self.hf.config.get_text_config().vocab_size
+        cu = [0, lengths[0], total]
+        batch = DeviceBatch(
+            input_ids_P=torch.arange(total, device=device) * 7919 % vocabulary,
+            position_ids_P=torch.cat([torch.arange(n, device=device) for n in lengths]),
+            packing=Packing.of(cu, device),
+            rows_R=torch.empty(0, dtype=torch.int64, device=device),
+            targets_R=torch.empty(0, dtype=torch.int64, device=device),
+            mask_P=torch.zeros(total, dtype=torch.bool, device=device),
+            segments_P=torch.zeros(total, dtype=torch.int64, device=device),
+            n_segments=2,
+            rollout_logprobs_P=torch.zeros(total, device=device),
+            advantages_P=torch.zeros(total, device=device),
+        )
+        ours, theirs = self(batch, probe=True)
+        ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
+        difference = float((ours - theirs).abs().max())
+        bound = 1e-3 if self._head().weight.dtype == torch.float32 else 1.0
+        if not difference <= bound:
+            raise ModelError(
+                f"{type(self.hf).__name__}: packed log-probabilities differ by {difference:.3g} from the "
+                "model's own: the family does something that the trainer does not know"
+            )
+
+
+def model_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter once, a tied one under its first name, in the model's own order."""
+    return list(model.named_parameters())
+
+
+class HfNames:
+    """Names and shapes of Hugging Face checkpoints for the parameters of a model in memory.
+
+    They differ where transformers fuses weights while loading (experts of MoE models, for one).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what one whole parameter is in a checkpoint: usually itself under the same name."""
+        with torch.no_grad():
+            return revert_weight_conversion(self._model, {name: tensor})

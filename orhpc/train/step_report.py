@@ -1,0 +1,82 @@
+"""What a training step reports: sums that add up exactly over micro-batches, updates and ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from orhpc.train.backend import Update
+from orhpc.train.grpo import MetricSums
+
+TOKEN_MEANS = {
+    "policy_loss": "policy_loss",
+    "clipped": "clip_fraction",
+    "entropy": "entropy",
+    "ratio": "ratio_mean",
+    "kl": "kl",
+    "logprob_diff": "logprob_diff_mean",
+    "rollout_kl": "rollout_kl",
+    "tis_weight": "tis_weight_mean",
+    "tis_truncated": "tis_truncated_fraction",
+}
+"""Sums over sampled tokens, and the metric that each becomes when divided by their number."""
+
+
+class StepReport:
+    """Collects one rank's numbers of a step and reduces them over all ranks at its end."""
+
+    def __init__(self) -> None:
+        self._metrics = MetricSums()
+        self._seconds: dict[str, float] = {"fetch": 0.0, "old_logprobs": 0.0, "reference": 0.0}
+        self._updates: list[Update] = []
+        self._packed_tokens = 0
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time spent inside to a phase's."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def add_update(self, update: Update, *, packed_tokens: int) -> None:
+        """Take in one optimiser step of this rank, over ``packed_tokens`` tokens."""
+        self._metrics.add(update.metrics)
+        self._updates.append(update)
+        self._packed_tokens += packed_tokens
+
+    def reduced(self) -> dict[str, float]:
+        """Return the step's metrics over all ranks (collective).
+
+        Means are over sampled tokens of all mini-batches; ``loss``, ``grad_norm`` and ``lr`` are means
+        over optimiser steps; ``seconds_*`` are the slowest rank's.  A step without any optimiser step
+        has only ``optimiser_steps`` 0 and its times.
+        """
+        sums = {name: float(value) for name, value in self._metrics.sums.items()}
+        sums["packed_tokens"] = float(self._packed_tokens)
+        self._seconds["optimiser"] = sum(u.optimiser_seconds for u in self._updates)
+        maxima = {name: float(value) for name, value in self._metrics.maxima.items()}
+        maxima |= {f"seconds_{name}": value for name, value in self._seconds.items()}
+        sums, maxima = _over_ranks(sums, dist.ReduceOp.SUM), _over_ranks(maxima, dist.ReduceOp.MAX)
+        steps = len(self._updates)
+        result = {**maxima, "optimiser_steps": float(steps), "packed_tokens": sums["packed_tokens"]}
+        if steps:
+            result["tokens"] = sums["tokens"]
+            result["loss"] = sums["loss"] / steps
+            result["grad_norm"] = sum(u.grad_norm for u in self._updates) / steps
+            result["lr"] = sum(u.lr for u in self._updates) / steps
+            tokens = max(sums["tokens"], 1.0)
+            result |= {metric: sums[name] / tokens for name, metric in TOKEN_MEANS.items() if name in sums}
+        return result
+
+
+def _over_ranks(values: dict[str, float], how: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    names = sorted(values)
+    vector = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(vector, op=how)
+    return dict(zip(names, vector.tolist(), strict=True))
