@@ -1,0 +1,345 @@
+"""One engine over HTTP: every call that this project makes, with typed failures and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
+from orhpc.rollout.client.wire import TokenIds, generate_body, read_generation, read_version
+from orhpc.routes import RouteShape
+from orhpc.types import Generation, Sampling
+
+log = logging.getLogger(__name__)
+
+_INLINE_BYTES = 128 << 10
+"""Larger answers (they carry routes) are parsed in a thread."""
+
+_CONNECT_S = 10.0
+_ABORT_S = 5.0
+_TOO_LONG = ("context length", "maximum allowed length", "input is too long")
+
+
+class Connections:
+    """One aiohttp session for all engines, opened in the event loop that first uses it."""
+
+    def __init__(self, key: str | None) -> None:
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._session: aiohttp.ClientSession | None = None
+
+    def session(self) -> aiohttp.ClientSession:
+        """The open session."""
+        if self._session is None:
+            # Concurrency is bounded by the callers; a second bound here would only hide their waiting.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session
+
+    async def close(self) -> None:
+        """Close it; a later call opens another."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class EngineClient:
+    """SGLang's native protocol to one engine.
+
+    ``request_timeout_s`` bounds a generation, ``control_timeout_s`` a control call and
+    ``transfer_timeout_s`` a weight transfer.  ``route_shape`` is needed to ask for expert routes.
+
+    Every call raises EngineUnavailable when the engine cannot be reached, answers with a server error
+    or not in time; ConfigError when it refuses the request or the key.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None,
+        request_timeout_s: float,
+        control_timeout_s: float = 120.0,
+        transfer_timeout_s: float = 600.0,
+        route_shape: RouteShape | None = None,
+        connections: Connections | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.route_shape = route_shape
+        self._request_timeout_s = request_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._connections = connections or Connections(key)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._connections.close()
+
+    # --- generation -------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_start: int | None = None
+    ) -> Generation:
+        """Sample one continuation of ``prompt_ids``.
+
+        ``routes_start`` asks for the expert routes of context positions from there on.  Raises
+        PromptTooLong when prompt and ``max_new_tokens`` exceed the engine's context, and RoutesMissing.
+        """
+        if routes_start is not None and self.route_shape is None:
+            raise ConfigError("expert routes were asked for without the model's route_shape")
+        body = generate_body(prompt_ids, sampling, rid=rid, routes_start=routes_start)
+        try:
+            data = await self._send("POST", "/generate", body, self._request_timeout_s)
+        except _TimedOut:
+            await self._abort_quietly(rid)
+            raise
+        prompt_tokens = len(prompt_ids)
+
+        def read() -> Generation:
+            return read_generation(
+                data,
+                self.url,
+                prompt_tokens=prompt_tokens,
+                routes_start=routes_start,
+                route_shape=self.route_shape,
+            )
+
+        return read() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(read)
+
+    async def _abort_quietly(self, rid: str) -> None:
+        """Abort what has already failed for us; the failure that matters is the one being raised."""
+        try:
+            await self._send("POST", "/abort_request", orjson.dumps({"rid": rid}), _ABORT_S)
+        except (EngineUnavailable, ConfigError) as error:
+            log.warning("abort of %s after its deadline failed: %s", rid, error)
+
+    async def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
+        """End requests whose id begins with ``rid``, or all; they answer with what they have."""
+        await self._control("/abort_request", {"rid": rid, "abort_all": abort_all})
+
+    # --- state ------------------------------------------------------------------------------------
+
+    async def health(self, timeout_s: float = 10.0) -> None:
+        """Return when the engine says that it is healthy."""
+        await self._send("GET", "/health", None, timeout_s)
+
+    async def health_generate(self, timeout_s: float = 60.0) -> None:
+        """Return when the engine has computed a token."""
+        await self._send("GET", "/health_generate", None, timeout_s)
+
+    async def server_info(self) -> dict[str, Any]:
+        """What the server says of itself, ``weight_version`` among it."""
+        return await self._json("GET", "/server_info")
+
+    async def model_info(self) -> dict[str, Any]:
+        """What the server says of its model."""
+        return await self._json("GET", "/model_info")
+
+    async def weight_version(self) -> int:
+        """Policy version of the weights that the engine holds."""
+        return read_version((await self.model_info()).get("weight_version"), self.url)
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """Stop generating: ``abort`` ends requests, ``retract`` requeues them, ``in_place`` holds them."""
+        await self._control("/pause_generation", {"mode": mode})
+
+    async def continue_generation(self) -> None:
+        """Go on after a pause."""
+        await self._control("/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        await self._control("/flush_cache", {})
+
+    async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Free ``kv_cache``, ``weights`` and ``cuda_graph``, or all; weights are gone after it."""
+        await self._control("/release_memory_occupation", _tags(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again; weights need a sync before they can be served."""
+        await self._control("/resume_memory_occupation", _tags(tags))
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        """Join a group whose rank 0 sends weights; returns once all ranks have joined.
+
+        This call and the others of this section raise WeightSyncFailed when the engine refuses.
+        """
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._transfer("/init_weights_update_group", body)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave a group."""
+        await self._transfer("/destroy_weights_update_group", {"group_name": group_name})
+
+    async def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """Receive these tensors from the group's rank 0; returns when they are in place.
+
+        A ``weight_version`` declares the update finished.
+        """
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "load_format": load_format,
+            "flush_cache": flush_cache,
+            "abort_all_requests": abort_all_requests,
+            "weight_version": weight_version,
+        }
+        await self._transfer("/update_weights_from_distributed", body)
+
+    async def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """Put serialised tensors in place, one string a tensor-parallel rank."""
+        body = {
+            "serialized_named_tensors": list(serialized_named_tensors),
+            "load_format": load_format,
+            "flush_cache": flush_cache,
+            "abort_all_requests": abort_all_requests,
+            "weight_version": weight_version,
+        }
+        await self._transfer("/update_weights_from_tensor", body)
+
+    async def update_weights_from_disk(
+        self,
+        model_path: str,
+        *,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        """Load a Hugging Face folder that the engine can see."""
+        body = {
+            "model_path": model_path,
+            "flush_cache": flush_cache,
+            "abort_all_requests": abort_all_requests,
+            "weight_version": weight_version,
+        }
+        await self._transfer("/update_weights_from_disk", body)
+
+    async def update_weight_version(self, version: str, *, abort_all_requests: bool = False) -> None:
+        """Name the version of the weights in place."""
+        body = {"new_version": version, "abort_all_requests": abort_all_requests}
+        await self._transfer("/update_weight_version", body)
+
+    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        """First rows of a parameter, as nested lists."""
+        return await self._json(
+            "POST", "/get_weights_by_name", {"name": name, "truncate_size": truncate_size}
+        )
+
+    async def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
+        """SGLang's check of weights; ``checksum`` gives one a tensor and rank in ``payload``."""
+        return await self._json("POST", "/weights_checker", {"action": action})
+
+    # --- plumbing ---------------------------------------------------------------------------------
+
+    async def _control(self, path: str, body: dict[str, Any]) -> None:
+        await self._send("POST", path, orjson.dumps(body), self._control_timeout_s)
+
+    async def _transfer(self, path: str, body: dict[str, Any]) -> None:
+        payload = await asyncio.to_thread(orjson.dumps, body)
+        try:
+            data = await self._send("POST", path, payload, self._transfer_timeout_s)
+        except ConfigError as error:
+            raise WeightSyncFailed(str(error)) from error
+        answer = orjson.loads(data) if data else {}
+        if not answer.get("success", True):
+            raise WeightSyncFailed(f"engine {self.url}: {path}: {answer.get('message')}")
+
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        payload = None if body is None else orjson.dumps(body)
+        data = await self._send(method, path, payload, self._control_timeout_s)
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise EngineUnavailable(f"engine {self.url}: {path} did not answer with JSON") from error
+
+    async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+        session = self._connections.session()
+        try:
+            async with session.request(method, self.url + path, data=body, timeout=timeout) as response:
+                data = await response.read()
+                status = response.status
+        except TimeoutError as error:
+            raise _TimedOut(f"engine {self.url}: {path} did not answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"engine {self.url}: {path}: {error or type(error).__name__}") from error
+        if status == 200:
+            return data
+        raise self._refusal(path, status, data)
+
+    def _refusal(self, path: str, status: int, data: bytes) -> Exception:
+        message = _message(data)
+        said = f"engine {self.url}: {path} answered {status}: {message}"
+        if status >= 500 or status in (408, 429):
+            return EngineUnavailable(said)
+        if status in (401, 403):
+            return ConfigError(f"engine {self.url} refuses the key")
+        if any(words in message.lower() for words in _TOO_LONG):
+            return PromptTooLong(said)
+        return ConfigError(said)
+
+
+class _TimedOut(EngineUnavailable):
+    """The deadline passed; the engine may still be at it."""
+
+
+def _tags(tags: Sequence[str] | None) -> dict[str, Any]:
+    return {} if tags is None else {"tags": list(tags)}
+
+
+def _message(data: bytes) -> str:
+    """The one line that an error answer says, from any of the forms SGLang has."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        body = data.decode("utf-8", "replace")
+    if isinstance(body, dict):
+        error = body.get("error")
+        nested = error.get("message") if isinstance(error, dict) else error
+        body = nested or body.get("message") or body.get("detail") or body
+    return " ".join(str(body).split())[:500]

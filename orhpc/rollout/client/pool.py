@@ -1,0 +1,308 @@
+"""Many engines as one: least loaded first, the turns of a rollout together, never old weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from orhpc.errors import ConfigError, EngineUnavailable, InfraError
+from orhpc.rollout.client.http import Connections, EngineClient
+from orhpc.rollout.client.wire import TokenIds
+from orhpc.routes import RouteShape
+from orhpc.types import Generation, Sampling
+
+log = logging.getLogger(__name__)
+
+_AFFINITIES = 1 << 16
+"""Keys remembered; a rollout that lies further back has long ended."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    client: EngineClient
+    load: int = 0
+    """Requests in flight from this pool."""
+    down: str | None = None
+    """Why it takes no traffic; None while it does."""
+    probe: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class EnginePool:
+    """The engines of a run, as one worker or the driver sees them.
+
+    A request goes to the least loaded engine, and all requests of one ``affinity`` key to the same one,
+    whose cache holds their prefix, for as long as it is up.  An engine that fails is down at once: its
+    requests are repeated on the others, and it is probed until it is healthy and holds exactly
+    ``published_version``.  An answer sampled from older weights than the version published when it was
+    asked for is thrown away and counts as a failure of its engine.
+
+    ``retries``: further attempts of a request.  ``recovery_s``: how long a request waits when no engine
+    is up.  Nothing waits without a bound.  Use it within one event loop and :meth:`close` it there.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        key: str | None,
+        request_timeout_s: float,
+        route_shape: RouteShape | None = None,
+        retries: int = 3,
+        recovery_s: float = 60.0,
+        probe_interval_s: float = 1.0,
+        control_timeout_s: float = 120.0,
+        transfer_timeout_s: float = 600.0,
+    ) -> None:
+        if not urls:
+            raise ConfigError("an engine pool needs at least one engine")
+        self.published_version: int | None = None
+        """Policy version that engines must hold to take traffic; None: any."""
+        self._connections = Connections(key)
+        self._client = lambda url: EngineClient(
+            url,
+            key=key,
+            request_timeout_s=request_timeout_s,
+            control_timeout_s=control_timeout_s,
+            transfer_timeout_s=transfer_timeout_s,
+            route_shape=route_shape,
+            connections=self._connections,
+        )
+        self._members = [_Member(self._client(url)) for url in urls]
+        self._affinity: OrderedDict[str, _Member] = OrderedDict()
+        self._retries = retries
+        self._recovery_s = recovery_s
+        self._probe_interval_s = probe_interval_s
+        self._came_up = asyncio.Event()
+
+    async def __aenter__(self) -> EnginePool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop probing and close all connections."""
+        probes = [m.probe for m in self._members if m.probe is not None]
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+        await self._connections.close()
+
+    # --- generation -------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        *,
+        rid: str,
+        affinity: str,
+        routes_start: int | None = None,
+    ) -> Generation:
+        """Sample one continuation; see :meth:`EngineClient.generate`.
+
+        Give ``sampling`` a seed: then a repeated attempt samples the same.  ``version`` of the result is
+        the oldest that any of its tokens can have.  Raises EngineUnavailable when the attempts are used
+        up; PromptTooLong, ConfigError and RoutesMissing at once.
+        """
+        failure: EngineUnavailable | None = None
+        for attempt in range(self._retries + 1):
+            member = await self._choose(affinity, failure)
+            expected = self.published_version
+            member.load += 1
+            try:
+                generation = await member.client.generate(
+                    prompt_ids,
+                    sampling,
+                    rid=rid if attempt == 0 else f"{rid}-retry{attempt}",
+                    routes_start=routes_start,
+                )
+            except EngineUnavailable as error:
+                failure = error
+                self._take_down(member, str(error))
+                continue
+            finally:
+                member.load -= 1
+            if expected is None:
+                return generation
+            if generation.version >= expected:
+                return replace(generation, version=expected)
+            url = member.client.url
+            failure = EngineUnavailable(f"engine {url} serves version {generation.version}, not {expected}")
+            self._take_down(member, str(failure))
+        raise EngineUnavailable(f"request {rid} failed {self._retries + 1} times, the last time: {failure}")
+
+    async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> _Member:
+        end = time.monotonic() + self._recovery_s
+        while True:
+            member = self._affinity.get(affinity)
+            if member is None or member.down is not None:
+                up = [m for m in self._members if m.down is None]
+                member = min(up, key=lambda m: m.load) if up else None
+            if member is not None:
+                self._remember(affinity, member)
+                return member
+            self._came_up.clear()
+            try:
+                await asyncio.wait_for(self._came_up.wait(), max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                reasons = "; ".join(self.down().values())
+                raise EngineUnavailable(
+                    f"no engine came back within {self._recovery_s:g} s: {reasons}"
+                ) from failure
+
+    def _remember(self, affinity: str, member: _Member) -> None:
+        self._affinity[affinity] = member
+        self._affinity.move_to_end(affinity)
+        if len(self._affinity) > _AFFINITIES:
+            self._affinity.popitem(last=False)
+
+    # --- who is up --------------------------------------------------------------------------------
+
+    @property
+    def urls(self) -> list[str]:
+        """All engines."""
+        return [m.client.url for m in self._members]
+
+    def down(self) -> dict[str, str]:
+        """Engines that take no traffic, and why."""
+        return {m.client.url: m.down for m in self._members if m.down is not None}
+
+    def mark_down(self, url: str, why: str) -> None:
+        """Send an engine no more traffic until it is healthy and current."""
+        self._take_down(self._member(url), why)
+
+    async def readmit(self, url: str) -> None:
+        """Bring an engine back now; raises EngineUnavailable when it is not healthy or not current."""
+        member = self._member(url)
+        await self._check(member)
+        self._bring_up(member)
+
+    def _member(self, url: str) -> _Member:
+        for member in self._members:
+            if member.client.url == url.rstrip("/"):
+                return member
+        raise ConfigError(f"{url} is not an engine of this pool")
+
+    def _take_down(self, member: _Member, why: str) -> None:
+        if member.down is None:
+            log.warning("engine %s takes no more traffic: %s", member.client.url, why)
+        member.down = why
+        if member.probe is None or member.probe.done():
+            member.probe = asyncio.ensure_future(self._probe(member))
+
+    def _bring_up(self, member: _Member) -> None:
+        log.info("engine %s takes traffic again", member.client.url)
+        member.down = None
+        self._came_up.set()
+
+    async def _probe(self, member: _Member) -> None:
+        while member.down is not None:
+            await asyncio.sleep(self._probe_interval_s)
+            try:
+                await self._check(member)
+            except InfraError as error:
+                member.down = str(error)
+            except ConfigError as error:
+                log.error("engine %s is given up: %s", member.client.url, error)
+                return
+            else:
+                self._bring_up(member)
+
+    async def _check(self, member: _Member) -> None:
+        await member.client.health()
+        expected = self.published_version
+        if expected is None:
+            return
+        held = await member.client.weight_version()
+        if held != expected:
+            raise EngineUnavailable(f"engine {member.client.url} holds version {held}, not {expected}")
+
+    # --- all engines at once ----------------------------------------------------------------------
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """On all engines that are up; see :class:`EngineClient` for this and the following calls."""
+        await self._each(lambda c: c.pause_generation(mode))
+
+    async def continue_generation(self) -> None:
+        await self._each(lambda c: c.continue_generation())
+
+    async def flush_cache(self) -> None:
+        await self._each(lambda c: c.flush_cache())
+
+    async def abort_all(self) -> None:
+        await self._each(lambda c: c.abort_request(abort_all=True))
+
+    async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        await self._each(lambda c: c.release_memory_occupation(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        await self._each(lambda c: c.resume_memory_occupation(tags))
+
+    async def update_weight_version(self, version: int) -> None:
+        await self._each(lambda c: c.update_weight_version(str(version)))
+
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offsets: Sequence[int],
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        """Make every engine join, the i-th at rank ``rank_offsets[i]``; all engines have to be up."""
+        if len(rank_offsets) != len(self._members):
+            raise ConfigError(f"{len(rank_offsets)} rank offsets for {len(self._members)} engines")
+        self._all_up("a weight group")
+        offsets = dict(zip(self.urls, rank_offsets, strict=True))
+        await self._each(
+            lambda c: c.init_weights_update_group(
+                master_address=master_address,
+                master_port=master_port,
+                rank_offset=offsets[c.url],
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+            )
+        )
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self._each(lambda c: c.destroy_weights_update_group(group_name))
+
+    async def update_weights_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], **options: Any
+    ) -> None:
+        """Receive on every engine; all have to be up, because a broadcast waits for each of them."""
+        self._all_up("a broadcast of weights")
+        await self._each(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, **options))
+
+    async def update_weights_from_tensor(self, serialized: Sequence[str], **options: Any) -> None:
+        await self._each(lambda c: c.update_weights_from_tensor(serialized, **options))
+
+    async def update_weights_from_disk(self, model_path: str, **options: Any) -> None:
+        await self._each(lambda c: c.update_weights_from_disk(model_path, **options))
+
+    def _all_up(self, what: str) -> None:
+        down = self.down()
+        if down:
+            raise EngineUnavailable(f"{what} needs all engines: {'; '.join(down.values())}")
+
+    async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        """Call all engines that are up; those that fail are down, and then the first failure is raised."""
+        members = [m for m in self._members if m.down is None]
+        if not members:
+            raise EngineUnavailable(f"no engine is up: {'; '.join(self.down().values())}")
+        results = await asyncio.gather(*(call(m.client) for m in members), return_exceptions=True)
+        failures = [r for r in results if isinstance(r, BaseException)]
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, InfraError):
+                self._take_down(member, str(result))
+        if failures:
+            raise failures[0]

@@ -1,0 +1,104 @@
+"""The bodies of ``/generate``: a request from our types, and our types from an answer.
+
+Field names are SGLang's (0.5, ``srt/managers/io_struct.py``): the sampled ids are read from
+``output_token_logprobs``, ``[(logprob, id, None), ...]``, because each id then comes with its own
+log-probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from orhpc.errors import EngineUnavailable
+from orhpc.routes import RouteShape, decode_routes
+from orhpc.types import FinishReason, Generation, Sampling
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+
+_SEEDS = 1 << 31
+"""Some SGLang releases keep seeds in int32."""
+
+
+def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_start: int | None) -> bytes:
+    """Encode one request; ``routes_start`` asks for expert routes from that context position on."""
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed % _SEEDS
+    ids = np.ascontiguousarray(prompt_ids) if isinstance(prompt_ids, np.ndarray) else list(prompt_ids)
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": ids,
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": False,
+    }
+    if routes_start is not None:
+        body["return_routed_experts"] = True
+        body["routed_experts_start_len"] = routes_start
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def read_generation(
+    data: bytes, url: str, *, prompt_tokens: int, routes_start: int | None, route_shape: RouteShape | None
+) -> Generation:
+    """Decode the answer to :func:`generate_body`.
+
+    Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for absent or
+    impossible routes.
+    """
+    try:
+        meta = orjson.loads(data)["meta_info"]
+        reason = meta["finish_reason"]
+        finish = FinishReason(reason["type"])
+        sampled = meta.get("output_token_logprobs") or []
+        tokens = np.fromiter((entry[1] for entry in sampled), dtype=np.int32, count=len(sampled))
+        logprobs = np.fromiter((entry[0] for entry in sampled), dtype=np.float32, count=len(sampled))
+        version = read_version(meta.get("weight_version"), url)
+        completion = int(meta["completion_tokens"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineUnavailable(f"engine {url}: its answer is not SGLang's: {error!r}") from error
+    if completion != len(tokens):
+        raise EngineUnavailable(
+            f"engine {url}: {completion} tokens were sampled but {len(tokens)} came with log-probabilities"
+        )
+    routes = None
+    if routes_start is not None and route_shape is not None and len(tokens):
+        rows = prompt_tokens + len(tokens) - 1 - routes_start
+        routes = decode_routes(meta.get("routed_experts"), route_shape, rows)
+    return Generation(
+        tokens_N=tokens,
+        logprobs_N=logprobs,
+        finish_reason=finish,
+        version=version,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        routes=routes,
+        routes_start=routes_start or 0,
+    )
+
+
+def read_version(value: Any, url: str) -> int:
+    """Read a ``weight_version`` as a policy version.
+
+    Raises EngineUnavailable for one that is none, as SGLang's own ``default``: such an engine has not
+    been told what it serves.
+    """
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise EngineUnavailable(
+            f"engine {url}: weight version {value!r} is not a policy version; it needs a weight sync"
+        ) from None

@@ -1,0 +1,253 @@
+"""Keys and values of many contexts in fixed slots, and attention over ragged packed rows.
+
+One forward pass takes a *packed* row of tokens ``[1, N]``: first one token for each decoding slot,
+in slot order, then pieces of prompts.  The linear layers see one dense matrix; only attention has to
+know where a token belongs.  Keys and values lie in ``[slots, context, kv_heads, head_dim]`` a layer,
+allocated once: a step writes N rows and reads views, so nothing is concatenated, gathered or grown.
+Untouched pages of the allocation cost no memory.
+
+Neighbouring decoding slots are attended to in one call: their keys are a view of the cache.  Where
+lengths differ much the run of slots is split, so that little is computed for padding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from orhpc.errors import ModelError
+
+_PADDING_WORTH_A_CALL = 1024
+"""Padded key rows that cost about as much as one more attention call."""
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring decoding slots attended to together."""
+
+    first_row: int
+    first_slot: int
+    count: int
+    length: int
+    """Longest context among them, the new token included."""
+    bias: torch.Tensor | None
+    """``[count, 1, 1, length]``: 0 or -inf; None when there is no padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of one prompt."""
+
+    first_row: int
+    slot: int
+    start: int
+    """Context position of the first token."""
+    end: int
+    mask: torch.Tensor | None
+    """bool ``[tokens, end]``; None when the piece starts at 0 and plain causality holds."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """Where each of the N packed tokens of one forward pass belongs."""
+
+    flat_N: torch.Tensor
+    """int64: ``slot * context + position``."""
+    segments: list[Segment]
+    pieces: list[Piece]
+
+
+def make_plan(
+    decode: list[tuple[int, int]], prefill: list[tuple[int, int, int]], context: int, dtype: torch.dtype
+) -> Plan:
+    """Plan one forward pass.
+
+    ``decode``: (slot, position of its one new token), ascending slots; ``prefill``: (slot, start, end)
+    of each piece, packed behind them in this order.
+    """
+    segments = _segments(decode, dtype)
+    flat = [slot * context + position for slot, position in decode]
+    pieces: list[Piece] = []
+    for slot, start, end in prefill:
+        mask = None
+        if start:
+            mask = torch.arange(end)[None, :] <= torch.arange(start, end)[:, None]
+        pieces.append(Piece(len(flat), slot, start, end, mask))
+        flat.extend(range(slot * context + start, slot * context + end))
+    return Plan(torch.tensor(flat, dtype=torch.int64), segments, pieces)
+
+
+def _segments(decode: list[tuple[int, int]], dtype: torch.dtype) -> list[Segment]:
+    segments: list[Segment] = []
+    first = 0
+    for row in range(1, len(decode) + 1):
+        if row < len(decode) and _joins(decode[first : row + 1]):
+            continue
+        run = decode[first:row]
+        length = max(position for _, position in run) + 1
+        bias = None
+        if any(position + 1 != length for _, position in run):
+            last = torch.tensor([position for _, position in run])
+            beyond = torch.arange(length)[None, :] > last[:, None]
+            bias = torch.zeros(len(run), length, dtype=dtype).masked_fill_(beyond, float("-inf"))
+            bias = bias[:, None, None, :]
+        segments.append(Segment(first, run[0][0], len(run), length, bias))
+        first = row
+    return segments
+
+
+def _joins(run: list[tuple[int, int]]) -> bool:
+    """Whether a run of slots with one more at its end is still best attended to in one call."""
+    if run[-1][0] != run[-2][0] + 1:
+        return False
+    positions = [position for _, position in run]
+    longest = max(positions)
+    padding = sum(longest - position for position in positions)
+    return padding <= max(_PADDING_WORTH_A_CALL, sum(positions) // 4)
+
+
+@dataclass(slots=True)
+class _Layer:
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class SlotCache(Cache):
+    """A transformers cache whose layers are preallocated slots.
+
+    ``plan`` is set before each forward pass; ``update`` stores that pass's keys and values, and the
+    attention function registered under ``attention_name`` reads them back as views.
+    """
+
+    def __init__(self, slots: int, context: int) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.context = context
+        self.plan: Plan | None = None
+        self._store: dict[int, _Layer] = {}
+        self.attention_name = f"orhpc_slots_{next(_serial)}"
+        AttentionInterface.register(self.attention_name, self._attention)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store ``[1, kv_heads, N, head_dim]`` and return the whole layer's keys and values."""
+        assert self.plan is not None
+        layer = self._store.get(layer_idx)
+        if layer is None:
+            layer = self._store[layer_idx] = _Layer(self._allocate(key_states), self._allocate(value_states))
+        for store, states in ((layer.keys, key_states), (layer.values, value_states)):
+            store.view(-1, *store.shape[2:]).index_copy_(0, self.plan.flat_N, states[0].transpose(0, 1))
+        return layer.keys, layer.values
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.empty(
+            self.slots,
+            self.context,
+            states.shape[1],
+            states.shape[3],
+            dtype=states.dtype,
+            device=states.device,
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """No single length holds for all slots; models are always given positions."""
+        return 0
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of one slot to another."""
+        for layer in self._store.values():
+            layer.keys[target, :length].copy_(layer.keys[source, :length])
+            layer.values[target, :length].copy_(layer.values[source, :length])
+
+    def free(self) -> None:
+        """Give the memory back; the next ``update`` allocates again."""
+        self._store.clear()
+
+    def _attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend ``[1, heads, N, head_dim]`` queries to the whole layer's keys and values.
+
+        Returns ``[1, N, heads, value_dim]``.  Raises ModelError for attention that is not plain causal.
+        """
+        for name in ("sliding_window", "softcap", "s_aux"):
+            if kwargs.get(name) is not None:
+                raise ModelError(f"the cpu engine has no attention with {name}; this model family needs it")
+        plan = self.plan
+        assert plan is not None
+        heads, rows = query.shape[1], query.shape[2]
+        kv_heads = key.shape[2]
+        query_N = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, query.shape[3])
+        out = query.new_empty(rows, kv_heads, heads // kv_heads, value.shape[3])
+        for s in plan.segments:
+            rows_of = slice(s.first_row, s.first_row + s.count)
+            slots = slice(s.first_slot, s.first_slot + s.count)
+            bias = None if s.bias is None else s.bias.expand(-1, 1, query_N.shape[2], -1)
+            # The query heads that share a key head stand in for query positions: no key is repeated.
+            out[rows_of] = F.scaled_dot_product_attention(
+                query_N[rows_of],
+                key[slots, : s.length].transpose(1, 2),
+                value[slots, : s.length].transpose(1, 2),
+                attn_mask=bias,
+                scale=scaling,
+            )
+        for p in plan.pieces:
+            rows_of = slice(p.first_row, p.first_row + p.end - p.start)
+            attended = F.scaled_dot_product_attention(
+                query_N[rows_of].permute(1, 2, 0, 3),
+                key[p.slot, : p.end].transpose(0, 1)[:, None].expand(-1, query_N.shape[2], -1, -1),
+                value[p.slot, : p.end].transpose(0, 1)[:, None].expand(-1, query_N.shape[2], -1, -1),
+                attn_mask=p.mask,
+                is_causal=p.mask is None,
+                scale=scaling,
+            )
+            out[rows_of] = attended.permute(2, 0, 1, 3)
+        return out.reshape(1, rows, heads, value.shape[3]), None
+
+
+@dataclass(slots=True)
+class SlotTable:
+    """Which token ids each slot holds keys and values for, and which slots are idle."""
+
+    slots: int
+    lengths: list[int] = field(init=False)
+    """Positions with valid keys and values."""
+    last_used: list[int] = field(init=False)
+    idle: set[int] = field(init=False)
+    _clock: int = 0
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all contents; every slot is idle."""
+        self.lengths = [0] * self.slots
+        self.last_used = [0] * self.slots
+        self.idle = set(range(self.slots))
+
+    def release(self, slot: int) -> None:
+        """Make a slot idle; its contents stay for reuse until another request needs the room."""
+        self._clock += 1
+        self.last_used[slot] = self._clock
+        self.idle.add(slot)
+
+    def victim(self) -> int:
+        """The idle slot to overwrite: an empty one, else the longest unused."""
+        return min(self.idle, key=lambda slot: (self.lengths[slot] > 0, self.last_used[slot], slot))

@@ -1,0 +1,173 @@
+"""A transformers causal language model over slots: packed tokens in, logits and routes out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from orhpc.errors import ConfigError, ModelError
+from orhpc.rollout.cpu_engine.kv_cache import SlotCache, make_plan
+from orhpc.routes import RouteShape
+
+_ROUTER_CLASS = re.compile(r"Top[kK]Router$")
+_LAYER_INDEX = re.compile(r"\.layers\.(\d+)\.")
+
+
+class SlotModel:
+    """The model, its slot cache and, for mixtures of experts, the record of expert routes.
+
+    ``context`` and ``slots`` fix the cache's size.  ``record_routes`` keeps, a slot and position, the
+    experts that each layer's router chose when the position was computed.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, slots: int, context: int, *, record_routes: bool = False
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.slots = slots
+        self.context = context
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.eos_token_ids = _eos_token_ids(model)
+        self.dtype = model.dtype
+        self.cache = SlotCache(slots, context)
+        model.set_attn_implementation(self.cache.attention_name)
+        self.routes: RouteRecorder | None = RouteRecorder(model, slots, context) if record_routes else None
+        self._check_runs()
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: list[int], decode: list[tuple[int, int]], prefill: list[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """Compute one packed row of tokens; see :func:`make_plan` for ``decode`` and ``prefill``.
+
+        Returns float32 logits ``[decoding rows, vocabulary]``; prompt pieces only fill the cache.
+        """
+        plan = make_plan(decode, prefill, self.context, self.dtype)
+        self.cache.plan = plan
+        if self.routes is not None:
+            self.routes.start(plan.flat_N)
+        output = self.model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=(plan.flat_N % self.context)[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=torch.arange(len(decode)),
+        )
+        if self.routes is not None:
+            self.routes.finish()
+        return output.logits[0].float()
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Make the first ``length`` positions of ``target`` those of ``source``."""
+        self.cache.copy_prefix(source, target, length)
+        if self.routes is not None:
+            self.routes.store[target, :length] = self.routes.store[source, :length]
+
+    def _check_runs(self) -> None:
+        """Compute two tokens, so that a model family that cannot run here fails at the start."""
+        try:
+            self.forward([0], [], [(0, 0, 1)])
+            logits = self.forward([0], [(0, 1)], [])
+        except (TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+            kind = type(self.model).__name__
+            raise ModelError(f"the cpu engine cannot run {kind}: {error}") from error
+        if logits.shape != (1, self.vocabulary):
+            raise ModelError(f"{type(self.model).__name__} gives logits of shape {tuple(logits.shape)}")
+
+
+class RouteRecorder:
+    """Keeps what the routers chose, ``[slots, context, layers, topk]`` of the smallest unsigned type."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, context: int) -> None:
+        shape = RouteShape.of_config(model.config.to_dict())
+        if shape is None:
+            raise ConfigError(
+                f"{type(model).__name__} is dense: --enable-return-routed-experts needs experts"
+            )
+        self.shape = shape
+        self.store = np.zeros((slots, context, shape.layers, shape.topk), dtype=shape.dtype)
+        self._flat_N: torch.Tensor | None = None
+        self._chosen: dict[int, torch.Tensor] = {}
+        routers = 0
+        for name, module in model.named_modules():
+            layer = _LAYER_INDEX.search(f".{name}.")
+            if _ROUTER_CLASS.search(type(module).__name__) and layer:
+                module.register_forward_hook(self._hook(int(layer[1])))
+                routers += 1
+        if not routers:
+            raise ModelError(
+                f"no router was found in {type(model).__name__}, so its routes cannot be recorded"
+            )
+
+    def _hook(self, layer: int) -> Any:
+        def record(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            self._chosen[layer] = output[2].reshape(-1, self.shape.topk)
+
+        return record
+
+    def start(self, flat_N: torch.Tensor) -> None:
+        """Record the next forward pass at these ``slot * context + position``."""
+        self._flat_N = flat_N
+        self._chosen.clear()
+
+    def finish(self) -> None:
+        """Store what the pass's routers chose; dense layers stay zero."""
+        assert self._flat_N is not None
+        flat_N = self._flat_N.numpy()
+        rows = self.store.reshape(-1, self.shape.layers, self.shape.topk)
+        for layer, chosen in self._chosen.items():
+            rows[flat_N, layer] = chosen.numpy()
+
+
+def load_model(
+    path: str, *, dtype: str, load_format: str, seed: int, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Load a Hugging Face folder for the CPU.
+
+    ``load_format`` ``dummy`` makes random weights of the folder's config, the same for the same seed.
+    Raises ModelError when the folder is not a causal language model that transformers can load.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(f"{path} is not a model folder: it has no config.json")
+    wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    try:
+        if load_format == "dummy":
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=wanted, trust_remote_code=trust_remote_code
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=wanted, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"cannot load the model in {path}: {first_line}") from error
+    _refuse_unsupported(model)
+    return model
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        odd = ", ".join(sorted(kinds - {"full_attention"}))
+        raise ModelError(f"the cpu engine runs full attention only; {config.model_type} has {odd} layers")
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    found: set[int] = set()
+    generation: GenerationConfig | None = model.generation_config
+    for value in (model.config.get_text_config().eos_token_id, generation and generation.eos_token_id):
+        if isinstance(value, int):
+            found.add(value)
+        elif value:
+            found.update(int(token) for token in value)
+    return frozenset(found)

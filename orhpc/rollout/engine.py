@@ -1,0 +1,160 @@
+"""One engine process: start it, wait until it serves, stop exactly it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError, EngineUnavailable
+from orhpc.rollout.client import EngineClient
+
+_POLL_S = 0.25
+_TAIL_BYTES = 8192
+
+
+class EngineProcess:
+    """Owns one server process and nothing else: only this process is ever signalled.
+
+    ``index`` numbers the engines of a run and sets its default seed; ``threads`` limits a cpu engine's
+    threads (``engine.threads`` comes first).  The process ends when this one does.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_dir: str,
+        host: str,
+        port: int,
+        key: str | None,
+        log_path: str,
+        index: int,
+        threads: int | None = None,
+    ) -> None:
+        self.url = f"http://{host}:{port}"
+        self._key = key
+        self._log_path = Path(log_path)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._key_file: Path | None = None
+        build = _COMMANDS.get(config.engine.backend)
+        if build is None:
+            raise ConfigError(
+                f"engine.backend: {config.engine.backend} cannot be started here; "
+                f"there is {', '.join(_COMMANDS)}"
+            )
+        self._argv = build(config, model_dir, host, port, index, threads)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, once started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the server; it is not ready yet.  The key travels in a file that only we can read."""
+        assert self._process is None, "an engine process is started once"
+        argv = list(self._argv)
+        if self._key is not None:
+            handle, name = tempfile.mkstemp(prefix="orhpc-engine-")  # made with mode 0600
+            with os.fdopen(handle, "w") as file:
+                file.write(self._key)
+            self._key_file = Path(name)
+            argv += ["--api-key-file", name]
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            # A session of its own: a terminal's Ctrl-C reaches the driver, which then stops engines in order.
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Return once the server answers; raises EngineUnavailable, with the log's last line, otherwise."""
+        client = EngineClient(self.url, key=self._key, request_timeout_s=deadline_s)
+        end = time.monotonic() + deadline_s
+        try:
+            while True:
+                if not self.alive():
+                    raise EngineUnavailable(f"engine {self.url} ended while starting: {self._last_words()}")
+                try:
+                    await client.health(timeout_s=5.0)
+                    return
+                except EngineUnavailable as error:
+                    if time.monotonic() > end:
+                        raise EngineUnavailable(
+                            f"engine {self.url} did not start within {deadline_s:g} s: {self._last_words()}"
+                        ) from error
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._remove_key_file()
+            await client.close()
+
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the process: TERM, and KILL after ``timeout_s``; harmless when it has ended or never began."""
+        self._remove_key_file()
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _remove_key_file(self) -> None:
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
+            self._key_file = None
+
+    def _last_words(self) -> str:
+        """The log's last line that says something, and where the log is."""
+        try:
+            with self._log_path.open("rb") as file:
+                file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError as error:
+            return f"its log {self._log_path} cannot be read: {error.strerror}"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"{lines[-1] if lines else 'it logged nothing'} (log: {self._log_path})"
+
+
+def _cpu_command(
+    config: Config, model_dir: str, host: str, port: int, index: int, threads: int | None
+) -> list[str]:
+    engine = config.engine
+    argv = [sys.executable, "-m", "orhpc.rollout.cpu_engine", "--model-path", model_dir]
+    argv += ["--host", host, "--port", str(port)]
+    argv += ["--dtype", engine.dtype or config.model.dtype]
+    argv += ["--max-running-requests", str(engine.max_running)]
+    argv += ["--context-length", str(engine.context_length or config.rollout.max_total_tokens)]
+    argv += ["--threads", str(engine.threads or threads or _thread_share(config))]
+    argv += ["--weight-version", "0", "--random-seed", str((config.run.seed + index) % (1 << 31))]
+    if config.rollout.record_routes:
+        argv.append("--enable-return-routed-experts")
+    if config.model.trust_remote_code:
+        argv.append("--trust-remote-code")
+    for name, value in engine.extra.items():
+        flag = f"--{name.replace('_', '-')}"
+        argv += [flag] if value is True else [flag, str(value)]
+    return argv
+
+
+def _thread_share(config: Config) -> int:
+    """An engine's share of this node's cores, when engines and trainers do not compute at once."""
+    engines = max(1, config.placement.rollout_devices // config.engine.tp)
+    on_this_node = -(-engines // config.placement.nodes)
+    return max(1, len(os.sched_getaffinity(0)) // on_this_node)
+
+
+_COMMANDS: dict[str, Callable[[Config, str, str, int, int, int | None], list[str]]] = {"cpu": _cpu_command}
+"""How each backend's server is started."""
