@@ -1,0 +1,173 @@
+"""Tiny random models, samples and trainer ranks for the trainer's tests: ids only, no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from orhpc.config import Config
+from orhpc.types import Location, Sample
+
+VOCABULARY = 97
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """A float32 model of a few ten thousand parameters with weights large enough to matter."""
+    torch.manual_seed(7)
+    if family == "llama":  # tied, and 7 hidden rows do not divide by two ranks anywhere
+        return LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=True))
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
+    if family == "qwen3_moe":
+        moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **moe, tie_word_embeddings=False))
+    if family == "gemma3":  # sliding windows, embedding scale, soft-capped logits
+        shape = _SHAPE | {"num_hidden_layers": 3}
+        more = {"sliding_window": 5, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 5}
+        types = ["sliding_attention", "sliding_attention", "full_attention"]
+        return Gemma3ForCausalLM(Gemma3TextConfig(**shape, **more, layer_types=types))
+    raise ValueError(family)
+
+
+def save_tiny_model(folder: Path, family: str = "llama") -> str:
+    """Write the model as a Hugging Face folder, with a stand-in tokenizer file; return its path."""
+    tiny_model(family).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
+    return str(folder)
+
+
+def make_config(
+    *,
+    train: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    ranks: int = 1,
+    minibatches: int = 1,
+    temperature: float = 1.0,
+) -> Config:
+    """A CPU config for 8 samples a mini-batch."""
+    trained = {
+        "global_batch_size": 8,
+        "steps_per_rollout": minibatches,
+        "gradient_checkpointing": False,
+        "lr": 1e-2,
+        "max_grad_norm": 1e9,
+    }
+    return Config.model_validate(
+        {
+            "model": {"dtype": dtype},
+            "placement": {"device": "cpu", "devices_per_node": ranks},
+            "engine": {"backend": "cpu", "tp": 1},
+            "environments": {"local": {"serve": "package.module:Class"}},
+            "rollout": {"batch_size": 2 * minibatches, "n_samples": 4, "temperature": temperature},
+            "train": trained | (train or {}),
+            "algorithm": algorithm or {},
+        }
+    )
+
+
+def make_samples(n: int = 8, *, seed: int = 0, longest: int = 24) -> list[Sample]:
+    """Samples of several turns, their arrays in memory."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(n):
+        length = int(rng.integers(4, longest + 1))
+        mask_T = rng.random(length) < 0.6
+        mask_T[0], mask_T[-1] = False, True
+        arrays = {
+            "tokens_T": rng.integers(0, VOCABULARY, length).astype(np.int32),
+            "loss_mask_T": mask_T,
+            "logprobs_T": np.where(mask_T, -rng.gamma(2.0, 1.5, length), 0).astype(np.float32),
+        }
+        advantage = float(rng.normal())
+        samples.append(Sample(f"0.{i}", length, int(mask_T.sum()), advantage, Location(arrays=arrays)))
+    return samples
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Run ``body(rank, world_size, port, *args)`` in one new process a rank; return their results.
+
+    ``body`` is a module-level function.  A rank's failure fails the caller with its traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    processes, pipes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run_rank, args=(sender, body, rank, world_size, port, *args))
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    try:
+        results = [_result(pipe, rank, timeout_s) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return results
+
+
+def _result(pipe: Any, rank: int, timeout_s: float) -> Any:
+    assert pipe.poll(timeout_s), f"rank {rank} gave no result within {timeout_s} s"
+    try:
+        ok, value = pipe.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} ended without a result") from None
+    assert ok, f"rank {rank} failed:\n{value}"
+    return value
+
+
+def _run_rank(sender: Any, body: Callable[..., Any], rank: int, world: int, port: int, *args: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        sender.send((True, body(rank, world, port, *args)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+        raise
+
+
+def parameters_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+    """Copies as numpy arrays, to send between processes."""
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
