@@ -127,7 +127,7 @@ async def update(run: Run, parts: Parts, plan: BatchPlan, state: State) -> dict[
         log.warning("step %d has nothing to train on", state.step + 1)
         return {"skipped": 1.0}
     try:
-        return await parts.trainers.step(plan, state.step)
+        return await parts.trainers.step(plan, state.step, run.stop_requested)
     except NonFinite as error:
         if run.events.last_step_skipped:
             raise
@@ -229,6 +229,7 @@ async def supervise(run: Run) -> int:
             )
             if not again:
                 return policy.exit_code
+            await asyncio.sleep(min(30.0, 2.0**failures))
             if isinstance(error, OutOfMemory):
                 lowered = max(1, (lowered or run.config.train.max_tokens_per_gpu) // 2)
         else:

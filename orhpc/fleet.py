@@ -37,6 +37,7 @@ from orhpc.train.actor import TrainerRank
 from orhpc.types import BatchPlan, GroupRequest, PromptGroup
 
 POLL_S = 0.2
+_CONTROL = "control"
 
 
 async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = None) -> Any:
@@ -76,15 +77,10 @@ async def call_all(
     return list(await asyncio.gather(*(call(r, f"{what} {i}", timeout_s) for i, r in enumerate(references))))
 
 
-def spawn(kind: type[Any], node_id: str, name: str, *args: Any, concurrency: int = 1) -> ActorHandle[Any]:
+def spawn(kind: type[Any], node_id: str, name: str, *args: Any, **options: Any) -> ActorHandle[Any]:
     """Start an actor on a node; Ray never restarts it, and never retries its calls."""
-    remote: Any = ray.remote(kind)
+    remote: Any = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, **options)(kind)
     return remote.options(
-        num_cpus=0,
-        num_gpus=0,
-        max_restarts=0,
-        max_task_retries=0,
-        max_concurrency=concurrency,
         name=name,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
     ).remote(*args)
@@ -96,11 +92,11 @@ def node_ids(nodes: Sequence[Node]) -> list[str]:
     Raises:
         RayLost: a node has not joined.
     """
-    by_address = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
-    missing = [n.name for n in nodes if n.address not in by_address]
+    by_name = {n["NodeName"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    missing = [n.name for n in nodes if n.name not in by_name]
     if missing:
         raise RayLost(f"not in the Ray cluster: {', '.join(missing)}")
-    return [by_address[n.address] for n in nodes]
+    return [by_name[n.name] for n in nodes]
 
 
 class Trainers:
@@ -120,7 +116,8 @@ class Trainers:
         ranks = [
             spawn(
                 TrainerRank, ids[t.node], f"trainer-{t.rank}", config, model_dir, t.rank, world, t.threads,
-                concurrency=2,  # a save is polled while a step runs
+                # Training stays on one thread, which owns torch's thread count; a stop reaches it there.
+                concurrency_groups={_CONTROL: 1},
             )
             for t in placement.trainers
         ]  # fmt: skip
@@ -138,10 +135,21 @@ class Trainers:
     async def restore(self, folder: Path | None) -> None:
         await self._all("restore", str(folder) if folder else None)
 
-    async def step(self, plan: BatchPlan, step: int) -> dict[str, float]:
-        """All mini-batches of a step; metrics are already reduced over the ranks."""
-        reference = ray.put(plan.minibatches)
-        return (await self._all("step", reference, step=step))[0]
+    async def step(
+        self, plan: BatchPlan, step: int, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """All mini-batches of a step; metrics are already reduced over the ranks.
+
+        Raises:
+            StopRequested: ``stop`` became true before the first optimiser step.
+        """
+        stepping = asyncio.ensure_future(self._all("step", ray.put(plan.minibatches), step=step))
+        while not (await asyncio.wait([stepping], timeout=POLL_S))[0]:
+            if stop():
+                control = self._ranks[0].request_stop.options(concurrency_group=_CONTROL)
+                await call(control.remote(), "trainer request_stop", 30.0)
+                break
+        return (await stepping)[0]
 
     async def sleep(self) -> None:
         await self._all("sleep")
@@ -318,7 +326,7 @@ async def start_workers(
         WorkerHandle(
             spawn(
                 RolloutWorker, ids[w.node], f"worker-{w.index}", *make_args(w.index, w.node),
-                concurrency=config.rollout.max_concurrent + 8,
+                max_concurrency=config.rollout.max_concurrent + 8,
             ),
             w.index,
         )

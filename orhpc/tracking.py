@@ -73,7 +73,7 @@ class Tracker:
                 log.warning("W&B refused step %d: %s", item[0], " ".join(str(error).split())[:300])
         if run is not None:
             try:
-                run.finish(quiet=True)
+                run.finish()
             except Exception as error:  # noqa: BLE001
                 log.warning("W&B did not finish: %s", " ".join(str(error).split())[:300])
 

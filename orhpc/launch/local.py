@@ -41,7 +41,7 @@ def run_local(config: Config) -> int:
         raise ConfigError(f"placement.nodes: --local is one node, not {config.placement.nodes}")
     prepare.check_paths(config)
     placement = plan(config, (local_node(),))
-    prepare.check_packages()
+    prepare.check_machine(config)
     rundir = prepare.run_directory(config)
     rundir.create()
     with rundir.held():

@@ -113,6 +113,7 @@ def run_first_node(
     token = make_token(folder)
     environments = ServedEnvironments(config, node.address, folder)
     ray_node = RayNode(
+        node.name,
         node.address,
         token,
         folder / "ray.log",

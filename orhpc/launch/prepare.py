@@ -5,6 +5,7 @@ Nothing is started here, and nothing is written before the config has been found
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -108,15 +109,25 @@ def ensure_model(config: Config) -> None:
         raise ModelError(f"{lines[-1].removeprefix('orhpc: ')} (kept in {cache_folder()})")
 
 
-def check_packages() -> None:
-    """Raises PreflightError when the packages of the job's own processes are not installed."""
-    import importlib.util
+def check_machine(config: Config) -> None:
+    """Check that this machine has what the job's own processes need.
 
-    missing = [
-        m for m in ("torch", "ray", "transformers", "openreward", "h5py") if not importlib.util.find_spec(m)
-    ]
+    Raises:
+        PreflightError: a package or GPUs are missing.
+    """
+    needed = ["torch", "ray", "transformers", "openreward", "h5py"]
+    if config.engine.backend == "sglang" and config.train.replay_rollouts is None:
+        needed.append("sglang")
+    missing = [name for name in needed if not importlib.util.find_spec(name)]
     if missing:
         raise PreflightError(f"{', '.join(missing)}: not installed here; pip install 'orhpc[run]'")
+    if config.placement.device == "cuda":
+        gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        if gpus < config.placement.devices_per_node:
+            raise PreflightError(
+                f"placement.devices_per_node: {config.placement.devices_per_node} GPUs asked for, "
+                f"this machine has {gpus}; configs/local.yaml and configs/tiny.yaml run without"
+            )
 
 
 def begin_attempt(rundir: RunDir, config: Config, **facts: object) -> int:

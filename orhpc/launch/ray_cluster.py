@@ -48,8 +48,11 @@ def ray_environment(token: Path) -> dict[str, str]:
 class RayNode:
     """Ray's processes of one node, head or worker."""
 
-    def __init__(self, address: str, token: Path, log: Path, *, cpus: int, object_store_bytes: int) -> None:
+    def __init__(
+        self, name: str, address: str, token: Path, log: Path, *, cpus: int, object_store_bytes: int
+    ) -> None:
         self.address = address
+        self._name = name
         self._token = token
         self._log = log
         self._cpus = cpus
@@ -96,6 +99,8 @@ class RayNode:
         manager, objects, *workers = free_ports(_WORKER_PORTS + 2, self.address, consecutive=True)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._temp)]
+        # Ray puts the machine's own address in the place of a loopback one, so nodes go by name.
+        command += ["--node-name", self._name]
         command += ["--num-cpus", str(max(self._cpus, 1)), "--num-gpus", "0"]
         command += ["--object-store-memory", str(self._object_store_bytes)]
         command += ["--node-manager-port", str(manager), "--object-manager-port", str(objects)]
