@@ -1,0 +1,49 @@
+"""Chat formats by family: :func:`chat_format` picks one for a tokenizer.
+
+chat = chat_format(config.model, tokenizer)
+ids = chat.prompt_ids(session.prompt, tools=session.tools, thinking=config.rollout.thinking)
+...                                                 # sample; the ids stay as they were sampled
+message = chat.parse(sampled)
+ids += sampled + chat.tool_results_ids(["4"], FinishReason.STOP, last_id=sampled[-1])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orhpc.config import ModelSettings
+from orhpc.errors import ModelError
+from orhpc.rollout.chat.base import TOOLS_PLACE, ChatFormat
+from orhpc.rollout.chat.chatml import ChatML
+from orhpc.rollout.chat.deepseek import DeepSeek
+from orhpc.rollout.chat.glm import Glm
+from orhpc.rollout.chat.llama3 import Llama3
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
+
+__all__ = ["TOOLS_PLACE", "AssistantMessage", "ChatFormat", "ToolCall", "chat_format"]
+
+FAMILIES: dict[str, type[ChatFormat]] = {f.family: f for f in (ChatML, Llama3, DeepSeek, Glm)}
+
+
+def chat_format(settings: ModelSettings, tokenizer: Any) -> ChatFormat:
+    """Return the chat format of a model.
+
+    Args:
+        settings: ``chat_format`` names a family, or ``auto`` goes by the vocabulary's control tokens.
+        tokenizer: of transformers.
+
+    Raises:
+        ModelError: no family fits, the vocabulary lacks the family's tokens, or its chat template
+            does not render a plain conversation.
+    """
+    if settings.chat_format != "auto":
+        return FAMILIES[settings.chat_format](tokenizer)
+    vocabulary = tokenizer.get_added_vocab()
+    fitting = [family for family in FAMILIES.values() if all(t in vocabulary for t in family.required)]
+    if len(fitting) != 1:
+        found = " and ".join(f.family for f in fitting) or "none"
+        raise ModelError(
+            f"model.chat_format: {found} of {', '.join(FAMILIES)} fits the tokenizer's control tokens; "
+            "set model.chat_format to one of them"
+        )
+    return fitting[0](tokenizer)

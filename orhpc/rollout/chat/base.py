@@ -1,0 +1,291 @@
+"""Chat formats: conversations as deltas of token ids, after the model's own chat template.
+
+What the template makes of a conversation is found out once, with markers where foreign text goes;
+from then on every prompt and every tool result is that skeleton with the text put in.  So rendering
+equals the official template wherever the tokenizer has one, costs one encoding, and the text of an
+environment is never seen by the template, nor by a tokenizer that would read control tokens in it.
+
+A conversation grows by deltas only: :meth:`ChatFormat.prompt_ids`, then what was sampled, then
+:meth:`ChatFormat.tool_results_ids`, and so on.  Nothing sampled is ever rendered again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from orhpc.errors import ModelError
+from orhpc.rollout.chat.codec import Codec, Foreign
+from orhpc.rollout.chat.messages import AssistantMessage, split_reasoning
+from orhpc.rollout.tools import ToolSpec
+from orhpc.types import FinishReason
+
+log = logging.getLogger(__name__)
+
+TOOLS_PLACE = "{tools}"
+"""Where a system prompt template wants the tool descriptions."""
+_PROBE_TOOL = "orhpc_probe"
+
+Conversation = Sequence[dict[str, Any]]
+"""Messages as chat templates take them."""
+Functions = Sequence[dict[str, Any]]
+"""Tools as chat templates take them: OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where foreign text goes, and what the template does to it there."""
+
+    index: int
+    strip_left: bool
+    strip_right: bool
+    as_json: bool
+    """The template writes it as the inside of a JSON string."""
+
+    def fill(self, text: str) -> Foreign:
+        if self.strip_left:
+            text = text.lstrip()
+        if self.strip_right:
+            text = text.rstrip()
+        return Foreign(json.dumps(text, ensure_ascii=False)[1:-1] if self.as_json else text)
+
+
+class ChatFormat(ABC):
+    """One family's way to write conversations, bound to one tokenizer."""
+
+    family: ClassVar[str]
+    required: ClassVar[tuple[str, ...]]
+    """Control tokens by which the family is known."""
+    stops: ClassVar[tuple[str, ...]]
+    """Control tokens after which a turn is over, those that the vocabulary has."""
+    text_markers: ClassVar[tuple[str, ...]] = ()
+    """Structure that may be ordinary text in a vocabulary; kept out of foreign text all the same."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.codec = Codec(tokenizer)
+        self._tokenizer = tokenizer
+        self._template: str | None = getattr(tokenizer, "chat_template", None) or None
+        if missing := [token for token in self.required if self.codec.token_id(token) is None]:
+            raise ModelError(
+                f"model.chat_format: {self.family} needs the token {missing[0]!r}, which the tokenizer lacks"
+            )
+        plain = [m for m in self.text_markers if self.codec.token_id(m) is None]
+        self._plain_markers = re.compile("|".join(map(re.escape, plain)) or r"(?!)")
+        self._skeleton = lru_cache(maxsize=256)(self._make_skeleton)
+        self._results_skeleton = lru_cache(maxsize=64)(self._make_results_skeleton)
+        self._takes_tools = self._template is None or _PROBE_TOOL in self._render(
+            [{"role": "user", "content": "?"}], [_function(ToolSpec(_PROBE_TOOL, "", {}))], False
+        )
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids after which an engine ends a turn."""
+        found = [self.codec.token_id(token) for token in self.stops]
+        end = getattr(self._tokenizer, "eos_token_id", None)
+        return tuple(dict.fromkeys(i for i in (*found, end) if i is not None))
+
+    def prompt_ids(
+        self,
+        user: str,
+        *,
+        system: str | None = None,
+        tools: Sequence[ToolSpec] = (),
+        thinking: bool = False,
+    ) -> list[int]:
+        """Render the beginning of a rollout, up to where the model writes.
+
+        Args:
+            user: the environment's prompt: foreign text.
+            system: the system prompt template; its ``{tools}`` becomes the tool descriptions, other
+                braces stay.  None: the model's own.  Without ``{tools}`` the descriptions go where
+                the chat template puts them, or below the system prompt if it knows of none.
+            tools: what the environment offers.
+            thinking: the template's thinking mode.
+        """
+        parts = self._skeleton(system, _json([self._safe_function(tool) for tool in tools]), thinking)
+        return self._fill(parts, [user])
+
+    def tool_results_ids(
+        self,
+        results: Sequence[str],
+        after: FinishReason,
+        *,
+        last_id: int | None = None,
+        thinking: bool = False,
+    ) -> list[int]:
+        """Render tool results and the opening of the next turn, to follow a sampled turn.
+
+        The delta begins with the token that ends a turn; where the model has sampled that token
+        itself (``after`` is STOP and ``last_id`` is it) it is not repeated, and else it stands here,
+        outside what is trained.
+
+        Args:
+            results: text of each call's result or error, in the order of the calls: foreign text.
+            after: why the sampled turn ended.
+            last_id: its last token.
+            thinking: the template's thinking mode.
+        """
+        ids = self._fill(self._results_skeleton(len(results), thinking), results)
+        return ids[1:] if after is FinishReason.STOP and ids[:1] == [last_id] else ids
+
+    def parse(self, ids: Sequence[int], *, thinking: bool = False) -> AssistantMessage:
+        """Take a sampled turn apart; ``thinking`` as it was rendered."""
+        end = len(ids)
+        while end and ids[end - 1] in self.stop_token_ids:
+            end -= 1
+        return self.parse_text(self.codec.decode(ids[:end]), opened=self._opens_thought(thinking))
+
+    def parse_text(self, text: str, *, opened: bool = False) -> AssistantMessage:
+        """Take a turn's text apart, without its end-of-turn token."""
+        reasoning, rest = split_reasoning(text, opened)
+        message = self.parse_calls(rest)
+        return AssistantMessage(message.text, reasoning, message.tool_calls)
+
+    @abstractmethod
+    def parse_calls(self, text: str) -> AssistantMessage:
+        """Find the tool calls in a turn's text, reasoning taken off."""
+
+    @abstractmethod
+    def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
+        """Write a conversation and the opening of the next turn, for a tokenizer without a template.
+
+        Messages have roles system, user, assistant and tool and string contents; tools are in
+        OpenAI's form.
+        """
+
+    def tool_instructions(self, tools: str) -> str:
+        """What the system prompt says of tools where the chat template knows of none."""
+        return (
+            f"You can use these tools:\n{tools}\n\nTo use one, write\n"
+            f'<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
+        )
+
+    def _safe_function(self, tool: ToolSpec) -> dict[str, Any]:
+        return _map_strings(_function(tool), self._defuse)
+
+    def _defuse(self, text: str) -> str:
+        """Break control text visibly: for tool descriptions, which go through the template."""
+        for token in sorted({*self.codec.controls, *self.text_markers}, key=len, reverse=True):
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _fill(self, parts: tuple[str | _Slot, ...], texts: Sequence[str]) -> list[int]:
+        safe = [self._plain_markers.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) for text in texts]
+        return self.codec.encode([p if isinstance(p, str) else p.fill(safe[p.index]) for p in parts])
+
+    def _make_skeleton(self, system: str | None, tools: str, thinking: bool) -> tuple[str | _Slot, ...]:
+        functions = json.loads(tools)
+        listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+        if system is not None and TOOLS_PLACE in system:
+            system, functions = system.replace(TOOLS_PLACE, listed), []
+        elif functions and not self._takes_tools:
+            said = self.tool_instructions(listed)
+            system, functions = f"{system}\n\n{said}" if system else said, []
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        rendered = self._render([*messages, {"role": "user", "content": _marker(0)}], functions, thinking)
+        return _parts(rendered, 1)
+
+    def _make_results_skeleton(self, count: int, thinking: bool) -> tuple[str | _Slot, ...]:
+        said = "orhpcassistantturn"
+        results = [
+            {"role": "tool", "content": _marker(i), "name": "tool", "tool_call_id": f"call_{i}"}
+            for i in range(count)
+        ]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *results]
+        _, _, rendered = self._render(messages, [], thinking).rpartition(said)
+        return _parts(rendered, count)
+
+    def _opens_thought(self, thinking: bool) -> bool:
+        last = self._skeleton(None, "[]", thinking)[-1]
+        return isinstance(last, str) and last.rstrip().endswith("<think>")
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: bool) -> str:
+        if self._template is None:
+            return self.render(messages, tools, thinking)
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                # Templates call the switch by either name.  A date that changes from day to day
+                # would make runs differ; this is the one that Llama's template falls back to.
+                enable_thinking=thinking,
+                thinking=thinking,
+                date_string="26 Jul 2024",
+            )
+        except Exception as error:  # noqa: BLE001  # a template raises whatever it likes
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(
+                f"the tokenizer's chat template cannot render a conversation: {reason}"
+            ) from None
+
+
+def _marker(index: int) -> str:
+    # The spaces show whether the template trims, the quotation mark whether it writes JSON.
+    return f' orhpcslot{index}x"x '
+
+
+_MARKER = re.compile(r'( ?)orhpcslot(\d+)x(\\?)"x( ?)')
+
+
+def _parts(rendered: str, count: int) -> tuple[str | _Slot, ...]:
+    """Cut a rendered text at its markers; raises ModelError when the template lost or repeated one."""
+    parts: list[str | _Slot] = []
+    seen: list[int] = []
+    position = 0
+    for match in _MARKER.finditer(rendered):
+        parts.append(rendered[position : match.start()])
+        slot = _Slot(int(match[2]), not match[1], not match[4], bool(match[3]))
+        parts.append(slot)
+        seen.append(slot.index)
+        position = match.end()
+    if seen != list(range(count)):
+        raise ModelError(
+            "the tokenizer's chat template does not write every message once; "
+            "give the tokenizer another template, or set model.chat_format"
+        )
+    return (*parts, rendered[position:])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _function(tool: ToolSpec) -> dict[str, Any]:
+    """A tool in OpenAI's form, its schema without the titles that pydantic adds to everything."""
+    function = {"name": tool.name, "description": tool.description, "parameters": _untitled(tool.schema)}
+    return {"type": "function", "function": function}
+
+
+def _untitled(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_untitled(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # Under "properties" keys are the arguments' own names, and one may well be called title.
+    out = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs") and isinstance(value, dict):
+            out[key] = {name: _untitled(item) for name, item in value.items()}
+        elif key in ("default", "const", "enum", "examples"):
+            out[key] = value
+        elif not (key == "title" and isinstance(value, str)):
+            out[key] = _untitled(value)
+    return out
+
+
+def _map_strings(value: Any, change: Any) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
+    return value

@@ -1,0 +1,127 @@
+"""GLM-4.5 and its successors with tagged arguments, and GLM-4 with JSON ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from orhpc.errors import MalformedToolCall
+from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, load_json
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_GLM4_CALL = re.compile(r"\A\s*([A-Za-z_][\w.-]*)\s*\n\s*(\{.*)\Z", re.DOTALL)
+
+
+class Glm(ChatFormat):
+    """Role tokens and no end-of-turn token: the model ends its turn with the next one's first token.
+
+    Which of the two the vocabulary belongs to shows in ``<tool_call>`` being a token.  The templates
+    without which a tokenizer may come are those of https://huggingface.co/zai-org/GLM-4.5 and, with
+    tools in the system prompt, GLM-4-0414.
+    """
+
+    family = "glm"
+    required = ("[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>")
+    stops = ("<|user|>", "<|observation|>", "<|endoftext|>")
+    text_markers = (
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<tool_response>",
+        "</tool_response>",
+    )
+
+    @property
+    def _tagged(self) -> bool:
+        return self.codec.token_id("<tool_call>") is not None
+
+    def parse_calls(self, text: str) -> AssistantMessage:
+        calls: list[ToolCall | MalformedToolCall] = []
+        if self._tagged:
+            for match in _CALL.finditer(text):
+                try:
+                    calls.append(_tagged_call(match[1]))
+                except MalformedToolCall as error:
+                    calls.append(error)
+            return AssistantMessage(_CALL.sub("", text) if calls else text, tool_calls=calls)
+        match = _GLM4_CALL.match(text)
+        if match is None:
+            return AssistantMessage(text)
+        try:
+            calls.append(ToolCall(match[1], arguments_of(load_json(match[2]))))
+        except MalformedToolCall as error:
+            calls.append(error)
+        return AssistantMessage("", tool_calls=calls)
+
+    def tool_instructions(self, tools: str) -> str:
+        if self._tagged:
+            return _tool_block(tools)
+        return (
+            f"You can use these tools:\n{tools}\n\n"
+            "To use one, write its name, then its arguments as JSON on the next line:\nNAME\n{...}"
+        )
+
+    def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
+        out = ["[gMASK]<sop>"]
+        if tools:
+            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            out.append(f"<|system|>\n{self.tool_instructions(listed)}")
+        previous = None
+        for message in messages:
+            role, content = message["role"], message["content"]
+            if role == "tool" and self._tagged:
+                out.append("<|observation|>" if previous != "tool" else "")
+                out.append(f"\n<tool_response>\n{content}\n</tool_response>")
+            elif role == "tool":
+                out.append(f"<|observation|>\n{content}")
+            elif role == "user":
+                quiet = self._tagged and not thinking and not content.endswith("/nothink")
+                out.append(f"<|user|>\n{content}{'/nothink' if quiet else ''}")
+            elif role == "assistant" and self._tagged:
+                out.append(f"<|assistant|>\n<think></think>\n{content.strip()}")
+            else:
+                out.append(f"<|{role}|>\n{content}")
+            previous = role
+        out.append("<|assistant|>")
+        if not self._tagged:
+            out.append("\n")
+        elif not thinking:
+            out.append("\n<think></think>")
+        return "".join(out)
+
+
+def _tool_block(tools: str) -> str:
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        f"<tools>\n{tools}\n</tools>\n\n"
+        "For each function call, output the function name and arguments within the following XML format:\n"
+        "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n"
+        "<arg_key>{arg-key-2}</arg_key>\n<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>"
+    )
+
+
+def _tagged_call(text: str) -> ToolCall:
+    name, tag, _ = text.partition("<arg_key>")
+    name = name.strip()
+    if not name or not re.fullmatch(r"\S+", name):
+        raise MalformedToolCall("the tool call does not begin with the function's name on a line of its own")
+    pairs = _ARGUMENT.findall(text)
+    if len(pairs) != text.count("<arg_key>") or bool(tag) != bool(pairs):
+        raise MalformedToolCall(
+            "the tool call's arguments are not pairs of <arg_key>...</arg_key> and <arg_value>...</arg_value>"
+        )
+    raw = {key.strip(): value for key, value in pairs}
+    return ToolCall(name, {key: _value(value) for key, value in raw.items()}, raw)
+
+
+def _value(text: str) -> Any:
+    """Strings stand as they are, everything else as JSON; what is not JSON is a string."""
+    try:
+        return load_json(text)
+    except MalformedToolCall:
+        return text

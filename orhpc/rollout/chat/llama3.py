@@ -1,0 +1,112 @@
+"""Llama 3.1 and later: JSON tool calls, with or without the python tag."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+from orhpc.errors import MalformedToolCall
+from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, json_values
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+class Llama3(ChatFormat):
+    """Header tokens around the role; a turn that is JSON with a name, or follows the python tag, is calls.
+
+    The template without which a tokenizer may come is Llama 3.1's
+    (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1), tools in the user's turn.
+    """
+
+    family = "llama3"
+    required = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    stops = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+
+    def parse_calls(self, text: str) -> AssistantMessage:
+        said, tagged, call = text.partition(_PYTHON_TAG)
+        if not tagged and not _is_call(text):
+            return AssistantMessage(text)
+        body = call if tagged else text
+        calls: list[ToolCall | MalformedToolCall] = []
+        try:
+            if tagged and not body.lstrip().startswith(("{", "[")):
+                calls.append(_python_call(body))
+            else:
+                for value in json_values(body, ";,"):
+                    calls += [call_of(one, keys=("parameters", "arguments")) for one in _listed(value)]
+        except MalformedToolCall as error:
+            calls.append(error)
+        return AssistantMessage(said if tagged else "", tool_calls=calls)
+
+    def tool_instructions(self, tools: str) -> str:
+        return (
+            f"You can call these functions:\n{tools}\n\nTo call one, answer with nothing but\n"
+            '{"name": "...", "parameters": {...}}'
+        )
+
+    def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
+        system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
+        environment = "Environment: ipython\n" if tools else ""
+        dates = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+        out = ["<|begin_of_text|>", _turn("system", f"{environment}{dates}{system}")]
+        told = not tools
+        for message in messages:
+            role, content = message["role"], message["content"].strip()
+            if role == "user" and not told:
+                out.append(_turn("user", _tool_block(tools) + content))
+                told = True
+            elif role == "tool":
+                quoted = json.dumps(message["content"], ensure_ascii=False)
+                out.append(_turn("ipython", quoted))
+            elif role != "system":
+                out.append(_turn(role, content))
+        return "".join(out) + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+def _turn(role: str, content: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+
+
+def _tool_block(tools: Functions) -> str:
+    listed = "".join(json.dumps(tool, ensure_ascii=False, indent=4) + "\n\n" for tool in tools)
+    return (
+        "Given the following functions, please respond with a JSON for a function call "
+        "with its proper arguments that best answers the given prompt.\n\n"
+        'Respond in the format {"name": function name, "parameters": '
+        "dictionary of argument name and its value}.Do not use variables.\n\n" + listed
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_call(text: str) -> bool:
+    """Whether a turn is meant as a call: it begins as an object whose first key is one of a call's.
+
+    An answer may well be JSON, so valid JSON alone says nothing, and neither does broken JSON.
+    """
+    start = "".join(text.split())[:14].replace("'", '"')
+    return start.startswith(('{"name":', '[{"name":', '{"type":"funct', '[{"type":"func'))
+
+
+def _python_call(text: str) -> ToolCall:
+    """Read ``tool.call(argument="value")``, as the built-in tools are called."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(node, ast.Call) or node.args:
+            raise ValueError
+        function = node.func
+        if isinstance(function, ast.Attribute) and function.attr == "call":
+            function = function.value
+        if not isinstance(function, ast.Name):
+            raise ValueError
+        arguments = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise MalformedToolCall(
+            'the tool call after <|python_tag|> is neither {"name": ..., "parameters": {...}} '
+            "nor tool.call(argument=value)"
+        ) from None
+    return ToolCall(function.id, arguments)
