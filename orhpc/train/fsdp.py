@@ -114,7 +114,9 @@ class FsdpBackend:
         for module in list(model.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
+        # By default the root stays whole after a forward pass without a backward one; whoever then
+        # holds its parameters (optimiser, export, save) would hold memory that is about to be freed.
+        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
     def _fill(
         self, model: LogprobModel, source: PreTrainedModel | None, shapes: dict[str, tuple[int, ...]]
