@@ -1,0 +1,303 @@
+"""Servers under test: by default the cpu engine on two tiny random models, else ``--engine-url``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+
+from orhpc.config import Config
+from orhpc.rollout.client import EngineClient
+from orhpc.rollout.engine import EngineProcess
+from orhpc.routes import RouteShape
+from orhpc.types import Generation, Sampling
+
+T = TypeVar("T")
+KEY = "key-of-the-protocol-tests"
+VOCABULARY = 512
+EOS = 1
+CONTEXT = 192
+SHARED = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def dense_config() -> LlamaConfig:
+    return LlamaConfig(**SHARED, tie_word_embeddings=True)
+
+
+def moe_config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        **SHARED,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+    )
+
+
+def make_folder(config: Any, folder: Path, seed: int) -> Path:
+    """Save a random model; the same for the same seed."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Answer:
+    """What a raw request got back."""
+
+    status_code: int
+    data: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def text(self) -> str:
+        return self.data.decode()
+
+
+def send(url: str, data: bytes | None, key: str | None) -> Answer:
+    """One raw request: POST with ``data``, else GET."""
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return Answer(response.status, response.read())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.read())
+
+
+@dataclass
+class Server:
+    """A server under test and what is known of its model."""
+
+    url: str
+    key: str | None
+    folder: Path | None
+    """Its weights at the start; None when unknown."""
+    other: Path | None
+    """A folder of other weights for the same model."""
+    own: bool
+    """Started by the tests, so that state may be broken and repaired at will."""
+    moe: bool
+    context: int
+    _models: dict[Path, PreTrainedModel]
+
+    def client(self, request_timeout_s: float = 60.0) -> EngineClient:
+        shape = None
+        if self.moe and self.folder:
+            shape = RouteShape.of_config(json.loads((self.folder / "config.json").read_text()))
+        return EngineClient(
+            self.url,
+            key=self.key,
+            request_timeout_s=request_timeout_s,
+            transfer_timeout_s=60.0,
+            control_timeout_s=60.0,
+            route_shape=shape,
+        )
+
+    def use(self, work: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+        """Run calls against the server in an event loop of their own."""
+
+        async def run() -> T:
+            client = self.client()
+            try:
+                return await work(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+    def post(
+        self, path: str, body: Any = None, *, key: str | None = "own", raw: bytes | None = None
+    ) -> Answer:
+        """A request that the client would never make."""
+        data = raw if raw is not None else json.dumps({} if body is None else body).encode()
+        return send(self.url + path, data, self.key if key == "own" else key)
+
+    def get(self, path: str, *, key: str | None = "own") -> Answer:
+        return send(self.url + path, None, self.key if key == "own" else key)
+
+    def generate(self, prompt: list[int], sampling: Sampling, **options: Any) -> Generation:
+        options.setdefault("rid", f"t{id(prompt)}")
+        return self.use(lambda c: c.generate(prompt, sampling, **options))
+
+    def model(self, folder: Path | None = None) -> PreTrainedModel:
+        """The reference: transformers, float32."""
+        folder = folder or self.folder
+        if folder is None:
+            pytest.skip("needs --engine-model")
+        if folder not in self._models:
+            self._models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return self._models[folder]
+
+    def reference_logprobs(
+        self, prompt: list[int], output: np.ndarray, temperature: float, folder: Path | None = None
+    ) -> np.ndarray:
+        """Log-probabilities of ``output`` after ``prompt`` from one plain forward pass."""
+        ids = torch.tensor([[*prompt, *output.tolist()]])
+        with torch.no_grad():
+            logits = self.model(folder)(input_ids=ids).logits[0].double() / temperature
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        return rows.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+    def repair(self) -> None:
+        """Bring the server back to its first weights, awake and empty."""
+        self.post("/resume_memory_occupation")
+        self.post("/pause_generation", {"mode": "abort"})
+        answer = self.post(
+            "/update_weights_from_disk", {"model_path": str(self.folder), "weight_version": "0"}
+        )
+        assert answer.status_code == 200, answer.text
+        self.post("/continue_generation")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def engine_config(**engine: Any) -> Config:
+    """A run's config with a cpu engine in float32."""
+    return Config.model_validate(
+        {
+            "engine": {
+                "backend": "cpu",
+                "tp": 1,
+                "dtype": "float32",
+                "max_running": 8,
+                "threads": 1,
+                **engine,
+            },
+            "placement": {"device": "cpu", "devices_per_node": 1},
+            "rollout": {"max_total_tokens": CONTEXT, "max_response_tokens": 64, "record_routes": False},
+            "environments": {"none": {"url": "http://127.0.0.1:9"}},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Model folders: family to (first weights, other weights)."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: (make_folder(config, root / name, 0), make_folder(config, root / f"{name}2", 1))
+        for name, config in (("dense", dense_config()), ("moe", moe_config()))
+    }
+
+
+@pytest.fixture(scope="session")
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """All servers under test; the cpu engines start together."""
+    option = request.config.getoption
+    if option("--engine-url"):
+        yield {"dense": _external(option), "moe": _external(option)}
+        return
+    folders = request.getfixturevalue("folders")
+    logs = tmp_path_factory.mktemp("logs")
+    processes: list[EngineProcess] = []
+    found: dict[str, Server] = {}
+    for index, (name, (folder, other)) in enumerate(folders.items()):
+        extra = {"enable_return_routed_experts": True} if name == "moe" else {}
+        config = engine_config(extra={"dist_timeout": 3, **extra})
+        port = free_port()
+        process = EngineProcess(
+            config, str(folder), "127.0.0.1", port, KEY, str(logs / f"{name}.log"), index, threads=1
+        )
+        processes.append(process)
+        found[name] = Server(process.url, KEY, folder, other, True, name == "moe", CONTEXT, {})
+        process.start()
+    try:
+        for process in processes:
+            asyncio.run(process.wait_ready(120.0))
+        yield found
+    finally:
+        for process in processes:
+            process.stop()
+
+
+def _external(option: Callable[[str], Any]) -> Server:
+    key = Path(option("--engine-key-file")).read_text().strip() if option("--engine-key-file") else None
+    folder = Path(option("--engine-model")) if option("--engine-model") else None
+    url = option("--engine-url").rstrip("/")
+    info = send(f"{url}/server_info", None, key).json()
+    moe = bool(info.get("enable_return_routed_experts"))
+    return Server(url, key, folder, None, False, moe, int(info.get("context_length") or 2048), {})
+
+
+@pytest.fixture(params=["dense", "moe"])
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
+    """Each server in turn; a server from outside only once."""
+    found = servers[request.param]
+    if not found.own and request.param == "moe":
+        pytest.skip("the same server from outside")
+    return found
+
+
+@pytest.fixture
+def dense(servers: dict[str, Server]) -> Server:
+    """The server with the dense model, or the one from outside."""
+    return servers["dense"]
+
+
+@pytest.fixture
+def moe(servers: dict[str, Server]) -> Server:
+    """A server that records expert routes."""
+    if not servers["moe"].moe:
+        pytest.skip("the server does not return routed experts")
+    return servers["moe"]
+
+
+@pytest.fixture
+def mutable(server: Server) -> Iterator[Server]:
+    """A server whose weights and state the test may change."""
+    if not server.own:
+        pytest.skip("changes weights; only on an engine of our own")
+    yield server
+    server.repair()
+
+
+async def get_going(client: EngineClient, count: int) -> None:
+    """Return once ``count`` long requests are running and have sampled some tokens."""
+    for _ in range(2000):
+        info = await client.server_info()
+        if info["internal_states"][0].get("num_running_reqs", count) >= count:
+            break
+        await asyncio.sleep(0.002)
+    # Decoded beside them, so they have sampled too by the time that it is done.
+    await client.generate([3, 4], Sampling(max_new_tokens=3, seed=0), rid="pacemaker")
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """A random prompt without the end-of-sequence token."""
+    return np.random.default_rng(seed).integers(2, VOCABULARY, length).tolist()

@@ -1,0 +1,153 @@
+"""Routed experts: those of a forward pass, once recorded for good, and only the rows asked for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from orhpc.errors import ConfigError
+from orhpc.rollout.client import EngineClient
+from orhpc.routes import RouteLog
+from orhpc.types import Generation, Sampling
+
+from .conftest import Server, get_going, prompt_of
+
+
+def reference_routes(server: Server, tokens: list[int], folder: object = None) -> np.ndarray:
+    """Experts that transformers' routers choose, ``[len(tokens), layers, topk]``; dense layers 0."""
+    model = server.model(folder)  # type: ignore[arg-type]
+    config = model.config
+    routes = np.zeros((len(tokens), config.num_hidden_layers, config.num_experts_per_tok), dtype=np.int64)
+    hooks = []
+    for index, layer in enumerate(model.model.layers):
+        gate = getattr(layer.mlp, "gate", None)
+        if gate is None:
+            continue
+
+        def keep(_m: object, _i: object, out: tuple[torch.Tensor, ...], index: int = index) -> None:
+            routes[:, index] = out[2].numpy()
+
+        hooks.append(gate.register_forward_hook(keep))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return routes
+
+
+def same_experts(got: np.ndarray, wanted: np.ndarray) -> None:
+    """The same experts, in any order."""
+    np.testing.assert_array_equal(np.sort(got, -1), np.sort(wanted, -1))
+
+
+def test_routes_are_those_of_a_forward_pass(moe: Server) -> None:
+    prompt = prompt_of(30, 50)
+    got = moe.generate(prompt, Sampling(max_new_tokens=12, seed=1), routes_start=0)
+    whole = [*prompt, *got.tokens_N.tolist()]
+    assert got.routes is not None
+    assert got.routes.dtype == np.uint8
+    assert got.routes.shape[0] == len(whole) - 1
+    assert got.routes[:, 0].max() == 0, "the first layer is dense"
+    same_experts(got.routes, reference_routes(moe, whole[:-1]))
+
+
+def test_only_the_rows_asked_for_come(moe: Server) -> None:
+    prompt = prompt_of(30, 51)
+    sampling = Sampling(max_new_tokens=6, seed=1)
+    everything = moe.generate(prompt, sampling, routes_start=0).routes
+    rest = moe.generate(prompt, sampling, routes_start=25).routes
+    assert everything is not None and rest is not None
+    np.testing.assert_array_equal(rest, everything[25:])
+    assert moe.generate(prompt, sampling).routes is None
+
+
+def test_turns_add_up_to_the_whole(moe: Server) -> None:
+    moe.post("/flush_cache")
+    log = RouteLog()
+    context = prompt_of(20, 52)
+    for turn in range(3):
+        got = moe.generate(context, Sampling(max_new_tokens=6, seed=turn), routes_start=log.rows)
+        assert got.routes is not None
+        log.append(got.routes, got.routes_start)
+        context = [*context, *got.tokens_N.tolist()]
+        assert log.rows == len(context) - 1
+        context += prompt_of(5, 60 + turn)
+    whole = log.array()
+    assert whole is not None
+    same_experts(whole, reference_routes(moe, context[: log.rows]))
+
+
+def test_a_group_that_shares_a_prefill_has_all_rows(moe: Server) -> None:
+    moe.post("/flush_cache")
+    prompt = prompt_of(40, 53)
+
+    async def group(client: EngineClient) -> list[Generation]:
+        jobs = [
+            client.generate(prompt, Sampling(max_new_tokens=6, seed=i), rid=f"g{i}", routes_start=0)
+            for i in range(4)
+        ]
+        return await asyncio.gather(*jobs)
+
+    for got in moe.use(group):
+        assert got.routes is not None
+        same_experts(got.routes, reference_routes(moe, [*prompt, *got.tokens_N.tolist()][:-1]))
+
+
+def test_rows_recorded_before_a_retraction_stay(moe: Server) -> None:
+    if not moe.own:
+        pytest.skip("changes weights; only on an engine of our own")
+    prompt = prompt_of(24, 54)
+
+    async def run(client: EngineClient) -> Generation:
+        job = asyncio.create_task(
+            client.generate(prompt, Sampling(max_new_tokens=120, seed=2), rid="retracted", routes_start=0)
+        )
+        await get_going(client, 1)
+        await client.pause_generation("retract")
+        await client.update_weights_from_disk(str(moe.other), weight_version="1")
+        await client.continue_generation()
+        return await job
+
+    try:
+        got = moe.use(run)
+        whole = [*prompt, *got.tokens_N.tolist()]
+        assert got.routes is not None and len(got.routes) == len(whole) - 1
+        old = np.sort(reference_routes(moe, whole[:-1]), -1)
+        same = (np.sort(got.routes, -1) == old).all(axis=(1, 2))
+        # The prompt was computed under the old weights, the end under the new ones.
+        assert same[: len(prompt)].all()
+        assert not same[-5:].all()
+    finally:
+        moe.repair()
+
+
+def test_an_aborted_request_keeps_its_rows(moe: Server) -> None:
+    prompt = prompt_of(24, 55)
+
+    async def run(client: EngineClient) -> Generation:
+        job = asyncio.create_task(
+            client.generate(prompt, Sampling(max_new_tokens=150, seed=3), rid="cut", routes_start=10)
+        )
+        await get_going(client, 1)
+        await client.abort_request("cut")
+        return await job
+
+    got = moe.use(run)
+    assert len(got.tokens_N)
+    assert got.routes is not None
+    same_experts(got.routes, reference_routes(moe, [*prompt, *got.tokens_N.tolist()][:-1])[10:])
+
+
+def test_a_start_beyond_the_prompt_is_refused(moe: Server) -> None:
+    with pytest.raises(ConfigError, match="beyond the prompt"):
+        moe.generate([3, 4, 5], Sampling(max_new_tokens=1), routes_start=4)
+
+
+def test_a_dense_server_refuses_routes(dense: Server) -> None:
+    if dense.moe:
+        pytest.skip("the server has routes")
+    body = {"input_ids": [3], "return_routed_experts": True, "sampling_params": {"max_new_tokens": 1}}
+    assert dense.post("/generate", body).status_code == 400
