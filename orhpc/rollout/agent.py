@@ -1,0 +1,309 @@
+"""The agent loop of one rollout: the model writes, the environment answers, until one of them is done.
+
+Tokens in, tokens out: the prompt of a turn is exactly the ids of the turn before it, prompt and
+sampled output, and the delta of what the environment said.  How a turn ended decides what follows:
+
+* ``stop``: its tool calls are executed in their order, or its text is the answer;
+* ``length``: the rollout ends as LENGTH; a call that was cut off is not executed, nothing is made up;
+* ``abort``: sampling goes on from the partial turn, unless the run is stopping (ABORTED).
+
+What the model did wrong is shown to it as the call's result.  BadTask ends the rollout as FAILED;
+infrastructure failures are raised, so that the caller can make the rollout again.
+
+**The length cap** ``rollout.max_total_tokens`` is never exceeded.  Tool results that do not fit are
+cut with a notice that the model can read, and that leaves room for the next turn; where not even the
+notices fit, the rollout ends as LENGTH.
+
+**Functions of the user's.**  ``rollout.custom_agent`` replaces :func:`run_rollout` and has its
+signature, ``async (AgentContext, RolloutRequest) -> Rollout``.  ``rollout.custom_reward`` is
+``(Rollout) -> float``, or a coroutine function, called for every rollout that may be trained on; its
+result, clamped, is the reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from orhpc.config import EnvironmentSettings, RolloutSettings
+from orhpc.errors import BadTask, MalformedToolCall, PromptTooLong
+from orhpc.rollout.chat import AssistantMessage, ChatFormat
+from orhpc.rollout.draft import Draft, RolloutRequest
+from orhpc.rollout.functions import load_function
+from orhpc.rollout.rewards import custom_reward, reduce_rewards
+from orhpc.rollout.tools import ToolResult, ToolSpec
+from orhpc.types import FinishReason, Generation, Rollout, RolloutEnd, Sampling, Task
+
+_OFF_LOOP_CHARACTERS = 50_000
+"""Longer texts are tokenised in a thread, so that other rollouts go on."""
+_LONGEST_PAUSE_S = 1.0
+"""Between two tries at an engine that aborts without a token, because it is paused."""
+_CHARACTERS_PER_TOKEN = 8
+"""More than this a token, and a cut result keeps less text than it could."""
+
+
+class Generate(Protocol):
+    """Samples one continuation; :meth:`orhpc.rollout.client.EnginePool.generate` is one."""
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        rid: str,
+        affinity: str,
+        routes_start: int | None,
+    ) -> Generation: ...
+
+
+class AgentSession(Protocol):
+    """What the loop needs of :class:`orhpc.rollout.session.Session`."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+    @property
+    def terminal(self) -> bool: ...
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
+    async def answer(self, text: str) -> ToolResult: ...
+
+
+class AgentEnvironment(Protocol):
+    """What the loop needs of :class:`orhpc.rollout.environment.Environment`."""
+
+    def session(self, task: Task) -> AbstractAsyncContextManager[AgentSession]: ...
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """What all rollouts of one environment share."""
+
+    environment: AgentEnvironment
+    settings: EnvironmentSettings
+    rollout: RolloutSettings
+    chat: ChatFormat
+    generate: Generate
+    sampling: Sampling
+    """``max_new_tokens`` is a bound on each turn; stop tokens and seeds are added by the loop."""
+    stopping: Callable[[], bool] = _never
+    """Whether the run is stopping, so that aborted generations are not resumed."""
+    record_routes: bool = False
+    reward: Callable[[Rollout], float | Awaitable[float]] | None = None
+
+
+AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
+
+
+def agent_function(rollout: RolloutSettings) -> AgentFunction:
+    """Return the loop that the config asks for; raises ConfigError when its own cannot be loaded."""
+    if rollout.custom_agent is None:
+        return run_rollout
+    return load_function(rollout.custom_agent, "rollout.custom_agent")
+
+
+def reward_function(rollout: RolloutSettings) -> Callable[[Rollout], Any] | None:
+    """Return the config's reward function, None for the environment's own rewards; raises ConfigError."""
+    if rollout.custom_reward is None:
+        return None
+    return load_function(rollout.custom_reward, "rollout.custom_reward")
+
+
+def turn_seed(seed: int, turn: int, resumed: int = 0) -> int:
+    """Seed of one generation, below 2**31: a stable hash, so that a rollout can be made again."""
+    digest = hashlib.blake2b(f"{seed}/{turn}/{resumed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & 0x7FFF_FFFF
+
+
+async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout:
+    """Make one rollout.
+
+    Raises:
+        EnvironmentUnavailable, EngineUnavailable, RoutesMissing: infrastructure failed; there is no
+            rollout and no reward, and the same request can be run again.
+    """
+    began = time.monotonic()
+    draft, error = Draft(), None
+    try:
+        async with context.environment.session(request.task) as session:
+            end = await _converse(context, request, session, draft)
+    except PromptTooLong as failure:
+        end, error = RolloutEnd.PROMPT_TOO_LONG, str(failure)
+    except BadTask as failure:
+        end, error = RolloutEnd.FAILED, str(failure)
+    scored_later = context.reward is not None or getattr(context.environment, "supports_score_group", False)
+    if end is RolloutEnd.TERMINAL and not draft.rewards and not scored_later:
+        error = "the environment ended the task without paying anything (a reward of NaN arrives as none)"
+    rollout = draft.rollout(
+        request,
+        end,
+        reward=reduce_rewards(draft.rewards, end, context.settings),
+        error=error,
+        seconds=time.monotonic() - began,
+        limit=context.rollout.max_total_tokens,
+    )
+    if context.reward is not None and end.trainable:
+        value = context.reward(rollout)
+        value = await value if inspect.isawaitable(value) else value
+        rollout.reward = custom_reward(value, str(context.rollout.custom_reward), context.settings)
+    return rollout
+
+
+async def _converse(
+    context: AgentContext, request: RolloutRequest, session: AgentSession, draft: Draft
+) -> RolloutEnd:
+    """Fill the draft turn by turn; returns why it ended."""
+    await _open(context, session, draft)
+    for number in range(context.settings.max_turns):
+        finish = await _sample(context, request, draft, number)
+        if finish is not FinishReason.STOP:
+            return RolloutEnd.LENGTH if finish is FinishReason.LENGTH else RolloutEnd.ABORTED
+        message = context.chat.parse(draft.sampled, thinking=context.rollout.thinking)
+        draft.say_assistant(message)
+        if not message.tool_calls and not session.terminal:
+            return RolloutEnd.ANSWERED
+        results = await _act(session, message, draft)
+        if results is None:
+            return RolloutEnd.TERMINAL
+        if number + 1 == context.settings.max_turns:
+            return RolloutEnd.MAX_TURNS
+        delta = await _fit(context, results, draft)
+        if delta is None:
+            return RolloutEnd.LENGTH
+        draft.add_context(delta)
+    raise AssertionError("max_turns is positive")
+
+
+async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> None:
+    rollout = context.rollout
+
+    def render() -> list[int]:
+        return context.chat.prompt_ids(
+            session.prompt,
+            system=rollout.system_prompt_template,
+            tools=session.tools,
+            thinking=rollout.thinking,
+        )
+
+    ids = await asyncio.to_thread(render) if len(session.prompt) > _OFF_LOOP_CHARACTERS else render()
+    draft.add_context(ids)
+    if rollout.system_prompt_template is not None:
+        draft.say("system", rollout.system_prompt_template)
+    draft.say("user", session.prompt)
+    if len(ids) >= rollout.max_total_tokens:
+        raise PromptTooLong(
+            f"the prompt has {len(ids)} tokens, rollout.max_total_tokens is {rollout.max_total_tokens}"
+        )
+
+
+async def _sample(context: AgentContext, request: RolloutRequest, draft: Draft, number: int) -> FinishReason:
+    """Sample one turn, resuming it after aborts; returns how it ended."""
+    wanted = min(context.sampling.max_new_tokens, context.rollout.max_total_tokens - len(draft.tokens))
+    stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids)))
+    resumed, pause_s = 0, 0.02
+    while True:
+        sampling = replace(
+            context.sampling,
+            max_new_tokens=wanted,
+            stop_token_ids=stops,
+            seed=turn_seed(request.seed, number, resumed),
+        )
+        try:
+            generation = await context.generate(
+                draft.tokens,
+                sampling,
+                rid=f"{request.id}.{request.attempt}.{number}.{resumed}",
+                affinity=request.id,
+                routes_start=draft.routes.rows if context.record_routes else None,
+            )
+        except PromptTooLong:
+            if not draft.turns:
+                raise
+            return FinishReason.LENGTH  # the engine's context is shorter than the rollout's cap
+        draft.add_sampled(generation, limit=wanted, first=resumed == 0)
+        wanted -= len(generation.tokens_N)
+        finish = generation.finish_reason
+        if finish is FinishReason.ABORT and not context.stopping():
+            if wanted:
+                if not len(generation.tokens_N):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                resumed += 1
+                continue
+            finish = draft.turns[-1].finish_reason = FinishReason.LENGTH
+        if finish is not FinishReason.STOP:
+            draft.say("assistant", context.chat.codec.decode(draft.sampled), unfinished=str(finish))
+        return finish
+
+
+async def _act(session: AgentSession, message: AssistantMessage, draft: Draft) -> list[str] | None:
+    """Execute a turn; returns what the model is to be told, None when the task is finished.
+
+    Calls after the one that finished the task are not made: every one would be refused.
+    """
+    if not message.tool_calls:
+        result = await session.answer(message.text)
+        draft.say_result("answer", result, is_call=False)
+        return [result.text] if result.error is not None and not result.finished else None
+    schemas = {tool.name: tool.schema for tool in session.tools}
+    results: list[str] = []
+    for call in message.tool_calls:
+        if isinstance(call, MalformedToolCall):
+            name, result = "", ToolResult(f"Error: {call}", error="malformed")
+        else:
+            name = call.name
+            result = await session.call(name, call.fitted(schemas.get(name, {})))
+        draft.say_result(name, result)
+        if result.finished:
+            return None
+        results.append(result.text)
+    return results
+
+
+async def _fit(context: AgentContext, results: list[str], draft: Draft) -> list[int] | None:
+    """Render results so that they fit under the length cap, cut if need be; None when nothing fits."""
+    room = context.rollout.max_total_tokens - len(draft.tokens) - 1
+    last_id = draft.tokens[-1]
+
+    def render(texts: Sequence[str]) -> list[int]:
+        return context.chat.tool_results_ids(
+            texts, FinishReason.STOP, last_id=last_id, thinking=context.rollout.thinking
+        )
+
+    def fit() -> list[int] | None:
+        whole = render(results)
+        if len(whole) <= room:
+            return whole
+        # What is cut also makes room for a turn that can say something about it.
+        target = room - min(context.sampling.max_new_tokens, room // 4)
+        best = render([_cut(text, 0) for text in results])
+        if len(best) > target:
+            return None
+        low, high = 0, min(max(map(len, results)), target * _CHARACTERS_PER_TOKEN)
+        while low < high:
+            middle = (low + high + 1) // 2
+            attempt = render([_cut(text, middle) for text in results])
+            if len(attempt) <= target:
+                low, best = middle, attempt
+            else:
+                high = middle - 1
+        return best
+
+    long = sum(map(len, results)) > _OFF_LOOP_CHARACTERS
+    return await asyncio.to_thread(fit) if long else fit()
+
+
+def _cut(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}\n[{len(text) - length} more characters left out: the length limit is near]"

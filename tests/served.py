@@ -1,0 +1,117 @@
+"""The real OpenReward server in a thread, behind a door at which tests inject faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+os.environ["OPENREWARD_DISABLE_UPDATE_CHECK"] = "1"
+os.environ["OPENREWARD_LOG_LEVEL"] = "CRITICAL"
+
+import uvicorn
+from openreward.environments import Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
+
+
+class Served:
+    """A running server; ``answers`` are given in place of its own, by path, and used up."""
+
+    def __init__(self, environments: list[type]) -> None:
+        self.server = Server(environments)
+        self.requests: list[tuple[str, dict[str, str]]] = []
+        """Path and headers of every request but pings, in order."""
+        self.answers: dict[str, list[tuple[int, dict[str, str]]]] = {}
+        """Path to (status, headers) answered once each before the request gets through."""
+        self.cut: dict[str, list[str]] = {}
+        """Path to ``before`` or ``after``: break the connection before or after its first event."""
+        self.sockets: dict[tuple[str, int], Any] = {}
+        self.url = ""
+
+    @property
+    def sessions(self) -> int:
+        """Sessions open on the server."""
+        return len(self.server._active_envs)
+
+    def calls(self, path: str) -> int:
+        return sum(p == path for p, _ in self.requests)
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.server.app(scope, receive, send)
+            return
+        path = scope["path"]
+        if path != "/ping":
+            self.requests.append((path, {k.decode(): v.decode() for k, v in scope["headers"]}))
+        if self.answers.get(path):
+            status, headers = self.answers[path].pop(0)
+            raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+            await send({"type": "http.response.start", "status": status, "headers": raw})
+            await send({"type": "http.response.body", "body": b'{"detail": "injected"}'})
+            return
+        cut = self.cut[path].pop(0) if self.cut.get(path) else None
+        await self.server.app(scope, receive, send if cut is None else _cutting(send, cut, scope))
+
+
+def _cutting(send: Any, cut: str, scope: dict[str, Any]) -> Any:
+    """Let the application run, but drop the connection before or after its first event."""
+    sent = 0
+
+    async def cutting(message: dict[str, Any]) -> None:
+        nonlocal sent
+        if message["type"] == "http.response.body":
+            sent += 1
+            if sent == (1 if cut == "before" else 2):
+                scope["transport"].abort()
+                return
+        if cut == "after" or message["type"] != "http.response.start":
+            await send(message)
+
+    return cutting
+
+
+class _Protocol(H11Protocol):
+    """Gives the application the transport, so that a test can break it."""
+
+    def handle_events(self) -> None:
+        app = self.app
+
+        async def with_transport(scope: Any, receive: Any, send: Any) -> None:
+            scope["transport"] = self.transport
+            await app(scope, receive, send)
+
+        self.app = with_transport
+        try:
+            super().handle_events()
+        finally:
+            self.app = app
+
+
+@contextlib.contextmanager
+def serve(*environments: type, port: int = 0) -> Iterator[Served]:
+    """Serve on loopback until the block ends."""
+    served = Served(list(environments))
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    config = uvicorn.Config(served, log_level="critical", http=_Protocol, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise RuntimeError("the test server did not start")
+        threading.Event().wait(0.01)
+    try:
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
