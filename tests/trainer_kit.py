@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -128,6 +129,9 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
 
     ``body`` is a module-level function.  A rank's failure fails the caller with its traceback.
     """
+    root = str(Path(__file__).parents[1])
+    if root not in sys.path:  # new processes get this path, and find ``body`` by it
+        sys.path.append(root)
     context = multiprocessing.get_context("spawn")
     port = free_port()
     processes, pipes = [], []

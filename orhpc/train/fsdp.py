@@ -97,7 +97,7 @@ class FsdpBackend:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if trained and self.config.train.gradient_checkpointing:
-            hf.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            _checkpoint_activations(hf)
         model = LogprobModel(
             hf,
             temperature=self.config.rollout.temperature,
@@ -278,6 +278,12 @@ class FsdpBackend:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _checkpoint_activations(hf: PreTrainedModel) -> None:
+    # Newer transformers renamed the method and will drop the old name.
+    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def _restore_plain_tensors(model: nn.Module) -> None:

@@ -1,0 +1,174 @@
+"""Packed attention against each family's own forward pass on one sequence at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Llama4TextConfig
+
+from orhpc.errors import ModelError
+from orhpc.train import packed_attention
+from orhpc.train.packed_attention import Packing
+from orhpc.train.packed_attention import packed_attention as attend
+from tests.trainer_kit import VOCABULARY, tiny_model
+
+CPU = torch.device("cpu")
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3"]
+
+
+def bounds_of(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """Each family twice with the same weights: packed, and with its own eager attention."""
+    packed_attention.register()
+    made = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        tiny_model(family).save_pretrained(folder)
+        made[family] = tuple(
+            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=torch.float32)
+            for kind in (packed_attention.NAME, "eager")
+        )
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [[13], [4, 4, 4], [17, 3, 9, 16, 2, 1]])
+def test_logits_and_gradients_equal_the_family_s_own(
+    pairs: dict[str, tuple[Any, Any]], family: str, lengths: list[int]
+) -> None:
+    packed, plain = pairs[family]
+    packed.zero_grad()
+    plain.zero_grad()
+    ids_P = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    positions_P = torch.cat([torch.arange(n) for n in lengths])
+    packing = Packing.of(bounds_of(lengths), CPU)
+    ours = packed(
+        input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False
+    ).logits[0]
+    theirs = torch.cat(
+        [plain(input_ids=ids[None], use_cache=False).logits[0] for ids in ids_P.split(lengths)]
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    for (name, a), b in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        scale = float(b.grad.abs().max()) + 1e-6
+        assert float((a.grad - b.grad).abs().max()) / scale < 1e-4, name
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    st.none() | st.integers(1, 12),
+    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    st.none() | st.floats(0.05, 0.5),
+)
+def test_attention_equals_a_dense_mask(
+    lengths: list[int], window: int | None, heads: tuple[int, int], scale: float | None
+) -> None:
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(total)
+    q, k, v = (torch.randn(1, h, total, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
+    module = torch.nn.Module()
+    packing = Packing.of(bounds_of(lengths), CPU)
+    out, _ = attend(module, q, k, v, None, scaling=scale, sliding_window=window, packing=packing)
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    at = torch.arange(total)
+    visible = (segment[:, None] == segment[None]) & (at[:, None] >= at[None])
+    if window is not None:
+        visible &= at[:, None] - at[None] < window
+    repeats = heads[0] // heads[1]
+    scores = q @ k.repeat_interleave(repeats, 1).transpose(-1, -2) * (8**-0.5 if scale is None else scale)
+    dense = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v.repeat_interleave(repeats, 1)
+    torch.testing.assert_close(out, dense.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_window_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 2, 50, 8) for _ in range(3))
+    packing = Packing.of([0, 50], CPU)
+    whole, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=7, packing=packing)
+    monkeypatch.setattr(packed_attention, "WINDOW_BLOCK", 8)
+    blocks, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=7, packing=packing)
+    torch.testing.assert_close(blocks, whole)
+
+
+def test_changing_one_sequence_leaves_the_others_bit_equal(pairs: dict[str, tuple[Any, Any]]) -> None:
+    packed, _ = pairs["gemma3"]
+    lengths = [9, 6, 8]
+    ids_P = torch.randint(0, VOCABULARY, (sum(lengths),))
+    positions_P = torch.cat([torch.arange(n) for n in lengths])[None]
+    packing = Packing.of(bounds_of(lengths), CPU)
+
+    def hidden(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            output = packed.model(
+                input_ids=ids[None], position_ids=positions_P, packing=packing, use_cache=False
+            )
+            return output.last_hidden_state[0]
+
+    other = ids_P.clone()
+    other[9:15] = (other[9:15] + 1) % VOCABULARY
+    before, after = hidden(ids_P), hidden(other)
+    assert torch.equal(before[:9], after[:9])
+    assert torch.equal(before[15:], after[15:])
+    assert not torch.equal(before[9:15], after[9:15])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "mask"),
+        ({"is_causal": False}, "causal"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"packing": None}, "packing"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    q = torch.zeros(1, 2, 4, 8)
+    arguments = {"attention_mask": None, "packing": Packing.of([0, 4], CPU)} | options
+    with pytest.raises(ModelError, match=message):
+        attend(torch.nn.Module(), q, q, q, **arguments)
+
+
+def test_families_with_other_attention_are_refused_before_loading() -> None:
+    class Chunked(torch.nn.Module):
+        _supports_flash_attn = True
+
+    with pytest.raises(ModelError, match="chunked"):
+        packed_attention.check_family(Chunked, Llama4TextConfig(layer_types=["full_attention"] * 48))  # type: ignore[arg-type]
+
+    class Plain(torch.nn.Module):
+        _supports_flash_attn = False
+
+    with pytest.raises(ModelError, match="flash attention"):
+        packed_attention.check_family(Plain, object())  # type: ignore[arg-type]
+
+
+def test_attention_sinks_are_refused_by_the_layer_that_has_them() -> None:
+    packed_attention.register()
+    config = GptOssConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        attn_implementation=packed_attention.NAME,
+    )
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ModelError, match="s_aux"):
+        GptOssForCausalLM(config)(input_ids=ids, packing=Packing.of([0, 4], CPU), use_cache=False)
