@@ -25,20 +25,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import itertools
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from orhpc.config import EnvironmentSettings, RolloutSettings
-from orhpc.errors import BadTask, MalformedToolCall, PromptTooLong
-from orhpc.rollout.chat import AssistantMessage, ChatFormat
+from orhpc.config import Config, EnvironmentSettings, RolloutSettings
+from orhpc.errors import BadTask, ConfigError, MalformedToolCall, ModelError, PromptTooLong
+from orhpc.rollout.chat import AssistantMessage, ChatFormat, chat_format
 from orhpc.rollout.draft import Draft, RolloutRequest
 from orhpc.rollout.functions import load_function
 from orhpc.rollout.rewards import custom_reward, reduce_rewards
 from orhpc.rollout.tools import ToolResult, ToolSpec
-from orhpc.types import FinishReason, Generation, Rollout, RolloutEnd, Sampling, Task
+from orhpc.routes import RouteShape
+from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 
 _OFF_LOOP_CHARACTERS = 50_000
 """Longer texts are tokenised in a thread, so that other rollouts go on."""
@@ -105,18 +109,83 @@ class AgentContext:
 AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
 
 
-def agent_function(rollout: RolloutSettings) -> AgentFunction:
-    """Return the loop that the config asks for; raises ConfigError when its own cannot be loaded."""
-    if rollout.custom_agent is None:
-        return run_rollout
-    return load_function(rollout.custom_agent, "rollout.custom_agent")
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """Everything that rollouts of a run share; made by :func:`load_agent`."""
+
+    config: Config
+    chat: ChatFormat
+    route_shape: RouteShape | None
+    """What the model's expert routes look like; None for a dense model."""
+    function: AgentFunction
+    reward: Callable[[Rollout], float | Awaitable[float]] | None
+    _attempts: Iterator[int]
+
+    async def run(
+        self,
+        request: GroupRequest,
+        sample: int,
+        *,
+        environment: AgentEnvironment,
+        generate: Generate,
+        stopping: Callable[[], bool] = _never,
+    ) -> Rollout:
+        """Make one rollout of a group; raises as :func:`run_rollout`."""
+        context = AgentContext(
+            environment=environment,
+            settings=self.config.environments[request.task.environment],
+            rollout=self.config.rollout,
+            chat=self.chat,
+            generate=generate,
+            sampling=request.sampling,
+            stopping=stopping,
+            record_routes=self.config.rollout.record_routes and not request.evaluation,
+            reward=self.reward,
+        )
+        which = RolloutRequest(
+            id=f"{request.id}.{sample}",
+            group_id=request.id,
+            sample=sample,
+            task=request.task,
+            seed=turn_seed(request.seed, sample),
+            attempt=next(self._attempts),
+        )
+        return await self.function(context, which)
 
 
-def reward_function(rollout: RolloutSettings) -> Callable[[Rollout], Any] | None:
-    """Return the config's reward function, None for the environment's own rewards; raises ConfigError."""
-    if rollout.custom_reward is None:
-        return None
-    return load_function(rollout.custom_reward, "rollout.custom_reward")
+def load_agent(config: Config, model_dir: str) -> Agent:
+    """Load tokenizer, chat format and the user's functions.
+
+    Args:
+        config: of the run.
+        model_dir: Hugging Face folder of the policy model.
+
+    Raises:
+        ModelError: the folder has no tokenizer, or no chat format fits it.
+        ConfigError: a function that the config names cannot be loaded, or routes are to be recorded
+            of a dense model.
+    """
+    from transformers import AutoTokenizer
+
+    settings, trusted = config.rollout, config.model.trust_remote_code
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trusted)
+        model = json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"model.path: {model_dir}: no tokenizer or no config.json: {reason}") from None
+    routes = RouteShape.of_config(model)
+    if settings.record_routes and routes is None:
+        raise ConfigError("rollout.record_routes: the model is dense, it has no expert routes")
+    custom, reward = settings.custom_agent, settings.custom_reward
+    return Agent(
+        config=config,
+        chat=chat_format(config.model, tokenizer),
+        route_shape=routes,
+        function=load_function(custom, "rollout.custom_agent") if custom else run_rollout,
+        reward=load_function(reward, "rollout.custom_reward") if reward else None,
+        _attempts=itertools.count(),
+    )
 
 
 def turn_seed(seed: int, turn: int, resumed: int = 0) -> int:

@@ -1,0 +1,219 @@
+"""Upload of rollouts to OpenReward: in the background, bounded, and never able to stop or slow training.
+
+The SDK's ``rollout.create`` blocks, without a deadline of its own, so each upload runs in a daemon
+thread that is left behind when its time is up.  After :data:`FAILURES` failures in a row uploads
+rest for :data:`REST_S`; meanwhile, and whenever the queue is full, rollouts are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from orhpc.config import Config
+from orhpc.errors import PreflightError
+from orhpc.secrets import redact, remember_secrets
+from orhpc.types import Rollout
+
+log = logging.getLogger(__name__)
+
+API_KEY = "OPENREWARD_API_KEY"
+QUEUE_ROLLOUTS = 1024
+UPLOAD_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 30.0
+FAILURES = 3
+REST_S = 60.0
+_EXIT_S = 2.0
+"""How long the SDK may hold up the end of the process where it was not closed."""
+
+
+@dataclass(slots=True)
+class UploadCounts:
+    """What became of the rollouts given to an uploader."""
+
+    uploaded: int = 0
+    """Handed to the SDK, which sends their messages in batches of its own."""
+    failed: int = 0
+    dropped: int = 0
+    """Never tried: the queue was full, uploads were resting, or the end came first."""
+
+
+class Uploader:
+    """Takes rollouts without ever waiting; all work is done in a thread of its own.
+
+    With ``api_key`` None it does nothing.
+    """
+
+    def __init__(
+        self,
+        api_key: str | None,
+        run_name: str,
+        *,
+        model_name: str = "",
+        queue_rollouts: int = QUEUE_ROLLOUTS,
+        upload_timeout_s: float = UPLOAD_TIMEOUT_S,
+    ) -> None:
+        self.counts = UploadCounts()
+        self._key, self._run_name, self._model_name = api_key, run_name, model_name
+        self._timeout_s = upload_timeout_s
+        self._queue: queue.Queue[Rollout | None] = queue.Queue(queue_rollouts)
+        self._give_up_at = float("inf")
+        self._client: Any = None
+        self._opening = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if api_key is not None:
+            self._thread = threading.Thread(target=self._work, name="orhpc-upload", daemon=True)
+            self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: Config) -> Uploader:
+        """Make the uploader that a config asks for; raises PreflightError when the key is missing."""
+        if not config.rollout.openreward_upload:
+            return cls(None, "")
+        key = os.environ.get(API_KEY)
+        if not key:
+            raise PreflightError(f"rollout.openreward_upload: {API_KEY} is not set")
+        remember_secrets([key])
+        name = config.rollout.openreward_run_name or config.run.name or "orhpc"
+        return cls(key, name, model_name=config.model.path)
+
+    def put(self, rollout: Rollout) -> None:
+        """Queue a rollout, or count it as dropped; returns at once."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put_nowait(rollout)
+        except queue.Full:
+            self.counts.dropped += 1
+
+    def close(self, timeout_s: float = DRAIN_TIMEOUT_S) -> UploadCounts:
+        """Upload what is queued, for at most ``timeout_s``; returns the counts.  Never raises."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return self.counts
+        self._give_up_at = time.monotonic() + timeout_s
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            log.warning("the upload queue did not empty within %g s", timeout_s)
+        thread.join(max(0.0, self._give_up_at - time.monotonic()))
+        while not self._queue.empty():
+            self.counts.dropped += self._queue.get_nowait() is not None
+        if self.counts.failed or self.counts.dropped:
+            log.warning(
+                "upload to OpenReward: %d rollouts uploaded, %d failed, %d dropped",
+                self.counts.uploaded,
+                self.counts.failed,
+                self.counts.dropped,
+            )
+        return self.counts
+
+    def _work(self) -> None:
+        failures, resting_until = 0, 0.0
+        while (rollout := self._queue.get()) is not None:
+            if time.monotonic() < resting_until or time.monotonic() > self._give_up_at:
+                self.counts.dropped += 1
+                continue
+            if self._within_deadline(rollout):
+                failures = 0
+                continue
+            failures += 1
+            if failures >= FAILURES:
+                failures, resting_until = 0, time.monotonic() + REST_S
+                log.warning("uploads to OpenReward rest for %g s after %d failures", REST_S, FAILURES)
+        if self._client is not None:
+            self._flush()
+
+    def _within_deadline(self, rollout: Rollout) -> bool:
+        """Upload one rollout in a thread that is left behind when it takes too long."""
+        outcome: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def upload() -> None:
+            try:
+                outcome.put(self._upload(rollout))
+            except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
+                log.warning(
+                    "rollout %s was not uploaded: %s", rollout.id, redact(f"{type(error).__name__}: {error}")
+                )
+                outcome.put(False)
+
+        threading.Thread(target=upload, name="orhpc-upload-one", daemon=True).start()
+        left = min(self._timeout_s, max(0.0, self._give_up_at - time.monotonic()))
+        try:
+            done = outcome.get(timeout=left)
+        except queue.Empty:
+            log.warning("rollout %s was not uploaded within %g s", rollout.id, left)
+            done = False
+        self.counts.uploaded += done
+        self.counts.failed += not done
+        return done
+
+    def _open(self) -> Any:
+        with self._opening:
+            if self._client is None:
+                os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
+                from openreward import OpenReward
+                from openreward.models import RunInfo
+
+                client = OpenReward(api_key=self._key, run_info=RunInfo(self._model_name, framework="orhpc"))
+                # Our own deadline and rest are the retry policy; the SDK's would hold each rollout up.
+                client.config.send_loop_config.max_retries = 1
+                client.config.shutdown_timeout = _EXIT_S
+                self._client = client
+            return self._client
+
+    def _upload(self, rollout: Rollout) -> bool:
+        api = self._open().rollout
+        upload = api.create(
+            run_name=self._run_name,
+            rollout_name=rollout.id,
+            environment=rollout.task.environment,
+            split=rollout.task.split,
+            metadata={"end": str(rollout.end), "reward": rollout.reward, "group": rollout.group_id},
+        )
+        if upload._rollouts_disabled:  # how the SDK says that the service refused it
+            return False
+        events = list(_events(rollout))
+        for number, (event, reward) in enumerate(events, 1):
+            upload.log(event, reward=reward, is_finished=number == len(events))
+        return True
+
+    def _flush(self) -> None:
+        """Let the SDK send what it holds; it prints, and does not raise, when it has to give up."""
+        api = self._client.rollout
+        api.shutdown_timeout = max(0.0, min(self._timeout_s, self._give_up_at - time.monotonic()))
+        api.close()
+
+
+def _events(rollout: Rollout) -> list[tuple[Any, float | None]]:
+    """Turn the transcript into the SDK's messages, each with what was paid for it."""
+    from openreward.api.rollouts.serializers import base
+
+    events: list[tuple[Any, float | None]] = []
+    pending: list[str] = []
+    for message in rollout.messages:
+        role, content = message["role"], message["content"]
+        if role == "system":
+            events.append((base.SystemMessage(content), None))
+        elif role == "user":
+            events.append((base.UserMessage(content), None))
+        elif role == "tool":
+            call = pending.pop(0) if pending else "answer"
+            events.append((base.ToolResult(content, call), message.get("reward")))
+        else:
+            pending.clear()
+            if message.get("reasoning"):
+                events.append((base.ReasoningItem(content=message["reasoning"]), None))
+            if content:
+                events.append((base.AssistantMessage(content), None))
+            for call in message.get("tool_calls", ()):
+                pending.append(f"call_{len(events)}")
+                arguments = json.dumps(call.get("arguments", {"error": call.get("error")}))
+                events.append((base.ToolCall(call.get("name", "malformed"), arguments, pending[-1]), None))
+    return events
