@@ -319,13 +319,13 @@ async def start_workers(
     config: Config,
     placement: Placement,
     ids: Sequence[str],
-    make_args: Callable[[int, int], tuple[Any, ...]],
+    make_args: Callable[[int], tuple[Any, ...]],
 ) -> list[WorkerHandle]:
-    """Spawn the rollout workers; ``make_args(index, node)`` gives a worker's constructor arguments."""
+    """Spawn the rollout workers; ``make_args(index)`` gives a worker's constructor arguments."""
     handles = [
         WorkerHandle(
             spawn(
-                RolloutWorker, ids[w.node], f"worker-{w.index}", *make_args(w.index, w.node),
+                RolloutWorker, ids[w.node], f"worker-{w.index}", *make_args(w.index),
                 max_concurrency=config.rollout.max_concurrent + 8,
             ),
             w.index,

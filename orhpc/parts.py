@@ -14,11 +14,11 @@ from typing import Any
 
 import ray
 
-from orhpc import bundled
 from orhpc.config import Config
 from orhpc.errors import RecordError
 from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers
 from orhpc.launch.placement import Placement
+from orhpc.launch.prepare import model_folder
 from orhpc.record import RolloutFile
 from orhpc.rollout.producer import Position, Producer, Taken
 from orhpc.rollout.replay import ReplayProducer
@@ -141,7 +141,16 @@ async def bring_up(
         config,
         placement,
         ids,
-        lambda index, node: (config, model_dir, index, node, str(rundir.path), attempt, engines.urls, key),
+        lambda index: (
+            config,
+            model_dir,
+            index,
+            str(rundir.path),
+            attempt,
+            engines.urls,
+            key,
+            {name: urls[index % len(urls)] for name, urls in placement.environments.items()},
+        ),
     )
     tasks = await task_sequence(config, workers[0])
     producer = Producer(
@@ -153,12 +162,6 @@ async def bring_up(
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
     )
     return Parts(config, rundir, trainers, engines, workers, producer)
-
-
-def model_folder(config: Config) -> str:
-    """Local folder or hub name of the policy model."""
-    path = config.model.path
-    return str(bundled.ensure(path)) if bundled.is_bundled(path) else path
 
 
 async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:

@@ -133,12 +133,17 @@ def serialize_named_tensors(named: Sequence[NamedTensor], load_format: str | Non
     """Serialise CPU tensors for ``/update_weights_from_tensor``: base64 of a pickle that holds the bytes.
 
     ``load_format``: None for a list of (name, tensor), ``flattened_bucket`` for one bucket of bytes.
+    Raises ValueError for another one, and for float8 outside a bucket, which torch's own pickles cannot
+    carry safely.
     """
     value: Any
     if load_format == "flattened_bucket":
         flat, metadata = flatten_bucket(named)
         value = {"flattened_tensor": flat, "metadata": metadata}
     elif load_format is None:
+        for name, tensor in named:
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+                raise ValueError(f"{name} is {tensor.dtype}, which travels in a flattened bucket only")
         value = [(name, tensor.detach().contiguous().clone()) for name, tensor in named]
     else:
         raise ValueError(f"load_format {load_format!r} is neither null nor 'flattened_bucket'")

@@ -7,7 +7,7 @@ import multiprocessing
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +124,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def add_root_to_path() -> None:
+    """Let new processes, which inherit this path, find the tests' modules."""
+    root = str(Path(__file__).parents[1])
+    if root not in sys.path:
+        sys.path.append(root)
+
+
 def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """Run ``body(rank, world_size, port, *args)`` in one new process a rank; return their results.
 
     ``body`` is a module-level function.  A rank's failure fails the caller with its traceback.
     """
-    root = str(Path(__file__).parents[1])
-    if root not in sys.path:  # new processes get this path, and find ``body`` by it
-        sys.path.append(root)
+    add_root_to_path()
     context = multiprocessing.get_context("spawn")
     port = free_port()
     processes, pipes = [], []
@@ -170,8 +175,3 @@ def _run_rank(sender: Any, body: Callable[..., Any], rank: int, world: int, port
     except BaseException:
         sender.send((False, traceback.format_exc()))
         raise
-
-
-def parameters_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
-    """Copies as numpy arrays, to send between processes."""
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}

@@ -79,7 +79,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line above the panel."""
-        self.console.print(line, markup=False)
+        self.console.print(line, markup=False, soft_wrap=True)
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event["event"]

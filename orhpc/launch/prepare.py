@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orhpc.bundled import cache_folder, is_bundled
+from orhpc.bundled import cache_folder, folder_of, is_bundled
 from orhpc.commits import read_manifest
 from orhpc.config import Config
 from orhpc.config_files import changes_on_resume, dump_config, load_config
@@ -35,7 +35,7 @@ def check_paths(config: Config) -> None:
     """
     path = config.model.path
     if is_bundled(path):
-        _check_bundled(path)
+        folder_of(path)
     elif Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"model.path: {path} has no config.json")
@@ -48,12 +48,6 @@ def check_paths(config: Config) -> None:
     for name, settings in config.environments.items():
         if settings.url and not re.match(r"https?://[^/]+", settings.url):
             raise ConfigError(f"environments.{name}.url: {settings.url!r} is not an http address")
-
-
-def _check_bundled(path: str) -> None:
-    from orhpc.bundled import folder_of
-
-    folder_of(path)
 
 
 def _check_record(folder: Path, steps: int) -> None:
@@ -107,6 +101,11 @@ def ensure_model(config: Config) -> None:
     if result.returncode:
         lines = result.stderr.strip().splitlines() or ["no message"]
         raise ModelError(f"{lines[-1].removeprefix('orhpc: ')} (kept in {cache_folder()})")
+
+
+def model_folder(config: Config) -> str:
+    """Local folder or hub name of the policy model."""
+    return str(folder_of(config.model.path)) if is_bundled(config.model.path) else config.model.path
 
 
 def check_machine(config: Config) -> None:

@@ -147,7 +147,7 @@ class Agent:
             group_id=request.id,
             sample=sample,
             task=request.task,
-            seed=turn_seed(request.seed, sample),
+            seed=turn_seed(turn_seed(request.seed, request.id), sample),
             attempt=next(self._attempts),
         )
         return await self.function(context, which)

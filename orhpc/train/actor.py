@@ -94,7 +94,7 @@ class TrainerRank:
         slowest rank's).  Raises NonFinite, OutOfMemory, StopRequested, InfraError, DataError.
         """
         report = StepReport()
-        with typed_failures(f"step {step}"), report.timed("total"):
+        with typed_failures(f"step {step}"):
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):
                 # Past the first optimiser step the state belongs to no version: finish the step.

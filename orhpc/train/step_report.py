@@ -34,6 +34,7 @@ class StepReport:
         self._seconds: dict[str, float] = {"fetch": 0.0, "old_logprobs": 0.0, "reference": 0.0}
         self._updates: list[Update] = []
         self._packed_tokens = 0
+        self._started = time.perf_counter()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -60,6 +61,7 @@ class StepReport:
         sums = {name: float(value) for name, value in self._metrics.sums.items()}
         sums["packed_tokens"] = float(self._packed_tokens)
         self._seconds["optimiser"] = sum(u.optimiser_seconds for u in self._updates)
+        self._seconds["total"] = time.perf_counter() - self._started
         maxima = {name: float(value) for name, value in self._metrics.maxima.items()}
         maxima |= {f"seconds_{name}": value for name, value in self._seconds.items()}
         sums, maxima = _over_ranks(sums, dist.ReduceOp.SUM), _over_ranks(maxima, dist.ReduceOp.MAX)

@@ -11,6 +11,7 @@ ones included (the rollouts of one prompt group); only the rest is computed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ import torch
 
 from orhpc.rollout.cpu_engine.kv_cache import SlotTable
 from orhpc.rollout.cpu_engine.model import SlotModel
-from orhpc.rollout.cpu_engine.protocol import EngineRequest
+from orhpc.rollout.cpu_engine.protocol import EngineRequest, NotServing
 from orhpc.rollout.cpu_engine.sampling import sample
 
 PREFILL_TOKENS = 512
@@ -87,6 +88,9 @@ class Batcher:
 
     def _extend(self, request: EngineRequest, token: int, logprob: float) -> bool:
         """Add a sampled token; returns whether the request is finished with it."""
+        if not math.isfinite(logprob):
+            self._give_up(request)
+            return True
         self._computed(request, request.length)
         if request.length < self.model.context:
             self._ids[request.slot, request.length] = token
@@ -100,6 +104,14 @@ class Batcher:
         elif len(request.output) >= params.max_new_tokens:
             self._finish(request, {"type": "length", "length": len(request.output)})
         return request.finish_reason is not None
+
+    def _give_up(self, request: EngineRequest) -> None:
+        """End a request whose logits are not finite, and leave nothing of it behind."""
+        slot = request.slot
+        request.error = NotServing("the model's logits are not finite: its weights are broken")
+        self._finish(request, {"type": "abort", "message": str(request.error)})
+        self.table.lengths[slot] = 0
+        self.model.cache.clear_slot(slot)
 
     def _finish(self, request: EngineRequest, reason: dict[str, object]) -> None:
         request.finish_reason = reason

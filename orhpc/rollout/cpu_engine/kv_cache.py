@@ -8,14 +8,19 @@ Untouched pages of the allocation cost no memory.
 
 Neighbouring decoding slots are attended to in one call: their keys are a view of the cache.  Where
 lengths differ much the run of slots is split, so that little is computed for padding.
+
+Families that cache a compressed form and expand what they read back (DeepSeek's latent attention) cannot
+be given the whole layer: for them the contexts of a step are gathered, one after another.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -63,17 +68,28 @@ class Plan:
     """int64: ``slot * context + position``."""
     segments: list[Segment]
     pieces: list[Piece]
+    gathered_M: torch.Tensor | None = None
+    """int64: the same of all positions attended to, context after context; None where keys and values
+    are read in place."""
 
 
 def make_plan(
-    decode: list[tuple[int, int]], prefill: list[tuple[int, int, int]], context: int, dtype: torch.dtype
+    decode: list[tuple[int, int]],
+    prefill: list[tuple[int, int, int]],
+    context: int,
+    dtype: torch.dtype,
+    *,
+    gather: bool = False,
 ) -> Plan:
     """Plan one forward pass.
 
     ``decode``: (slot, position of its one new token), ascending slots; ``prefill``: (slot, start, end)
-    of each piece, packed behind them in this order.
+    of each piece, packed behind them in this order.  ``gather``: see :class:`SlotCache`.
     """
-    segments = _segments(decode, dtype)
+    if gather:
+        segments = [Segment(i, slot, 1, at + 1, None) for i, (slot, at) in enumerate(decode)]
+    else:
+        segments = _segments(decode, dtype)
     flat = [slot * context + position for slot, position in decode]
     pieces: list[Piece] = []
     for slot, start, end in prefill:
@@ -82,7 +98,11 @@ def make_plan(
             mask = torch.arange(end)[None, :] <= torch.arange(start, end)[:, None]
         pieces.append(Piece(len(flat), slot, start, end, mask))
         flat.extend(range(slot * context + start, slot * context + end))
-    return Plan(torch.tensor(flat, dtype=torch.int64), segments, pieces)
+    gathered = None
+    if gather:
+        ends = [(slot, position + 1) for slot, position in decode] + [(slot, end) for slot, _, end in prefill]
+        gathered = torch.cat([torch.arange(slot * context, slot * context + end) for slot, end in ends])
+    return Plan(torch.tensor(flat, dtype=torch.int64), segments, pieces, gathered)
 
 
 def _segments(decode: list[tuple[int, int]], dtype: torch.dtype) -> list[Segment]:
@@ -124,11 +144,13 @@ class SlotCache(Cache):
     """A transformers cache whose layers are preallocated slots.
 
     ``plan`` is set before each forward pass; ``update`` stores that pass's keys and values, and the
-    attention function registered under ``attention_name`` reads them back as views.
+    attention function registered under ``attention_name`` reads them back as views, or with ``gather``
+    as one packed row of the contexts in use.
     """
 
-    def __init__(self, slots: int, context: int) -> None:
+    def __init__(self, slots: int, context: int, *, gather: bool = False) -> None:
         super().__init__(layers=[])
+        self.gather = gather
         self.slots = slots
         self.context = context
         self.plan: Plan | None = None
@@ -139,24 +161,32 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store ``[1, kv_heads, N, head_dim]`` and return the whole layer's keys and values."""
+        """Store ``[1, kv_heads, N, head_dim]``; return the whole layer's keys and values,
+        ``[slots, context, kv_heads, head_dim]``, or the gathered ``[1, kv_heads, M, head_dim]``."""
         assert self.plan is not None
         layer = self._store.get(layer_idx)
         if layer is None:
             layer = self._store[layer_idx] = _Layer(self._allocate(key_states), self._allocate(value_states))
         for store, states in ((layer.keys, key_states), (layer.values, value_states)):
             store.view(-1, *store.shape[2:]).index_copy_(0, self.plan.flat_N, states[0].transpose(0, 1))
-        return layer.keys, layer.values
+        if self.plan.gathered_M is None:
+            return layer.keys, layer.values
+        gathered = self.plan.gathered_M
+        keys, values = (s.view(-1, *s.shape[2:])[gathered] for s in (layer.keys, layer.values))
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        return torch.empty(
-            self.slots,
-            self.context,
-            states.shape[1],
-            states.shape[3],
-            dtype=states.dtype,
-            device=states.device,
-        )
+        # What lies beyond a context is multiplied by a weight of 0, so it has to be finite: zeros, of the
+        # operating system's making, which cost no memory until they are written.
+        shape = (self.slots, self.context, states.shape[1], states.shape[3])
+        data = np.zeros(math.prod(shape) * states.dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(data).view(states.dtype).view(shape)
+
+    def clear_slot(self, slot: int) -> None:
+        """Overwrite a slot that holds values which are not finite."""
+        for layer in self._store.values():
+            layer.keys[slot].zero_()
+            layer.values[slot].zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """No single length holds for all slots; models are always given positions."""
@@ -193,27 +223,34 @@ class SlotCache(Cache):
         plan = self.plan
         assert plan is not None
         heads, rows = query.shape[1], query.shape[2]
-        kv_heads = key.shape[2]
+        kv_heads = key.shape[1] if self.gather else key.shape[2]
+        # The query heads that share a key head stand in for query positions: no key is repeated.
         query_N = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, query.shape[3])
         out = query.new_empty(rows, kv_heads, heads // kv_heads, value.shape[3])
+        gathered = 0
         for s in plan.segments:
             rows_of = slice(s.first_row, s.first_row + s.count)
             slots = slice(s.first_slot, s.first_slot + s.count)
+            if self.gather:
+                keys, values = (x[:, :, gathered : gathered + s.length] for x in (key, value))
+                gathered += s.length
+            else:
+                keys, values = (x[slots, : s.length].transpose(1, 2) for x in (key, value))
             bias = None if s.bias is None else s.bias.expand(-1, 1, query_N.shape[2], -1)
-            # The query heads that share a key head stand in for query positions: no key is repeated.
             out[rows_of] = F.scaled_dot_product_attention(
-                query_N[rows_of],
-                key[slots, : s.length].transpose(1, 2),
-                value[slots, : s.length].transpose(1, 2),
-                attn_mask=bias,
-                scale=scaling,
+                query_N[rows_of], keys, values, attn_mask=bias, scale=scaling
             )
         for p in plan.pieces:
             rows_of = slice(p.first_row, p.first_row + p.end - p.start)
+            if self.gather:
+                keys, values = (x[0, :, gathered : gathered + p.end] for x in (key, value))
+                gathered += p.end
+            else:
+                keys, values = (x[p.slot, : p.end].transpose(0, 1) for x in (key, value))
             attended = F.scaled_dot_product_attention(
                 query_N[rows_of].permute(1, 2, 0, 3),
-                key[p.slot, : p.end].transpose(0, 1)[:, None].expand(-1, query_N.shape[2], -1, -1),
-                value[p.slot, : p.end].transpose(0, 1)[:, None].expand(-1, query_N.shape[2], -1, -1),
+                keys[:, None].expand(-1, query_N.shape[2], -1, -1),
+                values[:, None].expand(-1, query_N.shape[2], -1, -1),
                 attn_mask=p.mask,
                 is_causal=p.mask is None,
                 scale=scaling,

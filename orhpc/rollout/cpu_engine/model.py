@@ -35,7 +35,8 @@ class SlotModel:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.eos_token_ids = _eos_token_ids(model)
         self.dtype = model.dtype
-        self.cache = SlotCache(slots, context)
+        compressed = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+        self.cache = SlotCache(slots, context, gather=compressed)
         model.set_attn_implementation(self.cache.attention_name)
         self.routes: RouteRecorder | None = RouteRecorder(model, slots, context) if record_routes else None
         self._check_runs()
@@ -48,7 +49,7 @@ class SlotModel:
 
         Returns float32 logits ``[decoding rows, vocabulary]``; prompt pieces only fill the cache.
         """
-        plan = make_plan(decode, prefill, self.context, self.dtype)
+        plan = make_plan(decode, prefill, self.context, self.dtype, gather=self.cache.gather)
         self.cache.plan = plan
         if self.routes is not None:
             self.routes.start(plan.flat_N)

@@ -1,0 +1,162 @@
+"""``orhpc launch | status | view | export``: one command for what users do with runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from orhpc import commits
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
+from orhpc.events import read_events, steps_of
+from orhpc.launch.__main__ import main as launch
+from orhpc.launch.prepare import model_folder
+from orhpc.rundir import CommitName, RunDir
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; every failure is one line on standard error."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["launch"]:
+        return launch(arguments[1:])
+    parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
+    _add_status(commands.add_parser("status", help="where a run stands, from its directory alone"))
+    _add_view(commands.add_parser("view", help="read rollouts of a step"))
+    _add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
+    options = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except OrhpcError as error:
+        print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+        return policy_of(error).exit_code
+
+
+def existing_run(path: Path) -> RunDir:
+    """Raises ConfigError when the folder is not a run directory."""
+    run = RunDir(path)
+    if not run.config.is_file():
+        raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
+    return run
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=status)
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print where a run stands."""
+    run = existing_run(options.run_dir)
+    config = load_config(run.config)
+    events = read_events(run.events)
+    steps = steps_of(events)
+    last = steps[max(steps)] if steps else {}
+    committed = run.lineage()
+    failures = [e for e in events if e["event"] in ("failed", "commit_failed", "restart")]
+    about = {
+        "run": str(run.path),
+        "step": last.get("step", 0),
+        "steps": config.train.steps,
+        "committed": [str(c) for c in committed],
+        "attempts": run.newest_attempt(),
+        "last_event": events[-1]["event"] if events else None,
+        "last_event_age_s": round(time.time() - events[-1]["time"], 1) if events else None,
+        "reward_mean": last.get("reward_mean"),
+        "last_failure": f"{failures[-1].get('kind')}: {failures[-1]['error']}" if failures else None,
+    }
+    if options.json:
+        print(json.dumps(about))
+        return EXIT_OK
+    print(f"{about['run']}: step {about['step']} of {about['steps']}, attempt {about['attempts']}")
+    print(f"committed: {', '.join(about['committed']) or 'nothing yet'}")
+    if events:
+        print(f"last event: {about['last_event']}, {about['last_event_age_s']:.0f} s ago")
+    if steps:
+        print(f"mean reward of step {about['step']}: {last.get('reward_mean', float('nan')):.3f}")
+    if failures:
+        print(f"last failure: {about['last_failure']}")
+    return EXIT_OK
+
+
+def _add_view(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, help="default: the newest recorded one")
+    parser.add_argument("--rollout", metavar="ID", help="GROUP.SAMPLE; default: a line for each rollout")
+    parser.set_defaults(run=view)
+
+
+def view(options: argparse.Namespace) -> int:
+    """Print a step's rollouts, or one with its text."""
+    from orhpc.record import RolloutFile, read_step
+
+    run = existing_run(options.run_dir)
+    recorded = [int(p.name.removeprefix("step_")) for p in run.rollouts.glob("step_*")]
+    if not recorded:
+        raise RecordError(f"{run.rollouts}: no step is recorded yet")
+    step = max(recorded) if options.step is None else options.step
+    found = read_step(run.rollouts_of(step), trained_only=False)
+    if options.rollout is None:
+        print(f"step {step}: {len(found)} rollouts")
+        for s in found:
+            reward = "-" if s.reward is None else f"{s.reward:.3f}"
+            print(f"{s.id:>10}  {reward:>7}  {s.length:>6} tokens  {s.turns} turns  {s.end:<10} {s.task.id}")
+        return EXIT_OK
+    chosen = [s for s in found if s.id == options.rollout]
+    if not chosen or chosen[0].location.file is None:
+        raise RecordError(f"step {step} has no rollout {options.rollout!r}")
+    with RolloutFile(chosen[0].location.file) as record:
+        rollout = record.rollout(chosen[0].location.row)
+    for message in rollout.messages:
+        print(f"--- {message.get('role')}")
+        print(message.get("content", ""))
+    print(f"--- end: {rollout.end}, reward {rollout.reward}{f', {rollout.error}' if rollout.error else ''}")
+    return EXIT_OK
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, help="default: the newest commit")
+    parser.add_argument("--out", type=Path, help="default: RUN/export/step_N")
+    parser.set_defaults(run=export)
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a commit as a folder that AutoModelForCausalLM loads."""
+    run = existing_run(options.run_dir)
+    name = _chosen_commit(run, options.step)
+    folder = run.checkpoints / str(name)
+    commits.verify(folder)
+    out = options.out or run.export / f"step_{name.step}"
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out: {out} is not empty")
+    config = load_config(run.config)
+    # In a process of its own: this one may not load torch.
+    command = [sys.executable, "-m", "orhpc.train.export", str(folder), str(out)]
+    command += ["--model-dir", model_folder(config), "--dtype", config.model.dtype]
+    command += ["--trust-remote-code"] if config.model.trust_remote_code else []
+    return subprocess.run(command, check=False).returncode
+
+
+def _chosen_commit(run: RunDir, step: int | None) -> CommitName:
+    lineage = run.lineage()
+    if not lineage:
+        raise CheckpointError(f"{run.path}: nothing is committed yet")
+    if step is None:
+        return lineage[0]
+    for name in lineage:
+        if name.step == step:
+            return name
+    raise CheckpointError(f"{run.path}: step {step} is not committed; there are {[c.step for c in lineage]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

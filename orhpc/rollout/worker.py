@@ -1,0 +1,254 @@
+"""A rollout worker: many concurrent agent loops, their arrays and their files.
+
+A Ray actor, a few a node.  It consumes group requests, waits for engines and environments, and
+produces group summaries; the arrays stay here, as Ray objects that trainer ranks fetch and as files
+in the run directory.  A finished group is at once written to ``RUN/buffer``, so that it outlives
+the job; once a step has used it, :meth:`RolloutWorker.record` moves it to the step's record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from orhpc.config import Config
+from orhpc.errors import BadTask, InfraError
+from orhpc.record import RolloutFile, record_path, write_rollouts
+from orhpc.rollout.agent import Agent, load_agent
+from orhpc.rollout.client import EnginePool
+from orhpc.rollout.environment import Environment
+from orhpc.rollout.upload import Uploader
+from orhpc.rundir import RunDir
+from orhpc.secrets import install_redaction, resolve_secrets
+from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S = 1.0
+
+
+class RolloutWorker:
+    """Rolls out prompt groups; all methods run on one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_dir: str,
+        index: int,
+        rundir: str,
+        attempt: int,
+        engine_urls: Sequence[str],
+        engine_key: str,
+        environment_urls: dict[str, str],
+    ) -> None:
+        """Args:
+        index: of this worker in the run.
+        engine_urls: every engine of the run.
+        environment_urls: servers that the job runs itself, one for each such environment: all
+            sessions of this worker stay on it.
+        """
+        self._config, self._index, self._attempt = config, index, attempt
+        self._model_dir = model_dir
+        self._rundir = RunDir(rundir)
+        self._engine_urls, self._engine_key = list(engine_urls), engine_key
+        self._environment_urls = environment_urls
+        self._environments: dict[str, Environment] = {}
+        self._held: dict[int, list[Rollout]] = {}
+        self._running: dict[int, asyncio.Task[PromptGroup]] = {}
+        self._gate = asyncio.Semaphore(config.rollout.max_concurrent)
+        self._stopping = False
+
+    async def open(self) -> None:
+        """Connect to engines and environments and load the tokenizer.
+
+        Raises:
+            EnvironmentUnavailable: an environment did not come up in time.
+            ConfigError: an environment or the model's chat format is not what the config says.
+        """
+        install_redaction()
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+        self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
+        self._pool = EnginePool(
+            self._engine_urls,
+            key=self._engine_key,
+            request_timeout_s=self._config.engine.request_timeout_s,
+            route_shape=self._agent.route_shape,
+        )
+        self._uploader = Uploader.from_config(self._config)
+        for name, settings in self._config.environments.items():
+            self._environments[name] = await Environment.open(
+                name,
+                settings,
+                secrets=resolve_secrets(self._config.secrets, settings.secrets),
+                rollout=self._config.rollout,
+                url=self._environment_urls.get(name),
+            )
+
+    async def num_tasks(self, environment: str, split: str) -> int:
+        """Tasks of a split, after the cap of ``num_samples``."""
+        return await self._environments[environment].num_tasks(split)
+
+    async def published(self, version: int) -> None:
+        """The engines now hold this policy version; older ones must not serve."""
+        self._pool.published_version = version
+
+    async def run_group(self, request: GroupRequest) -> PromptGroup:
+        """Roll out one group and hold its arrays.
+
+        Failed rollouts come back as such, with their error; nothing infrastructure does is a reward.
+        """
+        task = asyncio.ensure_future(self._group(request))
+        self._running[request.id] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return PromptGroup(request.id, request.task, ())
+        finally:
+            self._running.pop(request.id, None)
+
+    async def cancel(self, group_ids: Sequence[int]) -> None:
+        """Give up groups; their sessions are closed, their tokens thrown away."""
+        running = [self._running[i] for i in group_ids if i in self._running]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for group_id in group_ids:
+            self._held.pop(group_id, None)
+            self._buffer_path(group_id).unlink(missing_ok=True)
+
+    async def record(self, folder: str, groups: Sequence[tuple[int, str | None, bool]]) -> None:
+        """Write groups that a step used to its record and forget them.
+
+        Args:
+            folder: ``RUN/rollouts/step_N``.
+            groups: id, buffer file if an earlier attempt made the group, whether it was trained.
+        """
+        path = record_path(Path(folder), self._attempt, self._index)
+        await asyncio.to_thread(self._record, path, list(groups))
+
+    async def close(self) -> None:
+        """Close sessions, connections and the upload queue."""
+        self._stopping = True
+        await self.cancel(list(self._running))
+        await asyncio.to_thread(self._uploader.close)
+        for environment in self._environments.values():
+            await environment.close()
+        await self._pool.close()
+
+    async def _group(self, request: GroupRequest) -> PromptGroup:
+        samples = [self._rollout(request, sample) for sample in range(request.n_samples)]
+        rollouts = list(await asyncio.gather(*samples))
+        await self._score_group(request.task, rollouts)
+        self._held[request.id] = rollouts
+        if not request.evaluation and all(r.end.trainable for r in rollouts):
+            routes = self._config.rollout.record_routes
+            await asyncio.to_thread(write_rollouts, self._buffer_path(request.id), rollouts, routes=routes)
+        for rollout in rollouts:
+            self._uploader.put(rollout)
+        return PromptGroup(request.id, request.task, tuple(self._summary(r) for r in rollouts))
+
+    async def _rollout(self, request: GroupRequest, sample: int) -> Rollout:
+        """One rollout, started afresh after an infrastructure failure."""
+        async with self._gate:
+            environment = self._environments[request.task.environment]
+            for again in range(self._config.rollout.retries + 1):
+                try:
+                    return await self._agent.run(
+                        request,
+                        sample,
+                        environment=environment,
+                        generate=self._pool.generate,
+                        stopping=lambda: self._stopping,
+                    )
+                except InfraError as error:
+                    failure: Exception = error
+                    log.warning("rollout %d.%d: %s", request.id, sample, error)
+                    await asyncio.sleep(_BACKOFF_S * 2**again)
+                except BadTask as error:
+                    failure = error
+                    break
+            return failed_rollout(request, sample, failure)
+
+    async def _score_group(self, task: Task, rollouts: list[Rollout]) -> None:
+        """Add what the environment pays for comparing the group's rollouts, where it does."""
+        environment = self._environments[task.environment]
+        if not environment.supports_score_group or not all(r.end.trainable for r in rollouts):
+            return
+        try:
+            scores = await environment.score_group(task, [r.messages for r in rollouts])
+        except (InfraError, BadTask) as error:
+            for rollout in rollouts:
+                rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, str(error)
+            return
+        for rollout, score in zip(rollouts, scores, strict=True):
+            rollout.reward = (rollout.reward or 0.0) + score
+
+    def _summary(self, rollout: Rollout) -> RolloutSummary:
+        versions = rollout.versions_T[rollout.loss_mask_T]
+        arrays = {
+            "tokens_T": rollout.tokens_T,
+            "loss_mask_T": rollout.loss_mask_T,
+            "logprobs_T": rollout.logprobs_T,
+        }
+        held = rollout.end.trainable
+        return RolloutSummary(
+            id=rollout.id,
+            group_id=rollout.group_id,
+            sample=rollout.sample,
+            task=rollout.task,
+            length=rollout.length,
+            response_tokens=rollout.response_tokens,
+            end=rollout.end,
+            reward=rollout.reward,
+            min_version=int(versions.min()) if versions.size else -1,
+            turns=len(rollout.turns),
+            tool_calls=sum(t.tool_calls for t in rollout.turns),
+            malformed=sum(t.malformed for t in rollout.turns),
+            seconds=rollout.seconds,
+            worker=self._index,
+            location=Location(
+                arrays=ray.put(arrays) if held else None,
+                routes=ray.put(rollout.routes) if held and rollout.routes is not None else None,
+            ),
+            error=rollout.error,
+        )
+
+    def _buffer_path(self, group_id: int) -> Path:
+        return self._rundir.buffer / f"group_{group_id}.h5"
+
+    def _record(self, path: Path, groups: list[tuple[int, str | None, bool]]) -> None:
+        rollouts: list[Rollout] = []
+        trained: set[str] = set()
+        for group_id, file, used in groups:
+            of_group = self._held.pop(group_id, [])
+            if file is not None:
+                with RolloutFile(file) as record:
+                    of_group = [record.rollout(row) for row in range(len(record))]
+            rollouts += of_group
+            trained |= {r.id for r in of_group} if used else set()
+        write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
+        for group_id, _, _ in groups:
+            self._buffer_path(group_id).unlink(missing_ok=True)
+
+
+def failed_rollout(request: GroupRequest, sample: int, error: Exception) -> Rollout:
+    """A rollout without tokens or reward, for the count and the record."""
+    return Rollout(
+        id=f"{request.id}.{sample}",
+        group_id=request.id,
+        sample=sample,
+        task=request.task,
+        seed=0,
+        tokens_T=np.zeros(0, np.int32),
+        loss_mask_T=np.zeros(0, np.bool_),
+        logprobs_T=np.zeros(0, np.float32),
+        versions_T=np.zeros(0, np.int32),
+        end=RolloutEnd.FAILED,
+        reward=None,
+        error=f"{type(error).__name__}: {error}",
+    )

@@ -1,0 +1,83 @@
+"""Runs of the real loop on this machine, as a user starts them, on the tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from orhpc.events import read_events
+from orhpc.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "configs/tiny.yaml"
+
+
+def command(root: Path, *overrides: str, config: str = CONFIG) -> list[str]:
+    return [sys.executable, "-m", "orhpc.launch", "--local", config, f"run.root={root}", *overrides]
+
+
+def run(
+    root: Path, *overrides: str, config: str = CONFIG, timeout: float = 240, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end."""
+    return subprocess.run(
+        command(root, *overrides, config=config), cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+        check=False, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+
+
+def start(root: Path, *overrides: str, config: str = CONFIG) -> subprocess.Popen[str]:
+    """Start and return at once; the caller ends it."""
+    return subprocess.Popen(
+        command(root, *overrides, config=config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for(
+    process: subprocess.Popen[str], rundir: RunDir, wanted: Callable[[dict[str, Any]], bool], timeout: float = 120
+) -> dict[str, Any]:
+    """Wait until an event is there; fails with the run's output when it never comes."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        for event in read_events(rundir.events):
+            if wanted(event):
+                return event
+        if process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}: {process.stdout.read()}")  # type: ignore[union-attr]
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("the event never came")
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL, as a power failure would be to the launcher."""
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def children_of(rundir: RunDir) -> list[str]:
+    """Command lines of living processes that have the run directory in theirs."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(rundir.path) in line:
+                found.append(line)
+    return found
+
+
+def wait_gone(rundir: RunDir, timeout: float = 20) -> list[str]:
+    end = time.monotonic() + timeout
+    while (left := children_of(rundir)) and time.monotonic() < end:
+        time.sleep(0.2)
+    return left

@@ -1,0 +1,224 @@
+"""The whole loop on one machine: to the end, killed and resumed, stopped, broken and exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orhpc import commits
+from orhpc.events import read_events, steps_of
+from orhpc.record import RolloutFile, read_step
+from orhpc.rundir import CommitName, RunDir
+from tests.local import kit
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """One uninterrupted run that several tests look at."""
+    root = tmp_path_factory.mktemp("finished")
+    secret = {"OPENAI_API_KEY": "canary-3f9a", "WANDB_MODE": "offline"}
+    overrides = [f"train.steps={STEPS}", "secrets.openai_api_key=null", "evaluation.interval=3"]
+    overrides += ["evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
+    result = kit.run(root, *overrides, env=secret)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return RunDir(root / "tiny")
+
+
+def test_a_run_reports_every_step_and_commits(finished: RunDir) -> None:
+    events = read_events(finished.events)
+    steps = steps_of(events)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for event in steps.values():
+        assert {"reward_mean", "loss", "grad_norm", "tokens_per_s", "logprob_diff_mean"} <= event.keys()
+        assert {"rollout", "update", "sync", "record", "checkpoint"} <= event["phases"].keys()
+        assert event["attempt"] == 1
+    assert [e["step"] for e in events if e["event"] == "commit"] == [2, 4, 6]
+    assert [e["step"] for e in events if e["event"] == "evaluation"] == [0, 3, 6]
+    assert events[-1]["event"] == "finished"
+    assert finished.lineage()[0].step == STEPS
+
+
+def test_engine_and_trainer_agree_on_log_probabilities(finished: RunDir) -> None:
+    """Weights are current at every step: a stale or mixed sync would show here."""
+    for event in steps_of(read_events(finished.events)).values():
+        assert event["logprob_diff_max"] < 1e-4
+        assert event["staleness_mean"] == 0
+
+
+def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:
+    for step in range(1, STEPS + 1):
+        rollouts = read_step(finished.rollouts_of(step))
+        assert len(rollouts) == 16
+        assert {r.min_version for r in rollouts} == {step - 1}
+    assert list(finished.buffer.iterdir()) == []
+    location = read_step(finished.rollouts_of(1))[0].location
+    with RolloutFile(location.file or "") as record:
+        rollout = record.rollout(location.row)
+    assert [m["role"] for m in rollout.messages][-2:] != []
+    assert rollout.loss_mask_T.any()
+
+
+def test_a_finished_run_says_so_and_starts_nothing(finished: RunDir) -> None:
+    again = kit.run(finished.path.parent, *_like(finished))
+    assert again.returncode == 0
+    assert "finished" in again.stdout
+    assert finished.newest_attempt() == 1
+
+
+def test_another_seed_would_be_another_run(finished: RunDir) -> None:
+    again = kit.run(finished.path.parent, *_like(finished), "run.seed=5")
+    assert again.returncode == 2
+    assert "run.seed" in again.stderr
+    assert again.stderr.count("\n") == 1
+
+
+def test_secrets_are_nowhere(finished: RunDir) -> None:
+    needle = b"canary-3f9a"
+    hits = [p for p in finished.path.rglob("*") if p.is_file() and needle in p.read_bytes()]
+    assert hits == []
+    assert not list(finished.attempts.glob("*/engine.key"))
+    assert not list(finished.attempts.glob("*/ray.token"))
+
+
+def test_nothing_of_the_run_is_left_running(finished: RunDir) -> None:
+    assert kit.wait_gone(finished) == []
+
+
+def test_status_view_and_export(finished: RunDir, tmp_path: Path) -> None:
+    def orhpc(*arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "orhpc.cli", *arguments]
+        return subprocess.run(line, cwd=kit.ROOT, capture_output=True, text=True, check=False)
+
+    status = json.loads(orhpc("status", str(finished.path), "--json").stdout)
+    assert (status["step"], status["committed"][0], status["last_failure"]) == (6, "step_6.a001", None)
+    listing = orhpc("view", str(finished.path), "--step", "2").stdout
+    assert "16 rollouts" in listing
+    assert "Letters" in orhpc("view", str(finished.path), "--rollout", listing.splitlines()[1].split()[0]).stdout
+    out = tmp_path / "hf"
+    exported = orhpc("export", str(finished.path), "--out", str(out))
+    assert exported.returncode == 0, exported.stderr
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer;"
+        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1]); t = AutoTokenizer.from_pretrained(sys.argv[1]);"
+        "print(m(**t('hello', return_tensors='pt')).logits.isfinite().all().item())"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, check=False)
+    assert loaded.stdout.strip() == "True", loaded.stderr
+    refused = orhpc("export", str(finished.path), "--step", "1")
+    assert refused.returncode != 0
+    assert refused.stderr.count("\n") == 1
+    assert orhpc("status", str(tmp_path)).returncode == 2
+
+
+def test_killed_anywhere_and_resumed_the_parameters_are_those_of_an_uninterrupted_run(
+    finished: RunDir, tmp_path: Path
+) -> None:
+    """Both runs replay the same record; one is SIGKILLed twice, in an update and in a save."""
+    replay = [f"train.steps={STEPS}", f"train.replay_rollouts={finished.rollouts}", "wandb.enabled=false"]
+    straight = kit.run(tmp_path / "straight", *replay)
+    assert straight.returncode == 0, straight.stderr
+    rundir = RunDir(tmp_path / "killed" / "tiny")
+    for kill_at in (3, 5):
+        process = kit.start(tmp_path / "killed", *replay)
+        kit.wait_for(process, rundir, lambda e, at=kill_at: e["event"] == "step" and e["step"] >= at)
+        kit.kill(process)
+        assert kit.wait_gone(rundir) == []
+    last = kit.run(tmp_path / "killed", *replay)
+    assert last.returncode == 0, last.stderr
+    assert rundir.newest_attempt() == 3
+    assert rundir.started_from(2) is not None
+    assert _shards(rundir) == _shards(RunDir(tmp_path / "straight" / "tiny"))
+    ids = {(d / "wandb_id").read_text() for d in (finished.path,)}
+    assert len(ids) == 1
+
+
+def test_a_corrupt_commit_is_passed_over_on_resume(finished: RunDir, tmp_path: Path) -> None:
+    replay = [f"train.replay_rollouts={finished.rollouts}", "wandb.enabled=false"]
+    assert kit.run(tmp_path, *replay, "train.steps=4").returncode == 0
+    rundir = RunDir(tmp_path / "tiny")
+    newest = rundir.lineage()[0]
+    assert newest.step == 4
+    shard = next((rundir.checkpoints / str(newest)).glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    resumed = kit.run(tmp_path, *replay, "train.steps=6")
+    assert resumed.returncode == 0, resumed.stderr
+    assert rundir.started_from(2) == CommitName(2, 1)
+    assert "its content changed" in resumed.stdout
+
+
+def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "tiny")
+    process = kit.start(tmp_path, "checkpoint.save_interval=1000", "train.steps=200", "wandb.enabled=false")
+    kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "the same command resumes" in output
+    stopped_at = rundir.lineage()[0].step
+    assert stopped_at >= 2
+    resumed = kit.run(
+        tmp_path, "checkpoint.save_interval=1000", f"train.steps={stopped_at + 2}", "wandb.enabled=false"
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    steps = [e["step"] for e in read_events(rundir.events) if e["event"] == "step" and e["attempt"] == 2]
+    assert steps == [stopped_at + 1, stopped_at + 2]
+    wandb_ids = {e for e in (rundir.path / "wandb_id",) if e.exists()}
+    assert not wandb_ids  # disabled
+
+
+def test_a_killed_engine_costs_a_restart_in_place_and_no_step(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "tiny")
+    process = kit.start(tmp_path, "train.steps=8", "wandb.enabled=false", "engine.request_timeout_s=20")
+    kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 3)
+    engines = [p for p in _processes("orhpc.rollout.cpu_engine") if _descends(p, process.pid)]
+    assert engines
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    events = read_events(rundir.events)
+    assert any(e["event"] == "restart" for e in events)
+    assert sorted(steps_of(events)) == list(range(1, 9))
+
+
+def _like(run: RunDir) -> list[str]:
+    overrides = [f"train.steps={STEPS}", "secrets.openai_api_key=null", "evaluation.interval=3"]
+    return [*overrides, "evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
+
+
+def _shards(run: RunDir) -> dict[str, str]:
+    newest = run.lineage()[0]
+    assert newest.step == STEPS
+    manifest = commits.verify(run.checkpoints / str(newest))
+    return {f.name: f.sha256 for f in manifest.files}
+
+
+def _processes(module: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if module.encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    """Ray's workers are not our children; the session of the launcher's run root tells."""
+    words = Path(f"/proc/{pid}/environ").read_bytes()
+    return f"ORHPC_LAUNCHER={ancestor}".encode() in words
