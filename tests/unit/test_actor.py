@@ -1,0 +1,452 @@
+"""A trainer rank as the driver uses it: steps, resumes, saves while training, weight sync, export."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from orhpc.errors import CheckpointError, DataError, InfraError, RayLost, StopRequested, WeightSyncFailed
+from orhpc.train.actor import TrainerRank
+from orhpc.train.backend import Role
+from orhpc.train.batch import plan_batches
+from orhpc.train.fetch import fetch_arrays, load_batch, prefetched
+from orhpc.train.weights import BucketSpec
+from orhpc.types import Location, MicroBatch, MiniBatch, Sample
+from tests.trainer_kit import (
+    add_root_to_path,
+    free_port,
+    make_config,
+    make_samples,
+    run_ranks,
+    save_tiny_model,
+)
+from tests.weight_receiver import receive
+
+MAX_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
+    """Makes connected, built ranks of a one-rank trainer, one at a time, and closes them."""
+    made: list[TrainerRank] = []
+
+    def start(**options: Any) -> TrainerRank:
+        for old in made:
+            old.close()
+        rank = TrainerRank(make_config(**options), folder, 0, 1, 1)
+        made[:] = [rank]
+        rank.connect("127.0.0.1", free_port(), 30)
+        rank.build()
+        return rank
+
+    yield start
+    for rank in made:
+        rank.close()
+
+
+def plan(step: int, *, ranks: int = 1, n_minibatches: int = 1) -> tuple[MiniBatch, ...]:
+    samples = make_samples(8 * n_minibatches, seed=step)
+    return plan_batches(samples, ranks=ranks, n_minibatches=n_minibatches, max_tokens=MAX_TOKENS).minibatches
+
+
+def state_of(rank: TrainerRank) -> dict[str, torch.Tensor]:
+    return {s.name: s.tensor.clone() for s in rank.backend.shards()}
+
+
+def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def saved(rank: TrainerRank, folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir()
+    rank.save_begin(str(folder))
+    return wait_for(rank.save_poll)
+
+
+def wait_for(poll: Callable[[], Any], timeout_s: float = 30) -> Any:
+    end = time.monotonic() + timeout_s
+    while (result := poll()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return result
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_a_step_reports_what_users_watch(make: Callable[..., TrainerRank]) -> None:
+    rank = make(algorithm={"use_kl_loss": True, "use_tis": True}, minibatches=2)
+    batches = plan(0, n_minibatches=2)
+    metrics = rank.step(batches, step=1)
+    assert metrics["tokens"] == sum(m.n_tokens for m in batches)
+    assert metrics["packed_tokens"] == sum(b.tokens for m in batches for b in m.ranks[0])
+    assert metrics["optimiser_steps"] == 2
+    assert metrics["lr"] == 1e-2
+    assert metrics["grad_norm"] > 0
+    assert metrics["kl"] > 0  # the second mini-batch has moved away from the reference
+    assert metrics["entropy"] > 0
+    assert 0 <= metrics["clip_fraction"] <= 1
+    assert metrics["logprob_diff_max"] >= metrics["logprob_diff_mean"] > 0
+    assert {"loss", "ratio_mean", "tis_weight_mean", "rollout_kl", "seconds_update"} <= metrics.keys()
+    assert metrics["seconds_total"] >= metrics["seconds_update"] > 0
+
+
+def test_training_raises_the_log_probability_of_what_was_rewarded(make: Callable[..., TrainerRank]) -> None:
+    rank = make()
+    samples = [dataclasses.replace(s, advantage=1.0) for s in make_samples(8)]
+    batches = plan_batches(samples, ranks=1, n_minibatches=1, max_tokens=MAX_TOKENS).minibatches
+    before = after = 0.0
+    for turn in range(6):
+        packed = [load_batch(m) for m in batches[0].ranks[0]]
+        after = sum(float(rank.backend.logprobs(b, Role.POLICY).sum()) for b in packed)
+        before = after if turn == 0 else before
+        rank.step(batches, step=turn)
+    assert after > before + 10
+
+
+def test_old_log_probabilities_come_from_the_start_of_the_step(make: Callable[..., TrainerRank]) -> None:
+    """With two mini-batches the ratio of the second is not 1; with one, both ways are the same."""
+    two = make(minibatches=2, train={"lr": 3e-2}).step(plan(3, n_minibatches=2), step=1)
+    assert two["ratio_max"] > 1.01
+    rank = make()
+    auto = rank.step(plan(3), step=1)
+    after_auto = state_of(rank)
+    rank = make(algorithm={"old_logprobs": "always"})
+    always = rank.step(plan(3), step=1)
+    assert always["seconds_old_logprobs"] > 0 == auto["seconds_old_logprobs"]
+    assert always["ratio_max"] == pytest.approx(1, abs=1e-5)
+    for name, tensor in state_of(rank).items():
+        torch.testing.assert_close(tensor, after_auto[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_without_mini_batches_changes_nothing(make: Callable[..., TrainerRank]) -> None:
+    rank = make()
+    before = state_of(rank)
+    assert rank.step((), step=1)["optimiser_steps"] == 0
+    assert_equal_state(state_of(rank), before)
+
+
+def test_a_stop_between_micro_batches_abandons_the_step(make: Callable[..., TrainerRank]) -> None:
+    rank = make()
+    before = state_of(rank)
+    rank.request_stop()
+    with pytest.raises(StopRequested):
+        rank.step(plan(0), step=1)
+    assert_equal_state(state_of(rank), before)
+    rank.step(plan(0), step=1)  # the request is used up
+    assert rank.backend.optimiser.steps == 1
+
+
+def test_a_stop_past_the_first_optimiser_step_finishes_the_step(make: Callable[..., TrainerRank]) -> None:
+    rank = make(minibatches=2)
+    real = rank.backend.update
+    calls = []
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            rank.request_stop()
+        return real(*args, **kwargs)
+
+    rank.backend.update = update  # type: ignore[method-assign]
+    assert rank.step(plan(0, n_minibatches=2), step=1)["optimiser_steps"] == 2
+
+
+def test_bad_arrays_end_the_step_before_any_update(make: Callable[..., TrainerRank]) -> None:
+    rank = make()
+    before = state_of(rank)
+    samples = make_samples(8)
+    samples[5] = dataclasses.replace(samples[5], length=samples[5].length + 1)
+    batches = plan_batches(samples, ranks=1, n_minibatches=1, max_tokens=MAX_TOKENS).minibatches
+    with pytest.raises(DataError, match=r"0\.5"):
+        rank.step(batches, step=1)
+    assert_equal_state(state_of(rank), before)
+
+
+def _two_ranks(rank: int, world: int, port: int, folder: str, checkpoint: str) -> Any:
+    trainer = TrainerRank(make_config(ranks=world, minibatches=2), folder, rank, world, 1)
+    trainer.connect("127.0.0.1", port, 60)
+    trainer.build()
+    metrics = trainer.step(plan(0, ranks=world, n_minibatches=2), step=1)
+    trainer.save_begin(checkpoint)
+    files = wait_for(trainer.save_poll)
+    exported = trainer.export_hf(str(Path(checkpoint).with_name("exported")))
+    if rank == 1:
+        trainer.request_stop()  # one rank is told, both stop
+    stopped = False
+    try:
+        trainer.step(plan(1, ranks=world, n_minibatches=2), step=2)
+    except StopRequested:
+        stopped = True
+    trainer.close()
+    return metrics, files, exported, stopped
+
+
+@pytest.mark.slow
+def test_two_ranks_train_save_export_and_stop_like_one(
+    make: Callable[..., TrainerRank], folder: str, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (first, files, exported, stopped), (second, more, nothing, stopped_too) = run_ranks(
+        _two_ranks, 2, folder, str(checkpoint)
+    )
+    assert stopped and stopped_too
+    assert first == second  # metrics are the same on all ranks
+    assert [f["name"] for f in files + more] == sorted(p.name for p in checkpoint.iterdir())
+    assert len(exported) == 1 and nothing == []
+    one = make(minibatches=2)
+    metrics = one.step(plan(0, n_minibatches=2), step=1)
+    for name in ("loss", "grad_norm", "entropy", "logprob_diff_mean", "logprob_diff_max", "tokens"):
+        assert first[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
+    trained = state_of(one)
+    one = make(minibatches=2)
+    one.restore(str(checkpoint))  # two ranks' shards into one
+    for name, tensor in state_of(one).items():
+        torch.testing.assert_close(tensor, trained[name], rtol=2e-2, atol=2e-4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, state_of(one)[f"model/{name}"])
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resuming_equals_never_having_stopped_bit_for_bit(
+    make: Callable[..., TrainerRank], tmp_path: Path, dtype: str
+) -> None:
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "train": {"lr_schedule": "cosine", "lr_warmup_steps": 2, "steps": 5, "weight_decay": 0.01},
+    }
+    rank = make(**options)
+    for step in range(4):
+        if step == 2:
+            saved(rank, tmp_path / "checkpoint")
+        last = rank.step(plan(step), step=step)
+    uninterrupted = state_of(rank)
+    rank = make(**options)
+    rank.restore(str(tmp_path / "checkpoint"))
+    for step in (2, 3):
+        resumed = rank.step(plan(step), step=step)
+    assert_equal_state(state_of(rank), uninterrupted)
+    assert {k: v for k, v in resumed.items() if not k.startswith("seconds")} == {
+        k: v for k, v in last.items() if not k.startswith("seconds")
+    }
+
+
+def test_a_save_holds_the_state_at_its_beginning(
+    make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is held back until training has moved on."""
+    from orhpc.train import checkpoint
+
+    gate = threading.Event()
+    real = checkpoint.write_safetensors
+
+    def held(*args: Any) -> dict[str, Any]:
+        gate.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "write_safetensors", held)
+    rank = make()
+    rank.step(plan(0), step=1)
+    before = state_of(rank)
+    rank.save_begin(str(tmp_path))
+    assert rank.save_poll() is None
+    with pytest.raises(CheckpointError, match="still being written"):
+        rank.save_begin(str(tmp_path))
+    rank.step(plan(1), step=2)
+    gate.set()
+    wait_for(rank.save_poll)
+    rank = make()
+    rank.restore(str(tmp_path))
+    assert_equal_state(state_of(rank), before)
+    assert rank.backend.progress() == {"optimiser_steps": 1}
+
+
+def test_a_failed_save_harms_neither_training_nor_the_next_save(
+    make: Callable[..., TrainerRank], tmp_path: Path
+) -> None:
+    rank = make()
+    rank.save_begin(str(tmp_path / "missing"))
+    with pytest.raises(CheckpointError, match="could not be written"):
+        wait_for(rank.save_poll)
+    rank.step(plan(0), step=1)
+    assert len(saved(rank, tmp_path / "good")) == 1
+
+
+def test_polling_without_a_save_is_refused(make: Callable[..., TrainerRank]) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        make().save_poll()
+
+
+def test_a_torn_checkpoint_is_not_restored(make: Callable[..., TrainerRank], tmp_path: Path) -> None:
+    rank = make()
+    (entry,) = saved(rank, tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / entry["name"]
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="torn or corrupt"):
+        rank.restore(str(tmp_path / "checkpoint"))
+
+
+# --- weight sync ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any]]:
+    """``n`` receiving processes; yields the pipes that they report through."""
+    tensors = [t for spec in specs for t in zip(spec.names, spec.dtypes, spec.shapes, strict=True)]
+    add_root_to_path()
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(1, n + 1):
+        pipe, sender = context.Pipe(duplex=False)
+        process = context.Process(target=receive, args=(port, rank, n + 1, tensors, sender))
+        process.start()
+        pipes.append(pipe)
+        processes.append(process)
+    try:
+        yield pipes
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+            process.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 2), ("bfloat16", 1)])
+def test_weights_reach_every_engine(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch, dtype: str, n: int
+) -> None:
+    monkeypatch.setattr("orhpc.train.actor.BUCKET_BYTES", 20_000)
+    rank = make(dtype=dtype)
+    rank.step(plan(0), step=1)
+    specs = rank.weight_buckets()
+    assert len(specs) > 1
+    port = free_port()
+    with engines(n, port, specs) as pipes:
+        rank.join_weight_group("127.0.0.1", port, n + 1, "weights", 60)
+        for index in range(len(specs)):
+            rank.send_bucket(index)
+        exported = rank.backend.export(rank.backend.parameter_shapes())
+        expected = {name: tensor.float().numpy() for name, tensor in exported}
+        for pipe in pipes:
+            assert pipe.poll(60)
+            error, weights = pipe.recv()
+            assert error is None
+            assert weights.keys() == expected.keys()
+            assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+    rank.leave_weight_group()
+    rank.leave_weight_group()
+    with pytest.raises(WeightSyncFailed, match="before"):
+        rank.send_bucket(0)
+
+
+def test_an_engine_that_never_joins_is_a_failed_sync_within_the_deadline(
+    make: Callable[..., TrainerRank],
+) -> None:
+    rank = make()
+    started = time.monotonic()
+    with pytest.raises(WeightSyncFailed, match="did not come up"):
+        rank.join_weight_group("127.0.0.1", free_port(), 2, "weights", 1.0)
+    assert time.monotonic() - started < 20
+    rank.step(plan(0), step=1)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_a_failed_sync(make: Callable[..., TrainerRank]) -> None:
+    rank = make()
+    port = free_port()
+    with engines(1, port, []) as (pipe,):  # it expects no tensor, so it ends once it has joined
+        rank.join_weight_group("127.0.0.1", port, 2, "weights", 10.0)
+        assert pipe.poll(60)
+    with pytest.raises(WeightSyncFailed, match="did not reach"):
+        rank.send_bucket(0)
+    rank.leave_weight_group()
+    rank.step(plan(0), step=1)
+
+
+def test_the_store_listens_on_the_given_address_only(make: Callable[..., TrainerRank]) -> None:
+    rank = TrainerRank(make_config(), "unused", 0, 1, 1)
+    port = free_port()
+    rank.connect("127.0.0.1", port, 30)
+    listening = [
+        c.laddr.ip
+        for c in psutil.Process().net_connections("tcp")
+        if c.status == "LISTEN" and c.laddr.port == port
+    ]
+    dist.destroy_process_group()
+    assert listening == ["127.0.0.1"]
+
+
+def test_a_missing_rank_is_an_infrastructure_failure(folder: str) -> None:
+    rank = TrainerRank(make_config(ranks=2), folder, 0, 2, 1)
+    with pytest.raises(InfraError, match="did not come up"):
+        rank.connect("127.0.0.1", free_port(), 1.0)
+
+
+# --- fetching -------------------------------------------------------------------------------------
+
+
+def test_arrays_come_from_the_record_when_they_are_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def read_arrays(file: str, row: int) -> dict[str, Any]:
+        asked.append((file, row))
+        return {"tokens_T": np.zeros(2)}
+
+    monkeypatch.setattr("orhpc.record.read_arrays", read_arrays)
+    assert fetch_arrays(Location(file="step.h5", row=4))["tokens_T"].shape == (2,)
+    assert asked == [("step.h5", 4)]
+
+
+def test_arrays_that_are_nowhere_are_an_infrastructure_failure() -> None:
+    with pytest.raises(RayLost, match="neither"):
+        fetch_arrays(Location())
+
+
+def test_the_next_micro_batch_is_loaded_while_this_one_is_worked_on() -> None:
+    loaded = [threading.Event() for _ in range(3)]
+
+    def load(i: int) -> int:
+        loaded[i].set()
+        return i
+
+    seen = []
+    for i in prefetched(load, range(3)):
+        if i < 2:
+            assert loaded[i + 1].wait(10)
+        seen.append(i)
+    assert seen == [0, 1, 2]
+
+
+def test_a_rank_with_nothing_to_do_loads_an_empty_batch() -> None:
+    def never(location: Location) -> dict[str, Any]:
+        raise AssertionError("nothing to fetch")
+
+    assert load_batch(MicroBatch(()), never).tokens == 0
+    sample = Sample("x", 2, 1, 0.0, Location())
+    with pytest.raises(AssertionError):
+        load_batch(MicroBatch((sample,)), never)
