@@ -1,0 +1,160 @@
+"""The process around the cpu engine: keys, failures to start, and who ends with whom."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orhpc.errors import ConfigError, EngineUnavailable
+from orhpc.rollout.engine import EngineProcess
+
+from .conftest import KEY, Server, engine_config, free_port
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition: object, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture
+def no_external(servers: dict[str, Server]) -> None:
+    if not servers["dense"].own:
+        pytest.skip("about the cpu engine's process")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_external")
+def test_life_and_death(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "engine.log"
+    process = EngineProcess(
+        engine_config(extra={"load_format": "dummy"}),
+        str(folders["dense"][0]), "127.0.0.1", free_port(), KEY, str(log), 0,
+    )  # fmt: skip
+    assert process.pid is None and not process.alive()
+    process.stop()
+    process.start()
+    assert process.pid is not None
+    command = psutil.Process(process.pid).cmdline()
+    assert not any(KEY in part for part in command)
+    key_file = Path(command[command.index("--api-key-file") + 1])
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    asyncio.run(process.wait_ready(120.0))
+    assert process.alive() and not key_file.exists()
+    assert KEY not in log.read_text()
+    start = time.monotonic()
+    process.stop(10.0)
+    assert time.monotonic() - start < 5.0
+    assert not process.alive() and gone(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_external")
+def test_it_ends_with_its_parent(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    argv = [
+        sys.executable, "-m", "orhpc.rollout.cpu_engine", "--model-path", str(folders["dense"][0]),
+        "--port", str(free_port()), "--threads", "1",
+    ]  # fmt: skip
+    code = (
+        f"import subprocess, time; p = subprocess.Popen({argv!r}); print(p.pid, flush=True); time.sleep(600)"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        assert wait_for(lambda: b"serving" in (tmp_path / "log").read_bytes(), 60.0)
+        # The signal that the kernel sends for a thread's end alone is not taken for the parent's.
+        os.kill(child, signal.SIGUSR1)
+        time.sleep(0.3)
+        assert not gone(child)
+        parent.kill()
+        parent.wait()
+        assert wait_for(lambda: gone(child), 10.0)
+    finally:
+        parent.kill()
+        parent.stdout.close()
+        if not gone(child):
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_external")
+def test_a_failure_to_start_says_why(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    log = tmp_path / "engine.log"
+    process = EngineProcess(engine_config(), str(empty), "127.0.0.1", free_port(), KEY, str(log), 0)
+    process.start()
+    with pytest.raises(EngineUnavailable, match=r"config\.json") as failure:
+        asyncio.run(process.wait_ready(60.0))
+    assert str(log) in str(failure.value)
+    process.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_external")
+def test_a_deadline_holds_while_starting(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    process = EngineProcess(
+        engine_config(), str(folders["dense"][0]), "127.0.0.1", free_port(), KEY, str(tmp_path / "log"), 0
+    )
+    process.start()
+    try:
+        with pytest.raises(EngineUnavailable, match="did not start within"):
+            asyncio.run(process.wait_ready(0.2))
+    finally:
+        process.stop()
+    assert not process.alive()
+
+
+def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:
+    config = engine_config()
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "sglang"})})
+    with pytest.raises(ConfigError, match=r"engine\.backend"):
+        EngineProcess(config, "model", "127.0.0.1", 1, KEY, str(tmp_path / "log"), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "0.0.0.0"], "api-key-file"),
+        (["--host", "localhost"], "not an IP address"),
+        (["--api-key-file", "/nonexistent"], "nonexistent"),
+        (["--context-length", "1"], "context-length"),
+        (["--mem-fraction-static", "2"], "mem-fraction-static"),
+        (["--enable-return-routed-experts"], "dense"),
+    ],
+)
+@pytest.mark.usefixtures("no_external")
+def test_bad_arguments_end_with_one_line_and_exit_code_2(
+    folders: dict[str, tuple[Path, Path]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+) -> None:
+    from orhpc.rollout.cpu_engine import __main__ as program
+
+    monkeypatch.setattr(program, "_die_with_parent", lambda: None)
+    argv = ["--model-path", str(folders["dense"][0]), "--port", "1", "--context-length", "64", *arguments]
+    assert program.main(argv) == 2
+    assert said in caplog.records[-1].getMessage()
+    assert "\n" not in caplog.records[-1].getMessage()

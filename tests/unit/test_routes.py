@@ -1,0 +1,133 @@
+"""Expert routes: encoding, checks, slices, deltas and their cost."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pybase64
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orhpc.errors import InfraError, ModelError, RoutesMissing
+from orhpc.routes import RouteLog, RouteShape, decode_routes, encode_routes, slice_rows
+
+
+def random_routes(rows: int, shape: RouteShape, seed: int) -> np.ndarray:
+    """Distinct experts in every row and layer, as a router takes them."""
+    scores = np.random.default_rng(seed).random((rows, shape.layers, shape.experts))
+    return np.argsort(scores, -1)[:, :, : shape.topk]
+
+
+shapes = st.builds(
+    lambda layers, topk, more: RouteShape(layers, topk, topk + more),
+    st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 5, 300]),
+)  # fmt: skip
+
+
+@given(shapes, st.integers(0, 12), st.integers(0, 1000))
+def test_decoding_undoes_encoding(shape: RouteShape, rows: int, seed: int) -> None:
+    routes = random_routes(rows, shape, seed)
+    got = decode_routes(encode_routes(routes), shape, rows)
+    assert got.dtype == (np.uint8 if shape.experts <= 256 else np.uint16)
+    np.testing.assert_array_equal(got, routes)
+
+
+def test_the_wire_is_sglangs() -> None:
+    shape = RouteShape(2, 2, 300)
+    wire = pybase64.b64encode(np.array([[[1, 2], [299, 0]]], dtype="<i4").tobytes()).decode()
+    assert decode_routes(wire, shape, 1).tolist() == [[[1, 2], [299, 0]]]
+    assert encode_routes(decode_routes(wire, shape, 1)) == wire
+
+
+@pytest.mark.parametrize("bad", [-1, 8, 1 << 30])
+def test_an_index_that_is_no_experts_is_found(bad: int) -> None:
+    shape = RouteShape(3, 2, 8)
+    routes = random_routes(5, shape, 0)
+    routes[3, 1, 1] = bad
+    with pytest.raises(RoutesMissing, match="outside"):
+        decode_routes(encode_routes(routes), shape, 5)
+
+
+def test_rows_that_were_never_recorded_are_found() -> None:
+    shape = RouteShape(3, 2, 8)
+    routes = random_routes(5, shape, 0)
+    routes[:, 0] = 0  # a dense layer is fine
+    decode_routes(encode_routes(routes), shape, 5)
+    routes[2] = 0
+    with pytest.raises(RoutesMissing, match="row 2"):
+        decode_routes(encode_routes(routes), shape, 5)
+
+
+@pytest.mark.parametrize("wire", [None, "not base64!", "AAA", "AAAA", ""])
+def test_what_is_not_routes_is_typed(wire: str | None) -> None:
+    with pytest.raises(RoutesMissing):
+        decode_routes(wire, RouteShape(3, 2, 8), 5)
+    assert issubclass(RoutesMissing, InfraError)
+
+
+@given(st.data())
+def test_slices_are_positions(data: st.DataObject) -> None:
+    routes = random_routes(10, RouteShape(1, 1, 20), 1)
+    first = data.draw(st.integers(0, 30))
+    start = data.draw(st.integers(first, first + 10))
+    end = data.draw(st.integers(start, first + 10))
+    got = slice_rows(routes, start, end, routes_start=first)
+    np.testing.assert_array_equal(got, routes[start - first : end - first])
+    assert len(got) == 0 or np.shares_memory(got, routes)
+    for a, b in ((first - 1, end), (start, first + 11)):
+        with pytest.raises(RoutesMissing):
+            slice_rows(routes, a, b, routes_start=first)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8))
+def test_a_log_keeps_what_was_recorded_first(turns: list[tuple[int, int]]) -> None:
+    """Each turn repeats some old rows, changed, and brings new ones."""
+    shape = RouteShape(2, 2, 16)
+    log = RouteLog()
+    wanted: list[np.ndarray] = []
+    for seed, (repeated, new) in enumerate(turns):
+        start = max(0, log.rows - repeated)
+        rows = random_routes(log.rows - start + new, shape, seed)
+        wanted.extend(rows[log.rows - start :])
+        log.append(rows, start)
+        assert log.rows == len(wanted)
+    whole = log.array()
+    if wanted:
+        np.testing.assert_array_equal(whole, np.stack(wanted))
+    else:
+        assert whole is None
+
+
+def test_a_log_refuses_gaps_and_other_shapes() -> None:
+    log = RouteLog()
+    log.append(random_routes(3, RouteShape(2, 2, 8), 0), 0)
+    with pytest.raises(RoutesMissing, match="start at position 4"):
+        log.append(random_routes(3, RouteShape(2, 2, 8), 0), 4)
+    with pytest.raises(RoutesMissing, match="shape"):
+        log.append(random_routes(3, RouteShape(3, 2, 8), 0), 3)
+
+
+def test_the_shape_comes_from_a_models_config() -> None:
+    qwen = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
+    deepseek = {"num_hidden_layers": 61, "n_routed_experts": 256, "num_experts_per_tok": 8}
+    assert RouteShape.of_config(qwen) == RouteShape(48, 8, 128)
+    assert RouteShape.of_config(json.loads(json.dumps(deepseek))) == RouteShape(61, 8, 256)
+    assert RouteShape.of_config({"text_config": qwen}) == RouteShape(48, 8, 128)
+    assert RouteShape.of_config({"num_hidden_layers": 2}) is None
+    with pytest.raises(ModelError, match="num_experts_per_tok"):
+        RouteShape.of_config({"num_hidden_layers": 2, "num_experts": 4})
+
+
+def test_a_long_context_decodes_in_little_time() -> None:
+    """8192 tokens, 48 layers, top 8: json and base64 alone take over 100 ms."""
+    shape = RouteShape(48, 8, 128)
+    wire = encode_routes(np.random.default_rng(0).integers(0, 128, (8192, 48, 8)))
+    best = 1.0
+    for _ in range(8):
+        start = time.process_time()
+        decode_routes(wire, shape, 8192)
+        best = min(best, time.process_time() - start)
+    assert best < 0.030
