@@ -38,7 +38,8 @@ class Connections:
         """The open session."""
         if self._session is None:
             # Concurrency is bounded by the callers; a second bound here would only hide their waiting.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
+            # SGLang drops connections after 5 idle seconds; dropping them first avoids writing to a dead one.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
 

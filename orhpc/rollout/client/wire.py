@@ -70,6 +70,8 @@ def read_generation(
         completion = int(meta["completion_tokens"])
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineUnavailable(f"engine {url}: its answer is not SGLang's: {error!r}") from error
+    if not np.isfinite(logprobs).all():
+        raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
     if completion != len(tokens):
         raise EngineUnavailable(
             f"engine {url}: {completion} tokens were sampled but {len(tokens)} came with log-probabilities"
