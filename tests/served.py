@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-os.environ["OPENREWARD_DISABLE_UPDATE_CHECK"] = "1"
-os.environ["OPENREWARD_LOG_LEVEL"] = "CRITICAL"
 
 import uvicorn
 from openreward.environments import Server
+from sse_starlette.sse import AppStatus
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 class Served:
@@ -33,6 +28,8 @@ class Served:
         """Path to ``before`` or ``after``: break the connection before or after its first event."""
         self.sockets: dict[tuple[str, int], Any] = {}
         self.url = ""
+        self.stop: Callable[[], None] = lambda: None
+        """Take the server down within the test."""
 
     @property
     def sessions(self) -> int:
@@ -96,8 +93,10 @@ class _Protocol(H11Protocol):
 @contextlib.contextmanager
 def serve(*environments: type, port: int = 0) -> Iterator[Served]:
     """Serve on loopback until the block ends."""
+    AppStatus.should_exit, AppStatus.should_exit_event = False, None  # of an earlier event loop
     served = Served(list(environments))
-    listener = socket.socket()
+    # Said to be TCP, so that asyncio turns Nagle's algorithm off.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -109,9 +108,14 @@ def serve(*environments: type, port: int = 0) -> Iterator[Served]:
         if not thread.is_alive():
             raise RuntimeError("the test server did not start")
         threading.Event().wait(0.01)
-    try:
-        yield served
-    finally:
+
+    def stop() -> None:
         server.should_exit = True
         thread.join(10)
         listener.close()
+
+    served.stop = stop
+    try:
+        yield served
+    finally:
+        stop()

@@ -1,0 +1,643 @@
+"""OpenReward sessions against the real server on loopback, and every fault of the SDK shown absent."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from openreward.environments import Environment as ServedEnvironment
+from openreward.environments import ImageBlock, TextBlock, ToolOutput, terminal, tool
+from pydantic import BaseModel
+
+from orhpc.config import EnvironmentSettings, RolloutSettings
+from orhpc.errors import BadTask, ConfigError, EnvironmentUnavailable, PreflightError
+from orhpc.rollout import environment as environment_module
+from orhpc.rollout import openreward_session as wire
+from orhpc.rollout.addresses import bypass_proxy, choose_variant
+from orhpc.rollout.environment import Environment
+from orhpc.types import Task
+from tests.served import Served, serve
+
+pytestmark = pytest.mark.slow
+
+LONG = "".join(
+    random.Random(1).choices(["  ", "\n", "\r\n", "\t", " x ", "é", "\u2028", "word", "{", '"'], k=160_000)
+)
+GOLD = "the gold answer is 42"
+
+
+class Text(BaseModel):
+    text: str
+
+
+class WhoDunIt(ServedEnvironment):
+    """One tool for each way in which an environment can behave."""
+
+    runs: dict[str, int]
+    release = threading.Event()
+
+    def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
+        super().__init__(task_spec or {}, secrets or {})
+        self.secrets = dict(secrets or {})
+        if self.task_spec.get("constructor"):
+            raise RuntimeError("the constructor broke")
+
+    async def setup(self) -> None:
+        if self.task_spec.get("setup"):
+            raise RuntimeError("setup broke")
+        await asyncio.sleep(self.task_spec.get("slow", 0.0))
+
+    @classmethod
+    def list_splits(cls) -> list[str]:
+        return ["train", "test", "bad", "empty"]
+
+    @classmethod
+    def list_tasks(cls, split: str) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    async def num_tasks(cls, split: str) -> int:
+        return {"train": 7, "test": 2, "bad": 4, "empty": 0}[split]
+
+    @classmethod
+    async def get_task(cls, split: str, index: int) -> Any:
+        bad: list[dict[str, Any]] = [{"constructor": True}, {"setup": True}, {"image": True}, {"slow": 1.0}]
+        return {"gold": GOLD, **(bad[index] if split == "bad" else {})}
+
+    def get_prompt(self) -> list[Any]:
+        if self.task_spec.get("image"):
+            return [TextBlock(text="Look:"), ImageBlock(data="AAAA", mimeType="image/png")]
+        return [TextBlock(text="  Who did it?\n"), TextBlock(text="Ask.")]
+
+    def _count(self, name: str) -> None:
+        type(self).runs[name] = type(self).runs.get(name, 0) + 1
+
+    @tool
+    async def long(self) -> ToolOutput:
+        """A long text."""
+        return ToolOutput(blocks=[TextBlock(text=LONG)], reward=0.25)
+
+    @tool
+    async def count(self, text: Text) -> ToolOutput:
+        """Has an effect."""
+        self._count(text.text)
+        return ToolOutput(blocks=[TextBlock(text=str(self.runs[text.text]))])
+
+    @tool
+    async def hang(self) -> ToolOutput:
+        """Never answers."""
+        while not self.release.is_set():
+            await asyncio.sleep(0.02)
+        return ToolOutput(blocks=[TextBlock(text="late")])
+
+    @tool
+    async def fail(self) -> ToolOutput:
+        """Raises."""
+        raise KeyError("a bug\nof two lines")
+
+    @tool
+    async def picture(self) -> ToolOutput:
+        """No text."""
+        return ToolOutput(blocks=[ImageBlock(data="AAAA", mimeType="image/png")])
+
+    @tool
+    async def pay(self, text: Text) -> ToolOutput:
+        """Pays what it is told."""
+        return ToolOutput(blocks=[TextBlock(text="")], reward=float(text.text), finished=text.text == "1")
+
+    @tool
+    async def secret(self) -> ToolOutput:
+        """Tells the secrets."""
+        return ToolOutput(blocks=[TextBlock(text=repr(sorted(self.secrets.items())))])
+
+    async def score_group(self, candidates: Any) -> list[float]:
+        return [float(len(c.messages[-1].blocks[0].text)) for c in candidates]
+
+
+class Plain(ServedEnvironment):
+    """A plain answer ends it; the tasks are listed."""
+
+    @classmethod
+    def list_splits(cls) -> list[str]:
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split: str) -> Any:
+        return [{"a": i} for i in range(3)]
+
+    def get_prompt(self) -> list[TextBlock]:
+        return [TextBlock(text=f"Say {self.task_spec['a']}")]
+
+    @terminal
+    @tool
+    async def submit(self, text: Text) -> ToolOutput:
+        """Take it."""
+        right = text.text == str(self.task_spec["a"])
+        return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(right), finished=True)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    WhoDunIt.runs = {}
+    WhoDunIt.release.clear()
+    with serve(WhoDunIt, Plain) as running:
+        yield running
+        WhoDunIt.release.set()
+
+
+@asynccontextmanager
+async def opened(
+    url: str, name: str = "Org/whodunit", *, secrets: Any = None, settings: Any = None, **rollout: Any
+) -> AsyncIterator[Environment]:
+    environment = await Environment.open(
+        name,
+        EnvironmentSettings(**(settings or {})),
+        secrets=secrets or {},
+        rollout=RolloutSettings(**rollout),
+        url=url,
+    )
+    try:
+        yield environment
+    finally:
+        await environment.close()
+
+
+Body = Callable[[Environment], Awaitable[None]]
+
+
+def within(url: str, body: Body, **options: Any) -> None:
+    async def all_of_it() -> None:
+        async with opened(url, **options) as environment:
+            await body(environment)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
+def task(index: int = 0, split: str = "train") -> Task:
+    return Task("Org/whodunit", split, index)
+
+
+# --- what works -------------------------------------------------------------------------------------
+
+
+def test_tasks_prompt_tools_and_calls(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        assert await environment.num_tasks("train") == 5
+        assert await environment.num_tasks("test") == 2
+        assert environment.supports_score_group
+        async with environment.session(task()) as session:
+            assert session.prompt == "  Who did it?\n\nAsk."
+            assert not session.terminal
+            by_name = {t.name: t for t in session.tools}
+            assert set(by_name) == {"long", "count", "hang", "fail", "picture", "pay", "secret"}
+            assert by_name["count"].schema["required"] == ["text"]
+            assert by_name["long"].schema == {"type": "object", "properties": {}}
+            result = await session.call("count", {"text": "a"})
+            assert (result.text, result.reward, result.finished, result.error) == ("1", None, False, None)
+            result = await session.call("pay", {"text": "1"})
+            assert (result.reward, result.finished) == (1.0, True)
+        assert served.sessions == 0
+
+    within(served.url, body, settings={"num_samples": 5})
+
+
+def test_a_terminal_tool_takes_the_answer_and_cannot_be_called(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(Task("plain", "train", 2)) as session:
+            assert (session.terminal, session.tools, session.prompt) == (True, [], "Say 2")
+            assert (await session.call("submit", {"text": "2"})).error == "not_found"
+            result = await session.answer("2")
+            assert (result.reward, result.finished) == (1.0, True)
+
+    within(served.url, body, name="plain")
+
+
+def test_what_the_model_did_wrong_is_a_result(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(task()) as session:
+            for arguments in ({}, {"text": 3}, {"text": ["x"]}):
+                assert (await session.call("count", arguments)).error == "input_validation"
+            unknown = await session.call("cuont", {})
+            assert (unknown.error, unknown.finished) == ("not_found", False)
+            assert "cuont" in unknown.text
+            huge = await session.call("count", {"text": 10**30})
+            assert huge.error == "input_validation"
+            await session.call("pay", {"text": "1"})
+            after = await session.call("count", {"text": "late"})
+            assert (after.error, after.finished) == ("episode_finished", True)
+        assert WhoDunIt.runs == {}
+
+    within(served.url, body)
+
+
+def test_group_scores_come_one_a_rollout(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        transcripts = [
+            [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "x" * n}]
+            for n in (3, 1, 2)
+        ]
+        assert await environment.score_group(task(), transcripts) == [3.0, 1.0, 2.0]
+        assert served.sessions == 0
+
+    within(served.url, body)
+
+
+def test_the_gold_answer_never_crosses_the_wire(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(task()):
+            pass
+        paths = {path for path, _ in served.requests}
+        assert not {p for p in paths if p.rsplit("/", 1)[-1] in ("task", "tasks", "task_range")}
+
+    within(served.url, body)
+
+
+def test_secrets_go_to_the_session_and_the_services_key_does_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENREWARD_API_KEY", "key-of-the-service")
+
+    async def body(environment: Environment) -> None:
+        async with environment.session(task()) as session:
+            told = (await session.call("secret", {})).text
+        assert told == repr([("MY_OWN", "v1"), ("OPENAI_API_KEY", "v2")])
+        assert all("x-api-key" not in headers for _, headers in served.requests)
+        with_secrets = {path for path, headers in served.requests if "x-secrets" in headers}
+        assert with_secrets == {"/create_session", "/create"}
+
+    within(served.url, body, secrets={"MY_OWN": "v1", "OPENAI_API_KEY": "v2"})
+
+
+# --- the SDK's faults -------------------------------------------------------------------------------
+
+
+def test_long_outputs_arrive_exactly(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(task()) as session:
+            result = await session.call("long", {})
+            assert len(LONG) > 220_000
+            assert result.text == LONG
+            assert result.reward == 0.25
+
+    within(served.url, body)
+
+
+def test_a_call_has_a_deadline(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        began = time.monotonic()
+        with pytest.raises(EnvironmentUnavailable, match="no answer in time"):
+            async with environment.session(task()) as session:
+                await session.call("hang", {})
+        assert time.monotonic() - began < 3
+
+    within(served.url, body, tool_timeout_s=0.5)
+
+
+def test_a_call_whose_answer_is_lost_is_never_made_again(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        served.cut["/whodunit/call"] = ["before"]
+        with pytest.raises(EnvironmentUnavailable):
+            async with environment.session(task()) as session:
+                await session.call("count", {"text": "once"})
+        assert served.calls("/whodunit/call") == 1
+        assert WhoDunIt.runs == {"once": 1}
+
+    within(served.url, body)
+
+
+@pytest.mark.parametrize("status", [500, 502, 504])
+def test_an_ambiguous_answer_to_a_call_is_not_tried_again(served: Served, status: int) -> None:
+    async def body(environment: Environment) -> None:
+        served.answers["/whodunit/call"] = [(status, {})]
+        with pytest.raises((EnvironmentUnavailable, BadTask)):
+            async with environment.session(task()) as session:
+                await session.call("count", {"text": "x"})
+        assert served.calls("/whodunit/call") == 1
+
+    within(served.url, body)
+
+
+def test_a_call_is_resumed_after_a_broken_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BACKOFF_S", 0.05)
+
+    async def body(environment: Environment) -> None:
+        served.cut["/whodunit/call"] = ["after", "after"]
+        async with environment.session(task()) as session:
+            result = await session.call("count", {"text": "resumed"})
+        assert result.text == "1"
+        assert served.calls("/whodunit/call") == 3
+        assert WhoDunIt.runs == {"resumed": 1}
+
+    within(served.url, body)
+
+
+def test_refusals_that_ran_nothing_are_waited_out(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(task()) as session:
+            served.answers["/whodunit/call"] = [
+                (429, {"Retry-After": "1"}),
+                (503, {"X-Backend-State": "starting", "Retry-After": "0"}),
+            ]
+            began = time.monotonic()
+            assert (await session.call("count", {"text": "waited"})).text == "1"
+            assert time.monotonic() - began >= 1.0
+            assert served.calls("/whodunit/call") == 3
+
+    within(served.url, body)
+
+
+def test_a_slow_start_of_a_session_is_ridden_out(served: Served) -> None:
+    starting = (503, {"X-Backend-State": "starting", "Retry-After": "1"})
+
+    async def body(environment: Environment) -> None:
+        served.answers["/create_session"] = [starting, starting]
+        served.answers["/whodunit/prompt"] = [starting]
+        async with environment.session(task()) as session:
+            assert session.prompt
+
+    within(served.url, body, session_timeout_s=1.5)
+
+
+def test_a_session_that_never_starts_is_given_up(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        served.answers["/whodunit/prompt"] = [
+            (503, {"X-Backend-State": "starting", "Retry-After": "0"})
+        ] * 10_000
+        with pytest.raises(EnvironmentUnavailable, match="no answer in time"):
+            async with environment.session(task()):
+                pass
+
+    within(served.url, body, session_timeout_s=0.5, environment_start_timeout_s=1.5)
+
+
+def test_cancelling_never_leaks_a_session(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async def rollout(number: int) -> None:
+            async with environment.session(task()):
+                await asyncio.sleep(0.02 * (number % 3))
+
+        for wave in range(12):
+            rollouts = [asyncio.ensure_future(rollout(n)) for n in range(8)]
+            await asyncio.sleep(0.004 * wave)
+            for each in rollouts:
+                each.cancel()
+            await asyncio.gather(*rollouts, return_exceptions=True)
+
+    within(served.url, body)
+    assert served.calls("/create") > 8
+    assert served.sessions == 0
+
+
+def test_a_cancelled_call_deletes_the_session(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async def rollout() -> None:
+            async with environment.session(task()) as session:
+                await session.call("hang", {})
+
+        running = asyncio.ensure_future(rollout())
+        while not served.calls("/whodunit/call"):
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    within(served.url, body)
+    assert served.sessions == 0
+
+
+def test_a_lost_session_is_noticed_at_once(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(task()) as session:
+            served.server._active_envs.clear()
+            served.server._ready.clear()
+            with pytest.raises(EnvironmentUnavailable, match="404"):
+                await session.call("count", {"text": "x"})
+            assert WhoDunIt.runs == {}
+
+    within(served.url, body)
+
+
+def test_the_keep_alive_notices_death_during_a_call(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PING_INTERVAL_S", 0.1)
+
+    async def body(environment: Environment) -> None:
+        with pytest.raises(EnvironmentUnavailable, match="lost the session"):
+            async with environment.session(task()) as session:
+                pending = asyncio.ensure_future(session.call("hang", {}))
+                await asyncio.sleep(0.5)
+                assert not pending.done()
+                served.server._active_envs.clear()
+                await pending
+
+    within(served.url, body)
+
+
+def test_pings_without_an_answer_are_death(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PING_INTERVAL_S", 0.1)
+
+    async def body(environment: Environment) -> None:
+        with pytest.raises(EnvironmentUnavailable, match="3 keep-alive pings"):
+            async with environment.session(task()) as session:
+                served.answers["/ping"] = [(500, {})] * 3
+                await session.call("hang", {})
+
+    within(served.url, body)
+
+
+def test_a_server_that_is_gone_ends_the_call_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BACKOFF_S", 0.05)
+    monkeypatch.setattr(environment_module, "LEAVE_TIMEOUT_S", 1.0)
+    with serve(Plain) as running:
+
+        async def body(environment: Environment) -> None:
+            began = time.monotonic()
+            with pytest.raises(EnvironmentUnavailable):
+                async with environment.session(Task("plain", "train", 1)) as session:
+                    running.stop()
+                    await session.answer("1")
+            assert time.monotonic() - began < 10
+
+        within(running.url, body, name="plain")
+
+
+@pytest.mark.parametrize("told", ["nan", "inf"])
+def test_a_reward_that_is_no_number_is_nothing(served: Served, told: str) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(task()) as session:
+            assert (await session.call("pay", {"text": told})).reward is None
+
+    within(served.url, body)
+
+
+# --- broken tasks and bad input ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("index", "words"), [(0, "constructor broke"), (1, "setup broke"), (2, "'image'")])
+def test_a_task_that_breaks_is_bad(served: Served, index: int, words: str) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(BadTask, match=words):
+            async with environment.session(task(index, "bad")):
+                pass
+
+    within(served.url, body)
+    assert served.sessions == 0
+
+
+def test_an_index_that_is_not_there_is_bad(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(BadTask):
+            async with environment.session(task(99, "bad")):
+                pass
+
+    within(served.url, body)
+
+
+@pytest.mark.parametrize(("name", "words"), [("fail", "a bug"), ("picture", "only text")])
+def test_a_tool_that_breaks_is_a_bad_task(served: Served, name: str, words: str) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(BadTask, match=words) as caught:
+            async with environment.session(task()) as session:
+                await session.call(name, {})
+        assert "\n" not in str(caught.value)
+
+    within(served.url, body)
+
+
+@pytest.mark.parametrize("split", ["validation", "empty"])
+def test_a_split_without_tasks_is_a_config_error(served: Served, split: str) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(ConfigError):
+            await environment.num_tasks(split)
+
+    within(served.url, body)
+
+
+@pytest.mark.parametrize("variant", ["whodunit", "WhoDunit", "WhoDunIt", None])
+def test_the_variant_is_found_as_the_server_spells_it(served: Served, variant: str | None) -> None:
+    async def body(environment: Environment) -> None:
+        assert environment.path("/x") == "/whodunit/x"
+
+    within(served.url, body, settings={"variant": variant})
+
+
+def test_an_unknown_variant_names_those_there_are(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"did you mean 'whodunit'.*whodunit, plain"):
+        within(served.url, body, settings={"variant": "whodunnit"})
+
+
+def test_without_a_wish_the_servers_default_is_taken() -> None:
+    assert choose_variant("Org/Other", None, ["first", "second"]) == "first"
+    assert choose_variant("Org/Second", None, ["first", "second"]) == "second"
+    assert choose_variant("Org/Second", None, []) is None
+    assert choose_variant("Org/Second", "ANY", []) == "any"
+
+
+def test_a_server_that_comes_up_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(environment_module, "RETRY_START_S", 0.1)
+    with serve(Plain) as first:
+        port = int(first.url.rsplit(":", 1)[1])
+
+    async def late() -> None:
+        opening = asyncio.ensure_future(
+            Environment.open(
+                "plain",
+                EnvironmentSettings(),
+                secrets={},
+                rollout=RolloutSettings(environment_start_timeout_s=20),
+                url=f"http://127.0.0.1:{port}",
+            )
+        )
+        await asyncio.sleep(0.5)
+        assert not opening.done()
+        with serve(Plain, port=port):
+            environment = await opening
+            assert await environment.num_tasks("train") == 3
+            await environment.close()
+
+    asyncio.run(late())
+
+
+def test_a_server_that_never_comes_up_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(environment_module, "RETRY_START_S", 0.1)
+
+    async def body(environment: Environment) -> None:
+        raise AssertionError
+
+    with pytest.raises(EnvironmentUnavailable, match=r"did not come up within 0\.5 s"):
+        within("http://127.0.0.1:9", body, environment_start_timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    "url", ["not a url", "ftp://host", "http://", "http://host:port", "http://h/path", "http://u:p@h"]
+)
+def test_a_bad_url_is_a_config_error(url: str) -> None:
+    async def body(environment: Environment) -> None:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="url"):
+        within(url, body)
+
+
+def test_the_service_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENREWARD_API_KEY", raising=False)
+    monkeypatch.delenv("OPENREWARD_SESSION_URL", raising=False)
+
+    async def open_hosted() -> None:
+        await Environment.open("Org/X", EnvironmentSettings(), secrets={}, rollout=RolloutSettings())
+
+    with pytest.raises(PreflightError, match="OPENREWARD_API_KEY"):
+        asyncio.run(open_hosted())
+
+
+def test_a_refused_key_is_said_so(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        raise AssertionError
+
+    served.answers["/create_session"] = [(401, {})]
+    with pytest.raises(PreflightError, match="OPENREWARD_API_KEY"):
+        within(served.url, body)
+
+
+@pytest.mark.parametrize(
+    ("host", "private"),
+    [
+        ("127.0.0.1", True),
+        ("10.1.2.3", True),
+        ("node17", True),
+        ("8.8.8.8", False),
+        ("api.example.org", False),
+    ],
+)
+def test_private_hosts_bypass_proxies(host: str, private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "a,b")
+    monkeypatch.delenv("no_proxy", raising=False)
+    bypass_proxy(host)
+    bypass_proxy(host)
+    assert os.environ["NO_PROXY"] == ("a,b," + host if private else "a,b")
+    assert os.environ.get("no_proxy") == (host if private else None)
+
+
+def test_retry_after_is_read_in_both_forms() -> None:
+    from email.utils import formatdate
+
+    assert wire.retry_after_s("7") == 7.0
+    assert wire.retry_after_s("99999") == wire.LONGEST_WAIT_S
+    in_ten = wire.retry_after_s(formatdate(time.time() + 10, usegmt=True))
+    assert in_ten is not None
+    assert math.isclose(in_ten, 10, abs_tol=1.5)
+    assert wire.retry_after_s(formatdate(time.time() - 10, usegmt=True)) == 0.0
+    assert wire.retry_after_s("") is None
+    assert wire.retry_after_s("soon") is None
