@@ -89,7 +89,7 @@ def status(options: argparse.Namespace) -> int:
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--step", type=int, help="default: the newest recorded one")
+    parser.add_argument("--step", type=int, help="default: the newest recorded one, or wherever --rollout is")
     parser.add_argument("--rollout", metavar="ID", help="GROUP.SAMPLE; default: a line for each rollout")
     parser.set_defaults(run=view)
 
@@ -102,19 +102,22 @@ def view(options: argparse.Namespace) -> int:
     recorded = [int(p.name.removeprefix("step_")) for p in run.rollouts.glob("step_*")]
     if not recorded:
         raise RecordError(f"{run.rollouts}: no step is recorded yet")
-    step = max(recorded) if options.step is None else options.step
-    found = read_step(run.rollouts_of(step), trained_only=False)
     if options.rollout is None:
+        step = max(recorded) if options.step is None else options.step
+        found = read_step(run.rollouts_of(step), trained_only=False)
         print(f"step {step}: {len(found)} rollouts")
         for s in found:
             reward = "-" if s.reward is None else f"{s.reward:.3f}"
             print(f"{s.id:>10}  {reward:>7}  {s.length:>6} tokens  {s.turns} turns  {s.end:<10} {s.task.id}")
         return EXIT_OK
-    chosen = [s for s in found if s.id == options.rollout]
-    if not chosen or chosen[0].location.file is None:
-        raise RecordError(f"step {step} has no rollout {options.rollout!r}")
-    with RolloutFile(chosen[0].location.file) as record:
-        rollout = record.rollout(chosen[0].location.row)
+    steps = sorted(recorded, reverse=True) if options.step is None else [options.step]
+    found = (s for step in steps for s in read_step(run.rollouts_of(step), trained_only=False))
+    chosen = next((s for s in found if s.id == options.rollout), None)
+    if chosen is None or chosen.location.file is None:
+        where = "any recorded step" if options.step is None else f"step {options.step}"
+        raise RecordError(f"there is no rollout {options.rollout!r} in {where}")
+    with RolloutFile(chosen.location.file) as record:
+        rollout = record.rollout(chosen.location.row)
     for message in rollout.messages:
         print(f"--- {message.get('role')}")
         print(message.get("content", ""))

@@ -156,6 +156,7 @@ class RolloutWorker:
         """One rollout, started afresh after an infrastructure failure."""
         async with self._gate:
             environment = self._environments[request.task.environment]
+            failure: Exception | None = None
             for again in range(self._config.rollout.retries + 1):
                 try:
                     return await self._agent.run(
@@ -166,12 +167,13 @@ class RolloutWorker:
                         stopping=lambda: self._stopping,
                     )
                 except InfraError as error:
-                    failure: Exception = error
+                    failure = error
                     log.warning("rollout %d.%d: %s", request.id, sample, error)
                     await asyncio.sleep(_BACKOFF_S * 2**again)
                 except BadTask as error:
                     failure = error
                     break
+            assert failure is not None
             return failed_rollout(request, sample, failure)
 
     async def _score_group(self, task: Task, rollouts: list[Rollout]) -> None:

@@ -36,12 +36,15 @@ def start(root: Path, *overrides: str, config: str = CONFIG) -> subprocess.Popen
     """Start and return at once; the caller ends it."""
     return subprocess.Popen(
         command(root, *overrides, config=config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
+        text=True, start_new_session=True, env={**os.environ, "ORHPC_TEST_ROOT": str(root)},
     )  # fmt: skip
 
 
 def wait_for(
-    process: subprocess.Popen[str], rundir: RunDir, wanted: Callable[[dict[str, Any]], bool], timeout: float = 120
+    process: subprocess.Popen[str],
+    rundir: RunDir,
+    wanted: Callable[[dict[str, Any]], bool],
+    timeout: float = 120,
 ) -> dict[str, Any]:
     """Wait until an event is there; fails with the run's output when it never comes."""
     end = time.monotonic() + timeout

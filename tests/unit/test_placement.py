@@ -1,0 +1,67 @@
+"""Placement is pure and adds up; ports are below the ephemeral range."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError
+from orhpc.launch.placement import Node, Placement, plan
+from orhpc.ports import LOWEST, free_ports, is_free
+
+
+def config_of(placement: dict[str, object], tp: int) -> Config:
+    return Config.model_validate(
+        {"placement": placement, "engine": {"tp": tp}, "environments": {"a/b": {"serve": "letters"}}}
+    )
+
+
+def nodes_of(count: int) -> tuple[Node, ...]:
+    return tuple(Node(f"n{i}", f"10.0.0.{i + 1}", 16) for i in range(count))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.data())
+def test_every_device_has_its_place(count: int, per_node: int, tp: int, data: st.DataObject) -> None:
+    total = count * per_node
+    engine_devices = data.draw(st.none() | st.integers(1, max(1, total - 1)))
+    placement: dict[str, object] = {"nodes": count, "devices_per_node": per_node}
+    if engine_devices is not None:
+        assume(engine_devices < total)
+        placement |= {"mode": "split", "engine_devices": engine_devices}
+    assume((engine_devices or total) % tp == 0)
+    placed = plan(config_of(placement, tp), nodes_of(count))
+    trainers = {(t.node, t.device) for t in placed.trainers}
+    engines = [
+        (e.node + place // per_node, device)
+        for e in placed.engines
+        for place, device in enumerate(e.devices, start=e.devices[0])
+    ]
+    assert len(engines) == len(set(engines)) == (engine_devices or total)
+    assert [t.rank for t in placed.trainers] == list(range(len(trainers)))
+    if engine_devices is None:
+        assert trainers == set(engines)
+    else:
+        assert trainers.isdisjoint(engines)
+        assert len(trainers) + len(engines) == total
+    assert Placement.from_yaml(placed.to_yaml()) == placed
+
+
+def test_too_few_nodes_is_said_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="4 asked for, the job has 2"):
+        plan(config_of({"nodes": 4}, 4), nodes_of(2))
+
+
+def test_ports_are_free_distinct_and_below_the_ephemeral_range() -> None:
+    ports = free_ports(20, "127.0.0.1", consecutive=True)
+    assert ports == list(range(ports[0], ports[0] + 20))
+    assert ports[0] >= LOWEST
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[3]))
+        taken.listen()
+        assert not is_free("127.0.0.1", ports[3])
+        assert ports[3] not in free_ports(50, "127.0.0.1", seed=1)
