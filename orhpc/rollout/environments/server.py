@@ -25,10 +25,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends, however it does (Linux)."""
+    """Have this process end when the one that started it ends, however it does (Linux).
+
+    The kernel's signal also comes when only the thread that started us ends, as threads of a pool do;
+    then the parent is still there, and we stay.
+    """
     parent = os.getppid()
+
+    def parent_ended(*_: object) -> None:
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.signal(signal.SIGUSR2, parent_ended)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2)
     if os.getppid() != parent:  # it ended before the kernel knew of our wish
         sys.exit(1)
 
