@@ -66,7 +66,7 @@ class FsdpBackend:
         self.policy, self._shapes = self._load(trained=True)
         self._hf_names = HfNames(empty_model(self._model_config(), self.config.model))
         self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
-        self.policy.check(self.device)
+        self.policy.check(self.device, self.dtype)
         self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
         return {"parameters": sum(torch.Size(shape).numel() for shape in self._shapes.values())}
 
@@ -139,7 +139,8 @@ class FsdpBackend:
             start, part = self._rows(parameter, shapes[name])
             part.copy_(full[start : start + len(part)])
         buffers = {} if source is None else dict(source.named_buffers())
-        for name, buffer in model.hf.named_buffers():
+        # Sorted: Gemma's rotary buffers, for one, are registered in the order of a set.
+        for name, buffer in sorted(model.hf.named_buffers(), key=lambda item: item[0]):
             if source is not None:
                 buffer.copy_(buffers[name])
             if self.world_size > 1:

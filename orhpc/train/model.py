@@ -218,10 +218,11 @@ class LogprobModel(nn.Module):
         return ours, theirs.float()
 
     @torch.no_grad()
-    def check(self, device: torch.device) -> None:
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compare packed log-probabilities with the family's own forward pass on a few tokens.
 
-        Raises :class:`~orhpc.errors.ModelError` when they differ: the family does something to its
+        ``dtype`` is the type that the forward pass runs in.  Raises
+        :class:`~orhpc.errors.ModelError` when they differ: the family does something to its
         attention or its logits that this trainer does not know.
         """
         lengths = PROBE_LENGTHS
@@ -243,7 +244,7 @@ class LogprobModel(nn.Module):
         ours, theirs = self(batch, probe=True)
         ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
         difference = float((ours - theirs).abs().max())
-        bound = 1e-3 if self._head().weight.dtype == torch.float32 else 1.0
+        bound = 1e-3 if dtype == torch.float32 else 1.0
         if not difference <= bound:
             raise ModelError(
                 f"{type(self.hf).__name__}: packed log-probabilities differ by {difference:.3g} from the "
@@ -252,8 +253,11 @@ class LogprobModel(nn.Module):
 
 
 def model_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter once, a tied one under its first name, in the model's own order."""
-    return list(model.named_parameters())
+    """Every parameter once, a tied one under its first name, in an order that all ranks share.
+
+    Sorted, because a family may build its modules in the order of a set, which differs by process.
+    """
+    return sorted(model.named_parameters(), key=lambda item: item[0])
 
 
 class HfNames:
