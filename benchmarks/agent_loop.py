@@ -39,7 +39,9 @@ from orhpc.types import FinishReason, Sampling, Task
 TURNS = 4
 CALL = (
     "I should look this up before I answer, since the result depends on what is in stock today.\n"
-    '<tool_call>\n{"name": "search", "arguments": {"query": "price of the blue one", "limit": 3}}\n</tool_call>'
+    "<tool_call>\n"
+    '{"name": "search", "arguments": {"query": "price of the blue one", "limit": 3}}\n'
+    "</tool_call>"
 )
 ANSWER = "The blue one costs seven, so three of them are twenty-one."
 RESULT = "\n".join(f"{n}. item {n * 37 % 101}, in stock: {n % 5}, price {n * 13 % 29}.99" for n in range(12))
@@ -219,9 +221,8 @@ async def compare(options: argparse.Namespace) -> int:
     end = [chat.stop_token_ids[0]]
     call, answer = (chat.codec.encode([text]) + end for text in (CALL, ANSWER))
     bodies = raw_bodies(chat, call)
-    print(
-        f"{TURNS} turns a rollout, {len(call)} sampled tokens a turn, {len(bodies[-1][1])} bytes a last request"
-    )
+    last = sum(map(len, bodies[-1]))
+    print(f"{TURNS} turns a rollout, {len(call)} sampled tokens a turn, {last} bytes in the last request")
 
     low, high = options.latency
     engine = Engine(low, high, call, answer)
