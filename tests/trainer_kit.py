@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ from transformers import (
 )
 
 from orhpc.config import Config
-from orhpc.types import Location, Sample
+from orhpc.train.actor import TrainerRank
+from orhpc.train.batch import plan_batches
+from orhpc.types import Location, MiniBatch, Sample
 
 VOCABULARY = 97
+MAX_TOKENS = 40
+"""Token budget of :func:`plan`: several micro-batches a mini-batch."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -116,6 +121,32 @@ def make_samples(n: int = 8, *, seed: int = 0, longest: int = 24) -> list[Sample
         advantage = float(rng.normal())
         samples.append(Sample(f"0.{i}", length, int(mask_T.sum()), advantage, Location(arrays=arrays)))
     return samples
+
+
+def plan(step: int, *, ranks: int = 1, n_minibatches: int = 1) -> tuple[MiniBatch, ...]:
+    samples = make_samples(8 * n_minibatches, seed=step)
+    return plan_batches(samples, ranks=ranks, n_minibatches=n_minibatches, max_tokens=MAX_TOKENS).minibatches
+
+
+@contextlib.contextmanager
+def ranks_of(folder: str) -> Iterator[Callable[..., TrainerRank]]:
+    """Yield a maker of connected, built ranks of a one-rank trainer: one at a time, closed at the end."""
+    made: list[TrainerRank] = []
+
+    def start(**options: Any) -> TrainerRank:
+        for old in made:
+            old.close()
+        rank = TrainerRank(make_config(**options), folder, 0, 1, 1)
+        made[:] = [rank]
+        rank.connect("127.0.0.1", free_port(), 30)
+        rank.build()
+        return rank
+
+    try:
+        yield start
+    finally:
+        for rank in made:
+            rank.close()
 
 
 def free_port() -> int:

@@ -1,41 +1,32 @@
-"""A trainer rank as the driver uses it: steps, resumes, saves while training, weight sync, export."""
+"""A trainer rank as the driver uses it: steps, resumes, saves while training, export."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from orhpc.errors import CheckpointError, DataError, InfraError, RayLost, StopRequested, WeightSyncFailed
+from orhpc.errors import CheckpointError, DataError, StopRequested
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Role
 from orhpc.train.batch import plan_batches
-from orhpc.train.fetch import fetch_arrays, load_batch, prefetched
-from orhpc.train.weights import BucketSpec
-from orhpc.types import Location, MicroBatch, MiniBatch, Sample
+from orhpc.train.fetch import load_batch
 from tests.trainer_kit import (
-    add_root_to_path,
-    free_port,
+    MAX_TOKENS,
     make_config,
     make_samples,
+    plan,
+    ranks_of,
     run_ranks,
     save_tiny_model,
 )
-from tests.weight_receiver import receive
-
-MAX_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
-    """Makes connected, built ranks of a one-rank trainer, one at a time, and closes them."""
-    made: list[TrainerRank] = []
-
-    def start(**options: Any) -> TrainerRank:
-        for old in made:
-            old.close()
-        rank = TrainerRank(make_config(**options), folder, 0, 1, 1)
-        made[:] = [rank]
-        rank.connect("127.0.0.1", free_port(), 30)
-        rank.build()
-        return rank
-
-    yield start
-    for rank in made:
-        rank.close()
-
-
-def plan(step: int, *, ranks: int = 1, n_minibatches: int = 1) -> tuple[MiniBatch, ...]:
-    samples = make_samples(8 * n_minibatches, seed=step)
-    return plan_batches(samples, ranks=ranks, n_minibatches=n_minibatches, max_tokens=MAX_TOKENS).minibatches
+    with ranks_of(folder) as start:
+        yield start
 
 
 def state_of(rank: TrainerRank) -> dict[str, torch.Tensor]:
@@ -308,145 +281,3 @@ def test_a_torn_checkpoint_is_not_restored(make: Callable[..., TrainerRank], tmp
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="torn or corrupt"):
         rank.restore(str(tmp_path / "checkpoint"))
-
-
-# --- weight sync ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any]]:
-    """``n`` receiving processes; yields the pipes that they report through."""
-    tensors = [t for spec in specs for t in zip(spec.names, spec.dtypes, spec.shapes, strict=True)]
-    add_root_to_path()
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(1, n + 1):
-        pipe, sender = context.Pipe(duplex=False)
-        process = context.Process(target=receive, args=(port, rank, n + 1, tensors, sender))
-        process.start()
-        pipes.append(pipe)
-        processes.append(process)
-    try:
-        yield pipes
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-            process.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "n"), [("float32", 2), ("bfloat16", 1)])
-def test_weights_reach_every_engine(
-    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch, dtype: str, n: int
-) -> None:
-    monkeypatch.setattr("orhpc.train.actor.BUCKET_BYTES", 20_000)
-    rank = make(dtype=dtype)
-    rank.step(plan(0), step=1)
-    specs = rank.weight_buckets()
-    assert len(specs) > 1
-    port = free_port()
-    with engines(n, port, specs) as pipes:
-        rank.join_weight_group("127.0.0.1", port, n + 1, "weights", 60)
-        for index in range(len(specs)):
-            rank.send_bucket(index)
-        exported = rank.backend.export(rank.backend.parameter_shapes())
-        expected = {name: tensor.float().numpy() for name, tensor in exported}
-        for pipe in pipes:
-            assert pipe.poll(60)
-            error, weights = pipe.recv()
-            assert error is None
-            assert weights.keys() == expected.keys()
-            assert all(np.array_equal(weights[name], expected[name]) for name in expected)
-    rank.leave_weight_group()
-    rank.leave_weight_group()
-    with pytest.raises(WeightSyncFailed, match="before"):
-        rank.send_bucket(0)
-
-
-def test_an_engine_that_never_joins_is_a_failed_sync_within_the_deadline(
-    make: Callable[..., TrainerRank],
-) -> None:
-    rank = make()
-    started = time.monotonic()
-    with pytest.raises(WeightSyncFailed, match="did not come up"):
-        rank.join_weight_group("127.0.0.1", free_port(), 2, "weights", 1.0)
-    assert time.monotonic() - started < 20
-    rank.step(plan(0), step=1)
-
-
-@pytest.mark.slow
-def test_an_engine_that_dies_is_a_failed_sync(make: Callable[..., TrainerRank]) -> None:
-    rank = make()
-    port = free_port()
-    with engines(1, port, []) as (pipe,):  # it expects no tensor, so it ends once it has joined
-        rank.join_weight_group("127.0.0.1", port, 2, "weights", 10.0)
-        assert pipe.poll(60)
-    with pytest.raises(WeightSyncFailed, match="did not reach"):
-        rank.send_bucket(0)
-    rank.leave_weight_group()
-    rank.step(plan(0), step=1)
-
-
-def test_the_store_listens_on_the_given_address_only(make: Callable[..., TrainerRank]) -> None:
-    rank = TrainerRank(make_config(), "unused", 0, 1, 1)
-    port = free_port()
-    rank.connect("127.0.0.1", port, 30)
-    listening = [
-        c.laddr.ip
-        for c in psutil.Process().net_connections("tcp")
-        if c.status == "LISTEN" and c.laddr.port == port
-    ]
-    dist.destroy_process_group()
-    assert listening == ["127.0.0.1"]
-
-
-def test_a_missing_rank_is_an_infrastructure_failure(folder: str) -> None:
-    rank = TrainerRank(make_config(ranks=2), folder, 0, 2, 1)
-    with pytest.raises(InfraError, match="did not come up"):
-        rank.connect("127.0.0.1", free_port(), 1.0)
-
-
-# --- fetching -------------------------------------------------------------------------------------
-
-
-def test_arrays_come_from_the_record_when_they_are_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def read_arrays(file: str, row: int) -> dict[str, Any]:
-        asked.append((file, row))
-        return {"tokens_T": np.zeros(2)}
-
-    monkeypatch.setattr("orhpc.record.read_arrays", read_arrays)
-    assert fetch_arrays(Location(file="step.h5", row=4))["tokens_T"].shape == (2,)
-    assert asked == [("step.h5", 4)]
-
-
-def test_arrays_that_are_nowhere_are_an_infrastructure_failure() -> None:
-    with pytest.raises(RayLost, match="neither"):
-        fetch_arrays(Location())
-
-
-def test_the_next_micro_batch_is_loaded_while_this_one_is_worked_on() -> None:
-    loaded = [threading.Event() for _ in range(3)]
-
-    def load(i: int) -> int:
-        loaded[i].set()
-        return i
-
-    seen = []
-    for i in prefetched(load, range(3)):
-        if i < 2:
-            assert loaded[i + 1].wait(10)
-        seen.append(i)
-    assert seen == [0, 1, 2]
-
-
-def test_a_rank_with_nothing_to_do_loads_an_empty_batch() -> None:
-    def never(location: Location) -> dict[str, Any]:
-        raise AssertionError("nothing to fetch")
-
-    assert load_batch(MicroBatch(()), never).tokens == 0
-    sample = Sample("x", 2, 1, 0.0, Location())
-    with pytest.raises(AssertionError):
-        load_batch(MicroBatch((sample,)), never)
