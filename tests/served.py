@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ class Served:
         """Path and headers of every request but pings, in order."""
         self.answers: dict[str, list[tuple[int, dict[str, str]]]] = {}
         """Path to (status, headers) answered once each before the request gets through."""
+        self.documents: dict[str, Any] = {}
+        """Path to JSON that the platform's API answers there."""
         self.cut: dict[str, list[str]] = {}
         """Path to ``before`` or ``after``: break the connection before or after its first event."""
         self.sockets: dict[tuple[str, int], Any] = {}
@@ -48,12 +51,19 @@ class Served:
             self.requests.append((path, {k.decode(): v.decode() for k, v in scope["headers"]}))
         if self.answers.get(path):
             status, headers = self.answers[path].pop(0)
-            raw = [(k.encode(), v.encode()) for k, v in headers.items()]
-            await send({"type": "http.response.start", "status": status, "headers": raw})
-            await send({"type": "http.response.body", "body": b'{"detail": "injected"}'})
+            await _answer(send, status, headers, {"detail": "injected"})
+            return
+        if path in self.documents:
+            await _answer(send, 200, {"Content-Type": "application/json"}, self.documents[path])
             return
         cut = self.cut[path].pop(0) if self.cut.get(path) else None
         await self.server.app(scope, receive, send if cut is None else _cutting(send, cut, scope))
+
+
+async def _answer(send: Any, status: int, headers: dict[str, str], body: Any) -> None:
+    raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 
 def _cutting(send: Any, cut: str, scope: dict[str, Any]) -> Any:

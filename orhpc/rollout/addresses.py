@@ -45,6 +45,11 @@ def checked_host(name: str, url: str) -> str:
     return host
 
 
+def is_openreward(host: str) -> bool:
+    """Whether a host belongs to OpenReward's own service."""
+    return host == "openreward.ai" or host.endswith(".openreward.ai")
+
+
 def bypass_proxy(host: str) -> None:
     """Keep a loopback, private or single-label host out of the proxies that clusters set.
 

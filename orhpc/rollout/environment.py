@@ -28,7 +28,7 @@ from openreward.api.sandboxes.secrets import WELL_KNOWN_SECRETS
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import BadTask, ConfigError, EnvironmentUnavailable, PreflightError
-from orhpc.rollout.addresses import bypass_proxy, checked_host, choose_variant
+from orhpc.rollout.addresses import bypass_proxy, checked_host, choose_variant, is_openreward
 from orhpc.rollout.openreward_session import GuardedSession, Patience, Refused, ToolRaised
 from orhpc.rollout.session import (
     Session,
@@ -106,7 +106,7 @@ class Environment:
         host = host or urlsplit(client.session_base_url).hostname or ""
         bypass_proxy(host)
         handle = client.environments.get(name, base_url=url)
-        if host == "openreward.ai" or host.endswith(".openreward.ai"):
+        if is_openreward(host):
             if not key:
                 raise PreflightError(f"environment {name!r} is reached through OpenReward: set {API_KEY}")
             remember_secrets([key])

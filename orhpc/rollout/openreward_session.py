@@ -307,7 +307,7 @@ class GuardedSession(AsyncSession):
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task})
+                await asyncio.gather(task, return_exceptions=True)
 
     async def _keep_alive(self) -> None:
         failures = 0

@@ -155,7 +155,7 @@ def served() -> Iterator[Served]:
 
 @asynccontextmanager
 async def opened(
-    url: str, name: str = "Org/whodunit", *, secrets: Any = None, settings: Any = None, **rollout: Any
+    url: str | None, name: str = "Org/whodunit", *, secrets: Any = None, settings: Any = None, **rollout: Any
 ) -> AsyncIterator[Environment]:
     environment = await Environment.open(
         name,
@@ -600,6 +600,32 @@ def test_the_service_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(PreflightError, match="OPENREWARD_API_KEY"):
         asyncio.run(open_hosted())
+
+
+def test_the_service_gets_its_key_and_what_it_says_is_needed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_module, "is_openreward", lambda host: True)
+    monkeypatch.setenv("OPENREWARD_SESSION_URL", served.url)
+    monkeypatch.setenv("OPENREWARD_API_URL", served.url)
+    monkeypatch.setenv("OPENREWARD_API_KEY", "key-of-the-service")
+    monkeypatch.delenv("TAVILY_API_KEY", raising=False)
+    served.documents["/v1/environments/Org/whodunit/required-secrets"] = {"secrets": ["tavily_api_key"]}
+
+    async def hosted() -> str:
+        async with opened(None) as environment, environment.session(task()) as session:
+            return (await session.call("secret", {})).text
+
+    with pytest.raises(PreflightError, match="TAVILY_API_KEY"):
+        asyncio.run(hosted())
+    monkeypatch.setenv("TAVILY_API_KEY", "needed")
+    told = asyncio.run(hosted())
+    assert "('tavily_api_key', 'needed')" in told
+    assert "('api_key', 'key-of-the-service')" in told
+    assert served.requests[-1][1]["x-api-key"] == "key-of-the-service"
+    assert {headers.get("x-deployment") for path, headers in served.requests if path == "/create"} == {
+        "Org/whodunit"
+    }
 
 
 def test_a_refused_key_is_said_so(served: Served) -> None:
