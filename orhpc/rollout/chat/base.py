@@ -104,7 +104,8 @@ class ChatFormat(ABC):
             user: the environment's prompt: foreign text.
             system: the system prompt template; its ``{tools}`` becomes the tool descriptions, other
                 braces stay.  None: the model's own.  Without ``{tools}`` the descriptions go where
-                the chat template puts them, or below the system prompt if it knows of none.
+                the chat template puts them, or below the system prompt if it knows of none.  It
+                comes from the run's own config, so control tokens in it count: it may show whole turns.
             tools: what the environment offers.
             thinking: the template's thinking mode.
         """

@@ -1,4 +1,8 @@
-"""Open doors by the words on them: several tool calls, paid door by door, with a treasure at the end."""
+"""Open doors by the words on them: several tool calls, paid door by door, with a treasure at the end.
+
+A model that has learnt to call tools needs no more than the tool's description.  SmolLM2-135M has
+not: ``configs/treasure.yaml`` shows it two calls, after which about three first calls in ten are right.
+"""
 
 from __future__ import annotations
 
