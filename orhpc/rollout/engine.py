@@ -144,6 +144,8 @@ def _cpu_command(
     if config.model.trust_remote_code:
         argv.append("--trust-remote-code")
     for name, value in engine.extra.items():
+        if value is False:
+            continue
         flag = f"--{name.replace('_', '-')}"
         argv += [flag] if value is True else [flag, str(value)]
     return argv

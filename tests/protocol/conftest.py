@@ -229,7 +229,7 @@ def servers(
     found: dict[str, Server] = {}
     for index, (name, (folder, other)) in enumerate(folders.items()):
         extra = {"enable_return_routed_experts": True} if name == "moe" else {}
-        config = engine_config(extra={"dist_timeout": 3, **extra})
+        config = engine_config(extra={"dist_timeout": 8, **extra})
         port = free_port()
         process = EngineProcess(
             config, str(folder), "127.0.0.1", port, KEY, str(logs / f"{name}.log"), index, threads=1
@@ -239,7 +239,7 @@ def servers(
         process.start()
     try:
         for process in processes:
-            asyncio.run(process.wait_ready(120.0))
+            asyncio.run(process.wait_ready(240.0))
         yield found
     finally:
         for process in processes:

@@ -57,12 +57,12 @@ def test_life_and_death(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -
     assert not any(KEY in part for part in command)
     key_file = Path(command[command.index("--api-key-file") + 1])
     assert key_file.stat().st_mode & 0o777 == 0o600
-    asyncio.run(process.wait_ready(120.0))
+    asyncio.run(process.wait_ready(240.0))
     assert process.alive() and not key_file.exists()
     assert KEY not in log.read_text()
     start = time.monotonic()
-    process.stop(10.0)
-    assert time.monotonic() - start < 5.0
+    process.stop(30.0)
+    assert time.monotonic() - start < 20.0, "it did not heed TERM"
     assert not process.alive() and gone(process.pid)
 
 
@@ -81,14 +81,14 @@ def test_it_ends_with_its_parent(folders: dict[str, tuple[Path, Path]], tmp_path
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     try:
-        assert wait_for(lambda: b"serving" in (tmp_path / "log").read_bytes(), 60.0)
+        assert wait_for(lambda: b"serving" in (tmp_path / "log").read_bytes(), 180.0)
         # The signal that the kernel sends for a thread's end alone is not taken for the parent's.
         os.kill(child, signal.SIGUSR1)
         time.sleep(0.3)
         assert not gone(child)
         parent.kill()
         parent.wait()
-        assert wait_for(lambda: gone(child), 10.0)
+        assert wait_for(lambda: gone(child), 60.0)
     finally:
         parent.kill()
         parent.stdout.close()
@@ -105,7 +105,7 @@ def test_a_failure_to_start_says_why(tmp_path: Path) -> None:
     process = EngineProcess(engine_config(), str(empty), "127.0.0.1", free_port(), KEY, str(log), 0)
     process.start()
     with pytest.raises(EngineUnavailable, match=r"config\.json") as failure:
-        asyncio.run(process.wait_ready(60.0))
+        asyncio.run(process.wait_ready(240.0))
     assert str(log) in str(failure.value)
     process.stop()
 

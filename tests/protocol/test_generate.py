@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -245,23 +244,22 @@ def test_the_key_is_needed(dense: Server) -> None:
 
 
 def test_the_server_answers_while_the_model_computes(dense: Server) -> None:
-    async def both(client: EngineClient) -> tuple[list[float], int]:
+    async def both(client: EngineClient) -> tuple[int, int]:
         jobs = [
             asyncio.create_task(
                 client.generate(prompt_of(100, 300 + i), Sampling(max_new_tokens=80, seed=i), rid=f"busy{i}")
             )
             for i in range(8)
         ]
-        waits: list[float] = []
+        answers = 0
         while not all(j.done() for j in jobs):
-            start = time.monotonic()
             await client.health()
-            waits.append(time.monotonic() - start)
-            await asyncio.sleep(0.02)
+            answers += 1
+            await asyncio.sleep(0.005)
         done = await asyncio.gather(*jobs)
-        return waits, sum(len(g.tokens_N) for g in done)
+        return answers, sum(len(g.tokens_N) for g in done)
 
-    waits, tokens = dense.use(both)
+    answers, tokens = dense.use(both)
     assert tokens > 0
-    assert len(waits) >= 2
-    assert sorted(waits)[len(waits) // 2] < 0.5
+    # A server that computes in its event loop answers once, when all is done.
+    assert answers >= 5

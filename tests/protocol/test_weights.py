@@ -204,8 +204,11 @@ def test_from_a_process_group(sender: Sender, load_format: str | None) -> None:
     assert_serves(server, server.other, 8)
 
 
+@pytest.mark.slow
 def test_a_broadcast_that_never_comes_leaves_weights_partial(sender: Sender) -> None:
     server = sender.server
+    if server.moe:
+        pytest.skip("one wait for the deadline is enough")
     parts = buckets(other_weights(server))
     sender.send(parts[0], None, None)
     names, dtypes, shapes = specs(parts[1])
@@ -323,6 +326,7 @@ def test_malformed_updates_are_refused(dense: Server, path: str, body: dict[str,
     assert dense.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_group_without_a_sender_is_given_up(dense: Server) -> None:
     if not dense.own:
         pytest.skip("needs a short deadline")

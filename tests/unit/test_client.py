@@ -38,6 +38,7 @@ class FakeEngine:
         self.generate_status = 200
         self.message = "broken"
         self.delay_s = 0.0
+        self.hold: asyncio.Event | None = None
         self.hang_up = False
         self.change: Callable[[dict[str, Any]], None] = lambda answer: None
         self.requests: list[dict[str, Any]] = []
@@ -46,7 +47,6 @@ class FakeEngine:
         self.refuse: set[str] = set()
         self.keys: set[str | None] = set()
         self.running = 0
-        self.most_running = 0
         self.url = ""
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -54,9 +54,10 @@ class FakeEngine:
         self.requests.append(body)
         self.keys.add(request.headers.get("Authorization"))
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
         try:
             await asyncio.sleep(self.delay_s)
+            if self.hold is not None:
+                await self.hold.wait()
         finally:
             self.running -= 1
         if self.hang_up:
@@ -124,7 +125,7 @@ async def serving(*engines: FakeEngine) -> AsyncIterator[list[str]]:
 def with_client(engine: FakeEngine, work: Callable[[EngineClient], Any], **options: Any) -> Any:
     async def run() -> Any:
         async with serving(engine) as (url,):
-            settings = {"key": "k", "request_timeout_s": 5.0, "route_shape": SHAPE, **options}
+            settings = {"key": "k", "request_timeout_s": 60.0, "route_shape": SHAPE, **options}
             client = EngineClient(url, **settings)
             try:
                 return await work(client)
@@ -138,7 +139,7 @@ def with_pool(engines: list[FakeEngine], work: Callable[[EnginePool], Any], **op
     async def run() -> Any:
         async with serving(*engines) as urls:
             settings = {
-                "key": "k", "request_timeout_s": 5.0, "probe_interval_s": 0.02, "recovery_s": 2.0, **options
+                "key": "k", "request_timeout_s": 60.0, "probe_interval_s": 0.02, "recovery_s": 30.0, **options
             }  # fmt: skip
             async with EnginePool(urls, **settings) as pool:
                 return await work(pool)
@@ -282,7 +283,7 @@ def test_a_deadline_ends_a_generation_and_aborts_it_there() -> None:
     start = time.monotonic()
     with pytest.raises(EngineUnavailable, match=r"within 0\.2 s"):
         with_client(engine, lambda c: c.generate([4, 5], SAMPLING, rid="slow"), request_timeout_s=0.2)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert engine.bodies["/abort_request"] == {"rid": "slow"}
 
 
@@ -429,7 +430,8 @@ def test_an_engine_comes_back_only_healthy_and_current() -> None:
         sick.healthy = True
         await asyncio.sleep(0.1)
         assert not await served_by_sick(pool), "healthy, but with old weights"
-        assert "holds version 2, not 3" in pool.down()[sick.url]
+        while "holds version 2, not 3" not in pool.down()[sick.url]:
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineUnavailable, match="holds version 2"):
             await pool.readmit(sick.url)
         sick.version = "3"
@@ -450,7 +452,7 @@ def test_it_comes_back_by_itself() -> None:
         await asyncio.sleep(0.1)
         assert not job.done()
         engine.healthy = True
-        await asyncio.wait_for(job, 2)
+        await asyncio.wait_for(job, 30)
 
     with_pool([engine], run)
 
@@ -498,7 +500,7 @@ def test_a_pool_gives_up_in_bounded_time_and_says_why() -> None:
             await ask(pool)
         return time.monotonic() - start
 
-    assert with_pool(engines, run, recovery_s=0.3) < 3
+    assert with_pool(engines, run, recovery_s=0.3) < 20
 
 
 def test_attempts_are_bounded() -> None:
@@ -569,15 +571,17 @@ def test_a_pool_needs_engines() -> None:
 
 def test_many_concurrent_requests_are_all_in_flight() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    for engine in engines:
-        engine.delay_s = 1.0
 
-    async def run(pool: EnginePool) -> tuple[float, float]:
-        start, cpu = time.monotonic(), time.process_time()
-        got = await asyncio.gather(*(ask(pool, f"r{i}", f"a{i}") for i in range(512)))
-        assert len(got) == 512
-        return time.monotonic() - start, time.process_time() - cpu
+    async def run(pool: EnginePool) -> None:
+        hold = asyncio.Event()
+        for engine in engines:
+            engine.hold = hold
+        jobs = [asyncio.create_task(ask(pool, f"r{i}", f"a{i}")) for i in range(512)]
+        while sum(e.running for e in engines) < 512:
+            assert not any(job.done() for job in jobs)
+            await asyncio.sleep(0.01)
+        assert {e.running for e in engines} == {256}
+        hold.set()
+        await asyncio.gather(*jobs)
 
     with_pool(engines, run)
-    assert sum(e.most_running for e in engines) == 512
-    assert {e.most_running for e in engines} == {256}
