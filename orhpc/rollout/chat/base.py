@@ -75,6 +75,9 @@ class ChatFormat(ABC):
             raise ModelError(
                 f"model.chat_format: {self.family} needs the token {missing[0]!r}, which the tokenizer lacks"
             )
+        found = [*map(self.codec.token_id, self.stops), getattr(tokenizer, "eos_token_id", None)]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in found if i is not None))
+        """Ids after which an engine ends a turn."""
         plain = [m for m in self.text_markers if self.codec.token_id(m) is None]
         self._plain_markers = re.compile("|".join(map(re.escape, plain)) or r"(?!)")
         self._skeleton = lru_cache(maxsize=256)(self._make_skeleton)
@@ -82,13 +85,6 @@ class ChatFormat(ABC):
         self._takes_tools = self._template is None or _PROBE_TOOL in self._render(
             [{"role": "user", "content": "?"}], [_function(ToolSpec(_PROBE_TOOL, "", {}))], False
         )
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids after which an engine ends a turn."""
-        found = [self.codec.token_id(token) for token in self.stops]
-        end = getattr(self._tokenizer, "eos_token_id", None)
-        return tuple(dict.fromkeys(i for i in (*found, end) if i is not None))
 
     def prompt_ids(
         self,
@@ -109,7 +105,7 @@ class ChatFormat(ABC):
             tools: what the environment offers.
             thinking: the template's thinking mode.
         """
-        parts = self._skeleton(system, _json([self._safe_function(tool) for tool in tools]), thinking)
+        parts = self._skeleton(system, _json([_function(tool) for tool in tools]), thinking)
         return self._fill(parts, [user])
 
     def tool_results_ids(
@@ -167,9 +163,6 @@ class ChatFormat(ABC):
             f'<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
         )
 
-    def _safe_function(self, tool: ToolSpec) -> dict[str, Any]:
-        return _map_strings(_function(tool), self._defuse)
-
     def _defuse(self, text: str) -> str:
         """Break control text visibly: for tool descriptions, which go through the template."""
         for token in sorted({*self.codec.controls, *self.text_markers}, key=len, reverse=True):
@@ -181,7 +174,7 @@ class ChatFormat(ABC):
         return self.codec.encode([p if isinstance(p, str) else p.fill(safe[p.index]) for p in parts])
 
     def _make_skeleton(self, system: str | None, tools: str, thinking: bool) -> tuple[str | _Slot, ...]:
-        functions = json.loads(tools)
+        functions = _map_strings(json.loads(tools), self._defuse)
         listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
         if system is not None and TOOLS_PLACE in system:
             system, functions = system.replace(TOOLS_PLACE, listed), []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from orhpc.errors import ModelError
@@ -38,6 +39,8 @@ class Codec:
         alternatives = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._control = re.compile(f"({alternatives})")
         self._overlapping = re.compile(f"(?={alternatives})")
+        # What a template writes around foreign text is the same every time.
+        self._constant = lru_cache(maxsize=1024)(lambda text: tuple(self._content(text)))
 
     def token_id(self, token: str) -> int | None:
         """Id of a control token, None when the vocabulary has none of that name."""
@@ -51,24 +54,27 @@ class Codec:
         apart, after the first character, so that what the model reads is the same text.
         """
         ids: list[int] = []
-        run: list[str] = []
+        run, constant = "", True
         for part in parts:
             if isinstance(part, Foreign):
-                run.append(part.text)
+                run, constant = run + part.text, False
                 continue
             for position, piece in enumerate(self._control.split(part)):
                 if position % 2 == 0:
-                    run.append(piece)
+                    run += piece
                     continue
-                ids += self._content("".join(run))
-                run.clear()
+                ids += self._constant(run) if constant else self._content(run)
                 ids.append(self.controls[piece])
-        return ids + self._content("".join(run))
+                run, constant = "", True
+        ids += self._constant(run) if constant else self._content(run)
+        return ids
 
     def _content(self, text: str) -> list[int]:
         if not text:
             return []
-        cuts = [match.start() + 1 for match in self._overlapping.finditer(text)]
+        cuts: list[int] = []
+        if self._control.search(text):
+            cuts = [match.start() + 1 for match in self._overlapping.finditer(text)]
         ids = [i for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for i in self._plain(text[a:b])]
         if self._control_ids.isdisjoint(ids):
             return ids
