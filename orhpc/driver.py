@@ -24,9 +24,11 @@ from orhpc.errors import (
     EXIT_FAILED,
     EXIT_OK,
     Action,
+    EnvironmentUnavailable,
     NonFinite,
     OrhpcError,
     OutOfMemory,
+    PreflightError,
     StopRequested,
     policy_of,
 )
@@ -81,7 +83,7 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
             raise StopRequested("asked to stop")
         with phases.timed("rollout"):
             async with parts.serving():
-                taken = await parts.producer.take(state.step, run.stop_requested)
+                taken = await parts.take(state.step, run.stop_requested)
         plan = plan_step(taken.groups, config, len(run.placement.trainers), state.max_tokens)
         with phases.timed("update"):
             metrics = await update(run, parts, plan, state)
@@ -178,7 +180,13 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     )
     state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None)
-    parts = await bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step)
+    try:
+        parts = await bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step)
+    except EnvironmentUnavailable as error:
+        if name is not None:
+            raise
+        # It has been waited for, and the run has nothing to lose: more likely a wrong address.
+        raise PreflightError(str(error)) from error
     try:
         load = run.config.checkpoint.load if name is None else None
         folder = run.rundir.checkpoints / str(name) if name else Path(load) if load else None

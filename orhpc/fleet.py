@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,10 @@ async def call_all(
     return list(await asyncio.gather(*(call(r, f"{what} {i}", timeout_s) for i, r in enumerate(references))))
 
 
-def spawn(kind: type[Any], node_id: str, name: str, *args: Any, **options: Any) -> ActorHandle[Any]:
+def spawn(kind: type[Any], node_id: str, *args: Any, **options: Any) -> ActorHandle[Any]:
     """Start an actor on a node; Ray never restarts it, and never retries its calls."""
     remote: Any = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, **options)(kind)
     return remote.options(
-        name=name,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
     ).remote(*args)
 
@@ -115,7 +115,7 @@ class Trainers:
         world = len(placement.trainers)
         ranks = [
             spawn(
-                TrainerRank, ids[t.node], f"trainer-{t.rank}", config, model_dir, t.rank, world, t.threads,
+                TrainerRank, ids[t.node], config, model_dir, t.rank, world, t.threads,
                 # Training stays on one thread, which owns torch's thread count; a stop reaches it there.
                 concurrency_groups={_CONTROL: 1},
             )
@@ -237,8 +237,12 @@ class Trainers:
 class Engines:
     """All inference engines: consumes weights, serves the workers."""
 
-    def __init__(self, hosts: list[ActorHandle[Any]], urls: list[str], config: Config, key: str) -> None:
-        self._hosts = hosts
+    def __init__(
+        self, starters: list[Callable[[], ActorHandle[Any]]], urls: list[str], config: Config, key: str
+    ) -> None:
+        self._starters = starters
+        self._hosts = [start() for start in starters]
+        self._start_timeout_s = config.engine.start_timeout_s
         self.urls = urls
         self.pool = EnginePool(urls, key=key, request_timeout_s=config.engine.request_timeout_s)
         self.group_name: str | None = None
@@ -259,20 +263,64 @@ class Engines:
         cls, config: Config, placement: Placement, ids: Sequence[str], model_dir: str, logs: Path, key: str
     ) -> Engines:
         """Start every server and wait until all answer."""
-        hosts, urls = [], []
+        starters, urls = [], []
         for place in placement.engines:
             address = placement.nodes[place.node].address
-            (port,) = free_ports(1, address, seed=place.index)
+            (port,) = free_ports(1, address)
             log = logs / f"engine_{place.index:03d}.log"
-            host = spawn(
-                EngineProcess, ids[place.node], f"engine-{place.index}",
-                config, model_dir, address, port, key, str(log), place.index, place.threads,
-            )  # fmt: skip
-            hosts.append(host)
+            arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads)
+            starters.append(partial(spawn, EngineProcess, ids[place.node], *arguments))
             urls.append(f"http://{address}:{port}")
-            await call(host.start.remote(), f"engine {place.index}")
-        await call_all([h.wait_ready.remote(config.engine.start_timeout_s) for h in hosts], "engine")
-        return cls(hosts, urls, config, key)
+        self = cls(starters, urls, config, key)
+        await self._bring_up(self._hosts)
+        return self
+
+    async def _bring_up(self, hosts: Sequence[ActorHandle[Any]]) -> None:
+        await call_all([h.start.remote() for h in hosts], "engine start")
+        await call_all([h.wait_ready.remote(self._start_timeout_s) for h in hosts], "engine")
+
+    async def watch(self) -> list[int]:
+        """Look whether every server's process lives; the dead ones get no more calls.
+
+        Returns their indices.  As long as one lives, it takes over the others' requests.
+
+        Raises:
+            EngineUnavailable: none is left.
+        """
+        alive = await asyncio.gather(*(self._alive(h) for h in self._hosts))
+        dead = [i for i, ok in enumerate(alive) if not ok]
+        for index in dead:
+            self.pool.mark_down(self.urls[index], f"engine {index}: the process has ended")
+        if len(dead) == len(alive):
+            raise EngineUnavailable(f"all {len(dead)} engines have ended; see their logs")
+        return dead
+
+    async def _alive(self, host: ActorHandle[Any]) -> bool:
+        try:
+            return await call(host.alive.remote(), "engine alive", 30.0)
+        except RayLost:
+            return False
+
+    async def heal(self) -> list[int]:
+        """Start dead servers again, on their ports; returns their indices.
+
+        They hold the base model's weights, and the workers send them nothing until a sync has given
+        them the published version.
+        """
+        dead = await self.watch()
+        if not dead:
+            return []
+        for index in dead:
+            ray.kill(self._hosts[index])
+            self._hosts[index] = self._starters[index]()
+        await self._bring_up([self._hosts[i] for i in dead])
+        if self.group_name is not None:  # the dead were members: it has to be formed anew
+            await self.pool.destroy_weights_update_group(self.group_name)
+            self.group_name = None
+        self.pool.published_version = None  # healthy is enough for now: the sync follows
+        for index in dead:
+            await self.pool.readmit(self.urls[index])
+        return dead
 
     async def release(self) -> None:
         """Sleep: give back weights and KV cache; a weight sync must follow :meth:`resume`."""
@@ -280,13 +328,6 @@ class Engines:
 
     async def resume(self, tag: str) -> None:
         await self.pool.resume_memory_occupation([tag])
-
-    async def check(self) -> None:
-        """Raises EngineUnavailable, naming it, when an engine's process has ended."""
-        alive = await call_all([h.alive.remote() for h in self._hosts], "engine alive", 60.0)
-        dead = [str(i) for i, ok in enumerate(alive) if not ok]
-        if dead:
-            raise EngineUnavailable(f"engine {', '.join(dead)}: the process has ended; see its log")
 
     async def close(self) -> None:
         await self.pool.close()
@@ -325,7 +366,7 @@ async def start_workers(
     handles = [
         WorkerHandle(
             spawn(
-                RolloutWorker, ids[w.node], f"worker-{w.index}", *make_args(w.index),
+                RolloutWorker, ids[w.node], *make_args(w.index),
                 max_concurrency=config.rollout.max_concurrent + 8,
             ),
             w.index,

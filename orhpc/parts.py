@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
 
+_WATCH_S = 2.0
+_CLOSE_S = 30.0
+
 
 @dataclass(slots=True)
 class Parts:
@@ -48,6 +51,8 @@ class Parts:
         """
         if self.engines is None:
             return 0
+        for index in await self.engines.heal():
+            log.error("engine %d had ended and was started again", index)
         colocated = self.config.placement.mode == "colocated"
         if colocated:
             await self.engines.resume("weights")
@@ -59,6 +64,22 @@ class Parts:
         await self.tell_workers("published", version)
         return sent
 
+    async def take(self, version: int, stop: Callable[[], bool]) -> Taken:
+        """The producer's next groups, while the engines are watched.
+
+        Raises:
+            EngineUnavailable: no engine is left.
+            StopRequested: ``stop`` became true.
+        """
+        taking = asyncio.ensure_future(self.producer.take(version, stop))
+        try:
+            while not (await asyncio.wait([taking], timeout=_WATCH_S))[0]:
+                if self.engines is not None:
+                    await self.engines.watch()
+            return await taking
+        finally:
+            taking.cancel()
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Engines serve inside; where both sides share devices the trainer sleeps meanwhile."""
@@ -68,6 +89,7 @@ class Parts:
         await self.trainers.sleep()
         await self.engines.resume("kv_cache")
         yield
+        await self.engines.watch()
         await self.engines.release()
         await self.trainers.wake()
 
@@ -104,7 +126,7 @@ class Parts:
 
     async def close(self) -> None:
         """Stop everything; what is already gone does not matter."""
-        closing = [w.call("close", timeout_s=60.0) for w in self.workers]
+        closing = [w.call("close", timeout_s=_CLOSE_S) for w in self.workers]
         for outcome in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 log.warning("a worker did not close: %s", outcome)

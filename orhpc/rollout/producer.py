@@ -97,7 +97,7 @@ class Producer:
         self._dropped = Taken([])
         self._version = 0
         self._open = False
-        self._budget = 0
+        self._wanted = self._budget = 0
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -119,7 +119,8 @@ class Producer:
             InfraError: a worker was lost.
         """
         self._version = version
-        batch = self._settings.batch_size
+        batch, ahead = self._settings.batch_size, self._settings.batch_size * self._settings.max_staleness
+        self._wanted = math.ceil(batch * self._settings.oversample) + ahead
         self._budget = math.ceil(batch * self._settings.oversample) + batch * self._settings.max_refills
         self._open = True
         try:
@@ -136,10 +137,13 @@ class Producer:
                 self._drop_stale()
                 self._fill()
         finally:
-            self._open = self._settings.max_staleness > 0
+            # Groups begun while this step trains are used `max_staleness` versions later at the most.
+            self._open, self._wanted = ahead > 0, ahead
         if not self._open:
             await self.cancel()
-        return self._choose(batch)
+        taken = self._choose(batch)
+        self._fill()
+        return taken
 
     async def cancel(self) -> None:
         """Give up what is in flight; their tasks stay pending unless oversampling was meant to lose them."""
@@ -169,9 +173,7 @@ class Producer:
 
     def _fill(self) -> None:
         """Dispatch until enough groups are ready or in flight, or the step's budget is used up."""
-        batch, staleness = self._settings.batch_size, self._settings.max_staleness
-        wanted = math.ceil(batch * self._settings.oversample) * (1 + staleness)
-        while self._open and self._budget > 0 and len(self._ready) + len(self._flying) < wanted:
+        while self._open and self._budget > 0 and len(self._ready) + len(self._flying) < self._wanted:
             self._dispatch(self._next_id())
             self._budget -= 1
 

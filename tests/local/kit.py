@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,18 @@ def run(
     )  # fmt: skip
 
 
-def start(root: Path, *overrides: str, config: str = CONFIG) -> subprocess.Popen[str]:
-    """Start and return at once; the caller ends it."""
-    return subprocess.Popen(
+@contextmanager
+def started(root: Path, *overrides: str, config: str = CONFIG) -> Iterator[subprocess.Popen[str]]:
+    """Start a run; at the end of the block it gets SIGKILL, as in a power failure."""
+    process = subprocess.Popen(
         command(root, *overrides, config=config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True, env={**os.environ, "ORHPC_TEST_ROOT": str(root)},
     )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def wait_for(
@@ -55,14 +61,7 @@ def wait_for(
         if process.poll() is not None:
             raise AssertionError(f"ended with {process.returncode}: {process.stdout.read()}")  # type: ignore[union-attr]
         time.sleep(0.05)
-    process.kill()
     raise AssertionError("the event never came")
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL, as a power failure would be to the launcher."""
-    process.send_signal(signal.SIGKILL)
-    process.wait()
 
 
 def children_of(rundir: RunDir) -> list[str]:
