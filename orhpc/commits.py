@@ -146,6 +146,22 @@ def newest_good(rundir: RunDir) -> tuple[CommitName | None, Manifest | None, lis
     return None, None, []
 
 
+def source(path: Path) -> Path:
+    """The commit folder that ``checkpoint.load`` means: one by itself, or a run's newest good one.
+
+    Raises:
+        CheckpointError: there is no whole commit.
+    """
+    if not (path / "attempts").is_dir():
+        verify(path)
+        return path
+    rundir = RunDir(path)
+    name, _, _ = newest_good(rundir)
+    if name is None:
+        raise CheckpointError(f"checkpoint.load: {path} has not committed anything")
+    return rundir.checkpoints / str(name)
+
+
 def sweep(
     rundir: RunDir, attempt: int, *, keep: int, keep_every: int | None, pinned: Sequence[CommitName] = ()
 ) -> list[str]:

@@ -333,7 +333,7 @@ class CheckpointSettings(Section):
     keep_every: Positive | None = None
     """Commits of steps divisible by it are kept for good."""
     load: str | None = None
-    """Checkpoint folder to start a new run from (weights, optimiser and data position)."""
+    """Commit folder, or run directory, whose weights and optimiser a new run starts from."""
     save_timeout_s: Seconds = 1800.0
     """A save that takes longer is abandoned, loudly."""
 

@@ -189,7 +189,7 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
         raise PreflightError(str(error)) from error
     try:
         load = run.config.checkpoint.load if name is None else None
-        folder = run.rundir.checkpoints / str(name) if name else Path(load) if load else None
+        folder = run.rundir.checkpoints / str(name) if name else commits.source(Path(load)) if load else None
         await parts.trainers.restore(folder)
         await parts.publish(state.step)
         saver = Saver(

@@ -38,6 +38,8 @@ from orhpc.train.actor import TrainerRank
 from orhpc.types import BatchPlan, GroupRequest, PromptGroup
 
 POLL_S = 0.2
+COLLECTIVE_TIMEOUT_S = 900.0
+"""Ranks wait for each other in a collective at most this long."""
 _CONTROL = "control"
 
 
@@ -124,7 +126,7 @@ class Trainers:
         host = placement.nodes[placement.trainers[0].node].address
         self = cls(ranks, host)
         (port,) = free_ports(1, host)
-        await self._all("connect", host, port, 300.0)
+        await self._all("connect", host, port, COLLECTIVE_TIMEOUT_S)
         self.info = (await self._all("build"))[0]
         return self
 

@@ -43,8 +43,11 @@ def check_paths(config: Config) -> None:
         raise ModelError(f"model.path: {path} is neither a folder nor a hub name")
     if config.train.replay_rollouts is not None:
         _check_record(Path(config.train.replay_rollouts), config.train.steps)
-    if config.checkpoint.load is not None and not (Path(config.checkpoint.load) / "manifest.json").is_file():
-        raise ConfigError(f"checkpoint.load: {config.checkpoint.load} is not a checkpoint folder")
+    load = config.checkpoint.load
+    if load is not None and not any(
+        (Path(load) / inside).exists() for inside in ("manifest.json", "attempts")
+    ):
+        raise ConfigError(f"checkpoint.load: {load} is neither a checkpoint folder nor a run directory")
     for name, settings in config.environments.items():
         if settings.url and not re.match(r"https?://[^/]+", settings.url):
             raise ConfigError(f"environments.{name}.url: {settings.url!r} is not an http address")

@@ -197,3 +197,13 @@ def test_readers_skip_torn_lines_and_stale_attempts(tmp_path: Path) -> None:
     assert steps_of(events)[1]["reward_mean"] == 0.5
     for line in path.read_text().splitlines()[:1]:
         assert set(json.loads(line)) >= {"event", "time", "attempt", "step"}
+
+
+def test_load_takes_a_commit_or_a_run_and_nothing_else(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(CheckpointError, match="has not committed anything"):
+        commits.source(run.path)
+    name = commit(run, 3, start(run))
+    assert commits.source(run.path) == commits.source(run.checkpoints / str(name))
+    with pytest.raises(CheckpointError):
+        commits.source(tmp_path)
