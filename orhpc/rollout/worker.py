@@ -22,6 +22,7 @@ from orhpc.record import RolloutFile, record_path, write_rollouts
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment import Environment
+from orhpc.rollout.rewards import with_group_score
 from orhpc.rollout.upload import Uploader
 from orhpc.rundir import RunDir
 from orhpc.secrets import install_redaction, resolve_secrets
@@ -187,8 +188,8 @@ class RolloutWorker:
             for rollout in rollouts:
                 rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, str(error)
             return
-        for rollout, score in zip(rollouts, scores, strict=True):
-            rollout.reward = (rollout.reward or 0.0) + score
+        settings = self._config.environments[task.environment]
+        rollouts[:] = [with_group_score(r, s, settings) for r, s in zip(rollouts, scores, strict=True)]
 
     def _summary(self, rollout: Rollout) -> RolloutSummary:
         versions = rollout.versions_T[rollout.loss_mask_T]
