@@ -74,6 +74,8 @@ def finalise(folder: Path, manifest: Manifest) -> Path:
             if size != shard.size:
                 raise CheckpointError(f"{name}: {shard.name} has {size} bytes, {shard.size} were written")
         write_atomic(folder / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        if target.exists():  # a damaged one, which this attempt has passed over and done again
+            shutil.rmtree(target.rename(target.with_name(f".{name}.doomed")))
         folder.rename(target)
         sync_folder(folder.parent)
     except OSError as error:

@@ -105,7 +105,13 @@ class RunDir:
         return number
 
     def record_start(self, number: int, started_from: CommitName | None) -> None:
-        """Fix what an attempt starts from; later commits of older attempts count no more."""
+        """Fix what an attempt starts from; later commits of older attempts count no more.
+
+        Only the first call counts: an attempt that begins again in place goes on from its own
+        commits.
+        """
+        if (self.attempt(number) / "start.json").exists():
+            return
         start = {"started_from": str(started_from) if started_from else None}
         write_atomic(self.attempt(number) / "start.json", json.dumps(start))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_FAILED, EnvironmentUnavailable
+from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, EnvironmentUnavailable
 from orhpc.launch import processes
 from orhpc.launch.placement import Placement
 from orhpc.launch.ray_cluster import RayNode, make_token, ray_environment
@@ -60,12 +60,15 @@ class ServedEnvironments:
         """Start again whatever has ended; its sessions are lost, and the rollouts retried.
 
         Raises:
+            ConfigError: a server refused what the config says of its environment.
             EnvironmentUnavailable: a server ends within seconds of every start.
         """
         for label, process in list(self._running.items()):
             if process.poll() is not None:
                 if time.monotonic() - self._started[label] < _MIN_LIFE_S:
                     log = self._commands[label][1]
+                    if process.returncode == EXIT_CONFIG:
+                        raise ConfigError(processes.last_line(log).removeprefix("orhpc: "))
                     raise EnvironmentUnavailable(
                         f"environment server {label} ended with status {process.returncode}: "
                         f"{processes.last_line(log)} ({log})"

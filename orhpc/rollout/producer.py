@@ -136,6 +136,9 @@ class Producer:
                     raise StopRequested("stopped while collecting rollouts")
                 self._drop_stale()
                 self._fill()
+        except BaseException:
+            self._abandon()
+            raise
         finally:
             # Groups begun while this step trains are used `max_staleness` versions later at the most.
             self._open, self._wanted = ahead > 0, ahead
@@ -145,16 +148,21 @@ class Producer:
         self._fill()
         return taken
 
-    async def cancel(self) -> None:
-        """Give up what is in flight; their tasks stay pending unless oversampling was meant to lose them."""
+    def _abandon(self, *, keep: bool = True) -> dict[int, asyncio.Task[None]]:
+        """Cancel what is in flight on this side; ``keep``: as pending, to be rolled out again."""
         flying, self._flying = self._flying, {}
-        if not flying:
-            return
         for group_id, task in flying.items():
             task.cancel()
             self._load[self._worker_of.pop(group_id)] -= 1
-            if self._settings.oversample == 1.0:
+            if keep:
                 self._again.append(group_id)
+        return flying
+
+    async def cancel(self) -> None:
+        """Give up what is in flight; its tasks stay pending, but oversampling is meant to lose some."""
+        flying = self._abandon(keep=self._settings.oversample == 1.0)
+        if not flying:
+            return
         await asyncio.gather(*flying.values(), return_exceptions=True)
         await asyncio.gather(*(w.cancel(list(flying)) for w in self._workers), return_exceptions=True)
 

@@ -234,9 +234,9 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
         ("environments.e={url: ftp://x}", 2, "is not an http address"),
         ("placement.device=cuda", 2, "engine.backend: cpu needs placement.device: cpu"),
         ("placement.nodes=2", 2, "--local is one node"),
-        ("environments.e={serve: nothing-such}", 3, "nothing-such"),
+        ("environments.e={serve: nothing-such}", 2, "nothing-such"),
         ("environments.e={url: 'http://127.0.0.1:1'}", 3, "did not come up within 3 s"),
-        ("environments.orhpc/letters.serve_options={typo: 1}", 3, "typo"),
+        ("environments.orhpc/letters.serve_options={typo: 1}", 2, "typo"),
         ("rollout.custom_agent=no.such:thing", 2, "rollout.custom_agent"),
     ],
 )

@@ -207,3 +207,14 @@ def test_load_takes_a_commit_or_a_run_and_nothing_else(tmp_path: Path) -> None:
     assert commits.source(run.path) == commits.source(run.checkpoints / str(name))
     with pytest.raises(CheckpointError):
         commits.source(tmp_path)
+
+
+def test_a_restart_in_place_goes_on_from_its_own_commits(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start(run)
+    two = commit(run, 2, attempt)
+    run.record_start(attempt, two)
+    assert run.lineage() == [two]
+    four = commit(run, 4, attempt, b"damaged later")
+    assert commit(run, 4, attempt, b"done again") == four
+    assert commits.newest_good(run)[0] == four
