@@ -29,7 +29,7 @@ from orhpc.types import PromptGroup
 log = logging.getLogger(__name__)
 
 _WATCH_S = 2.0
-_CLOSE_S = 30.0
+_CLOSE_S = 45.0
 
 
 @dataclass(slots=True)

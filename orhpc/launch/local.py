@@ -42,6 +42,7 @@ def run_local(config: Config) -> int:
     prepare.check_paths(config)
     placement = plan(config, (local_node(),))
     prepare.check_machine(config)
+    prepare.check_keys(config)
     rundir = prepare.run_directory(config)
     rundir.create()
     with rundir.held():

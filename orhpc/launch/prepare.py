@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from orhpc.config import Config
 from orhpc.config_files import changes_on_resume, dump_config, load_config
 from orhpc.errors import CheckpointError, ConfigError, ModelError, PreflightError
 from orhpc.rundir import RunDir, write_atomic
+from orhpc.secrets import resolve_secrets
 
+SERVICE_KEY = "OPENREWARD_API_KEY"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -130,6 +133,27 @@ def check_machine(config: Config) -> None:
                 f"placement.devices_per_node: {config.placement.devices_per_node} GPUs asked for, "
                 f"this machine has {gpus}; configs/local.yaml and configs/tiny.yaml run without"
             )
+
+
+def check_keys(config: Config) -> None:
+    """Check that every key the run will need has a value, before a GPU is asked for.
+
+    Raises:
+        PreflightError: names the key and who needs it.
+    """
+    for name, settings in config.environments.items():
+        known = resolve_secrets(config.secrets, settings.secrets)
+        by_service = settings.url is None and settings.serve is None
+        if by_service and not (_service_key() or any(k.upper() == SERVICE_KEY for k in known)):
+            raise PreflightError(
+                f"environments.{name}: reached through OpenReward, so {SERVICE_KEY} must be set"
+            )
+    if config.rollout.openreward_upload and not _service_key():
+        raise PreflightError(f"rollout.openreward_upload: {SERVICE_KEY} must be set")
+
+
+def _service_key() -> str:
+    return os.environ.get(SERVICE_KEY, "")
 
 
 def begin_attempt(rundir: RunDir, config: Config, **facts: object) -> int:

@@ -237,6 +237,9 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
         ("environments.e={serve: nothing-such}", 2, "nothing-such"),
         ("environments.e={url: 'http://127.0.0.1:1'}", 3, "did not come up within 3 s"),
         ("environments.orhpc/letters.serve_options={typo: 1}", 2, "typo"),
+        ("environments.Some/One={}", 3, "OPENREWARD_API_KEY must be set"),
+        ("rollout.openreward_upload=true", 3, "OPENREWARD_API_KEY must be set"),
+        ("secrets.no_such_key_here=null", 3, "NO_SUCH_KEY_HERE"),
         ("rollout.custom_agent=no.such:thing", 2, "rollout.custom_agent"),
     ],
 )
