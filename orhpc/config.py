@@ -10,34 +10,12 @@ field.  This module imports neither torch nor ray: login nodes load it.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def _safe_name(value: str) -> str:
-    """Names become files and scheduler fields, so they cannot hold a separator or a line end."""
-    if not NAME.fullmatch(value):
-        raise ValueError(f"{value!r} is not a name: use letters, digits, '.', '_' and '-'")
-    return value
-
-
-Name = Annotated[str, AfterValidator(_safe_name)]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Frozen, and an unknown key is an error; the docstring under a field is its description."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
+from orhpc.config_types import Fraction, Name, NonNegative, Positive, Seconds, Section
+from orhpc.slurm_config import SlurmSettings
 
 
 class RunSettings(Section):
@@ -230,7 +208,7 @@ class EnvironmentSettings(Section):
     """Environment class on a server with several, as the server spells it."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of tasks drawn from it, relative to the others'."""
-    splits: Annotated[list[str], Field(min_length=1)] = ["train"]
+    splits: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["train"])]
     """Task splits to draw from."""
     num_samples: Positive | None = None
     """Cap on tasks a split; null: all."""
@@ -380,6 +358,7 @@ class Config(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     wandb: WandbSettings = WandbSettings()
+    slurm: SlurmSettings = SlurmSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -28,6 +28,7 @@ MAY_CHANGE_ON_RESUME = (
     "checkpoint.*",
     "evaluation.*",
     "wandb.*",
+    "slurm.*",
     "environments.*.url",
     "environments.*.replicas",
     "rollout.max_concurrent",
@@ -69,7 +70,14 @@ def _place(node: yaml.Node) -> str:
     return f"{mark.name}:{mark.line + 1}" if mark else "config"
 
 
+def _int_or_time(loader: _Loader, node: yaml.ScalarNode) -> int | str:
+    """YAML 1.1 reads 4:00:00 as a number to base 60; here it stays the text that was written."""
+    text = str(loader.construct_scalar(node))
+    return text if ":" in text else loader.construct_yaml_int(node)
+
+
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+_Loader.add_constructor("tag:yaml.org,2002:int", _int_or_time)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

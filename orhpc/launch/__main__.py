@@ -1,47 +1,93 @@
-"""``python -m orhpc.launch [CONFIG] [key=value ...] [--local | --dry-run]``."""
+"""``python -m orhpc.launch [CONFIG] [key=value ...] [--nodes N] [--dry-run | --local]``."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from orhpc.config import Config
 from orhpc.config_files import dump_config, load_config
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.launch import holder, prepare, slurm
 from orhpc.launch.local import local_node, run_local
-from orhpc.launch.placement import plan
+from orhpc.launch.placement import Node, plan
 
 DEFAULT_CONFIG = "configs/default.yaml"
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, str, list[str]]:
-    """Split the command line into options, the config's path and its overrides."""
-    parser = argparse.ArgumentParser(prog="orhpc launch", description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
-    how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--local", action="store_true", help="run here, in the foreground")
-    how.add_argument("--dry-run", action="store_true", help="print the resolved config and the placement")
-    options = parser.parse_args(arguments)
-    files = [w for w in options.words if "=" not in w]
+def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """From ``[CONFIG] [key=value ...]`` to the config's path and the overrides.
+
+    Raises:
+        ConfigError: more than one config file.
+    """
+    files = [w for w in words if "=" not in w]
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, not {' and '.join(files)}")
-    return options, files[0] if files else DEFAULT_CONFIG, [w for w in options.words if "=" in w]
+    return files[0] if files else DEFAULT_CONFIG, [w for w in words if "=" in w]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="orhpc launch", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
+    how.add_argument("--dry-run", action="store_true", help="print what would be submitted, submit nothing")
+    return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; every failure is one line on standard error."""
     try:
-        options, path, overrides = parse(arguments)
+        options = parse(arguments)
+        path, overrides = split_words(options.words)
+        if options.nodes is not None:
+            overrides.append(f"placement.nodes={options.nodes}")
         config = load_config(path, overrides)
+        if options.local:
+            return run_local(config)
         if options.dry_run:
-            print("# resolved config\n" + dump_config(config))
-            nodes = (local_node(),) * config.placement.nodes
-            print("# placement\n" + plan(config, nodes).to_yaml())
-            return EXIT_OK
-        return run_local(config)
+            return dry_run(config, path, overrides)
+        return submit(config, path, overrides)
     except OrhpcError as error:
         print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
         return policy_of(error).exit_code
+
+
+def dry_run(config: Config, path: str, overrides: list[str]) -> int:
+    """Print the batch script, the resolved config and the placement."""
+    rundir = prepare.run_directory(config)
+    lead = slurm.signal_lead(config, rundir)
+    options, script_arguments = slurm.sbatch_words(config, rundir, path, overrides)
+    print("# submitted as\nsbatch " + shlex.join([*options, "SCRIPT", *script_arguments]))
+    print("\n# batch script\n" + slurm.render(config, lead))
+    print("# resolved config\n" + dump_config(config))
+    cpus = config.slurm.cpus_per_task or local_node().cpus
+    nodes = tuple(Node(f"node{i}", f"address-of-node{i}", cpus) for i in range(config.placement.nodes))
+    print("# placement\n" + plan(config, nodes).to_yaml())
+    print(f"# stops {lead} s before its time limit, to commit")
+    return EXIT_OK
+
+
+def submit(config: Config, path: str, overrides: list[str]) -> int:
+    """Check what can be checked here, submit, and say how to watch the job."""
+    prepare.check_paths(config)
+    rundir = prepare.run_directory(config)
+    rundir.create()
+    holder.check_free(rundir)
+    prepare.write_config(rundir, config)
+    job = slurm.submit(config, rundir, path, overrides)
+    where = shlex.quote(
+        str(rundir.path.relative_to(Path.cwd()) if rundir.path.is_relative_to(Path.cwd()) else rundir.path)
+    )
+    print(f"job {job}, run directory {rundir.path}")
+    print(f"  orhpc status {where}\n  orhpc logs {where}\n  orhpc cancel {where}")
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""Who holds a run directory: one SLURM job at a time, by a file in it and by what squeue says.
+
+A lock would not do: a node that SLURM believes dead may hold it for ever, and some shared
+filesystems have none.  So the holder's job id lies in ``holder.json``; it counts as long as squeue
+shows that job running or waiting to run again.  The job itself, requeued, may always come back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from orhpc.errors import RunDirBusy
+from orhpc.launch import scheduler
+from orhpc.rundir import RunDir, write_atomic
+
+_NAME = "holder.json"
+_LOCK_WAIT_S = 10.0
+
+
+def holder_of(rundir: RunDir) -> str | None:
+    """Id of the job that held the run last; None when none ever did."""
+    try:
+        return str(json.loads((rundir.path / _NAME).read_text())["job"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def check_free(rundir: RunDir, job: str | None = None) -> None:
+    """Raises RunDirBusy, naming the holder, when another job than ``job`` holds the run."""
+    held_by = holder_of(rundir)
+    if held_by is None or held_by == job or not scheduler.available():
+        return
+    if state := scheduler.job_state(held_by):
+        if state not in scheduler.ACTIVE:
+            return
+        raise RunDirBusy(
+            f"{rundir.path} is held by job {held_by} ({state.lower()}); "
+            f"cancel it with `scancel {held_by}`, or choose another run.name"
+        )
+
+
+def claim(rundir: RunDir, job: str) -> None:
+    """Make a job the holder.
+
+    Raises:
+        RunDirBusy: another job, or a process started with ``--local``, holds the run.
+    """
+    end = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            with rundir.held():
+                check_free(rundir, job)
+                write_atomic(rundir.path / _NAME, json.dumps({"job": job, "time": time.time()}))
+                return
+        except RunDirBusy as error:
+            # The lock is only held for a moment by another job that looks, but for long by --local.
+            if "held by job" in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.5)

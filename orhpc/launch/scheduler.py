@@ -1,0 +1,107 @@
+"""Questions to SLURM, each with a deadline: client commands hang when the controller is away."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime
+
+from orhpc.errors import PreflightError
+
+_TIMEOUT_S = 20.0
+_TRIES = 3
+ACTIVE = frozenset(
+    {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
+    | {"SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}
+)
+"""States of a job that runs or will run.  One that is COMPLETING has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """What ``scontrol show job -o`` says."""
+
+    fields: dict[str, str]
+
+    @classmethod
+    def parse(cls, line: str) -> JobInfo:
+        return cls({m[1]: m[2] for m in re.finditer(r"(\S+?)=(\S*)", line)})
+
+    @property
+    def state(self) -> str:
+        return self.fields.get("JobState", "")
+
+    @property
+    def being_preempted(self) -> bool:
+        return self.fields.get("PreemptTime", "None") not in ("None", "(null)", "")
+
+    def seconds_left(self, now: float | None = None) -> float | None:
+        """Seconds to the time limit; None when there is none."""
+        end = self.fields.get("EndTime", "Unknown")
+        try:
+            return datetime.fromisoformat(end).timestamp() - (time.time() if now is None else now)
+        except ValueError:
+            return None
+
+
+def available() -> bool:
+    return shutil.which("squeue") is not None
+
+
+def query(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a SLURM client command.
+
+    Raises:
+        PreflightError: the controller does not answer.
+    """
+    problem = ""
+    for attempt in range(_TRIES):
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except FileNotFoundError:
+            raise PreflightError(f"{command[0]}: not found; is this a SLURM login node?") from None
+        except subprocess.TimeoutExpired:
+            problem = f"no answer within {_TIMEOUT_S:.0f} s"
+        else:
+            if "Unable to contact slurm" not in result.stderr and "Socket timed out" not in result.stderr:
+                return result
+            problem = " ".join(result.stderr.split())
+        time.sleep(attempt + 1)
+    raise PreflightError(f"{command[0]}: {problem}")
+
+
+def job_state(job_id: str) -> str | None:
+    """State of a job as squeue names it; None when SLURM knows it no more."""
+    result = query("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format", "%T")
+    return result.stdout.split()[0] if result.returncode == 0 and result.stdout.strip() else None
+
+
+def is_active(job_id: str) -> bool:
+    """Whether a job runs or will run (again)."""
+    return job_state(job_id) in ACTIVE
+
+
+def job_info(job_id: str) -> JobInfo | None:
+    """Everything the controller says about a job; None when it knows it no more."""
+    result = query("scontrol", "show", "job", "--oneliner", job_id)
+    return JobInfo.parse(result.stdout) if result.returncode == 0 else None
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job.
+
+    Raises:
+        PreflightError: SLURM refuses.
+    """
+    result = query("scancel", job_id)
+    if result.returncode:
+        raise PreflightError(f"scancel {job_id}: {' '.join(result.stderr.split())}")
+
+
+def own_job() -> str | None:
+    """Id of the job that this process runs in."""
+    return os.environ.get("SLURM_JOB_ID")

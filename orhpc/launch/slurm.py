@@ -1,0 +1,142 @@
+"""From a config to a batch job: render the script, hand it to sbatch through submitit.
+
+submitit finds sbatch, writes the submission file and reads the job's id; the script's text is ours.
+Nothing is pickled: all that the job reads is the config file and the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from orhpc.config import Config
+from orhpc.errors import PreflightError
+from orhpc.events import read_events
+from orhpc.launch.batch_script import BODY
+from orhpc.rundir import RunDir
+
+DEFAULT_LEAD_S = 300
+_LEAST_LEAD_S = 120
+_SUBMIT_TIMEOUT_S = 60
+
+
+def signal_lead(config: Config, rundir: RunDir | None = None) -> int:
+    """Seconds before the end at which the job has to be told: twice this run's slowest recent commit.
+
+    SLURM looks at limits about twice a minute, so no less than two minutes.  Before the first
+    commit it is five minutes.
+    """
+    if config.slurm.signal_lead_s is not None:
+        return config.slurm.signal_lead_s
+    commits = [e["seconds"] for e in read_events(rundir.events) if e["event"] == "commit"] if rundir else []
+    return max(_LEAST_LEAD_S, int(2 * max(commits[-5:])) + 1) if commits else DEFAULT_LEAD_S
+
+
+def header(config: Config, lead_s: int) -> list[str]:
+    """The ``#SBATCH`` lines."""
+    s = config.slurm
+    gpus = s.gpus_per_node
+    if gpus is None:
+        gpus = config.placement.devices_per_node if config.placement.device == "cuda" else 0
+    options: list[tuple[str, object]] = [
+        ("job-name", "orhpc"),
+        ("nodes", config.placement.nodes),
+        ("ntasks-per-node", 1),
+        ("gpus-per-node", gpus or None),
+        ("cpus-per-task", s.cpus_per_task),
+        ("mem", s.mem),
+        ("exclusive", s.exclusive or None),
+        ("time", s.time),
+        ("signal", f"B:USR2@{lead_s}"),
+        ("requeue", True),
+        ("open-mode", "append"),
+        ("output", "slurm-%j.out"),
+        ("partition", s.partition),
+        ("account", s.account),
+        ("qos", s.qos),
+        ("constraint", s.constraint),
+        ("reservation", s.reservation),
+        ("exclude", s.exclude),
+        ("mail-user", s.mail_user),
+        ("mail-type", s.mail_type),
+    ]
+    lines = [f"--{k}" if v is True else f"--{k}={v}" for k, v in options if v is not None]
+    return [f"#SBATCH {line}" for line in [*lines, *s.extra_sbatch]]
+
+
+def render(config: Config, lead_s: int = DEFAULT_LEAD_S) -> str:
+    """The complete batch script; the config file and overrides are its arguments."""
+    s = config.slurm
+    words = [*map(shlex.quote, s.srun_args)]
+    inside: list[str] = []
+    image = shlex.quote(s.container.image or "")
+    root = str(Path(config.run.root).absolute())
+    mounts = [f"{root}:{root}", *s.container.mounts]
+    if s.container.kind == "pyxis":
+        more = shlex.quote("".join("," + m for m in mounts)) if mounts else ""
+        words += [f"--container-image={image}", '--container-workdir="$PWD"']
+        words += [f'--container-mounts="$PWD:$PWD,$job_folder:$job_folder"{more}']
+    elif s.container.kind == "apptainer":
+        inside = ["apptainer", "exec", "--nv", '--bind="$PWD"', '--bind="$job_folder"', '--pwd="$PWD"']
+        inside += [*(f"--bind={shlex.quote(m)}" for m in mounts), image]
+    if s.python is not None:
+        python = shlex.quote(s.python)
+    elif s.container.kind != "none":
+        python = "python3"
+    else:
+        python = ""
+    modules = "".join(f"module load {shlex.quote(m)}\n" for m in s.modules)
+    body = BODY.replace("@MODULES@\n", modules)
+    body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {w}" for w in words))
+    body = body.replace("@INSIDE@", "".join(f"{w} " for w in inside))
+    return "#!/bin/bash\n" + "\n".join(header(config, lead_s)) + "\n" + body
+
+
+def sbatch_words(
+    config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Options before and arguments after the script on sbatch's command line."""
+    options = ["--output", str(rundir.path / "slurm-%j.out")]
+    options += ["--job-name", f"orhpc-{config.run.name}"]
+    return options, [config_path, *overrides]
+
+
+def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]) -> str:
+    """Submit the job from the current directory; returns its id.
+
+    Raises:
+        PreflightError: sbatch is missing, refuses, or does not answer in time.
+    """
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    text = render(config, signal_lead(config, rundir))
+    options, arguments = sbatch_words(config, rundir, config_path, overrides)
+
+    class Executor(SlurmExecutor):
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return text
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return [
+                "timeout",
+                str(_SUBMIT_TIMEOUT_S),
+                "sbatch",
+                *options,
+                str(submission_file_path),
+                *arguments,
+            ]
+
+    os.environ.setdefault("ORHPC_PYTHON", sys.executable)
+    folder = rundir.path / "submitted"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the error that is raised says it all
+            return Executor(folder)._submit_command("").job_id
+    except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
+        raise PreflightError(f"sbatch: {' '.join(str(error).split())[-400:]}") from None

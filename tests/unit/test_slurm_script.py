@@ -1,0 +1,151 @@
+"""The batch script: what a config renders to, and what no value can do to it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import ConfigError
+from orhpc.events import EventLog
+from orhpc.launch import slurm
+from orhpc.launch.scheduler import JobInfo
+from orhpc.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+DEFAULT = ROOT / "configs/default.yaml"
+
+
+def config_of(**settings_: object) -> Config:
+    return Config.model_validate({"environments": {"a/b": {"serve": "letters"}}, "slurm": settings_})
+
+
+def head_of(script: str) -> list[str]:
+    return [line for line in script.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_the_script_in_the_repository_is_what_the_launcher_renders() -> None:
+    assert (ROOT / "slurm/train.sbatch").read_text() == slurm.render(load_config(DEFAULT))
+
+
+def test_every_setting_reaches_the_header() -> None:
+    config = config_of(
+        partition="gpu,big", account="acc", qos="high", time="1-12:00:00", gpus_per_node=8, cpus_per_task=64,
+        mem="500G", constraint="a100&ib", reservation="r_1", exclude="n[1-4,7]", mail_user="me@site.org",
+        mail_type="END,FAIL", extra_sbatch=["--comment=x", "--switches=1"],
+    )  # fmt: skip
+    head = head_of(slurm.render(config, 77))
+    for line in (
+        "partition=gpu,big", "account=acc", "qos=high", "time=1-12:00:00", "gpus-per-node=8", "mem=500G",
+        "cpus-per-task=64", "constraint=a100&ib", "reservation=r_1", "exclude=n[1-4,7]", "comment=x",
+        "mail-user=me@site.org", "mail-type=END,FAIL", "switches=1", "signal=B:USR2@77", "exclusive",
+    ):  # fmt: skip
+        assert f"#SBATCH --{line}" in head
+
+
+_FIELDS = ["partition", "account", "qos", "mem", "constraint", "reservation", "exclude", "mail_user", "time"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(_FIELDS), st.text(max_size=30) | st.from_regex(r"\A[a-z]+[\n\r #'\"$`\\]+--x\Z"))
+def test_no_header_value_adds_a_line_or_an_option(field: str, value: str) -> None:
+    try:
+        config = config_of(**{field: value})
+    except ValueError:
+        return
+    plain, changed = head_of(slurm.render(config_of())), head_of(slurm.render(config))
+    option = field.replace("_", "-")
+    assert [x for x in changed if x not in plain] in ([], [f"#SBATCH --{option}={value}"])
+    assert not re.search(r"\s", value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["python", "modules", "image", "mounts", "srun_args"]), st.text(min_size=1, max_size=30)
+)
+def test_what_the_shell_sees_stays_one_word(field: str, value: str) -> None:
+    marked = value + "'; echo INJECTED; '"
+    tree: dict[str, object] = {field: [marked] if field in ("modules", "srun_args") else marked}
+    if field in ("image", "mounts"):
+        image = {"kind": "apptainer", "image": "i.sif"}
+        tree = {"container": image | {field: [marked] if field == "mounts" else marked}}
+    try:
+        script = slurm.render(config_of(**tree))
+    except ValueError:
+        assert not marked.isprintable()
+        return
+    # The shell itself says how it splits the lines: run them with every command replaced by an echo.
+    lines = [x for x in script.splitlines() if "INJECTED" in x]
+    stub = "srun() { :; }; module() { :; }; apptainer() { :; }; job_folder=/tmp\n"
+    text = "\n".join(
+        x.removesuffix("\\").strip() if "python=" in x else f": {x.removesuffix('&')}" for x in lines
+    )
+    result = subprocess.run(["bash", "-c", stub + text], capture_output=True, text=True, check=False)
+    assert "INJECTED" not in result.stdout.splitlines()
+    assert "syntax" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("slurm.partition='a b'", "slurm.partition"),
+        ('slurm.account="a\\nb"', "slurm.account"),
+        ("slurm.extra_sbatch=['--signal=USR1@5']", "--signal is the launcher's own"),
+        ("slurm.extra_sbatch=['comment=x']", "write --option"),
+        ("slurm.time=tomorrow", "is not a time limit"),
+        ("slurm.container.kind=pyxis", "container.image is needed"),
+    ],
+)
+def test_bad_slurm_settings_are_named(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_config(DEFAULT, [override])
+
+
+def test_times_written_with_colons_stay_what_was_written() -> None:
+    assert load_config(DEFAULT, ["slurm.time=4:00:00"]).slurm.time == "4:00:00"
+    assert load_config(DEFAULT, ["slurm.time=90"]).slurm.time == "90"
+
+
+def test_the_lead_is_twice_the_commit_time_that_was_measured(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    assert slurm.signal_lead(config_of(), rundir) == slurm.DEFAULT_LEAD_S
+    log = EventLog(rundir.events, 1)
+    log.write("commit", step=1, seconds=3.0)
+    assert slurm.signal_lead(config_of(), rundir) == 120
+    log.write("commit", step=2, seconds=200.0)
+    assert slurm.signal_lead(config_of(), rundir) == 401
+    assert slurm.signal_lead(config_of(signal_lead_s=30), rundir) == 30
+    log.close()
+
+
+def test_dry_run_shows_everything_at_once_and_needs_no_slurm(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "orhpc.launch", "configs/qwen3-30b-a3b.yaml", "--dry-run"]
+    command += ["--nodes", "3", f"run.root={tmp_path}"]
+    start = time.monotonic()
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={"PATH": "/nowhere"}
+    )
+    seconds = time.monotonic() - start
+    assert result.returncode == 0, result.stderr
+    for part in ("#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "srun ", "batch_size: 128", "rank: 23"):
+        assert part in result.stdout
+    assert not list(tmp_path.iterdir())
+    assert seconds < 5  # half a second alone; tests share the machine
+
+
+def test_job_info_is_read_as_scontrol_prints_it() -> None:
+    line = "JobId=7 JobName=x JobState=RUNNING EndTime=2030-01-01T00:00:00 PreemptTime=None Comment=a=b"
+    info = JobInfo.parse(line)
+    assert (info.state, info.being_preempted) == ("RUNNING", False)
+    assert info.seconds_left(0) is not None
+    assert JobInfo.parse(line.replace("PreemptTime=None", "PreemptTime=2030-01-01T00:00:00")).being_preempted
+    assert JobInfo.parse(line.replace("2030-01-01T00:00:00", "Unknown")).seconds_left() is None
