@@ -1,4 +1,4 @@
-"""``orhpc launch | status | view | export``: one command for what users do with runs."""
+"""``orhpc launch | plan | status | view | export``: one command for what users do with runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
 from orhpc.events import read_events, steps_of
 from orhpc.launch.__main__ import main as launch
+from orhpc.launch.plan_report import main as plan
 from orhpc.launch.prepare import model_folder
 from orhpc.rundir import CommitName, RunDir
 
@@ -24,9 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["launch"]:
         return launch(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        return plan(arguments[1:])
     parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
+    commands.add_parser("plan", help="ranks and memory of a config, without a node (orhpc plan --help)")
     _add_status(commands.add_parser("status", help="where a run stands, from its directory alone"))
     _add_view(commands.add_parser("view", help="read rollouts of a step"))
     _add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))

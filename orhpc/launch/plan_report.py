@@ -1,0 +1,270 @@
+"""``orhpc plan CONFIG``: ranks, memory of each device by part, and what limits; nothing is touched."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.launch.placement import Node, Placement, plan
+from orhpc.memory import (
+    GIB,
+    RESERVED_BYTES,
+    Demand,
+    Layout,
+    TrainerMemory,
+    check_layout,
+    trainer_memory,
+)
+from orhpc.model_folders import find_model
+from orhpc.models import ModelShape, read_shape
+
+DEFAULT_CONFIG = "configs/default.yaml"
+DEFAULT_DEVICE_GIB = 80.0
+MOST_RANKS = 16384
+"""Where the search for enough ranks ends."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a config needs, worked out."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    demand: Demand
+    trainer: TrainerMemory
+    device_bytes: int | None
+    """Memory of one device; null where the devices are processes."""
+    placement: Placement
+
+    @property
+    def engine_weights(self) -> int:
+        """Bytes of the model's weights on one device of an engine."""
+        return -(-self.shape.parameters * _bytes(self.config.engine.dtype or self._dtype) // self.tp)
+
+    @property
+    def _dtype(self) -> str:
+        return self.config.model.dtype
+
+    @property
+    def tp(self) -> int:
+        return self.config.engine.tp
+
+    @property
+    def kv_token(self) -> int:
+        return self.shape.kv_cache_bytes(_bytes(self.config.engine.dtype or self._dtype), self.tp)
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that one engine's cache holds; null where the device's memory is not known."""
+        if self.device_bytes is None:
+            return None
+        pool = int(self.device_bytes * self.config.engine.memory_fraction) - self.engine_weights
+        return max(0, pool) // self.kv_token
+
+
+def make_plan(config: Config, device_gib: float) -> RunPlan:
+    """Work out a config's layout and memory; see :func:`check_fit` for whether it can run.
+
+    Raises:
+        ConfigError: a placement or a model that cannot be.
+    """
+    p = config.placement
+    shape = read_shape(find_model(config.model.path, config.model.revision))
+    layout = Layout(ranks=p.trainer_ranks, sharded=True)
+    check_layout(shape, layout, p.devices_per_node)
+    demand = _demand(config)
+    nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
+    return RunPlan(
+        config=config,
+        shape=shape,
+        layout=layout,
+        demand=demand,
+        trainer=trainer_memory(shape, layout, demand),
+        device_bytes=int(device_gib * GIB) if p.device == "cuda" else None,
+        placement=plan(config, nodes),
+    )
+
+
+def _demand(config: Config) -> Demand:
+    train = config.train
+    longest = config.rollout.max_total_tokens
+    # A rollout longer than the budget gets a micro-batch of its own.
+    tokens = (
+        max(train.max_tokens_per_gpu, longest) if train.dynamic_batch else train.micro_batch_size * longest
+    )
+    return Demand(
+        tokens=tokens,
+        element_bytes=_bytes(config.model.dtype),
+        recompute=train.gradient_checkpointing,
+        logits_rows=train.logprob_chunk_tokens,
+        reference=config.algorithm.use_kl_loss,
+        micro_batches=-(-train.global_batch_size // config.placement.trainer_ranks),
+    )
+
+
+def _bytes(dtype: str) -> int:
+    return {"bfloat16": 2, "float32": 4}[dtype]
+
+
+def check_fit(run: RunPlan) -> None:
+    """Raises ConfigError, with the arithmetic, when trainers or engines cannot hold what they must."""
+    if run.device_bytes is None:
+        return
+    room = run.device_bytes - RESERVED_BYTES
+    if run.trainer.total > room:
+        parts = " + ".join(f"{n} {_gib(b)}" for n, b in run.trainer.parts().items() if b)
+        raise ConfigError(
+            f"placement: a trainer device needs {parts} = {_gib(run.trainer.total)} GiB and has "
+            f"{_gib(run.device_bytes)} - {_gib(RESERVED_BYTES)} reserved = {_gib(room)} GiB; "
+            + _way_out(run, room)
+        )
+    if not run.placement.engines:
+        return
+    tokens, longest = run.kv_tokens or 0, run.config.rollout.max_total_tokens
+    if tokens < longest:
+        fraction = run.config.engine.memory_fraction
+        raise ConfigError(
+            f"engine.tp: {fraction} x {_gib(run.device_bytes)} GiB of a device less "
+            f"{_gib(run.engine_weights)} GiB of weights leaves {tokens} tokens of KV cache at "
+            f"{run.kv_token} bytes each, and one rollout may have {longest}; "
+            "raise engine.tp or engine.memory_fraction, or lower rollout.max_total_tokens"
+        )
+
+
+def _way_out(run: RunPlan, room: int) -> str:
+    per_node = run.config.placement.devices_per_node
+    fixed = run.trainer.gathered + run.trainer.activations + run.trainer.head
+    if fixed > room:
+        what = "" if run.demand.recompute else "train.gradient_checkpointing=true, or "
+        return (
+            f"no number of ranks helps, since {_gib(fixed)} GiB are not divided by them: {what}"
+            "a lower rollout.max_total_tokens or train.max_tokens_per_gpu"
+        )
+    for ranks in range(per_node, MOST_RANKS + 1, per_node):
+        if trainer_memory(run.shape, Layout(ranks, sharded=True), run.demand).total <= room:
+            return f"{ranks} trainer ranks would do ({ranks // per_node} nodes of {per_node})"
+    return f"{MOST_RANKS} ranks would not do either"
+
+
+# --- printing -----------------------------------------------------------------------------------
+
+
+def lines(run: RunPlan) -> Iterator[str]:
+    """The plan as text."""
+    shape, p = run.shape, run.config.placement
+    active = f", {_count(shape.active_parameters)} active" if shape.experts else ""
+    yield f"model     {run.config.model.path}: {_count(shape.parameters)} parameters{active}"
+    yield f"nodes     {p.nodes} of {p.devices_per_node} devices ({p.device}), {p.mode}"
+    yield f"trainers  {run.layout.ranks} ranks, {run.config.train.backend}, weights in rows over all of them"
+    if run.placement.engines:
+        yield f"engines   {len(run.placement.engines)} of {run.tp} devices"
+    yield from _places(run.placement)
+    yield f"micro-batch of up to {run.demand.tokens} tokens"
+    yield ""
+    yield "trainer device, GiB at the peak of a step"
+    for name, size in run.trainer.parts().items():
+        yield f"  {name:<12}{_gib(size):>9}"
+    has = "" if run.device_bytes is None else f" of {_gib(run.device_bytes - RESERVED_BYTES)}"
+    yield f"  {'total':<12}{_gib(run.trainer.total):>9}{has}"
+    yield from _engine_lines(run)
+    if p.mode == "colocated" and run.placement.engines and p.device == "cuda":
+        here = min(p.devices_per_node, run.layout.ranks)
+        yield f"host memory a node while engines have the devices: {_gib(run.trainer.kept * here)} GiB"
+    yield f"limit: {limit(run)}"
+
+
+def _places(placement: Placement) -> Iterator[str]:
+    shown: list[tuple[str, str]] = []
+    for index, node in enumerate(placement.nodes):
+        ranks = [t.rank for t in placement.trainers if t.node == index]
+        engines = [e.index for e in placement.engines if e.node == index]
+        text = ", ".join(f"{what} {_range(n)}" for what, n in (("ranks", ranks), ("engines", engines)) if n)
+        shown.append((node.name, text or "part of an engine"))
+    for name, text in shown[:4]:
+        yield f"  {name}: {text}"
+    if len(shown) > 5:
+        yield "  ..."
+    if len(shown) > 4:
+        yield f"  {shown[-1][0]}: {shown[-1][1]}"
+
+
+def _range(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _engine_lines(run: RunPlan) -> Iterator[str]:
+    if not run.placement.engines:
+        return
+    yield "engine device, GiB"
+    yield f"  {'weights':<12}{_gib(run.engine_weights):>9}"
+    tokens = run.kv_tokens
+    if tokens is None:
+        yield f"  KV cache    {run.kv_token} bytes a token"
+        return
+    yield f"  {'KV cache':<12}{_gib(tokens * run.kv_token):>9}  {run.kv_token} bytes a token, {tokens} tokens"
+
+
+def limit(run: RunPlan) -> str:
+    """What is nearest to its bound, in words."""
+    parts = run.trainer.parts()
+    largest = max(parts, key=lambda name: parts[name])
+    if run.device_bytes is None:
+        return f"host memory: {_gib(run.trainer.total)} GiB a trainer rank, most of it {largest}"
+    room = run.device_bytes - RESERVED_BYTES
+    trainer = run.trainer.total / room
+    if run.kv_tokens is not None and run.placement.engines:
+        at_once = run.kv_tokens // run.config.rollout.max_total_tokens
+        if at_once < run.config.engine.max_running and trainer < 0.9:
+            return (
+                f"KV cache: {at_once} rollouts of full length at once an engine, "
+                f"engine.max_running is {run.config.engine.max_running}"
+            )
+    return f"trainer memory, {trainer:.0%} used, most of it {largest}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def parse(arguments: Sequence[str]) -> tuple[Config, float]:
+    """Config and memory of a device in GiB, from the command line."""
+    parser = argparse.ArgumentParser(prog="orhpc plan", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
+    parser.add_argument("--nodes", type=int, help="plan for this many nodes")
+    parser.add_argument(
+        "--device-memory", type=float, default=DEFAULT_DEVICE_GIB, metavar="GIB", help="of one GPU (80)"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    files = [w for w in options.words if "=" not in w]
+    if len(files) > 1:
+        raise ConfigError(f"one config file at a time, not {' and '.join(files)}")
+    if options.device_memory * GIB <= RESERVED_BYTES:
+        raise ConfigError(
+            f"--device-memory: {options.device_memory} GiB leave nothing beside what is reserved"
+        )
+    overrides = [w for w in options.words if "=" in w]
+    overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
+    return load_config(files[0] if files else DEFAULT_CONFIG, overrides), options.device_memory
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan, then refuse it if it cannot fit; returns the exit code."""
+    try:
+        config, device_gib = parse(arguments)
+        run = make_plan(config, device_gib)
+        print("\n".join(lines(run)))
+        check_fit(run)
+    except OrhpcError as error:
+        print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+        return policy_of(error).exit_code
+    return EXIT_OK

@@ -1,0 +1,241 @@
+"""Memory by part for any layout, and ``orhpc plan``: what it prints, and what it refuses and why."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.cli import main
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, ModelError
+from orhpc.memory import Demand, Layout, check_layout, layer_activations, stages, trainer_memory
+from orhpc.model_folders import find_model
+from orhpc.models import shape_of
+from tests.model_configs import REAL, TINY
+
+QWEN = shape_of(REAL["Qwen3-30B-A3B"][0])
+LLAMA = shape_of(REAL["Llama-3.1-8B"][0])
+DEEPSEEK = shape_of(REAL["DeepSeek-V3"][0])
+DEMAND = Demand(tokens=8192, element_bytes=2, recompute=True, logits_rows=1024, reference=False)
+
+
+@given(st.integers(1, 4096))
+def test_fsdp_divides_sixteen_bytes_a_parameter(ranks: int) -> None:
+    memory = trainer_memory(QWEN, Layout(ranks, sharded=True), DEMAND)
+    divided = memory.weights + memory.gradients + memory.optimiser
+    assert 0 <= divided * ranks - 16 * QWEN.parameters < 3 * ranks
+    one = trainer_memory(QWEN, Layout(1, sharded=True), DEMAND)
+    assert (memory.gathered, memory.activations, memory.head) == (one.gathered, one.activations, one.head)
+
+
+def test_one_float32_rank_gathers_nothing_and_a_reference_costs_its_own_type() -> None:
+    plain = Demand(8192, 4, True, 1024, reference=True)
+    memory = trainer_memory(LLAMA, Layout(1, sharded=True), plain)
+    assert memory.gathered == 0
+    assert memory.reference == memory.weights == 4 * LLAMA.parameters
+    assert memory.kept == 4 * memory.weights
+    assert trainer_memory(LLAMA, Layout(2, sharded=True), plain).gathered > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3, 5, 8]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["Qwen3-30B-A3B", "DeepSeek-V3"]),
+)
+def test_no_layout_loses_a_weight(tp: int, pp: int, ep: int, etp: int, name: str) -> None:
+    """Whatever is not held by all ranks of a group is held once, so the parts add up to the model."""
+    shape = shape_of(REAL[name][0])
+    layout = Layout(ranks=tp * pp * ep * etp, tp=tp, pp=pp, ep=ep, etp=etp)
+    check_layout(shape, layout, devices_per_node=8)
+    total = 0
+    for stage, layers in enumerate(stages(shape, pp)):
+        held = [t for i in layers for t in shape.layer_tensors(i)]
+        outer = shape.outer_tensors()
+        held += [outer[0]] if stage == 0 else []
+        held += outer[1:] if stage == pp - 1 else []
+        for tensor in held:
+            assert tensor.elements * tensor.copies % layout.share(tensor) == 0 or tensor.part == "bias"
+            total += tensor.elements * tensor.copies if tensor.part != "bias" else 0
+    assert total == shape.parameters
+    fullest = trainer_memory(shape, layout, DEMAND)
+    assert fullest.gradients == 2 * fullest.weights
+    whole = trainer_memory(shape, Layout(1), DEMAND)
+    assert whole.weights == 2 * shape.parameters
+    # The fullest stage holds at least its equal share, and less than the model.
+    assert whole.weights / layout.ranks <= fullest.weights <= whole.weights
+    # Master weights and moments are 12 bytes an element, divided over equal ranks.
+    assert whole.optimiser / layout.ranks <= fullest.optimiser <= whole.optimiser
+
+
+def test_tied_embeddings_are_held_by_both_ends_of_a_pipeline() -> None:
+    tied = shape_of(REAL["Llama-3.2-1B"][0])
+    ends = trainer_memory(tied, Layout(2, pp=2), DEMAND)
+    matrix = tied.vocabulary * tied.hidden
+    half = 2 * (tied.parameters - matrix - tied.hidden) // 2
+    assert ends.weights == half + 2 * matrix + 2 * tied.hidden
+
+
+@given(st.integers(1, 61))
+def test_stages_take_every_layer_once_and_evenly(pp: int) -> None:
+    cut = stages(DEEPSEEK, pp)
+    assert [i for layers in cut for i in layers] == list(range(61))
+    assert {len(layers) for layers in cut} <= {61 // pp, 61 // pp + 1}
+
+
+def test_activations_shrink_with_recomputation_context_and_tensor_parallelism() -> None:
+    kept = Demand(8192, 2, False, 1024, False, micro_batches=8)
+    recomputed = Demand(8192, 2, True, 1024, False, micro_batches=8)
+    base = trainer_memory(LLAMA, Layout(8), kept).activations
+    per_layer = layer_activations(LLAMA, 0, 2, upcast_norms=False)
+    assert base == 8192 * 32 * per_layer
+    assert trainer_memory(LLAMA, Layout(8), recomputed).activations == 8192 * (32 * 2 * 4096 + per_layer)
+    assert trainer_memory(LLAMA, Layout(8, tp=4), kept).activations * 4 == base
+    assert trainer_memory(LLAMA, Layout(8, cp=2), kept).activations * 2 == base
+    # The first of four stages holds a quarter of the layers for four micro-batches at once.
+    assert trainer_memory(LLAMA, Layout(8, pp=4), kept).activations == base
+    assert trainer_memory(LLAMA, Layout(8, pp=4), DEMAND).activations < base / 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(12, tp=8), "8 x 1 x 1 = 8 does not divide 12 ranks"),
+        (Layout(8, ep=16), "1 x 16 x 1 = 16 does not divide 8 ranks"),
+        (Layout(16, tp=16), "tp = 16 does not divide a node's 8 devices"),
+        (Layout(98, pp=49), "49 stages are more than 48 layers"),
+        (Layout(6, ep=3), "ep = 3 does not divide 128 experts"),
+        (Layout(9, etp=9), "etp = 9 does not divide an expert's width 768"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_with_the_arithmetic(layout: Layout, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_layout(QWEN, layout, devices_per_node=8)
+
+
+def test_layouts_that_this_model_cannot_have() -> None:
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        check_layout(LLAMA, Layout(2, ep=2), 8)
+    with pytest.raises(ConfigError, match="tp = 3 does not divide 32 attention heads"):
+        check_layout(LLAMA, Layout(3, tp=3), 6)
+    odd = shape_of({**TINY["llama"], "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8})
+    with pytest.raises(ConfigError, match="neither multiple nor divisor of 3 key-value heads"):
+        check_layout(odd, Layout(2, tp=2), 8)
+    check_layout(QWEN, Layout(8, tp=8), 8)  # 4 key-value heads, each cut in two
+    check_layout(DEEPSEEK, Layout(64, tp=8, pp=2, ep=32), 8)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"][0]))
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: {model}}}\nenvironments: {{a/b: {{serve: letters}}}}\n")
+    return str(path)
+
+
+def test_plan_prints_ranks_memory_and_the_limit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--nodes", "8"]) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "30.53 B parameters, 3.35 B active" in out
+    assert "node 7: ranks 28-31, engines 7" in out
+    rows = dict(re.findall(r"^  (\w+) +([\d.]+)", out, re.MULTILINE))
+    parts = [
+        float(rows[n]) for n in ("gradients", "optimiser", "gathered", "reference", "activations", "head")
+    ]
+    weights = 4 * QWEN.parameters / 32 / 2**30
+    assert sum(parts) + weights == pytest.approx(float(rows["total"]), abs=0.03)
+    assert "24576 bytes a token" in out
+    assert re.search(r"^limit: KV cache: \d+ rollouts", out, re.MULTILINE)
+    assert main(["plan", config, "--nodes", "8", "rollout.max_total_tokens=200000"]) == EXIT_CONFIG
+
+
+def test_plan_refuses_what_cannot_fit_and_says_what_would(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    numbers = [
+        float(x)
+        for x in re.findall(r"(?:weights|gradients|optimiser|gathered|activations|head) ([\d.]+)", said)
+    ]
+    total = float(re.search(r"= ([\d.]+) GiB and has 80.00 - 3.00 reserved = 77.00", said)[1])  # type: ignore[index]
+    assert sum(numbers) == pytest.approx(total, abs=0.05)
+    ranks, nodes = re.search(r"(\d+) trainer ranks would do \((\d+) nodes of 4\)", said).groups()  # type: ignore[union-attr]
+    assert main(["plan", config, "--nodes", nodes]) == EXIT_OK
+    assert f"{ranks} ranks, fsdp" in capsys.readouterr().out
+    assert main(["plan", config, "--nodes", str(int(nodes) - 1)]) == EXIT_CONFIG
+
+
+def test_plan_says_when_more_ranks_would_not_help(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", config, "--device-memory", "20", "--nodes", "64"]
+    assert main(command) == EXIT_CONFIG
+    assert "no number of ranks helps, since" in capsys.readouterr().err
+    assert main([*command, "train.gradient_checkpointing=false"]) == EXIT_CONFIG
+    assert "train.gradient_checkpointing=true" in capsys.readouterr().err
+
+
+def test_plan_refuses_a_cache_without_room_for_one_rollout(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, "--nodes", "8", "engine.tp=1"]) == EXIT_CONFIG
+    assert "0.7 x 80.00 GiB of a device less 56.87 GiB of weights leaves 0 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["--device-memory", "2"]])
+def test_wrong_words_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == EXIT_CONFIG
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_models_are_found_where_they_lie(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_model(str(model)) == model
+    monkeypatch.setenv("ORHPC_CACHE", str(tmp_path / "made"))
+    with pytest.raises(ModelError, match=r"python -m orhpc\.bundled tiny"):
+        find_model("bundled:tiny")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ModelError, match="hf download Some/Model --revision main"):
+        find_model("Some/Model")
+    repository, commit = tmp_path / "hub" / "models--Some--Model", "0" * 40
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    model.rename(repository / "snapshots" / commit)
+    assert find_model("Some/Model") == find_model("Some/Model", commit) == repository / "snapshots" / commit
+    with pytest.raises(ModelError, match=r"Some/Model \(v2\)"):
+        find_model("Some/Model", "v2")
+    with pytest.raises(ModelError, match="neither a folder nor a hub name"):
+        find_model("./nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        find_model(str(tmp_path / "empty"))
+
+
+def test_planning_loads_neither_torch_nor_ray(config: str) -> None:
+    code = (
+        "import sys; from orhpc.cli import main; code = main(sys.argv[1:]); "
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, "plan", config, "--nodes", "8"], check=True, capture_output=True
+    )
