@@ -199,11 +199,11 @@ def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:
 def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool) -> int:
     """Bytes a token that one layer keeps for its backward pass, undivided.
 
-    ``upcast_norms``: transformers' norms, which keep a float32 copy of what they normalise beside
-    the result, where fused ones keep their input.
+    ``upcast_norms``: transformers' norms, which keep their input in float32 and the normalised value
+    in the model's type, where fused ones keep their input alone.
     """
     e = element_bytes
-    norm = (4 if e == 2 else 0) + 2 * e if upcast_norms else e
+    norm = 4 + e if upcast_norms else e
     hidden = shape.hidden
     norms = len(shape.family.norms) * norm * hidden
     queries, values = shape.heads * shape.head_dim, shape.heads * shape.v_head_dim
