@@ -21,7 +21,8 @@ from orhpc.errors import RayLost
 from orhpc.launch import processes
 from orhpc.ports import free_ports
 
-_WORKER_PORTS = 200
+_PORTS = 202
+"""Ports of one node beside the head's own: node manager, object manager, and 200 for workers."""
 
 
 def make_token(folder: Path) -> Path:
@@ -67,8 +68,19 @@ class RayNode:
         Raises:
             RayLost: it did not come up in time, with the log's last line.
         """
-        (port,) = free_ports(1, self.address)
-        self._start(["--head", "--port", str(port), "--include-dashboard", "false"])
+        # One block for all: a port found by itself may lie in the range of those found next.
+        port, *others = free_ports(1 + _PORTS, self.address, consecutive=True)
+        # Port 0 leaves out the server for Ray clients, which nothing here needs.
+        role = [
+            "--head",
+            "--port",
+            str(port),
+            "--include-dashboard",
+            "false",
+            "--ray-client-server-port",
+            "0",
+        ]
+        self._start(role, others)
         address = f"{self.address}:{port}"
         if not processes.wait_until(lambda: self._ended() or _accepts(self.address, port), timeout_s) or (
             self._ended()
@@ -81,7 +93,7 @@ class RayNode:
 
     def start_worker(self, head: str) -> None:
         """Join the head at ``address:port``."""
-        self._start(["--address", head])
+        self._start(["--address", head], free_ports(_PORTS, self.address, consecutive=True))
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -95,8 +107,8 @@ class RayNode:
     def _ended(self) -> bool:
         return not self.alive()
 
-    def _start(self, role: list[str]) -> None:
-        manager, objects, *workers = free_ports(_WORKER_PORTS + 2, self.address, consecutive=True)
+    def _start(self, role: list[str], ports: list[int]) -> None:
+        manager, objects, *workers = ports
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._temp)]
         # Ray puts the machine's own address in the place of a loopback one, so nodes go by name.
