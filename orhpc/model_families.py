@@ -74,6 +74,8 @@ class Family:
     correction_bias: str = ""
     """Bias that moves the choice of experts and no weight; a buffer, kept in float32."""
     mtp: bool = False
+    indexer: bool = False
+    """Attention to the keys that a small indexer chooses."""
     sparse: Callable[[Mapping[str, Any], int], bool] = lambda values, index: True
     """Whether a layer of a model with experts has them."""
     span: Callable[[Mapping[str, Any], int], int | None] = lambda values, index: None
@@ -103,7 +105,7 @@ def _every_nth(values: Mapping[str, Any], index: int) -> bool:
 
 def _by_mlp_type(values: Mapping[str, Any], index: int) -> bool:
     kinds = values.get("mlp_layer_types")
-    return kinds[index] == "sparse" if kinds else index > 0
+    return kinds[index] == "sparse" if kinds else _after_first(values, index)
 
 
 def _interleaved(values: Mapping[str, Any], index: int) -> bool:
@@ -252,6 +254,14 @@ _DEEPSEEK_V3 = Family(
     sparse=_after_first,
     mtp=True,
 )
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    name="deepseek_v32",
+    defaults={**_DEEPSEEK_V3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
+    indexer=True,
+    sparse=_by_mlp_type,
+    span=lambda values, index: values["index_topk"],
+)
 _GLM4_MOE_LITE = replace(
     _DEEPSEEK_V3,
     name="glm4_moe_lite",
@@ -263,6 +273,7 @@ _GLM4_MOE_LITE = replace(
         "n_routed_experts": 64,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1,
     },
     sparse=_by_mlp_type,
 )
@@ -380,8 +391,8 @@ _LLAMA4 = replace(
 )
 
 _DENSE = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GLM4, _GEMMA2, _GEMMA3_TEXT, _GEMMA3)
-_SPARSE = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _DEEPSEEK_V3, _GLM4_MOE, _GLM4_MOE_LITE, _MINIMAX_M2)
-_CHUNKED = (_LLAMA4_TEXT, _LLAMA4)
+_SPARSE = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GLM4_MOE, _MINIMAX_M2, _LLAMA4_TEXT, _LLAMA4)
+_LATENT_FAMILIES = (_DEEPSEEK_V3, _DEEPSEEK_V32, _GLM4_MOE_LITE)
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*_DENSE, *_SPARSE, *_CHUNKED)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*_DENSE, *_SPARSE, *_LATENT_FAMILIES)}
 """By ``model_type``."""

@@ -72,6 +72,9 @@ class ModelShape:
     """Latent attention: rank of the cached latent; null: heads are cached."""
     rope_dim: int
     """Latent attention: the part of ``head_dim`` that is rotated, one for all heads."""
+    index_heads: int
+    """Sparse attention: heads of the indexer that chooses keys; 0: every key is attended to."""
+    index_dim: int
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -149,7 +152,18 @@ class ModelShape:
         found.append(HfTensor(f"{base}kv_a_layernorm.weight", (self.kv_rank,), "norm"))
         kv_width = self.heads * (self.head_dim - self.rope_dim + self.v_head_dim)
         found.append(HfTensor(f"{base}kv_b_proj.weight", (kv_width, self.kv_rank), "attention"))
-        return found + self._output(base)
+        return found + self._indexer(f"{base}indexer.") * bool(self.index_heads) + self._output(base)
+
+    def _indexer(self, base: str) -> list[HfTensor]:
+        """The lightning indexer of DeepSeek-V3.2-Exp's sparse attention."""
+        heads, width = self.index_heads, self.index_dim
+        return [
+            HfTensor(f"{base}wq_b.weight", (heads * width, self.q_rank or 0), "latent"),
+            HfTensor(f"{base}wk.weight", (width, self.hidden), "latent"),
+            HfTensor(f"{base}k_norm.weight", (width,), "norm"),
+            HfTensor(f"{base}k_norm.bias", (width,), "norm"),
+            HfTensor(f"{base}weights_proj.weight", (heads, self.hidden), "latent"),
+        ]
 
     def _down(self, name: str, width: int) -> list[HfTensor]:
         found = [HfTensor(f"{name}.weight", (width, self.hidden), "latent")]
@@ -242,7 +256,9 @@ class ModelShape:
     def forward_flops(self, length: int) -> float:
         """Of one token's forward pass, on average over a sequence of ``length`` tokens."""
         attention = sum(self.attention_flops(layer.mean_context(length)) for layer in self.layers)
-        return self.linear_flops + attention
+        # The indexer scores every key before it, and weighs its heads' scores.
+        scores = 2 * self.index_heads * (self.index_dim + 1) * (length + 1) / 2
+        return self.linear_flops + attention + len(self.layers) * scores
 
     def training_flops(self, length: int, *, recompute: bool = False) -> float:
         """Of one token's forward and backward pass; recomputation adds one forward pass of the layers.
@@ -260,7 +276,7 @@ class ModelShape:
         heads fewer than devices are held by several.
         """
         if self.kv_rank is not None:
-            width = self.kv_rank + self.rope_dim
+            width = self.kv_rank + self.rope_dim + self.index_dim
         else:
             width = -(-self.kv_heads // tp) * (self.head_dim + self.v_head_dim)
         return len(self.layers) * width * element_bytes
@@ -348,6 +364,8 @@ def _shape(family: Family, config: Mapping[str, Any]) -> ModelShape:
         q_rank=values.get("q_lora_rank") if latent else None,
         kv_rank=size("kv_lora_rank") if latent else None,
         rope_dim=rope,
+        index_heads=size("index_n_heads") if family.indexer else 0,
+        index_dim=size("index_head_dim") if family.indexer else 0,
         qkv_bias=flag(family.qkv_bias),
         output_bias=flag(family.output_bias),
         mlp_bias=flag(family.mlp_bias),

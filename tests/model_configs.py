@@ -119,6 +119,19 @@ TINY: dict[str, Content] = {
     "deepseek-v3-plain-queries": _of(
         "deepseek_v3", 64, 96, 2, 4, 128, first_k_dense_replace=1, **{**_MLA, "q_lora_rank": None}
     ),
+    "deepseek-v32": _of(
+        "deepseek_v32",
+        64,
+        96,
+        3,
+        4,
+        128,
+        first_k_dense_replace=1,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=8,
+        **_MLA,
+    ),
     "glm4": _of("glm4", 64, 96, 3, 4, 128, head_dim=24, attention_bias=True, **_GQA),
     "glm4-moe": _of(
         "glm4_moe",

@@ -63,6 +63,17 @@ def test_windows_bound_attention_and_nothing_else() -> None:
     assert growth / (21 * per_key * 16384) == pytest.approx(1, abs=0.02)
 
 
+def test_an_indexer_sees_every_key_and_attention_those_it_chose() -> None:
+    content = {**REAL["DeepSeek-V3"][0], "model_type": "deepseek_v32"}
+    sparse, dense = shape_of(content), shape_of(REAL["DeepSeek-V3"][0])
+    indexer = 61 * (64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168)
+    assert sparse.parameters - dense.parameters == indexer
+    assert sparse.kv_cache_bytes(2) - dense.kv_cache_bytes(2) == 61 * 128 * 2
+    growth = [shape.forward_flops(131072) - shape.forward_flops(65536) for shape in (sparse, dense)]
+    # Scores of 64 heads of 128 grow instead of 128 heads of 192 and 128.
+    assert growth[0] / growth[1] == pytest.approx(64 * 129 / (128 * 320), abs=0.01)
+
+
 def test_kv_cache_of_heads_and_of_latents() -> None:
     llama, deepseek = shape_of(REAL["Llama-3.1-8B"][0]), shape_of(REAL["DeepSeek-V3"][0])
     assert llama.kv_cache_bytes(2) == 32 * 2 * 8 * 128 * 2
