@@ -69,17 +69,10 @@ class RayNode:
             RayLost: it did not come up in time, with the log's last line.
         """
         # One block for all: a port found by itself may lie in the range of those found next.
-        port, *others = free_ports(1 + _PORTS, self.address, consecutive=True)
-        # Port 0 leaves out the server for Ray clients, which nothing here needs.
-        role = [
-            "--head",
-            "--port",
-            str(port),
-            "--include-dashboard",
-            "false",
-            "--ray-client-server-port",
-            "0",
-        ]
+        port, clients, *others = free_ports(2 + _PORTS, self.address, consecutive=True)
+        role = ["--head", "--port", str(port), "--include-dashboard", "false"]
+        # The server for Ray clients cannot be left out; at its default port two jobs would meet.
+        role += ["--ray-client-server-port", str(clients)]
         self._start(role, others)
         address = f"{self.address}:{port}"
         if not processes.wait_until(lambda: self._ended() or _accepts(self.address, port), timeout_s) or (
