@@ -5,8 +5,9 @@
 
 Both sides sample 4 prompts x 4 completions of up to 48 tokens with SmolLM2-135M-Instruct in
 float32 on all cores, take one optimiser step without gradient checkpointing, and are timed by
-their own clocks, the first step of each process left out.  The sides alternate, because machines
-are noisy; what counts is the median of completion tokens a second.
+their own clocks, the first step of each process left out.  The learning rate is 0 on both sides, so
+that both go on sampling from the same policy, whose answers have the same lengths.  The sides
+alternate, because machines are noisy; what counts is the median of completion tokens a second.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def ours(steps: int) -> list[tuple[float, float]]:
             "rollout.max_response_tokens": TOKENS,
             "train.global_batch_size": PROMPTS * SAMPLES,
             "train.steps": steps,
+            "train.lr": 0.0,
             "checkpoint.save_interval": 10_000,
             "evaluation.interval": 0,
             "wandb.enabled": "false",
@@ -94,7 +96,7 @@ def trl_child(steps: int) -> None:
             num_generations=SAMPLES,
             max_completion_length=TOKENS,
             max_steps=steps,
-            learning_rate=3e-5,
+            learning_rate=0.0,
             beta=0.0,
             num_iterations=1,
             save_strategy="no",
