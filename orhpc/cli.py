@@ -1,4 +1,4 @@
-"""``orhpc launch | plan | status | view | export``: one command for what users do with runs."""
+"""``orhpc launch | check | plan | status | logs | cancel | view | export``: what users do with runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from orhpc import commits
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
 from orhpc.events import read_events, steps_of
+from orhpc.launch import job_commands
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.plan_report import main as plan
 from orhpc.launch.prepare import model_folder
@@ -31,7 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
     commands.add_parser("plan", help="ranks and memory of a config, without a node (orhpc plan --help)")
-    _add_status(commands.add_parser("status", help="where a run stands, from its directory alone"))
+    _add_status(commands.add_parser("status", help="where a run stands, from its directory and squeue"))
+    job_commands.add_check(
+        commands.add_parser("check", help="whether a config can run, before a GPU is asked for")
+    )
+    job_commands.add_logs(commands.add_parser("logs", help="the end of a run's logs"))
+    job_commands.add_cancel(commands.add_parser("cancel", help="cancel a run's job for good"))
     _add_view(commands.add_parser("view", help="read rollouts of a step"))
     _add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
     options = parser.parse_args(arguments)
@@ -78,7 +84,7 @@ def status(options: argparse.Namespace) -> int:
         "last_failure": f"{failures[-1].get('kind')}: {failures[-1]['error']}" if failures else None,
     }
     if options.json:
-        print(json.dumps(about))
+        print(json.dumps(about | {"jobs": dict(job_commands.jobs(run))}))
         return EXIT_OK
     print(f"{about['run']}: step {about['step']} of {about['steps']}, attempt {about['attempts']}")
     print(f"committed: {', '.join(about['committed']) or 'nothing yet'}")
@@ -88,6 +94,8 @@ def status(options: argparse.Namespace) -> int:
         print(f"mean reward of step {about['step']}: {last.get('reward_mean', float('nan')):.3f}")
     if failures:
         print(f"last failure: {about['last_failure']}")
+    for line in job_commands.describe(run):
+        print(line)
     return EXIT_OK
 
 

@@ -212,9 +212,9 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
         await parts.close()
 
 
-async def supervise(run: Run) -> int:
+async def supervise(run: Run, lowered: int | None = None) -> int:
     """Run attempts in place as the policy table says; returns the process's exit code."""
-    failures, last_step, lowered = 0, -1, None
+    failures, last_step = 0, -1
     while True:
         try:
             await attempt_once(run, lowered)
@@ -250,12 +250,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("attempt", type=int)
     parser.add_argument("--stop-file", type=Path, required=True)
+    parser.add_argument("--max-tokens", type=int, help="token budget after the host ran out of memory")
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     run = Run(RunDir(options.run_dir), options.attempt, options.stop_file)
     try:
         ray_connect(run.placement, run.folder / "ray.token")
-        return asyncio.run(supervise(run))
+        return asyncio.run(supervise(run, options.max_tokens))
+    except OrhpcError as error:
+        code = policy_of(error).exit_code
+        run.events.write("failed", kind=type(error).__name__, error=str(error), exit_code=code)
+        return code
     except Exception as error:
         log.exception("a bug, or something that no class of errors.py names")
         run.events.write("failed", kind=type(error).__name__, error=str(error)[:500], exit_code=EXIT_FAILED)

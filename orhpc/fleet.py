@@ -101,6 +101,23 @@ def node_ids(nodes: Sequence[Node]) -> list[str]:
     return [by_name[n.name] for n in nodes]
 
 
+def wait_for_nodes(nodes: Sequence[Node], timeout_s: float) -> None:
+    """Wait until every node is in the Ray cluster.
+
+    Raises:
+        RayLost: names those that are not when the time is over.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            node_ids(nodes)
+            return
+        except RayLost:
+            if time.monotonic() > end:
+                raise
+        time.sleep(POLL_S)
+
+
 class Trainers:
     """All ranks of the trainer: consumes batch plans, produces metrics, weights and shards."""
 

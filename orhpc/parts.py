@@ -16,7 +16,7 @@ import ray
 
 from orhpc.config import Config
 from orhpc.errors import RecordError
-from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers
+from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
 from orhpc.launch.placement import Placement
 from orhpc.launch.prepare import model_folder
 from orhpc.record import RolloutFile
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 2.0
 _CLOSE_S = 45.0
+
+_JOIN_S = 180.0
+"""How long the driver waits for the raylets of the other nodes."""
 
 
 @dataclass(slots=True)
@@ -171,7 +174,7 @@ async def bring_up(
             attempt,
             engines.urls,
             key,
-            {name: urls[index % len(urls)] for name, urls in placement.environments.items()},
+            placement.environments_of(index),
         ),
     )
     tasks = await task_sequence(config, workers[0])
@@ -230,7 +233,11 @@ def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
 
 
 def ray_connect(placement: Placement, token: Path) -> None:
-    """Join the job's Ray cluster as its driver."""
+    """Join the job's Ray cluster as its driver, once every node is in it.
+
+    Raises:
+        RayLost: a node did not join in time.
+    """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     ray.init(
@@ -239,3 +246,4 @@ def ray_connect(placement: Placement, token: Path) -> None:
         logging_level=logging.WARNING,
         namespace="orhpc",
     )
+    wait_for_nodes(placement.nodes, _JOIN_S)

@@ -12,9 +12,19 @@ lint() {
   $bin/pyright
 }
 
+# The tests on a real SLURM need its daemons; as root on Debian they are installed, else left out.
+slurm() {
+  command -v slurmctld munged ip >/dev/null && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+      slurm-wlm munge iproute2; } >/dev/null && return
+  fi
+  echo "tests/slurm is left out: it needs root and the Debian packages slurm-wlm munge iproute2" >&2
+}
+
 case "${1:-all}" in
   lint) lint ;;
   fast) $bin/ruff check --quiet . ; $bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/faults ;;
-  all)  lint ; $bin/python -m pytest --durations=15 ;;
+  all)  lint ; slurm ; $bin/python -m pytest --durations=15 ;;
   *) echo "usage: tests/run.sh all | fast | lint" >&2; exit 2 ;;
 esac

@@ -10,24 +10,11 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.config_files import dump_config, load_config
-from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.errors import EXIT_OK, OrhpcError, policy_of
 from orhpc.launch import holder, prepare, slurm
 from orhpc.launch.local import local_node, run_local
 from orhpc.launch.placement import Node, plan
-
-DEFAULT_CONFIG = "configs/default.yaml"
-
-
-def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
-    """From ``[CONFIG] [key=value ...]`` to the config's path and the overrides.
-
-    Raises:
-        ConfigError: more than one config file.
-    """
-    files = [w for w in words if "=" not in w]
-    if len(files) > 1:
-        raise ConfigError(f"one config file at a time, not {' and '.join(files)}")
-    return files[0] if files else DEFAULT_CONFIG, [w for w in words if "=" in w]
+from orhpc.launch.words import split_words
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -77,14 +64,15 @@ def dry_run(config: Config, path: str, overrides: list[str]) -> int:
 def submit(config: Config, path: str, overrides: list[str]) -> int:
     """Check what can be checked here, submit, and say how to watch the job."""
     prepare.check_paths(config)
+    prepare.check_keys(config)
     rundir = prepare.run_directory(config)
     rundir.create()
     holder.check_free(rundir)
     prepare.write_config(rundir, config)
     job = slurm.submit(config, rundir, path, overrides)
-    where = shlex.quote(
-        str(rundir.path.relative_to(Path.cwd()) if rundir.path.is_relative_to(Path.cwd()) else rundir.path)
-    )
+    holder.note_submission(rundir, job)
+    near = rundir.path.is_relative_to(Path.cwd())
+    where = shlex.quote(str(rundir.path.relative_to(Path.cwd()) if near else rundir.path))
     print(f"job {job}, run directory {rundir.path}")
     print(f"  orhpc status {where}\n  orhpc logs {where}\n  orhpc cancel {where}")
     return EXIT_OK

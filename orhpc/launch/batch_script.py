@@ -23,7 +23,7 @@ fi
 
 job_folder=$(mktemp -d "/tmp/orhpc-$SLURM_JOB_ID-XXXXXX") || exit 1
 trap 'rm -rf "$job_folder"' EXIT
-export ORHPC_JOB_FOLDER=$job_folder
+export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$SLURM_JOB_ID}
 
 about_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null; }
 

@@ -9,19 +9,36 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 from orhpc.errors import RunDirBusy
 from orhpc.launch import scheduler
 from orhpc.rundir import RunDir, write_atomic
 
 _NAME = "holder.json"
+_SUBMITTED = "submitted.json"
 _LOCK_WAIT_S = 10.0
 
 
 def holder_of(rundir: RunDir) -> str | None:
     """Id of the job that held the run last; None when none ever did."""
+    return _job_in(rundir.path / _NAME)
+
+
+def note_submission(rundir: RunDir, job: str) -> None:
+    """Remember the job that the launcher submitted last: it may wait long before it holds the run."""
+    write_atomic(rundir.path / _SUBMITTED, json.dumps({"job": job, "time": time.time()}))
+
+
+def known_jobs(rundir: RunDir) -> list[str]:
+    """Jobs of the run that may be running or waiting."""
+    found = [_job_in(rundir.path / name) for name in (_NAME, _SUBMITTED)]
+    return sorted({job for job in found if job is not None})
+
+
+def _job_in(path: Path) -> str | None:
     try:
-        return str(json.loads((rundir.path / _NAME).read_text())["job"])
+        return str(json.loads(path.read_text())["job"])
     except (FileNotFoundError, NotADirectoryError):
         return None
 

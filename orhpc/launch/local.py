@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_OK, EXIT_REQUEUE, ConfigError
-from orhpc.launch import prepare
+from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
+from orhpc.launch import holder, prepare
 from orhpc.launch.display import Display
-from orhpc.launch.node import run_first_node
+from orhpc.launch.first_node import run_first_node
 from orhpc.launch.placement import Node, plan
 from orhpc.rundir import RunDir
 
@@ -40,12 +40,13 @@ def run_local(config: Config) -> int:
     if config.placement.nodes != 1:
         raise ConfigError(f"placement.nodes: --local is one node, not {config.placement.nodes}")
     prepare.check_paths(config)
-    placement = plan(config, (local_node(),))
+    plan(config, (local_node(),))
     prepare.check_machine(config)
     prepare.check_keys(config)
     rundir = prepare.run_directory(config)
     rundir.create()
     with rundir.held():
+        holder.check_free(rundir)
         changes = prepare.write_config(rundir, config)
         done = prepare.committed_step(rundir)
         if done >= config.train.steps:
@@ -58,9 +59,16 @@ def run_local(config: Config) -> int:
         print(f"run directory: {rundir.path} (attempt {attempt}, step {done} of {config.train.steps} done)")
         stop_file = rundir.attempt(attempt) / "stop"
         with _stop_on_signals(stop_file) as signals, Display(rundir.events, attempt) as display:
-            code = run_first_node(
-                rundir, attempt, config, placement, stop_file, display.tick, lambda: len(signals) > 1
+            status = run_first_node(
+                rundir,
+                attempt,
+                config,
+                local_node(),
+                stop_file,
+                tick=display.tick,
+                kill=lambda: len(signals) > 1,
             )
+    code = status if status >= 0 else EXIT_FAILED
     _say_how_it_ended(rundir, attempt, code, display)
     return code
 

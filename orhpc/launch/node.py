@@ -1,167 +1,317 @@
-"""What the first node of a job does: environment servers, Ray's head, the driver, and teardown.
+"""What runs once on every node of a job: ``python -m orhpc.launch.node [CONFIG] [key=value ...]``.
 
-It consumes a prepared attempt folder, waits for the driver, and produces its exit code.  It owns
-every process it starts: each dies with it, and all are ended by pid.
+The batch script's srun starts one of these a node.  The first claims the run and an attempt, waits
+for the others, and runs Ray's head and the driver; the others join with a raylet and their own
+environment servers, and leave when the first says that the attempt is over.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from subprocess import Popen
+from collections.abc import Sequence
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, EnvironmentUnavailable
-from orhpc.launch import processes
-from orhpc.launch.placement import Placement
-from orhpc.launch.ray_cluster import RayNode, make_token, ray_environment
-from orhpc.ports import free_ports
-from orhpc.rundir import RunDir, write_atomic
+from orhpc.config_files import load_config
+from orhpc.errors import (
+    EXIT_CONFIG,
+    EXIT_CRASH_LOOP,
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_PREFLIGHT,
+    EXIT_REQUEUE,
+    CrashLoop,
+    NodeLost,
+    OrhpcError,
+    PreflightError,
+    RayLost,
+    StopRequested,
+    policy_of,
+)
+from orhpc.events import read_events
+from orhpc.launch import holder, ledger, preflight, prepare, rendezvous, slurm
+from orhpc.launch.first_node import SECRETS, TICK_S, Urls, object_store_bytes, run_first_node
+from orhpc.launch.job import Job, interface_of, this_node
+from orhpc.launch.ledger import Outcome, Reason
+from orhpc.launch.placement import Node, Placement
+from orhpc.launch.preempt import Signals, info_at_signal, why_stopped
+from orhpc.launch.ray_cluster import RayNode
+from orhpc.launch.rendezvous import Joined
+from orhpc.launch.served import ServedEnvironments
+from orhpc.launch.words import split_words
 
-TICK_S = 0.2
-_MIN_LIFE_S = 30.0
-"""A served environment that ends sooner than this after its start is broken, not unlucky."""
+_RAY_RESTARTS = 3
 
 
-class ServedEnvironments:
-    """The environment servers that the job runs itself on this node."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; every failure is one line on standard error."""
+    try:
+        job = Job.from_environment()
+        path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
+        config = load_config(path, [*overrides, f"placement.nodes={job.nodes}"])
+        if job.rank == 0:
+            return FirstNode(job, config).run()
+        return other_node(job, config)
+    except OrhpcError as error:
+        say(f"{type(error).__name__}: {error}")
+        return policy_of(error).exit_code
 
-    def __init__(self, config: Config, address: str, logs: Path) -> None:
-        self._config, self._address, self._logs = config, address, logs
-        self._commands: dict[str, tuple[list[str], Path]] = {}
-        self._running: dict[str, Popen[bytes]] = {}
-        self._started: dict[str, float] = {}
 
-    def start(self) -> dict[str, list[str]]:
-        """Start every replica; returns base URLs by environment.  They may still be loading."""
-        urls: dict[str, list[str]] = {}
-        for name, settings in self._config.environments.items():
-            if settings.serve is None:
-                continue
-            for replica in range(settings.replicas):
-                (port,) = free_ports(1, self._address)
-                command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
-                command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
-                if settings.serve_options:
-                    command += ["--options-json", json.dumps(settings.serve_options)]
-                label = f"{name.replace('/', '_')}_{replica}"
-                self._commands[label] = command, self._logs / f"environment_{label}.log"
-                self._spawn(label)
-                urls.setdefault(name, []).append(f"http://{self._address}:{port}")
-        return urls
+def say(line: str) -> None:
+    """One line to the job's output."""
+    print(
+        f"orhpc: {os.environ.get('SLURMD_NODENAME', '')}: {' '.join(line.split())}",
+        file=sys.stderr,
+        flush=True,
+    )
 
-    def keep_up(self) -> None:
-        """Start again whatever has ended; its sessions are lost, and the rollouts retried.
+
+def use_address(address: str) -> None:
+    """Have collective libraries use the interface of our own traffic, unless the user chose one."""
+    if name := interface_of(address):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
+
+
+def bypass_proxies(nodes: Sequence[Node]) -> None:
+    """Traffic between the job's own nodes never goes through a proxy."""
+    for variable in ("no_proxy", "NO_PROXY"):
+        known = [os.environ[variable]] if os.environ.get(variable) else []
+        os.environ[variable] = ",".join([*known, "127.0.0.1", "localhost", *(n.address for n in nodes)])
+
+
+class FirstNode:
+    """The first node: claims the run, leads an attempt, and writes down how it ended."""
+
+    def __init__(self, job: Job, config: Config) -> None:
+        self.job, self.config = job, config
+        self.rundir = prepare.run_directory(config)
+        self.signals = Signals(job.stop_file)
+        self.lost: list[str] = []
+        """Nodes that the next start has to do without."""
+        self.max_tokens: int | None = None
+        """Halved token budget, after an attempt that ran out of memory."""
+
+    def run(self) -> int:
+        """Returns the exit code of the job's step."""
+        self.rundir.create()
+        try:
+            done = self._prepare()
+        except OrhpcError as error:
+            rendezvous.announce(self.rundir, self.job, exit=policy_of(error).exit_code)
+            raise
+        if done:
+            say(f"{self.rundir.path}: finished, {self.config.train.steps} steps; raise train.steps to go on")
+            rendezvous.announce(self.rundir, self.job, exit=EXIT_OK)
+            return EXIT_OK
+        attempt = prepare.begin_attempt(
+            self.rundir,
+            self.config,
+            kind="slurm",
+            job=self.job.id,
+            chain=self.job.chain,
+            restart=self.job.restart,
+            node=self.job.node_name,
+        )
+        (self.job.folder / "attempt").write_text(str(self.rundir.attempt(attempt)))
+        rendezvous.announce(self.rundir, self.job, attempt=attempt)
+        return self._lead(attempt)
+
+    def _prepare(self) -> bool:
+        """Everything that can refuse the start; True when the run is finished already.
 
         Raises:
-            ConfigError: a server refused what the config says of its environment.
-            EnvironmentUnavailable: a server ends within seconds of every start.
+            OrhpcError: a wrong config, another holder, used-up budgets.
         """
-        for label, process in list(self._running.items()):
-            if process.poll() is not None:
-                if time.monotonic() - self._started[label] < _MIN_LIFE_S:
-                    log = self._commands[label][1]
-                    if process.returncode == EXIT_CONFIG:
-                        raise ConfigError(processes.last_line(log).removeprefix("orhpc: "))
-                    raise EnvironmentUnavailable(
-                        f"environment server {label} ended with status {process.returncode}: "
-                        f"{processes.last_line(log)} ({log})"
-                    )
-                self._spawn(label)
+        prepare.check_paths(self.config)
+        holder.claim(self.rundir, self.job.id)
+        outcomes = ledger.read(self.rundir)
+        if outcomes and outcomes[-1].reason is Reason.OUT_OF_MEMORY:
+            self.max_tokens = max(1, self.config.train.max_tokens_per_gpu // 2)
+        if problem := ledger.exhausted(outcomes, self.job.chain):
+            raise CrashLoop(problem)
+        for change in prepare.write_config(self.rundir, self.config):
+            say(f"changed since the last start: {change}")
+        for old in self.rundir.attempts.iterdir():
+            for secret in SECRETS:
+                (old / secret).unlink(missing_ok=True)
+        prepare.check_keys(self.config)
+        if prepare.committed_step(self.rundir) >= self.config.train.steps:
+            return True
+        prepare.check_machine(self.config)
+        prepare.ensure_model(self.config)
+        return False
 
-    def stop(self) -> None:
-        for process in self._running.values():
-            processes.stop(process, grace_s=3.0)
+    def _lead(self, attempt: int) -> int:
+        say(f"{self.rundir.path}: attempt {attempt}, {self.job.nodes} nodes")
+        code, problem = EXIT_FAILED, ""
+        try:
+            preflight.require(self.config, self.job, self.rundir)
+            node = this_node(self.job, self.config.slurm.interface)
+            use_address(node.address)
+            self._node, self._attempt = node, attempt
+            code = run_first_node(
+                self.rundir, attempt, self.config, node, self.job.stop_file, gather=self._gather,
+                max_tokens=self.max_tokens, tick=self._tick,
+            )  # fmt: skip
+        except OrhpcError as error:
+            code, problem = policy_of(error).exit_code, f"{type(error).__name__}: {error}"
+            if isinstance(error, preflight.BadNode):
+                self.lost.append(self.job.node_name)
+            say(problem)
+        outcome = self._outcome(attempt, code, problem)
+        ledger.write(self.rundir, outcome)
+        say(f"attempt {attempt} ended: {outcome.reason}, step {outcome.step} committed. {outcome.detail}")
+        code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
+        if code not in (EXIT_OK, EXIT_CONFIG) and (
+            spent := ledger.exhausted(ledger.read(self.rundir), self.job.chain)
+        ):
+            say(f"CrashLoop: {spent}")
+            code = EXIT_CRASH_LOOP
+        if self.lost:
+            (self.job.folder / "exclude").write_text(",".join(sorted(set(self.lost))))
+        rendezvous.end(self.rundir, attempt, code)
+        return code
 
-    def _spawn(self, label: str) -> None:
-        command, log = self._commands[label]
-        env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
-        self._running[label] = processes.spawn(command, log=log, env=env)
-        self._started[label] = time.monotonic()
+    def _tick(self) -> None:
+        if self.rundir.newest_attempt() > self._attempt:
+            raise NodeLost("a newer attempt has begun: SLURM took this node for dead")
+
+    def _waiting(self) -> None:
+        self._tick()
+        if self.signals.came or self.job.stop_file.exists():
+            if why_stopped(info_at_signal(self.job), slurm.signal_lead(self.config)) is Reason.REQUEUED:
+                # srun ends every task once one has failed.
+                raise PreflightError("another node gave up before the attempt began; its own line says why")
+            raise StopRequested("asked to stop before the attempt began")
+
+    def _gather(self, urls: Urls) -> tuple[tuple[Node, ...], Urls]:
+        timeout_s = self.config.slurm.start_timeout_s
+        try:
+            joined = rendezvous.gather(self.rundir, self._attempt, self.job.nodes, timeout_s, self._waiting)
+        except NodeLost as error:
+            if preflight.nodes_down():
+                raise
+            raise PreflightError(str(error)) from None  # it is up, and sees nothing of what is written here
+        if bad := [j for j in joined if j.problem]:
+            self.lost += [j.name for j in bad]
+            raise preflight.BadNode(f"{bad[0].name}: {bad[0].problem}")
+        for other in joined:
+            for name, more in other.environments.items():
+                urls.setdefault(name, []).extend(more)
+        nodes = (self._node, *(Node(j.name, j.address, j.cpus) for j in joined))
+        bypass_proxies(nodes)
+        return nodes, urls
+
+    def _outcome(self, attempt: int, status: int, problem: str) -> Outcome:
+        """Why the attempt ended, from the exit status and what else is known."""
+        code = status if status >= 0 else EXIT_FAILED
+        step = ledger.last_committed(self.rundir)
+
+        def because(reason: Reason, detail: str = "", exit_code: int = code) -> Outcome:
+            return Outcome(attempt, reason, step, detail or problem, exit_code, self.job.chain)
+
+        if status == EXIT_OK:
+            return because(Reason.FINISHED)
+        if problem and code == EXIT_PREFLIGHT:
+            return because(Reason.REFUSED)
+        if self.job.stop_file.exists():
+            lead_s = slurm.signal_lead(self.config, self.rundir)
+            return because(why_stopped(info_at_signal(self.job), lead_s), exit_code=EXIT_REQUEUE)
+        if self.lost:
+            return because(Reason.BAD_NODE, exit_code=EXIT_REQUEUE)
+        if down := preflight.nodes_down():
+            self.lost += down
+            return because(Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE)
+        if status == -9:
+            return because(
+                Reason.OUT_OF_MEMORY, "the driver was killed, most likely for its memory", EXIT_REQUEUE
+            )
+        failures = [
+            e for e in read_events(self.rundir.events) if e["event"] == "failed" and e["attempt"] == attempt
+        ]
+        kind, detail = (failures[-1]["kind"], failures[-1]["error"]) if failures else ("", problem)
+        if code == EXIT_REQUEUE:
+            memory = kind == "OutOfMemory"
+            return because(Reason.OUT_OF_MEMORY if memory else Reason.INFRASTRUCTURE, f"{kind}: {detail}")
+        if code == EXIT_FAILED:
+            return because(Reason.CRASH, f"{kind}: {detail}" if kind else f"driver exit status {status}")
+        return because(Reason.REFUSED, f"{kind}: {detail}" if kind else detail)
 
 
-def run_first_node(
-    rundir: RunDir,
-    attempt: int,
-    config: Config,
-    placement: Placement,
-    stop_file: Path,
-    tick: Callable[[], None] = lambda: None,
-    kill: Callable[[], bool] = lambda: False,
-) -> int:
-    """Bring the node's part of an attempt up, wait for the driver, take everything down.
-
-    Args:
-        placement: without environment URLs and Ray address, which are filled in here.
-        stop_file: the driver commits and leaves once it exists.
-        tick: called a few times a second while the driver runs.
-        kill: polled; when true the driver is ended without a commit.
-
-    Returns:
-        The driver's exit code; 1 when a signal ended it.
-
-    Raises:
-        RayLost: Ray's head did not start.
-        EnvironmentUnavailable: a served environment cannot run.
-    """
+def other_node(job: Job, config: Config) -> int:
+    """Join the first node's attempt, and leave when it is over."""
+    Signals(None)  # the first node commits; until it has, nothing here may end
+    rundir = prepare.run_directory(config)
+    timeout_s = config.slurm.start_timeout_s
+    announced = rendezvous.await_announcement(rundir, job, timeout_s)
+    if "exit" in announced:
+        return EXIT_OK  # the first node's own exit code is the job's
+    attempt = int(announced["attempt"])
     folder = rundir.attempt(attempt)
-    node = placement.nodes[0]
-    write_secret(folder / "engine.key")
-    token = make_token(folder)
-    environments = ServedEnvironments(config, node.address, folder)
-    ray_node = RayNode(
-        node.name,
-        node.address,
-        token,
-        folder / "ray.log",
-        cpus=len(placement.workers) + len(placement.trainers) + len(placement.engines),
-        object_store_bytes=object_store_bytes(),
-    )
-    driver: Popen[bytes] | None = None
+    try:
+        preflight.require(config, job, rundir)
+        node = this_node(job, config.slurm.interface)
+    except OrhpcError as error:
+        say(str(error))
+        rendezvous.join(rundir, attempt, Joined(job.rank, job.node_name, problem=str(error)))
+        _wait_for(lambda: rendezvous.ended(rundir, attempt), timeout_s)
+        return EXIT_OK
+    use_address(node.address)
+    environments = ServedEnvironments(config, node.address, folder, node.name)
+    ray_node: RayNode | None = None
     try:
         urls = environments.start()
-        head = ray_node.start_head()
-        placement = replace(placement, environments=urls, ray_address=head)
-        write_atomic(folder / "placement.yaml", placement.to_yaml())
-        driver = _start_driver(rundir, attempt, stop_file, token)
-        while driver.poll() is None:
-            tick()
-            environments.keep_up()
-            if kill():
-                driver.kill()
-            time.sleep(TICK_S)
-        tick()
-        return driver.returncode if driver.returncode >= 0 else EXIT_FAILED
+        rendezvous.join(rundir, attempt, Joined(job.rank, node.name, node.address, node.cpus, urls))
+        placed = folder / "placement.yaml"
+        if not _wait_for(lambda: placed.exists() or rendezvous.ended(rundir, attempt), 2 * timeout_s):
+            raise NodeLost(f"{node.name}: the first node did not bring Ray up")
+        if rendezvous.ended(rundir, attempt):
+            return EXIT_OK
+        placement = Placement.from_yaml(placed.read_text())
+        bypass_proxies(placement.nodes)
+        ray_node = RayNode(
+            node.name, node.address, folder / "ray.token", folder / f"ray_{job.rank:03d}.log",
+            cpus=placement.processes_on(job.rank), object_store_bytes=object_store_bytes(),
+        )  # fmt: skip
+        _stay(ray_node, placement.ray_address, environments, lambda: rendezvous.ended(rundir, attempt))
+        return EXIT_OK
     finally:
-        if driver is not None:
-            processes.stop(driver, grace_s=5.0)
-        ray_node.stop()
+        if ray_node is not None:
+            ray_node.stop()
         environments.stop()
-        for secret in ("engine.key", "ray.token"):
-            (folder / secret).unlink(missing_ok=True)
 
 
-def write_secret(path: Path) -> None:
-    """Write a new random key, readable by the owner only."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(secrets.token_urlsafe(32))
+def _stay(ray_node: RayNode, head: str, environments: ServedEnvironments, over: object) -> None:
+    """Keep this node's part up until the attempt is over.
+
+    Raises:
+        RayLost: the raylet keeps ending.
+    """
+    assert callable(over)
+    ray_node.start_worker(head)
+    restarts = 0
+    while not over():
+        environments.keep_up()
+        if not ray_node.alive():
+            restarts += 1
+            if restarts > _RAY_RESTARTS:
+                raise RayLost(f"the raylet ended {restarts} times; see its log")
+            time.sleep(1.0)
+            ray_node.start_worker(head)
+        time.sleep(TICK_S)
 
 
-def object_store_bytes() -> int:
-    """Memory for Ray's object store: a fifth of what is free in shared memory, at most 64 GB."""
-    shm = os.statvfs("/dev/shm")  # noqa: S108 - asked for its size only
-    return int(min(64e9, max(100e6, shm.f_bavail * shm.f_frsize / 5)))
+def _wait_for(condition: object, timeout_s: float) -> bool:
+    assert callable(condition)
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(TICK_S)
+    return True
 
 
-def _start_driver(rundir: RunDir, attempt: int, stop_file: Path, token: Path) -> Popen[bytes]:
-    command = [sys.executable, "-m", "orhpc.driver", str(rundir.path), str(attempt)]
-    command += ["--stop-file", str(stop_file)]
-    env = {**os.environ, **ray_environment(token), "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
-    return processes.spawn(command, log=rundir.attempt(attempt) / "driver.log", env=env)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -70,6 +70,17 @@ class Placement:
     """URLs of the servers the job runs itself, by environment."""
     ray_address: str = ""
 
+    def processes_on(self, node: int) -> int:
+        """How many of our own processes run on a node."""
+        return sum(p.node == node for p in (*self.trainers, *self.engines, *self.workers))
+
+    def environments_of(self, worker: int) -> dict[str, str]:
+        """The servers of a worker: of its own node, shared out evenly; its sessions stay on them."""
+        address = self.nodes[self.workers[worker].node].address
+        host = f"//[{address}]:" if ":" in address else f"//{address}:"
+        near = {name: [u for u in urls if host in u] for name, urls in self.environments.items()}
+        return {name: urls[worker % len(urls)] for name, urls in near.items()}
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(_plain(asdict(self)), sort_keys=False)
 

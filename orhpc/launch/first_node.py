@@ -1,0 +1,121 @@
+"""What the first node of a job does: environment servers, Ray's head, the driver, and teardown.
+
+It consumes a prepared attempt folder, waits for the driver, and produces its exit code.  It owns
+every process it starts: each dies with it, and all are ended by pid.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from subprocess import Popen
+
+from orhpc.config import Config
+from orhpc.launch import processes
+from orhpc.launch.placement import Node, plan
+from orhpc.launch.ray_cluster import RayNode, make_token, ray_environment
+from orhpc.launch.served import ServedEnvironments
+from orhpc.rundir import RunDir, write_atomic
+
+TICK_S = 0.2
+Urls = dict[str, list[str]]
+Gather = Callable[[Urls], tuple[tuple[Node, ...], Urls]]
+"""From this node's environment servers to all nodes of the attempt and all servers."""
+SECRETS = ("engine.key", "ray.token")
+
+
+def run_first_node(
+    rundir: RunDir,
+    attempt: int,
+    config: Config,
+    node: Node,
+    stop_file: Path,
+    *,
+    gather: Gather | None = None,
+    max_tokens: int | None = None,
+    tick: Callable[[], None] = lambda: None,
+    kill: Callable[[], bool] = lambda: False,
+) -> int:
+    """Bring the first node's part of an attempt up, wait for the driver, take everything down.
+
+    Args:
+        gather: waits for the other nodes; none where this is the only one.
+        max_tokens: token budget of a micro-batch, where the last attempt ran out of memory.
+        stop_file: the driver commits and leaves once it exists.
+        tick: called a few times a second while the driver runs.
+        kill: polled; when true the driver is ended without a commit.
+
+    Returns:
+        The driver's exit status: negative when a signal ended it.
+
+    Raises:
+        RayLost: Ray's head did not start.
+        EnvironmentUnavailable: a served environment cannot run.
+        OrhpcError: whatever ``gather`` raises.
+    """
+    folder = rundir.attempt(attempt)
+    write_secret(folder / "engine.key")
+    token = make_token(folder)
+    environments = ServedEnvironments(config, node.address, folder, node.name)
+    ray_node: RayNode | None = None
+    driver: Popen[bytes] | None = None
+    try:
+        urls = environments.start()
+        nodes, urls = gather(urls) if gather else ((node,), urls)
+        placement = plan(config, nodes)
+        ray_node = RayNode(
+            node.name,
+            node.address,
+            token,
+            folder / "ray.log",
+            cpus=placement.processes_on(0),
+            object_store_bytes=object_store_bytes(),
+        )
+        head = ray_node.start_head()
+        placement = replace(placement, environments=urls, ray_address=head)
+        write_atomic(folder / "placement.yaml", placement.to_yaml())
+        driver = _start_driver(rundir, attempt, stop_file, token, max_tokens)
+        while driver.poll() is None:
+            tick()
+            environments.keep_up()
+            if kill():
+                driver.kill()
+            time.sleep(TICK_S)
+        tick()
+        return driver.returncode
+    finally:
+        if driver is not None:
+            processes.stop(driver, grace_s=5.0)
+        if ray_node is not None:
+            ray_node.stop()
+        environments.stop()
+        for secret in SECRETS:
+            (folder / secret).unlink(missing_ok=True)
+
+
+def write_secret(path: Path) -> None:
+    """Write a new random key, readable by the owner only."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_urlsafe(32))
+
+
+def object_store_bytes() -> int:
+    """Memory for Ray's object store: a fifth of what is free in shared memory, at most 64 GB."""
+    shm = os.statvfs("/dev/shm")  # noqa: S108 - asked for its size only
+    return int(min(64e9, max(100e6, shm.f_bavail * shm.f_frsize / 5)))
+
+
+def _start_driver(
+    rundir: RunDir, attempt: int, stop_file: Path, token: Path, max_tokens: int | None
+) -> Popen[bytes]:
+    command = [sys.executable, "-m", "orhpc.driver", str(rundir.path), str(attempt)]
+    command += ["--stop-file", str(stop_file)]
+    command += ["--max-tokens", str(max_tokens)] if max_tokens is not None else []
+    env = {**os.environ, **ray_environment(token), "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+    return processes.spawn(command, log=rundir.attempt(attempt) / "driver.log", env=env)

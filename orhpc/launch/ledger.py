@@ -1,0 +1,134 @@
+"""Why every attempt ended, and when coming back has no more use.
+
+Each attempt leaves ``attempts/NNN/outcome.json``.  One that died without a word is judged at the
+next start by what is left of it: the batch script's note of srun's exit status, or its absence,
+which means that the batch host itself was lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from orhpc.launch.prepare import committed_step
+from orhpc.rundir import RunDir, write_atomic
+
+
+class Reason(StrEnum):
+    """Why an attempt ended."""
+
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    CANCELLED = "cancelled"
+    REQUEUED = "requeued by hand"
+    NODE_LOST = "node lost"
+    BAD_NODE = "bad node"
+    OUT_OF_MEMORY = "out of memory"
+    INFRASTRUCTURE = "infrastructure"
+    CRASH = "crash"
+    REFUSED = "refused"
+
+
+BUDGETS = {Reason.TIME_LIMIT: 2, Reason.CRASH: 3, Reason.INFRASTRUCTURE: 3, Reason.OUT_OF_MEMORY: 2}
+"""Attempts of a job that may end so without a new step; preemptions and lost nodes never count."""
+
+_KILLED = (137, 143)
+"""SIGKILL, SIGTERM: a node went away, or someone ended the step."""
+_OUT_OF_MEMORY = 125
+"""What srun returns for a step in which the kernel's memory limit killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended."""
+
+    attempt: int
+    reason: Reason
+    step: int
+    """Newest step committed when it ended."""
+    detail: str = ""
+    exit_code: int | None = None
+    chain: str | None = None
+    """The job, or the first of its successors; None: not a SLURM job."""
+
+
+def write(rundir: RunDir, outcome: Outcome) -> None:
+    """Leave an attempt's outcome in its folder."""
+    write_atomic(rundir.attempt(outcome.attempt) / "outcome.json", json.dumps(asdict(outcome), indent=1))
+
+
+def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
+    """An attempt's outcome; None while it runs, or when it died without a word."""
+    try:
+        record = json.loads((rundir.attempt(attempt) / "outcome.json").read_text())
+    except FileNotFoundError:
+        return None
+    return Outcome(**{**record, "reason": Reason(record["reason"])})
+
+
+def read(rundir: RunDir) -> list[Outcome]:
+    """Every SLURM attempt's outcome, oldest first; the silent ones are judged and written down."""
+    found: list[Outcome] = []
+    for number in range(1, rundir.newest_attempt() + 1):
+        folder = rundir.attempt(number)
+        try:
+            facts = json.loads((folder / "attempt.json").read_text())
+        except FileNotFoundError:
+            continue  # it died within its first millisecond
+        if facts.get("kind") != "slurm":
+            continue
+        if outcome := outcome_of(rundir, number):
+            found.append(outcome)
+        else:
+            before = found[-1].step if found else 0
+            found.append(_judge(rundir, number, facts, before))
+            write(rundir, found[-1])
+    return found
+
+
+def _judge(rundir: RunDir, number: int, facts: dict[str, str], before: int) -> Outcome:
+    own = [c.step for c in rundir.lineage() if c.attempt == number]
+    step = max([before, *own])
+    try:
+        code = int((rundir.attempt(number) / "srun_exit").read_text())
+    except (FileNotFoundError, ValueError):
+        reason, code = Reason.NODE_LOST, None
+        detail = "it ended without a word, and its batch script too: the first node was lost or killed"
+    else:
+        memory = code == _OUT_OF_MEMORY
+        reason = Reason.OUT_OF_MEMORY if memory else Reason.NODE_LOST if code in _KILLED else Reason.CRASH
+        detail = f"it ended without a word; srun returned {code}"
+    return Outcome(number, reason, step, detail, code, facts.get("chain"))
+
+
+def exhausted(outcomes: Sequence[Outcome], chain: str) -> str | None:
+    """One line when the job's budgets are used up, else None.
+
+    Counted are the job's attempts since the last one that made a new step.  A job submitted anew
+    begins with full budgets.
+    """
+    counted: dict[Reason, Outcome] = {}
+    numbers: dict[Reason, int] = {}
+    for i in range(len(outcomes) - 1, -1, -1):
+        outcome = outcomes[i]
+        before = outcomes[i - 1].step if i else 0
+        if outcome.chain != chain or outcome.step > before:
+            break
+        counted.setdefault(outcome.reason, outcome)
+        numbers[outcome.reason] = numbers.get(outcome.reason, 0) + 1
+    for reason, budget in BUDGETS.items():
+        if numbers.get(reason, 0) >= budget:
+            last = counted[reason]
+            return (
+                f"{numbers[reason]} attempts in a row ended with {reason} and no step after {last.step} was "
+                f"committed; the last: {last.detail or reason} (attempts/{last.attempt:03d})"
+            )
+    return None
+
+
+def last_committed(rundir: RunDir) -> int:
+    """Newest committed step, for an outcome."""
+    return committed_step(rundir)

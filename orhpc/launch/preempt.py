@@ -1,0 +1,64 @@
+"""From a signal to the reason for it.
+
+The batch shell has USR2 sent to it ahead of the time limit, and ahead of a preemption where the
+site sends user signals; elsewhere a preemption is a SIGTERM to the tasks alone.  Either way the
+stop file appears, the driver commits, and what SLURM says of the job then tells one from another.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from orhpc.errors import PreflightError
+from orhpc.launch import scheduler
+from orhpc.launch.job import Job
+from orhpc.launch.ledger import Reason
+from orhpc.launch.scheduler import JobInfo
+
+_SCAN_S = 90.0
+"""SLURM looks at time limits about twice a minute, and its signal may come that much early."""
+
+
+class Signals:
+    """Turns SIGTERM and SIGUSR2 of this process into the stop file; more of them change nothing."""
+
+    def __init__(self, stop_file: Path | None) -> None:
+        self._stop_file = stop_file
+        self.came: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
+        self.came.append(number)
+        if self._stop_file is not None:
+            self._stop_file.touch()
+
+
+def why_stopped(info: JobInfo | None, lead_s: float, now: float | None = None) -> Reason:
+    """Why the job was told to stop, by what SLURM said of it at that time."""
+    if info is None:
+        return Reason.REQUEUED
+    if info.state == "CANCELLED":
+        return Reason.CANCELLED
+    if info.state == "NODE_FAIL":
+        return Reason.NODE_LOST
+    if info.state == "PREEMPTED" or info.being_preempted:
+        return Reason.PREEMPTED
+    left = info.seconds_left(now)
+    if info.state == "TIMEOUT" or (info.state == "RUNNING" and left is not None and left <= lead_s + _SCAN_S):
+        return Reason.TIME_LIMIT
+    return Reason.REQUEUED
+
+
+def info_at_signal(job: Job) -> JobInfo | None:
+    """What SLURM says of the job: asked now, or as the batch shell noted it; None: it does not say."""
+    note = job.folder / "job"
+    if note.exists():
+        return JobInfo.parse(note.read_text())
+    if not scheduler.available():
+        return None
+    try:
+        return scheduler.job_info(job.id)
+    except PreflightError:
+        return None

@@ -1,0 +1,145 @@
+"""Checks of a node at each start of the job, each with a verdict of one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, NodeLost, OrhpcError, PreflightError, policy_of
+from orhpc.launch import scheduler
+from orhpc.launch.job import Job, this_node
+from orhpc.launch.words import split_words
+from orhpc.ports import free_ports
+from orhpc.rundir import RunDir
+
+_COMMAND_TIMEOUT_S = 120.0
+_LEAST_FREE = 2e9
+_GPU_QUERY = "name,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+
+
+class BadNode(NodeLost):
+    """A node failed its health check: the job comes back without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one check found."""
+
+    check: str
+    good: bool
+    line: str
+
+
+def node_verdicts(config: Config, job: Job, folder: Path) -> list[Verdict]:
+    """Run every check of this node; ``folder`` is on the shared filesystem."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("network", lambda: this_node(job, config.slurm.interface).address),
+        ("disk", lambda: _disk([Path("/tmp"), Path("/dev/shm"), folder])),  # noqa: S108 - asked for space
+        ("ports", lambda: f"{free_ports(300, '127.0.0.1')[0]} and others are free"),
+    ]
+    if config.placement.device == "cuda":
+        checks.append(("gpus", lambda: _gpus(config.placement.devices_per_node)))
+    if config.slurm.health_command is not None:
+        command = config.slurm.health_command
+        checks.append(("health command", lambda: _health(command)))
+    return [_verdict(name, check) for name, check in checks]
+
+
+def require(config: Config, job: Job, rundir: RunDir) -> None:
+    """Raises BadNode with the first check that failed here."""
+    for verdict in node_verdicts(config, job, rundir.path):
+        if not verdict.good:
+            raise BadNode(f"{job.node_name}: {verdict.check}: {verdict.line}")
+
+
+def nodes_down() -> list[str]:
+    """Nodes of this job that SLURM calls down or hears nothing from."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed or not scheduler.available():
+        return []
+    try:
+        result = scheduler.query("sinfo", "--noheader", "--Node", "--nodes", listed, "--format", "%N %T")
+    except PreflightError:
+        return []
+    pairs = {(line.split()[0], line.split()[1]) for line in result.stdout.splitlines() if line.strip()}
+    return sorted(
+        {name for name, state in pairs if state.startswith(("down", "fail")) or state.endswith("*")}
+    )
+
+
+def _verdict(name: str, check: Callable[[], str]) -> Verdict:
+    try:
+        return Verdict(name, True, check())
+    except (OrhpcError, OSError) as error:
+        return Verdict(name, False, " ".join(str(error).split()))
+
+
+def _disk(folders: Sequence[Path]) -> str:
+    free = {folder: shutil.disk_usage(folder).free for folder in folders}
+    short = [
+        f"{folder} has {size / 1e9:.1f} GB free" for folder, size in free.items() if size < _LEAST_FREE / 10
+    ]
+    if short:
+        raise PreflightError(short[0])
+    return ", ".join(f"{folder} {size / 1e9:.0f} GB free" for folder, size in free.items())
+
+
+def _gpus(wanted: int) -> str:
+    command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        raise PreflightError("nvidia-smi is not there") from None
+    except subprocess.TimeoutExpired:
+        raise PreflightError("nvidia-smi does not answer") from None
+    rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines() if line.strip()]
+    if result.returncode or len(rows) < wanted:
+        raise PreflightError(f"{len(rows)} GPUs, {wanted} wanted; {result.stderr.strip()[:200]}")
+    for index, (_, ecc, slow) in enumerate(rows):
+        if ecc.isdigit() and int(ecc):
+            raise PreflightError(f"GPU {index}: {ecc} uncorrected memory errors")
+        if slow == "Active":
+            raise PreflightError(f"GPU {index}: its clocks are held down by the hardware")
+    return f"{len(rows)} x {rows[0][0]}"
+
+
+def _health(command: str) -> str:
+    try:
+        result = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise PreflightError(f"no end within {_COMMAND_TIMEOUT_S:.0f} s") from None
+    said = (result.stdout + result.stderr).strip().splitlines()
+    if result.returncode:
+        raise PreflightError(f"exit {result.returncode}: {said[-1][:200] if said else 'no output'}")
+    return said[-1][:200] if said else "passed"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m orhpc.launch.preflight [CONFIG] [key=value ...]`` on a node: a line for each check."""
+    try:
+        path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
+        config = load_config(path, overrides)
+        job = Job.from_environment()
+        verdicts = node_verdicts(config, job, Path.cwd())
+    except OrhpcError as error:
+        print(f"orhpc: {error}", file=sys.stderr)
+        return policy_of(error).exit_code
+    for verdict in verdicts:
+        print(
+            f"{job.node_name}  {'ok ' if verdict.good else 'BAD'}  {verdict.check}: {verdict.line}",
+            flush=True,
+        )
+    return EXIT_OK if all(v.good for v in verdicts) else EXIT_PREFLIGHT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

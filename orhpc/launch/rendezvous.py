@@ -1,0 +1,118 @@
+"""How the nodes of an attempt find each other: small atomic files in the run directory.
+
+The first node says which attempt it is in ``jobs/JOB.RESTART.json``; each node then lays its
+address into ``attempts/NNN/nodes/``; ``placement.yaml`` says that Ray's head is up, and
+``ended.json`` that the attempt is over.  A file that never appears on another node is how a
+filesystem shows that it is not shared, so every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orhpc.errors import NodeLost, PreflightError
+from orhpc.launch.job import Job
+from orhpc.rundir import RunDir, write_atomic
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a node says when it is ready for the attempt, or why it never will be."""
+
+    rank: int
+    name: str
+    address: str = ""
+    cpus: int = 0
+    environments: dict[str, list[str]] = field(default_factory=dict)
+    problem: str | None = None
+    time: float = field(default_factory=time.time)
+
+
+def announce(rundir: RunDir, job: Job, **what: Any) -> None:
+    """Tell the other nodes the attempt's number, or the exit code that ends the job at once."""
+    folder = rundir.path / "jobs"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for old in folder.iterdir():
+        if not old.name.startswith((f"{job.id}.", ".")):
+            old.unlink(missing_ok=True)
+    write_atomic(folder / f"{job.id}.{job.restart}.json", json.dumps(what))
+
+
+def await_announcement(rundir: RunDir, job: Job, timeout_s: float) -> dict[str, Any]:
+    """What the first node announced.
+
+    Raises:
+        PreflightError: it never appeared.
+    """
+    path = rundir.path / "jobs" / f"{job.id}.{job.restart}.json"
+    if not _appears(path, timeout_s):
+        raise PreflightError(
+            f"{job.node_name}: {path}, which the first node writes, did not appear within {timeout_s:.0f} s: "
+            "run.root has to lie on a filesystem that all nodes share"
+        )
+    return json.loads(path.read_text())
+
+
+def join(rundir: RunDir, attempt: int, joined: Joined) -> None:
+    """Lay this node's file into the attempt."""
+    folder = rundir.attempt(attempt) / "nodes"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_atomic(folder / f"{joined.rank:03d}.json", json.dumps(asdict(joined)))
+
+
+def gather(
+    rundir: RunDir, attempt: int, nodes: int, timeout_s: float, tick: Callable[[], None]
+) -> list[Joined]:
+    """All other nodes' files, in order of rank.
+
+    Raises:
+        NodeLost: names the nodes that did not come in time.
+    """
+    folder = rundir.attempt(attempt) / "nodes"
+    end = time.monotonic() + timeout_s
+    missing = list(range(1, nodes))
+    while missing and time.monotonic() < end:
+        tick()
+        _refresh(folder)
+        missing = [rank for rank in missing if not (folder / f"{rank:03d}.json").exists()]
+        time.sleep(_POLL_S)
+    if missing:
+        raise NodeLost(
+            f"node {', '.join(map(str, missing))} of {nodes} did not join within {timeout_s:.0f} s; it "
+            "may be broken, or run.root is not on a filesystem that all nodes share"
+        )
+    return [Joined(**json.loads((folder / f"{rank:03d}.json").read_text())) for rank in range(1, nodes)]
+
+
+def end(rundir: RunDir, attempt: int, code: int) -> None:
+    """Tell the other nodes that the attempt is over."""
+    write_atomic(rundir.attempt(attempt) / "ended.json", json.dumps({"code": code}))
+
+
+def ended(rundir: RunDir, attempt: int) -> bool:
+    """Whether the attempt is over: the first node said so, or a newer one has begun."""
+    return (rundir.attempt(attempt) / "ended.json").exists() or rundir.newest_attempt() > attempt
+
+
+def _appears(path: Path, timeout_s: float) -> bool:
+    limit = time.monotonic() + timeout_s
+    while time.monotonic() < limit:
+        _refresh(path.parent)
+        if path.exists():
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _refresh(folder: Path) -> None:
+    """Listing a folder makes network filesystems look past what they remember of it."""
+    if folder.is_dir():
+        os.listdir(folder)  # noqa: PTH208 - for its effect

@@ -1,0 +1,75 @@
+"""The environment servers that a job runs itself, on the node of the rollout workers that use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from subprocess import Popen
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_CONFIG, ConfigError, EnvironmentUnavailable
+from orhpc.launch import processes
+from orhpc.ports import free_ports
+
+_MIN_LIFE_S = 30.0
+"""A served environment that ends sooner than this after its start is broken, not unlucky."""
+
+
+class ServedEnvironments:
+    """The environment servers that the job runs itself on this node."""
+
+    def __init__(self, config: Config, address: str, logs: Path, node: str) -> None:
+        self._config, self._address, self._logs, self._node = config, address, logs, node
+        self._commands: dict[str, tuple[list[str], Path]] = {}
+        self._running: dict[str, Popen[bytes]] = {}
+        self._started: dict[str, float] = {}
+
+    def start(self) -> dict[str, list[str]]:
+        """Start every replica; returns base URLs by environment.  They may still be loading."""
+        urls: dict[str, list[str]] = {}
+        for name, settings in self._config.environments.items():
+            if settings.serve is None:
+                continue
+            for replica in range(settings.replicas):
+                (port,) = free_ports(1, self._address)
+                command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
+                command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
+                if settings.serve_options:
+                    command += ["--options-json", json.dumps(settings.serve_options)]
+                label = f"{name.replace('/', '_')}_{replica}"
+                self._commands[label] = command, self._logs / f"environment_{label}_{self._node}.log"
+                self._spawn(label)
+                urls.setdefault(name, []).append(f"http://{self._address}:{port}")
+        return urls
+
+    def keep_up(self) -> None:
+        """Start again whatever has ended; its sessions are lost, and the rollouts retried.
+
+        Raises:
+            ConfigError: a server refused what the config says of its environment.
+            EnvironmentUnavailable: a server ends within seconds of every start.
+        """
+        for label, process in list(self._running.items()):
+            if process.poll() is not None:
+                if time.monotonic() - self._started[label] < _MIN_LIFE_S:
+                    log = self._commands[label][1]
+                    if process.returncode == EXIT_CONFIG:
+                        raise ConfigError(processes.last_line(log).removeprefix("orhpc: "))
+                    raise EnvironmentUnavailable(
+                        f"environment server {label} ended with status {process.returncode}: "
+                        f"{processes.last_line(log)} ({log})"
+                    )
+                self._spawn(label)
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            processes.stop(process, grace_s=3.0)
+
+    def _spawn(self, label: str) -> None:
+        command, log = self._commands[label]
+        env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+        self._running[label] = processes.spawn(command, log=log, env=env)
+        self._started[label] = time.monotonic()

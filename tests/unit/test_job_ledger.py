@@ -1,0 +1,208 @@
+"""Attempts, budgets, holders and rendezvous: what a job knows when it comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.errors import NodeLost, PreflightError, RunDirBusy
+from orhpc.launch import holder, ledger, rendezvous
+from orhpc.launch.job import Job, interface_addresses, interface_of, private_address
+from orhpc.launch.ledger import BUDGETS, Outcome, Reason
+from orhpc.launch.placement import Node, Placement, WorkerPlace
+from orhpc.launch.preempt import why_stopped
+from orhpc.launch.rendezvous import Joined
+from orhpc.launch.scheduler import JobInfo
+from orhpc.rundir import RunDir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A squeue that answers with the state in a file, in squeue's own form."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "squeue"
+    error = "slurm_load_jobs error: Invalid job id specified"
+    script.write_text(f'#!/bin/sh\ncat {tmp_path}/state 2>/dev/null || {{ echo "{error}" >&2; exit 1; }}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return tmp_path / "state"
+
+
+def job_of(rank: int = 0, job: str = "7") -> Job:
+    return Job(job, 0, rank, 2, f"n{rank}", job, Path("/tmp"))
+
+
+def outcomes_of(*items: tuple[Reason, int]) -> list[Outcome]:
+    return [Outcome(i, reason, step, chain="7") for i, (reason, step) in enumerate(items, start=1)]
+
+
+@given(
+    st.lists(
+        st.sampled_from([Reason.PREEMPTED, Reason.NODE_LOST, Reason.BAD_NODE, Reason.CANCELLED]), max_size=50
+    )
+)
+def test_preemptions_and_lost_nodes_never_count(reasons: list[Reason]) -> None:
+    assert ledger.exhausted(outcomes_of(*((r, 0) for r in reasons)), "7") is None
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(list(Reason)), st.integers(0, 1)), max_size=12))
+def test_budgets_count_from_the_last_new_step(history: list[tuple[Reason, int]]) -> None:
+    step, items = 0, []
+    for reason, gained in history:
+        step += gained
+        items.append((reason, step))
+    since = len(history)
+    while since and not history[since - 1][1]:
+        since -= 1
+    recent = [r for r, _ in history[since:]]
+    expected = any(recent.count(r) >= n for r, n in BUDGETS.items())
+    found = ledger.exhausted(outcomes_of(*items), "7")
+    assert (found is not None) == expected
+    assert found is None or "\n" not in found
+
+
+def test_a_job_submitted_anew_has_full_budgets() -> None:
+    crashes = outcomes_of(*[(Reason.CRASH, 4)] * 3)
+    crashes = [Outcome(0, Reason.FINISHED, 4, chain="6"), *crashes]
+    assert "3 attempts in a row ended with crash and no step after 4" in (
+        ledger.exhausted(crashes, "7") or ""
+    )
+    assert ledger.exhausted(crashes, "8") is None
+
+
+@pytest.mark.parametrize(
+    ("srun_exit", "reason"),
+    [(None, Reason.NODE_LOST), ("137", Reason.NODE_LOST), ("125", Reason.OUT_OF_MEMORY), ("1", Reason.CRASH)],
+)
+def test_attempts_that_died_without_a_word_are_judged_once(
+    rundir: RunDir, srun_exit: str | None, reason: Reason
+) -> None:
+    number = rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    if srun_exit:
+        (rundir.attempt(number) / "srun_exit").write_text(srun_exit + "\n")
+    rundir.begin_attempt(kind="local")
+    (judged,) = ledger.read(rundir)
+    assert (judged.attempt, judged.reason, judged.chain) == (number, reason, "7")
+    assert ledger.outcome_of(rundir, number) == judged
+    assert ledger.read(rundir) == [judged]
+
+
+def test_why_a_job_was_stopped() -> None:
+    now = 1_000_000.0
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + 100))
+
+    def why(text: str) -> Reason:
+        return why_stopped(JobInfo.parse(text), 120, now)
+
+    running = f"JobState=RUNNING EndTime={end}"
+    assert why(f"{running} PreemptTime=None") is Reason.TIME_LIMIT
+    assert why(f"{running} PreemptTime={end}") is Reason.PREEMPTED
+    assert why("JobState=RUNNING EndTime=Unknown PreemptTime=None") is Reason.REQUEUED
+    assert why(f"JobState=CANCELLED EndTime={end} PreemptTime={end}") is Reason.CANCELLED
+    assert why("JobState=NODE_FAIL") is Reason.NODE_LOST
+    assert why_stopped(None, 120) is Reason.REQUEUED
+
+
+def test_one_job_holds_a_run(rundir: RunDir, squeue: Path) -> None:
+    squeue.write_text("RUNNING\n")
+    holder.claim(rundir, "7")
+    holder.claim(rundir, "7")  # requeued
+    for state in ("RUNNING", "PENDING", "SUSPENDED"):
+        squeue.write_text(state + "\n")
+        with pytest.raises(RunDirBusy, match="held by job 7"):
+            holder.claim(rundir, "8")
+    squeue.write_text("COMPLETING\n")
+    holder.claim(rundir, "8")
+    squeue.unlink()  # SLURM has forgotten it
+    holder.claim(rundir, "9")
+    assert holder.holder_of(rundir) == "9"
+
+
+def test_a_local_process_holds_a_run_too(
+    rundir: RunDir, squeue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, "_LOCK_WAIT_S", 0.1)
+    with rundir.held(), pytest.raises(RunDirBusy, match=f"process {os.getpid()}"):
+        holder.claim(rundir, "7")
+    holder.claim(rundir, "7")
+
+
+def test_nodes_meet_through_the_run_directory(rundir: RunDir) -> None:
+    attempt = rundir.begin_attempt(kind="slurm")
+    found: list[int] = []
+
+    def other() -> None:
+        found.append(rendezvous.await_announcement(rundir, job_of(1), 10)["attempt"])
+        rendezvous.join(rundir, attempt, Joined(1, "n1", "10.0.0.2", 4, {"e": ["http://10.0.0.2:1"]}))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    rendezvous.announce(rundir, job_of(), attempt=attempt)
+    (joined,) = rendezvous.gather(rundir, attempt, 2, 10, lambda: None)
+    thread.join()
+    assert (found, joined.address, joined.environments) == (
+        [attempt],
+        "10.0.0.2",
+        {"e": ["http://10.0.0.2:1"]},
+    )
+    assert not rendezvous.ended(rundir, attempt)
+    rendezvous.end(rundir, attempt, 0)
+    assert rendezvous.ended(rundir, attempt)
+    for path in rundir.attempt(attempt).rglob("*.json"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_filesystem_that_is_not_shared_is_found_out(rundir: RunDir) -> None:
+    with pytest.raises(PreflightError, match="filesystem that all nodes share"):
+        rendezvous.await_announcement(rundir, job_of(1), 0.3)
+    attempt = rundir.begin_attempt(kind="slurm")
+    with pytest.raises(NodeLost, match="node 1 of 2 did not join"):
+        rendezvous.gather(rundir, attempt, 2, 0.3, lambda: None)
+    rundir.begin_attempt(kind="slurm")
+    assert rendezvous.ended(rundir, attempt)  # a stale one
+
+
+def test_another_start_s_announcement_is_not_mine(rundir: RunDir) -> None:
+    rendezvous.announce(rundir, job_of(job="6"), attempt=3)
+    with pytest.raises(PreflightError):
+        rendezvous.await_announcement(rundir, job_of(1), 0.2)
+    rendezvous.announce(rundir, job_of(), attempt=4)
+    assert [p.name for p in (rundir.path / "jobs").iterdir()] == ["7.0.json"]
+    assert json.loads((rundir.path / "jobs/7.0.json").read_text()) == {"attempt": 4}
+
+
+def test_addresses_are_this_machine_s_and_named_interfaces_are_obeyed() -> None:
+    own = interface_addresses()
+    assert "127.0.0.1" in own["lo"]
+    assert private_address(job_of(), "lo") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+    with pytest.raises(PreflightError, match="no ib9"):
+        private_address(job_of(), "ib9")
+    if len([a for n, a in own.items() if n != "lo" and a]):
+        assert private_address(job_of(), None) not in own["lo"]
+
+
+def test_workers_use_the_servers_of_their_own_node() -> None:
+    nodes = tuple(Node(f"n{i}", f"10.0.0.1{i}" if i else "10.0.0.1", 1) for i in range(2))
+    urls = {"e": [f"http://{n.address}:{p}" for n in nodes for p in (1, 2)]}
+    workers = tuple(WorkerPlace(i, i // 2) for i in range(4))
+    placement = Placement(nodes, (), (), workers, urls)
+    assert [placement.environments_of(i)["e"] for i in range(4)] == urls["e"]
