@@ -132,7 +132,7 @@ TINY: dict[str, Content] = {
         index_topk=8,
         **_MLA,
     ),
-    "glm4": _of("glm4", 64, 96, 3, 4, 128, head_dim=24, attention_bias=True, **_GQA),
+    "glm4": _of("glm4", 64, 96, 3, 4, 128, head_dim=24, attention_bias=True, pad_token_id=0, **_GQA),
     "glm4-moe": _of(
         "glm4_moe",
         64,

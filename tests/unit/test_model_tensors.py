@@ -1,0 +1,104 @@
+"""Every family's tensors and FLOPs against transformers' own models, built without storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from orhpc.memory import layer_activations
+from orhpc.models import HfTensor, shape_of
+from tests.model_configs import REAL, TINY
+
+LENGTH = 256
+
+
+def meta_model(content: dict[str, Any]) -> PreTrainedModel:
+    """The family's language model, of the content of a config.json."""
+    plain = dict(content)
+    if content["model_type"] == "llama4":  # AutoModelForCausalLM takes the language part alone
+        plain = {"model_type": "llama4_text", **content["text_config"]}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain), attn_implementation="eager")
+
+
+def checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint of the model's language part, parameters and buffers."""
+    state = dict(model.state_dict())
+    if "lm_head.weight" in state and model.config.get_text_config().tie_word_embeddings:
+        del state["lm_head.weight"]
+    shapes = {n: tuple(t.shape) for n, t in revert_weight_conversion(model, state).items()}
+    vision = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
+    return {n: s for n, s in shapes.items() if not n.startswith(vision)}
+
+
+def ours(tensors: list[HfTensor]) -> dict[str, tuple[int, ...]]:
+    return dict(item for tensor in tensors for item in tensor.each())
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_names_and_shapes_are_those_of_a_checkpoint(name: str) -> None:
+    shape = shape_of(TINY[name])
+    model = meta_model(TINY[name])
+    assert ours(list(shape.tensors())) == checkpoint_shapes(model)
+    spans = [layer.span for layer in shape.layers]
+    assert any(spans) == any(k in name for k in ("mistral", "windowed", "gemma", "llama4", "v32"))
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_real_sizes_have_as_many_parameters_as_transformers_says(name: str) -> None:
+    config, parameters, _ = REAL[name]
+    model = meta_model(config)
+    assert sum(p.numel() for p in model.parameters()) == parameters == shape_of(config).parameters
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "glm4", "gemma2", "deepseek-v3", "qwen3"])
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    content = {**TINY[name], "first_k_dense_replace": 9}  # experts' products depend on the tokens
+    shape, length = shape_of(content), 32
+    with FlopCounterMode(display=False) as forward:
+        logits = meta_model(content)(torch.zeros(1, length, dtype=torch.long, device="meta")).logits
+    # Eager attention multiplies by all keys, masked or not.
+    per_token = shape.linear_flops + len(shape.layers) * shape.attention_flops(length)
+    assert forward.get_total_flops() / length == pytest.approx(per_token, rel=0.01)
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    assert backward.get_total_flops() == pytest.approx(2 * forward.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
+def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
+    """A second and a third layer's share of what the backward pass needs again, storage by storage."""
+
+    def kept(layers: int) -> int:
+        content = {**TINY[name], "num_hidden_layers": layers, "hidden_size": 256, "intermediate_size": 512}
+        config = AutoConfig.for_model(**content)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages: dict[int, int] = {}
+        alive: list[torch.Tensor] = []  # an address may come again once its storage is gone
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+                alive.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            model(torch.zeros(1, LENGTH, dtype=torch.long), use_cache=False)
+        return sum(storages.values())
+
+    content = {**TINY[name], "hidden_size": 256, "intermediate_size": 512}
+    expected = LENGTH * layer_activations(shape_of(content), 0, dtype.itemsize, upcast_norms=True)
+    assert (kept(3) - kept(1)) / 2 == pytest.approx(expected, rel=0.1)
