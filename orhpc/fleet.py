@@ -118,6 +118,23 @@ def wait_for_nodes(nodes: Sequence[Node], timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
+async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> dict[int, int]:
+    """A free port for each engine, looked for on its own node: only there can it be bound.
+
+    Raises:
+        RayLost: a node does not answer.
+        PreflightError: it has none.
+    """
+    chosen: dict[int, int] = {}
+    for node in sorted({e.node for e in placement.engines}):
+        indices = [e.index for e in placement.engines if e.node == node]
+        find: Any = ray.remote(num_cpus=0, max_retries=0)(free_ports)
+        there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
+        found = await call(there.remote(len(indices), placement.nodes[node].address), "ports", 60.0)
+        chosen |= dict(zip(indices, found, strict=True))
+    return chosen
+
+
 class Trainers:
     """All ranks of the trainer: consumes batch plans, produces metrics, weights and shards."""
 
@@ -283,9 +300,10 @@ class Engines:
     ) -> Engines:
         """Start every server and wait until all answer."""
         starters, urls = [], []
+        ports = await ports_of_engines(placement, ids)
         for place in placement.engines:
             address = placement.nodes[place.node].address
-            (port,) = free_ports(1, address)
+            port = ports[place.index]
             log = logs / f"engine_{place.index:03d}.log"
             arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads)
             starters.append(partial(spawn, EngineProcess, ids[place.node], *arguments))
