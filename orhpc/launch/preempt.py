@@ -20,6 +20,18 @@ _SCAN_S = 90.0
 """SLURM looks at time limits about twice a minute, and its signal may come that much early."""
 
 
+_ENDING = {
+    "CANCELLED": Reason.CANCELLED,
+    "NODE_FAIL": Reason.NODE_LOST,
+    "NodeDown": Reason.NODE_LOST,
+    "PREEMPTED": Reason.PREEMPTED,
+    "TIMEOUT": Reason.TIME_LIMIT,
+    "TimeLimit": Reason.TIME_LIMIT,
+    "OUT_OF_MEMORY": Reason.OUT_OF_MEMORY,
+}
+"""States, and reasons of a job that is COMPLETING, that say by themselves how it ended."""
+
+
 class Signals:
     """Turns SIGTERM and SIGUSR2 of this process into the stop file; more of them change nothing."""
 
@@ -39,14 +51,16 @@ def why_stopped(info: JobInfo | None, lead_s: float, now: float | None = None) -
     """Why the job was told to stop, by what SLURM said of it at that time."""
     if info is None:
         return Reason.REQUEUED
-    if info.state == "CANCELLED":
-        return Reason.CANCELLED
-    if info.state == "NODE_FAIL":
-        return Reason.NODE_LOST
-    if info.state == "PREEMPTED" or info.being_preempted:
+    why = info.fields.get("Reason", "")
+    ending = _ENDING.get(info.state) or _ENDING.get(why)
+    if ending is not None:
+        return ending
+    if info.state == "COMPLETING" and why in ("None", "") and not info.being_preempted:
+        return Reason.CANCELLED  # a requeue by hand shows a reason to wait, a preemption its time
+    if info.being_preempted:
         return Reason.PREEMPTED
     left = info.seconds_left(now)
-    if info.state == "TIMEOUT" or (info.state == "RUNNING" and left is not None and left <= lead_s + _SCAN_S):
+    if info.state == "RUNNING" and left is not None and left <= lead_s + _SCAN_S:
         return Reason.TIME_LIMIT
     return Reason.REQUEUED
 

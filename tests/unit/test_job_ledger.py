@@ -117,6 +117,9 @@ def test_why_a_job_was_stopped() -> None:
     assert why("JobState=RUNNING EndTime=Unknown PreemptTime=None") is Reason.REQUEUED
     assert why(f"JobState=CANCELLED EndTime={end} PreemptTime={end}") is Reason.CANCELLED
     assert why("JobState=NODE_FAIL") is Reason.NODE_LOST
+    assert why("JobState=COMPLETING Reason=TimeLimit") is Reason.TIME_LIMIT
+    assert why("JobState=COMPLETING Reason=None PreemptTime=None") is Reason.CANCELLED
+    assert why("JobState=COMPLETING Reason=BeginTime PreemptTime=None") is Reason.REQUEUED
     assert why_stopped(None, 120) is Reason.REQUEUED
 
 
