@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,6 +17,10 @@ from orhpc.models import ModelShape
 from orhpc.train.hf_mapping import Piece
 
 INDEX = "model.safetensors.index.json"
+SCALE = "_scale_inv"
+"""What the name of a block-wise FP8 weight's scales ends with (DeepSeek-V3's format)."""
+QUANTISED = (".weight_scale", ".qweight", ".weight_packed", "_blocks")
+"""What tensors of other quantised formats end with."""
 PREFIXES = (
     ("model.", "lm_head.weight"),
     ("language_model.model.", "language_model.lm_head.weight"),
@@ -28,13 +33,14 @@ class HfFolder:
     """The weights of one model folder; :class:`orhpc.train.hf_mapping.Source`."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ModelError for a folder without safetensors, a torn one, or quantised weights."""
+        """Raises ModelError for a folder without safetensors, a torn one, or weights in a quantised
+        format other than block-wise FP8."""
         self.folder = Path(folder)
         self.files = _files(self.folder)
-        if scaled := next((n for n in self.files if n.endswith(("_scale_inv", ".weight_scale"))), None):
-            raise ModelError(
-                f"model.path: {folder} holds quantised weights ({scaled}), which cannot be trained"
-            )
+        if packed := next((n for n in self.files if n.endswith(QUANTISED)), None):
+            raise ModelError(f"model.path: {folder} holds quantised weights ({packed}) in an unknown format")
+        scaled = any(n.endswith(SCALE) for n in self.files)
+        self.block = _block_size(self.folder) if scaled else None
         self._open: dict[str, Any] = {}
 
     def language_part(self, shape: ModelShape) -> ModelShape:
@@ -70,10 +76,23 @@ class HfFolder:
                 f"model.path: {self.folder}: {piece.name} is {size}, which is not what config.json says"
             )
         if piece.expert is None:
-            return view[start:stop] if dim == 0 else view[:, start:stop]
+            found = view[start:stop] if dim == 0 else view[:, start:stop]
+            return self._restored(piece.name, found, dim, start)
         one = slice(piece.expert, piece.expert + 1)
         found = view[one, :, start:stop] if dim == 0 else view[one, start:stop]
         return found[0].t()
+
+    def _restored(self, name: str, part: Tensor, dim: int, start: int) -> Tensor:
+        """Float32 values of a part of an FP8 matrix, whose blocks have a scale each; others as they are."""
+        if self.block is None or f"{name}{SCALE}" not in self.files:
+            return part
+        first = (start, 0) if dim == 0 else (0, start)
+        rows, columns = (
+            (torch.arange(size) + offset) // block
+            for size, offset, block in zip(part.shape, first, self.block, strict=True)
+        )
+        scale = self._slice(f"{name}{SCALE}")[:].float()
+        return part.float() * scale[rows][:, columns]
 
     def _slice(self, name: str) -> Any:
         file = self.files.get(name)
@@ -85,6 +104,19 @@ class HfFolder:
             return self._open[file].get_slice(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"model.path: {self.folder}: {name}: {error}") from error
+
+
+def _block_size(folder: Path) -> tuple[int, int]:
+    """Rows and columns of a block with one scale: ``weight_block_size`` of ``config.json``."""
+    try:
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+        rows, columns = about["weight_block_size"]
+        method = about["quant_method"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path: {folder}: config.json says no FP8 block size: {error!r}") from error
+    if method != "fp8" or not all(isinstance(n, int) and n > 0 for n in (rows, columns)):
+        raise ModelError(f"model.path: {folder}: {method} in blocks of {rows} x {columns} is not known")
+    return rows, columns
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -316,6 +317,30 @@ def test_a_folder_with_images_gives_its_language_part(tmp_path: Path) -> None:
         assert equal(exported(mapping, loaded(mapping, source, 2, 2)), tensors)  # type: ignore[arg-type]
 
 
+def test_blockwise_fp8_is_read_as_the_values_it_stands_for(tmp_path: Path) -> None:
+    """DeepSeek-V3's format with blocks of 20 x 12, which no rank's part ends at."""
+    shape = shape_of(TINY["deepseek-v3"])
+    torch.manual_seed(0)
+    plain = {n: torch.randn(t.shape) for n, t in checkpoint(shape).items()}
+    stored, wanted = dict(plain), dict(plain)
+    for name in [n for n, t in plain.items() if "experts." in n or ("_proj" in n and t.ndim == 2)]:
+        rows, columns = plain[name].shape
+        scale = torch.rand(-(-rows // 20), -(-columns // 12)) + 0.5
+        spread = scale.repeat_interleave(20, 0)[:rows].repeat_interleave(12, 1)[:, :columns]
+        stored[name] = (plain[name] / spread).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        wanted[name] = stored[name].float() * spread
+    save_file(stored, tmp_path / "model.safetensors")
+    about = {"quant_method": "fp8", "weight_block_size": [20, 12]}
+    (tmp_path / "config.json").write_text(json.dumps({**TINY["deepseek-v3"], "quantization_config": about}))
+    folder = HfFolder(tmp_path)
+    folder.check(shape)
+    mapping = HfMapping(shape, LOCAL, tp=4, etp=2)
+    found = exported(mapping, loaded(mapping, folder, 2, 2))  # type: ignore[arg-type]
+    assert equal(found, wanted)
+    assert len(stored) > len(found)
+
+
 def test_faults_of_folders_are_one_line(tmp_path: Path) -> None:
     shape = shape_of(TINY["llama"])
     with pytest.raises(ModelError, match="no safetensors weights"):
@@ -338,8 +363,15 @@ def test_faults_of_folders_are_one_line(tmp_path: Path) -> None:
     narrower = shape_of({**TINY["llama"], "intermediate_size": 48, "num_hidden_layers": 2})
     with pytest.raises(ModelError, match=r"gate_proj\.weight is \[96, 64\], by config\.json \[48, 64\]"):
         HfFolder(tmp_path).check(narrower)
+    save_file({"model.layers.0.mlp.up_proj.qweight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"quantised weights .*qweight.* unknown format"):
+        HfFolder(tmp_path)
     save_file({"model.layers.0.weight_scale_inv": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="quantised"):
+    with pytest.raises(ModelError, match=r"config\.json says no FP8 block size"):
+        HfFolder(tmp_path)
+    other = {"quant_method": "int8", "weight_block_size": [8, 8]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": other}))
+    with pytest.raises(ModelError, match="int8 in blocks of 8 x 8 is not known"):
         HfFolder(tmp_path)
     save_file({"other.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"no embed_tokens\.weight"):
