@@ -20,16 +20,16 @@ from tests.local import kit
 pytestmark = pytest.mark.slow
 
 STEPS = 6
+SECRET = {"OPENAI_API_KEY": "canary-3f9a", "WANDB_MODE": "offline"}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """One uninterrupted run that several tests look at."""
     root = tmp_path_factory.mktemp("finished")
-    secret = {"OPENAI_API_KEY": "canary-3f9a", "WANDB_MODE": "offline"}
     overrides = [f"train.steps={STEPS}", "secrets.openai_api_key=null", "evaluation.interval=3"]
     overrides += ["evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
-    result = kit.run(root, *overrides, env=secret)
+    result = kit.run(root, *overrides, env=SECRET)
     assert result.returncode == 0, result.stdout + result.stderr
     return RunDir(root / "tiny")
 
@@ -69,14 +69,14 @@ def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:
 
 
 def test_a_finished_run_says_so_and_starts_nothing(finished: RunDir) -> None:
-    again = kit.run(finished.path.parent, *_like(finished))
+    again = kit.run(finished.path.parent, *_like(finished), env=SECRET)
     assert again.returncode == 0
     assert "finished" in again.stdout
     assert finished.newest_attempt() == 1
 
 
 def test_another_seed_would_be_another_run(finished: RunDir) -> None:
-    again = kit.run(finished.path.parent, *_like(finished), "run.seed=5")
+    again = kit.run(finished.path.parent, *_like(finished), "run.seed=5", env=SECRET)
     assert again.returncode == 2
     assert "run.seed" in again.stderr
     assert again.stderr.count("\n") == 1
