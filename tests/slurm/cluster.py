@@ -1,0 +1,302 @@
+"""A SLURM cluster of four nodes on this machine: real daemons, each node its own namespaces.
+
+Root on Debian with the packages slurm-wlm, munge and iproute2.  Everything lies under one folder,
+every process is ended by pid, and one network bridge is made and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
+PACKAGES = "slurm-wlm munge iproute2"
+NODES = 4
+_BRIDGE = "orhpc0"
+_NET = "10.78.0"
+
+_CONF = """\
+ClusterName=orhpc
+SlurmctldHost={host}({net}.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={root}/munge.sock,cred_expire=5
+SlurmctldPort=16827
+SlurmdPort=16828
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdLogFile={root}/log/slurmd.%n.log
+MailProg=/bin/true
+ProctrackType={proctrack}
+TaskPlugin={task}
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerNode=1000
+GresTypes=gpu
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{user_signal}
+JobRequeue=1
+KillWait=15
+SlurmdTimeout=10
+SlurmctldTimeout=30
+UnkillableStepTimeout=60
+InactiveLimit=0
+MessageTimeout=10
+TCPTimeout=2
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=5
+AccountingStorageType=accounting_storage/none
+NodeName=n[0-{last}] NodeAddr={net}.1[0-{last}] CPUs=16 RealMemory=20000 Gres=gpu:8 State=UNKNOWN
+PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=45
+PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+_INIT = """\
+set -e
+hostname $1
+mount --make-rprivate /
+mount -t proc proc /proc
+mount --bind {root}/hosts /etc/hosts
+mount --bind {root}/resolv.conf /etc/resolv.conf
+mount -t tmpfs -o size=1g,mode=1777 tmpfs /dev/shm
+ip link set lo up
+while ! ip -4 addr show dev eth0 2>/dev/null | grep -q inet; do sleep 0.02; done
+export SLURM_CONF={root}/slurm.conf
+slurmd -D -N $1 >{root}/log/slurmd.$1.out 2>&1 &
+echo $! >{root}/slurmd.$1.inner
+trap 'kill -TERM $(cat {root}/slurmd.$1.inner)' TERM
+set +e
+# The node lives on when slurmd alone is killed, as a real one does.
+while :; do sleep 0.5 & wait $!; done
+"""
+
+
+def missing() -> str | None:
+    """One line that says why the cluster cannot be started here; None when it can."""
+    if os.geteuid():
+        return "not root"
+    absent = [name for name in NEEDED if shutil.which(name) is None]
+    return f"no {', '.join(absent)}: apt-get install {PACKAGES}" if absent else None
+
+
+def wait_until(condition: Callable[[], object], timeout: float, what: str) -> object:
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout:.0f} s: {what}")
+        time.sleep(0.2)
+    return value
+
+
+class Cluster:
+    """The running cluster; use :func:`running_cluster`."""
+
+    def __init__(self, root: Path, *, user_signal: bool = True, memory_limits: bool = False) -> None:
+        self.root = root
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
+            "SLURM_CONF": str(root / "slurm.conf"),
+        }
+        self._write(user_signal, memory_limits)
+
+    def _write(self, user_signal: bool, memory_limits: bool) -> None:
+        for name in ("state", "spool", "log", "dev"):
+            (self.root / name).mkdir()
+        for i in range(8):
+            os.mknod(self.root / f"dev/nvidia{i}", 0o20666, os.makedev(1, 3))
+        host = socket.gethostname().partition(".")[0]
+        conf = _CONF.format(
+            root=self.root, host=host, net=_NET, last=NODES - 1,
+            user_signal="SlurmctldParameters=preempt_send_user_signal" if user_signal else "",
+            proctrack="proctrack/cgroup" if _cgroup_v1() else "proctrack/linuxproc",
+            task="task/cgroup" if memory_limits else "task/none",
+        )  # fmt: skip
+        (self.root / "slurm.conf").write_text(conf)
+        (self.root / "gres.conf").write_text(
+            f"AutoDetect=off\nNodeName=n[0-{NODES - 1}] Name=gpu File={self.root}/dev/nvidia[0-7]\n"
+        )
+        (self.root / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\nConstrainCores=no\n"
+            f"ConstrainDevices=no\nConstrainRAMSpace={'yes' if memory_limits else 'no'}\n"
+        )
+        names = [f"{_NET}.1{i} n{i}" for i in range(NODES)]
+        (self.root / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{_NET}.1 {host}", *names, ""]))
+        (self.root / "resolv.conf").write_text("options timeout:1 attempts:1\n")
+        (self.root / "init.sh").write_text(_INIT.format(root=self.root))
+        key = self.root / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+
+    def start(self) -> None:
+        ip("link", "del", _BRIDGE, check=False)  # left by a cluster that was killed
+        ip("link", "add", _BRIDGE, "type", "bridge")
+        ip("addr", "replace", f"{_NET}.1/24", "dev", _BRIDGE)
+        ip("link", "set", _BRIDGE, "up")
+        r = self.root
+        self._daemon(
+            "munged", "--foreground", "--force", f"--key-file={r}/munge.key", f"--socket={r}/munge.sock",
+            f"--pid-file={r}/munged.pid", f"--log-file={r}/log/munged.log", f"--seed-file={r}/munged.seed",
+        )  # fmt: skip
+        wait_until((r / "munge.sock").exists, 10, "munged")
+        self._daemon("slurmctld", "-D", "-c")
+        for i in range(NODES):
+            self.power_on(i)
+        wait_until(lambda: self.node_states() == ["idle"] * NODES, 30, "idle nodes")
+
+    def _daemon(self, *command: str) -> None:
+        with (self.root / f"log/{command[0]}.out").open("wb") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    start_new_session=True, preexec_fn=_die_with_parent,
+                )
+            )  # fmt: skip
+
+    def power_on(self, i: int) -> None:
+        """Boot node ``n<i>``."""
+        command = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL"]
+        with (self.root / f"log/init.n{i}.out").open("wb") as log:
+            shell = subprocess.Popen(
+                [*command, "bash", str(self.root / "init.sh"), f"n{i}"], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        children = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
+        init = int(str(wait_until(lambda: children.read_text().split(), 10, f"init of n{i}")[0]))  # type: ignore[index]
+        self._nodes[i] = (shell, init)
+        ip("link", "del", f"orhpcv{i}", check=False)
+        ip("link", "add", f"orhpcv{i}", "type", "veth", "peer", "name", "eth0", "netns", str(init))
+        ip("link", "set", f"orhpcv{i}", "master", _BRIDGE, "up")
+        inside = (
+            f"ip addr add {_NET}.1{i}/24 dev eth0; ip link set eth0 up; ip route add default via {_NET}.1"
+        )
+        subprocess.run(["nsenter", "-t", str(init), "-n", "sh", "-c", inside], check=True)
+
+    def power_off(self, i: int) -> None:
+        """SIGKILL to the node's pid 1: the kernel ends everything on it at once."""
+        shell, init = self._nodes.pop(i)
+        os.kill(init, signal.SIGKILL)
+        shell.wait()
+
+    def kill_slurmd(self, i: int) -> None:
+        """SIGKILL to slurmd alone; the tasks on the node live on."""
+        inner = (self.root / f"slurmd.n{i}.inner").read_text().strip()
+        subprocess.run(
+            ["nsenter", "-t", str(self._nodes[i][1]), "-p", "-m", "kill", "-KILL", inner], check=True
+        )
+
+    def stop(self) -> None:
+        with contextlib.suppress(subprocess.SubprocessError):
+            self.run("scancel", "--user=root", timeout=10)
+        for i in list(self._nodes):
+            self.power_off(i)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        ip("link", "del", _BRIDGE, check=False)
+        for base in Path("/sys/fs/cgroup").glob("*/slurm*"):
+            for folder in sorted((p for p in base.rglob("*") if p.is_dir()), reverse=True):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            with contextlib.suppress(OSError):
+                base.rmdir()
+
+    def run(self, *command: str, timeout: float = 30, **more: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            **more,
+        )  # type: ignore[call-overload,no-any-return]
+
+    def node_states(self) -> list[str]:
+        result = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T")
+        return result.stdout.split()
+
+    def state(self, job: str) -> str:
+        match = re.search(r"JobState=(\S+)", self.run("scontrol", "show", "job", "-o", job).stdout)
+        return match[1] if match else "GONE"
+
+    def release(self, job: str) -> None:
+        """Have a requeued job start now instead of after SLURM's usual two minutes."""
+        self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+    def processes(self) -> list[str]:
+        """Command lines of what runs on the nodes beside SLURM's and the nodes' own processes."""
+        own = {Path(f"/proc/{init}/ns/pid").readlink() for _, init in self._nodes.values()}
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    line = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    )
+                    if (entry / "ns/pid").readlink() not in own or not line:
+                        continue
+                except OSError:
+                    continue
+                if not re.match(r"(slurmd |slurmstepd|sleep 0\.5|bash /\S+/init\.sh)", line):
+                    found.append(line)
+        return found
+
+
+def _die_with_parent() -> None:
+    """Nothing of a cluster outlives a test run, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def ip(*words: str, check: bool = True) -> None:
+    subprocess.run(["ip", *words], check=check, capture_output=True)
+
+
+def _cgroup_v1() -> bool:
+    return Path("/sys/fs/cgroup/freezer").is_dir()
+
+
+@contextlib.contextmanager
+def running_cluster(root: Path, **settings: bool) -> Iterator[Cluster]:
+    """Start a cluster; it is gone when the block ends."""
+    cluster = Cluster(root, **settings)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+if __name__ == "__main__":  # a cluster to try things on:  python -m tests.slurm.cluster FOLDER
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True)
+    with running_cluster(folder) as trial:
+        print(f"export SLURM_CONF={trial.environment['SLURM_CONF']}", flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.pause()
