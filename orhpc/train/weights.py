@@ -164,8 +164,3 @@ class _failing_as(AbstractContextManager[None]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError | OSError | ValueError):
             raise WeightSyncFailed(f"{self._what}: {' '.join(str(error).split())[:300]}") from error
-
-
-def total_bytes(buckets: Sequence[BucketSpec]) -> int:
-    """Bytes of one whole weight sync to one engine."""
-    return sum(bucket.nbytes for bucket in buckets)
