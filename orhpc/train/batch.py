@@ -21,6 +21,8 @@ from orhpc.types import BatchPlan, MicroBatch, MiniBatch, Sample
 
 Bins = list[list[int]]
 """Positions in the mini-batch's samples, a list for each micro-batch."""
+_CANDIDATES = 128
+"""Items that may fill up one bin: bounds the planning time of large batches."""
 
 
 def plan_batches(
@@ -81,11 +83,13 @@ def _minibatch(samples: Sequence[Sample], bins: Bins, ranks: int) -> MiniBatch:
 def pack_lengths(lengths: Sequence[int], budget: int, multiple: int = 1) -> Bins:
     """Put every position into a bin of at most ``budget`` tokens; a longer one gets a bin alone.
 
-    Best-fit decreasing says how many bins are needed.  That number, rounded up to a ``multiple``,
-    is then filled evenly (longest first into the emptiest bin), which balances ranks and lowers the
-    peak; where an even filling does not fit the budget, best fit's stands.
+    The better of two tight packings says how many bins are needed.  That number, rounded up to a
+    ``multiple``, is then filled evenly (longest first into the emptiest bin), which balances ranks and
+    lowers the peak; where an even filling does not fit the budget, the tight one stands.
     """
     tight = _best_fit(lengths, budget)
+    if len(tight) > -(-sum(lengths) // budget):
+        tight = min(tight, _least_slack(lengths, budget), key=len)
     oversize = [members for members in tight if lengths[members[0]] > budget]
     wanted = -(-len(tight) // multiple) * multiple - len(oversize)
     rest = [i for i, length in enumerate(lengths) if length <= budget]
@@ -108,6 +112,32 @@ def _best_fit(lengths: Sequence[int], budget: int) -> Bins:
             free -= lengths[i]
         if free > 0:
             bisect.insort(room, (free, bin_))
+    return bins
+
+
+def _least_slack(lengths: Sequence[int], budget: int) -> Bins:
+    """Bin by bin: the longest item left, then those that fill the rest of it best.
+
+    The minimum bin slack heuristic (Gupta and Ho, 1999) with a subset sum, over a sample of the items
+    left, as the search: sets of reachable sums are the bits of an integer.
+    """
+    left = _longest_first(lengths, range(len(lengths)))
+    bins: Bins = []
+    while left:
+        members, room = [left[0]], budget - lengths[left[0]]
+        fitting = [i for i in left[1:] if 0 < lengths[i] <= room]
+        candidates = fitting[:: -(-len(fitting) // _CANDIDATES)] if fitting else []
+        reachable, mask = [1], (1 << (room + 1)) - 1 if room >= 0 else 0
+        for i in reversed(candidates):  # the longest last: they are the first to be taken back out
+            reachable.append(reachable[-1] | (reachable[-1] << lengths[i]) & mask)
+        best = reachable[-1].bit_length() - 1
+        for i, before in zip(candidates, reversed(reachable[:-1]), strict=True):
+            if best >= lengths[i] and before >> (best - lengths[i]) & 1:
+                members.append(i)
+                best -= lengths[i]
+        taken = set(members)
+        left = [i for i in left if i not in taken]
+        bins.append(members)
     return bins
 
 
