@@ -64,8 +64,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         key = _read_key(args.api_key_file)
         _check(args, key)
-        if args.threads:
-            torch.set_num_threads(args.threads)
+        # Only the compute thread may own a team of OpenMP threads.  A second team (this thread's) makes more
+        # threads than cores, and libgomp then sleeps at every barrier: 1.5 times the time of a step.
+        torch.set_num_threads(1)
         _use_interface_of(args.host)
         model = _load(args)
     except ConfigError as error:
