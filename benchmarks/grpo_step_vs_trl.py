@@ -5,9 +5,10 @@
 
 Both sides sample 4 prompts x 4 completions of up to 48 tokens with SmolLM2-135M-Instruct in
 float32 on all cores, take one optimiser step without gradient checkpointing, and are timed by
-their own clocks, the first two steps of each process left out (memory is cold).  The learning rate is 0 on both sides, so
-that both go on sampling from the same policy, whose answers have the same lengths.  The sides
-alternate, because machines are noisy; what counts is the median of completion tokens a second.
+their own clocks, the first two steps of each process left out (memory is cold).  The learning rate
+is 0 on both sides, so that both go on sampling from the same policy, whose answers have the same
+lengths.  The sides alternate, because machines are noisy; what counts is the median of completion
+tokens a second.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from orhpc.errors import ModelError
 
@@ -89,51 +90,36 @@ def _byte_tokenizer(folder: Path) -> int:
     return inner.get_vocab_size()
 
 
-def _tiny(folder: Path) -> None:
+def _random(folder: Path, family: str, **settings: Any) -> None:
+    """Save a tokenizer and a random model, the same on every machine, of a transformers family."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     vocabulary = _byte_tokenizer(folder)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocabulary,
+        eos_token_id=vocabulary - 1,
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=vocabulary - 1,
+        **settings,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def _tiny(folder: Path) -> None:
+    _random(folder, "qwen3", head_dim=24, tie_word_embeddings=True)
 
 
 def _tiny_moe(folder: Path) -> None:
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    vocabulary = _byte_tokenizer(folder)
-    config = Qwen3MoeConfig(
-        vocab_size=vocabulary,
-        hidden_size=96,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        eos_token_id=vocabulary - 1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    _random(folder, "qwen3_moe", **experts, norm_topk_prob=True, tie_word_embeddings=False)
 
 
 def _smollm2(folder: Path) -> None:
