@@ -13,9 +13,10 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from orhpc import commits, evaluation
 from orhpc.config import Config
@@ -25,6 +26,7 @@ from orhpc.errors import (
     EXIT_OK,
     Action,
     EnvironmentUnavailable,
+    NodeLost,
     NonFinite,
     OrhpcError,
     OutOfMemory,
@@ -45,6 +47,8 @@ from orhpc.train.batch import plan_batches
 from orhpc.types import BatchPlan, PromptGroup, Sample
 
 log = logging.getLogger("orhpc.driver")
+T = TypeVar("T")
+_STOP_POLL_S = 0.2
 
 
 class Run:
@@ -61,6 +65,26 @@ class Run:
 
     def stop_requested(self) -> bool:
         return self._stop_file.exists()
+
+    def require_newest(self) -> None:
+        """Raises NodeLost when a newer attempt has begun: its files are no longer ours to replace."""
+        if self.rundir.newest_attempt() > self.attempt:
+            raise NodeLost("a newer attempt has begun")
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await something that nothing else interrupts.
+
+        Raises:
+            StopRequested: the stop file appeared first.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=_STOP_POLL_S))[0]:
+                if self.stop_requested():
+                    raise StopRequested("asked to stop")
+            return await task
+        finally:
+            task.cancel()
 
     def close(self) -> None:
         self.tracker.close()
@@ -91,6 +115,7 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         with phases.timed("sync"):
             metrics["sync_bytes"] = await parts.publish(state.step)
         with phases.timed("record"):
+            run.require_newest()
             await parts.record(state.step, taken)
         with phases.timed("checkpoint"):
             await saver.after_step(state)
@@ -143,7 +168,8 @@ async def evaluate(run: Run, parts: Parts, step: int) -> None:
         return
     phases = Phases()
     async with parts.serving():
-        groups, metrics = await evaluation.evaluate(run.config, parts.workers)
+        groups, metrics = await run.unless_stopped(evaluation.evaluate(run.config, parts.workers))
+    run.require_newest()
     await parts.record_evaluation(step, groups)
     await parts.publish(step)
     run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
@@ -181,7 +207,9 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None)
     try:
-        parts = await bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step)
+        parts = await run.unless_stopped(
+            bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step)
+        )
     except EnvironmentUnavailable as error:
         if name is not None:
             raise
@@ -190,8 +218,8 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     try:
         load = run.config.checkpoint.load if name is None else None
         folder = run.rundir.checkpoints / str(name) if name else commits.source(Path(load)) if load else None
-        await parts.trainers.restore(folder)
-        await parts.publish(state.step)
+        await run.unless_stopped(parts.trainers.restore(folder))
+        await run.unless_stopped(parts.publish(state.step))
         saver = Saver(
             run.rundir,
             run.attempt,

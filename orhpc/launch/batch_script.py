@@ -2,7 +2,8 @@
 
 The shell does only what has to happen on the host itself, outside any container: it turns signals
 into a stop file, waits for the commit, and asks SLURM to run the job again.  A job that its user
-cancelled is no longer RUNNING by then, and never returns.
+cancelled is no longer RUNNING by then, and never returns.  Where SLURM may not requeue the job, a
+successor waits from the start on, so that it comes back even after its first node has lost power.
 """
 
 from __future__ import annotations
@@ -23,59 +24,86 @@ fi
 
 job_folder=$(mktemp -d "/tmp/orhpc-$SLURM_JOB_ID-XXXXXX") || exit 1
 trap 'rm -rf "$job_folder"' EXIT
-export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$SLURM_JOB_ID}
+export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$SLURM_JOB_ID} ORHPC_STARTED=$(date +%s.%N)
 
 about_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null; }
+field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
 
 # The driver polls the stop file, commits, and leaves with exit code 75.
 stop() {
   echo "orhpc: SIG$1 $(date +%FT%T), committing"
-  : >"$job_folder/stop"
+  [ -e "$job_folder/stop" ] || : >"$job_folder/stop"
   about_job >"$job_folder/job.part" && mv "$job_folder/job.part" "$job_folder/job"
 }
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
 
-srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
-  --mpi=none@SRUN_ARGS@ \
-  @INSIDE@"$python" -m orhpc.launch.node "$@" &
-while true; do
+# Where SLURM may not requeue the job: the same script as a new job, which starts when this one has failed.
+successor=
+submit_successor() {
+  when=$1 about=" $(about_job) "
+  shift
+  options=(--parsable --dependency="$when:$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --chdir="$PWD")
+  options+=(--job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION")
+  options+=(--time="$(field TimeLimit)" --output="$(field StdOut)")
+  [ -z "${SLURM_JOB_ACCOUNT:-}" ] || options+=(--account="$SLURM_JOB_ACCOUNT")
+  [ -z "${SLURM_JOB_QOS:-}" ] || options+=(--qos="$SLURM_JOB_QOS")
+  [ -z "${SLURM_GPUS_PER_NODE:-}" ] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
+  successor=$(timeout 60 sbatch "${options[@]}" "$0" "$@") &&
+    echo "orhpc: job $successor takes over from here"
+}
+end() {
+  [ -z "$successor" ] || timeout 20 scancel "$successor"
+  exit "$1"
+}
+case " $(about_job) " in *" Requeue=0 "*) submit_successor afternotok "$@" ;; esac
+
+for again in 1 2 0; do
+  srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
+    --mpi=none@SRUN_ARGS@ \
+    @INSIDE@"$python" -m orhpc.launch.node "$@" &
+  while true; do
+    wait $!
+    code=$?
+    kill -0 $! 2>/dev/null || break
+  done
   wait $!
   code=$?
-  kill -0 $! 2>/dev/null || break
+  # srun says 1 of every step in which the memory limit has killed something; the first node says why it left.
+  said=$(cat "$job_folder/code" 2>/dev/null) && code=$said
+  # Finished, a wrong config, a failed preflight, a crash loop, a busy run directory: no use in coming back.
+  case $code in 0 | 2 | 3 | 4 | 5) end "$code" ;; esac
+  # Without an attempt nothing of ours began: srun could not start the tasks.
+  [ ! -e "$job_folder/attempt" ] && [ ! -e "$job_folder/stop" ] || break
+  [ "$again" != 0 ] || { echo "orhpc: no task could be started, three times: given up"; end "$code"; }
+  sleep 5
 done
-wait $!
-code=$?
 attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun_exit"
-
-# Finished, a wrong config, a failed preflight, a crash loop, a busy run directory: no use in coming back.
-case $code in 0 | 2 | 3 | 4 | 5) exit "$code" ;; esac
 
 about=" $(about_job) "
 case $about in
   *" JobState=RUNNING "*) ;;
-  *) echo "orhpc: exit $code, and the job is cancelled or ending: not requeued"; exit "$code" ;;
+  *)
+    echo "orhpc: exit $code, and the job is cancelled or ending: not requeued"
+    [ -z "$attempt" ] || grep -qs '"reason": "cancelled"' "$attempt/outcome.json" || exit "$code"
+    end "$code" ;;
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
-if timeout 20 scontrol requeue "$SLURM_JOB_ID"; then
+if [ -z "$successor" ] && timeout 20 scontrol requeue "$SLURM_JOB_ID"; then
   # SLURM ends this shell in a moment; nodes can be excluded only while the job is pending.
-  if [ -n "$exclude" ]; then
-    for _ in 1 2 3 4 5 6 7 8 9 10; do
-      timeout 5 scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$exclude" && break
-      sleep 0.5
-    done
-  fi
-  exit 0
+  comes_back=$SLURM_JOB_ID code=0
+else
+  [ -n "$successor" ] || submit_successor afterany "$@"
+  comes_back=$successor
 fi
-# This site forbids requeue: the same script as a new job that starts once this one has ended.
-field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
-successor=(--dependency="afterany:$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES")
-successor+=(--job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION" --chdir="$PWD")
-successor+=(--time="$(field TimeLimit)" --output="$(field StdOut)")
-[ -z "${SLURM_JOB_ACCOUNT:-}" ] || successor+=(--account="$SLURM_JOB_ACCOUNT")
-[ -z "${SLURM_JOB_QOS:-}" ] || successor+=(--qos="$SLURM_JOB_QOS")
-[ -z "$exclude" ] || successor+=(--exclude="$exclude")
-timeout 60 sbatch "${successor[@]}" "$0" "$@" && exit 0
+if [ -n "$exclude" ] && [ -n "$comes_back" ]; then
+  before=$(field ExcNodeList)
+  [ -z "$before" ] || [ "$before" = "(null)" ] || exclude=$before,$exclude
+  for _ in 1 2 3 4 5 6 7 8 9 10; do
+    timeout 5 scontrol update JobId="$comes_back" ExcNodeList="$exclude" && break
+    sleep 0.5
+  done
+fi
 exit "$code"
 """

@@ -18,7 +18,7 @@ from subprocess import Popen
 from orhpc.config import Config
 from orhpc.launch import processes
 from orhpc.launch.placement import Node, plan
-from orhpc.launch.ray_cluster import RayNode, make_token, ray_environment
+from orhpc.launch.ray_cluster import RayNode, make_token
 from orhpc.launch.served import ServedEnvironments
 from orhpc.rundir import RunDir, write_atomic
 
@@ -69,17 +69,12 @@ def run_first_node(
         nodes, urls = gather(urls) if gather else ((node,), urls)
         placement = plan(config, nodes)
         ray_node = RayNode(
-            node.name,
-            node.address,
-            token,
-            folder / "ray.log",
-            cpus=placement.processes_on(0),
-            object_store_bytes=object_store_bytes(),
-        )
-        head = ray_node.start_head()
-        placement = replace(placement, environments=urls, ray_address=head)
+            node.name, node.address, token, folder / "ray.log",
+            cpus=placement.processes_on(0), object_store_bytes=object_store_bytes(),
+        )  # fmt: skip
+        placement = replace(placement, environments=urls, ray_address=ray_node.start_head())
         write_atomic(folder / "placement.yaml", placement.to_yaml())
-        driver = _start_driver(rundir, attempt, stop_file, token, max_tokens)
+        driver = _start_driver(rundir, attempt, stop_file, ray_node.environment(), max_tokens)
         while driver.poll() is None:
             tick()
             environments.keep_up()
@@ -112,10 +107,10 @@ def object_store_bytes() -> int:
 
 
 def _start_driver(
-    rundir: RunDir, attempt: int, stop_file: Path, token: Path, max_tokens: int | None
+    rundir: RunDir, attempt: int, stop_file: Path, variables: dict[str, str], max_tokens: int | None
 ) -> Popen[bytes]:
     command = [sys.executable, "-m", "orhpc.driver", str(rundir.path), str(attempt)]
     command += ["--stop-file", str(stop_file)]
     command += ["--max-tokens", str(max_tokens)] if max_tokens is not None else []
-    env = {**os.environ, **ray_environment(token), "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+    env = {**os.environ, **variables, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
     return processes.spawn(command, log=rundir.attempt(attempt) / "driver.log", env=env)

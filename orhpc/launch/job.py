@@ -27,6 +27,8 @@ class Job:
     """The first job of a chain of successors: the job itself where SLURM requeues."""
     folder: Path
     """Node-local folder of the batch script: the stop file lies in it on the first node."""
+    started: float | None = None
+    """When the batch script began, in seconds since the epoch."""
 
     @classmethod
     def from_environment(cls) -> Job:
@@ -41,6 +43,7 @@ class Job:
                 node_name=e.get("SLURMD_NODENAME") or socket.gethostname(),
                 chain=e.get("ORHPC_CHAIN") or e["SLURM_JOB_ID"],
                 folder=Path(e["ORHPC_JOB_FOLDER"]),
+                started=float(e["ORHPC_STARTED"]) if e.get("ORHPC_STARTED") else None,
             )
         except (KeyError, ValueError) as error:
             raise PreflightError(
@@ -50,6 +53,11 @@ class Job:
     @property
     def stop_file(self) -> Path:
         return self.folder / "stop"
+
+    @property
+    def note(self) -> Path:
+        """What SLURM said of the job when the batch shell was signalled."""
+        return self.folder / "job"
 
 
 def private_address(job: Job, interface: str | None) -> str:

@@ -8,8 +8,9 @@ which means that the batch host itself was lost.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from orhpc.launch.prepare import committed_step
@@ -37,8 +38,6 @@ BUDGETS = {Reason.TIME_LIMIT: 2, Reason.CRASH: 3, Reason.INFRASTRUCTURE: 3, Reas
 
 _KILLED = (137, 143)
 """SIGKILL, SIGTERM: a node went away, or someone ended the step."""
-_OUT_OF_MEMORY = 125
-"""What srun returns for a step in which the kernel's memory limit killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,10 @@ class Outcome:
     exit_code: int | None = None
     chain: str | None = None
     """The job, or the first of its successors; None: not a SLURM job."""
+    signalled: float | None = None
+    """When it was told to stop, in seconds since the epoch; None: it was not."""
+    ended: float = field(default_factory=time.time)
+    """When this was written."""
 
 
 def write(rundir: RunDir, outcome: Outcome) -> None:
@@ -98,8 +101,7 @@ def _judge(rundir: RunDir, number: int, facts: dict[str, str], before: int) -> O
         reason, code = Reason.NODE_LOST, None
         detail = "it ended without a word, and its batch script too: the first node was lost or killed"
     else:
-        memory = code == _OUT_OF_MEMORY
-        reason = Reason.OUT_OF_MEMORY if memory else Reason.NODE_LOST if code in _KILLED else Reason.CRASH
+        reason = Reason.NODE_LOST if code in _KILLED else Reason.CRASH
         detail = f"it ended without a word; srun returned {code}"
     return Outcome(number, reason, step, detail, code, facts.get("chain"))
 
@@ -127,6 +129,19 @@ def exhausted(outcomes: Sequence[Outcome], chain: str) -> str | None:
                 f"committed; the last: {last.detail or reason} (attempts/{last.attempt:03d})"
             )
     return None
+
+
+def jobs(rundir: RunDir) -> set[str]:
+    """Ids of all jobs that have made attempts at the run."""
+    found: set[str] = set()
+    for number in range(1, rundir.newest_attempt() + 1):
+        try:
+            facts = json.loads((rundir.attempt(number) / "attempt.json").read_text())
+        except FileNotFoundError:
+            continue
+        if "job" in facts:
+            found.add(str(facts["job"]))
+    return found
 
 
 def last_committed(rundir: RunDir) -> int:

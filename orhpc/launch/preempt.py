@@ -43,8 +43,8 @@ class Signals:
 
     def _take(self, number: int, frame: object) -> None:
         self.came.append(number)
-        if self._stop_file is not None:
-            self._stop_file.touch()
+        if self._stop_file is not None and not self._stop_file.exists():
+            self._stop_file.touch()  # once: its time is that of the first signal
 
 
 def why_stopped(info: JobInfo | None, lead_s: float, now: float | None = None) -> Reason:
@@ -67,9 +67,8 @@ def why_stopped(info: JobInfo | None, lead_s: float, now: float | None = None) -
 
 def info_at_signal(job: Job) -> JobInfo | None:
     """What SLURM says of the job: asked now, or as the batch shell noted it; None: it does not say."""
-    note = job.folder / "job"
-    if note.exists():
-        return JobInfo.parse(note.read_text())
+    if job.note.exists():
+        return JobInfo.parse(job.note.read_text())
     if not scheduler.available():
         return None
     try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, NodeLost, OrhpcError, PreflightError, policy_of
-from orhpc.launch import scheduler
+from orhpc.launch import internet, scheduler
 from orhpc.launch.job import Job, this_node
 from orhpc.launch.words import split_words
 from orhpc.ports import free_ports
@@ -21,6 +24,7 @@ from orhpc.rundir import RunDir
 
 _COMMAND_TIMEOUT_S = 120.0
 _LEAST_FREE = 2e9
+_MOST_SKEW_S = 30.0
 _GPU_QUERY = "name,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
 
 
@@ -42,10 +46,13 @@ def node_verdicts(config: Config, job: Job, folder: Path) -> list[Verdict]:
     checks: list[tuple[str, Callable[[], str]]] = [
         ("network", lambda: this_node(job, config.slurm.interface).address),
         ("disk", lambda: _disk([Path("/tmp"), Path("/dev/shm"), folder])),  # noqa: S108 - asked for space
+        ("clock", lambda: _clock(folder)),
+        ("internet", lambda: internet.survey(config).line),
         ("ports", lambda: f"{free_ports(300, '127.0.0.1')[0]} and others are free"),
     ]
     if config.placement.device == "cuda":
         checks.append(("gpus", lambda: _gpus(config.placement.devices_per_node)))
+        checks.append(("nvlink", _nvlink))
     if config.slurm.health_command is not None:
         command = config.slurm.health_command
         checks.append(("health command", lambda: _health(command)))
@@ -53,10 +60,11 @@ def node_verdicts(config: Config, job: Job, folder: Path) -> list[Verdict]:
 
 
 def require(config: Config, job: Job, rundir: RunDir) -> None:
-    """Raises BadNode with the first check that failed here."""
+    """Raises BadNode with the first check that failed here; PreflightError for what no node would pass."""
     for verdict in node_verdicts(config, job, rundir.path):
         if not verdict.good:
-            raise BadNode(f"{job.node_name}: {verdict.check}: {verdict.line}")
+            kind = PreflightError if verdict.check == "internet" else BadNode
+            raise kind(f"{job.node_name}: {verdict.check}: {verdict.line}")
 
 
 def nodes_down() -> list[str]:
@@ -89,6 +97,53 @@ def _disk(folders: Sequence[Path]) -> str:
     if short:
         raise PreflightError(short[0])
     return ", ".join(f"{folder} {size / 1e9:.0f} GB free" for folder, size in free.items())
+
+
+def _clock(folder: Path) -> str:
+    """This node's clock against that of the shared filesystem, which stamps files where it has one."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as probe:
+        before = time.time()
+        probe.write(b"x")
+        probe.flush()
+        os.fsync(probe.fileno())
+        stamp, after = os.fstat(probe.fileno()).st_mtime, time.time()
+    skew = max(before - stamp, stamp - after, 0.0)
+    if skew > _MOST_SKEW_S:
+        raise PreflightError(f"{skew:.0f} s away from the clock of {folder}; is NTP running?")
+    return f"within {max(skew, 0.1):.1f} s of the clock of {folder}"
+
+
+def _nvlink() -> str:
+    """Links of GPUs of one model differ when one of them has failed."""
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        raise PreflightError("nvidia-smi does not answer") from None
+    return nvlink_verdict(result.stdout)
+
+
+def nvlink_verdict(status: str) -> str:
+    """Judge what ``nvidia-smi nvlink --status`` prints.
+
+    Raises:
+        PreflightError: a GPU has fewer active links than another of its model.
+    """
+    active: dict[str, dict[str, int]] = {}
+    gpu, model = "", ""
+    for line in status.splitlines():
+        if heading := re.match(r"GPU (\d+): ([^(]*)", line):
+            gpu, model = heading[1], heading[2].strip()
+            active.setdefault(model, {})[gpu] = 0
+        elif gpu and re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
+            active[model][gpu] += 1
+    for links in active.values():
+        most = max(links.values())
+        if short := [g for g, n in links.items() if n < most]:
+            raise PreflightError(f"GPU {short[0]} has {links[short[0]]} active NVLinks, others have {most}")
+    counts = {n for links in active.values() for n in links.values()}
+    return f"{max(counts)} links a GPU are active" if counts and max(counts) else "no NVLink here"
 
 
 def _gpus(wanted: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from orhpc.errors import RayLost
 from orhpc.launch import processes
+from orhpc.launch.scratch import Scratch
 from orhpc.ports import free_ports
 
 _PORTS = 202
@@ -59,7 +59,7 @@ class RayNode:
         self._cpus = cpus
         self._object_store_bytes = object_store_bytes
         # Unix socket paths end at 107 characters: this folder cannot lie in the run directory.
-        self._temp = Path(tempfile.mkdtemp(prefix="orhpc-ray-"))
+        self._scratch = Scratch()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start_head(self, timeout_s: float = 120.0) -> str:
@@ -95,7 +95,19 @@ class RayNode:
         """End this node's Ray processes and remove what they left on it."""
         if self._process is not None:
             processes.stop(self._process, grace_s=10.0)
-        shutil.rmtree(self._temp, ignore_errors=True)
+        self._scratch.remove()
+
+    def environment(self) -> dict[str, str]:
+        """Variables of every process of the job on this node that talks to Ray."""
+        # What compilers keep is worth more than one attempt.
+        caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(
+            Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+        )
+        return {
+            **ray_environment(self._token),
+            "TMPDIR": str(self._scratch.temporary),
+            "TORCHINDUCTOR_CACHE_DIR": caches,
+        }
 
     def _ended(self) -> bool:
         return not self.alive()
@@ -103,14 +115,14 @@ class RayNode:
     def _start(self, role: list[str], ports: list[int]) -> None:
         manager, objects, *workers = ports
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        command += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._temp)]
+        command += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._scratch.ray)]
         # Ray puts the machine's own address in the place of a loopback one, so nodes go by name.
         command += ["--node-name", self._name]
         command += ["--num-cpus", str(max(self._cpus, 1)), "--num-gpus", "0"]
         command += ["--object-store-memory", str(self._object_store_bytes)]
         command += ["--node-manager-port", str(manager), "--object-manager-port", str(objects)]
         command += ["--min-worker-port", str(workers[0]), "--max-worker-port", str(workers[-1])]
-        env = {**os.environ, **ray_environment(self._token)}
+        env = {**os.environ, **self.environment()}
         self._process = processes.spawn(command, log=self._log, env=env)
 
 

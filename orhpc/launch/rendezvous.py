@@ -33,6 +33,9 @@ class Joined:
     cpus: int = 0
     environments: dict[str, list[str]] = field(default_factory=dict)
     problem: str | None = None
+    """Why it cannot take part."""
+    refused: bool = False
+    """Whether another node in its place would not help either."""
     time: float = field(default_factory=time.time)
 
 
@@ -90,6 +93,17 @@ def gather(
             "may be broken, or run.root is not on a filesystem that all nodes share"
         )
     return [Joined(**json.loads((folder / f"{rank:03d}.json").read_text())) for rank in range(1, nodes)]
+
+
+def complain(rundir: RunDir, attempt: int, rank: int, problem: str) -> None:
+    """Tell the first node of something that has to end the attempt."""
+    write_atomic(rundir.attempt(attempt) / "nodes" / f"{rank:03d}.problem", json.dumps({"problem": problem}))
+
+
+def complaints(rundir: RunDir, attempt: int) -> list[str]:
+    """What other nodes have complained of."""
+    found = sorted((rundir.attempt(attempt) / "nodes").glob("*.problem"))
+    return [json.loads(path.read_text())["problem"] for path in found]
 
 
 def end(rundir: RunDir, attempt: int, code: int) -> None:

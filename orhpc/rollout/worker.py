@@ -146,7 +146,8 @@ class RolloutWorker:
         rollouts = list(await asyncio.gather(*samples))
         await self._score_group(request.task, rollouts)
         self._held[request.id] = rollouts
-        if not request.evaluation and all(r.end.trainable for r in rollouts):
+        newest = self._rundir.newest_attempt() <= self._attempt  # else the buffer is no longer ours to fill
+        if newest and not request.evaluation and all(r.end.trainable for r in rollouts):
             routes = self._config.rollout.record_routes
             await asyncio.to_thread(write_rollouts, self._buffer_path(request.id), rollouts, routes=routes)
         for rollout in rollouts:

@@ -89,7 +89,7 @@ def test_a_job_submitted_anew_has_full_budgets() -> None:
 
 @pytest.mark.parametrize(
     ("srun_exit", "reason"),
-    [(None, Reason.NODE_LOST), ("137", Reason.NODE_LOST), ("125", Reason.OUT_OF_MEMORY), ("1", Reason.CRASH)],
+    [(None, Reason.NODE_LOST), ("137", Reason.NODE_LOST), ("1", Reason.CRASH)],
 )
 def test_attempts_that_died_without_a_word_are_judged_once(
     rundir: RunDir, srun_exit: str | None, reason: Reason

@@ -1,0 +1,118 @@
+"""Why an attempt ended: the one place that puts exit status, signals, SLURM and the kernel together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_PREFLIGHT, EXIT_REQUEUE
+from orhpc.events import read_events
+from orhpc.launch import ledger, preflight, slurm
+from orhpc.launch.job import Job
+from orhpc.launch.ledger import Outcome, Reason
+from orhpc.launch.placement import Node
+from orhpc.launch.preempt import info_at_signal, why_stopped
+from orhpc.rundir import RunDir
+
+_PROBE_S = 3.0
+_PROBE_PORT = 15001
+"""Nothing listens there: a node that is up refuses the connection, one that is off says nothing."""
+
+
+@dataclass(slots=True)
+class Ended:
+    """What is known of an attempt that is over."""
+
+    job: Job
+    config: Config
+    rundir: RunDir
+    attempt: int
+    status: int
+    """The driver's exit status, or the exit code of the failure that kept it from starting."""
+    problem: str = ""
+    """That failure."""
+    memory: str = ""
+    """What the kernel's memory limit did, where it did anything."""
+    nodes: Sequence[Node] = ()
+    """The other nodes that had joined."""
+    lost: list[str] = field(default_factory=list)
+    """Nodes the next start has to do without; more may be found here."""
+
+    def outcome(self) -> Outcome:
+        """The attempt's outcome, with the exit code of the job's step."""
+        stop = self.job.stop_file
+        try:
+            signalled = stop.stat().st_mtime
+        except FileNotFoundError:
+            signalled = None
+        reason, detail, code = self._why(signalled is not None)
+        step = ledger.last_committed(self.rundir)
+        return Outcome(self.attempt, reason, step, detail, code, self.job.chain, signalled)
+
+    def _why(self, signalled: bool) -> tuple[Reason, str, int]:
+        code = self.status if self.status >= 0 else EXIT_FAILED
+        if self.status == EXIT_OK:
+            return Reason.FINISHED, self.problem, code
+        if self.problem and code == EXIT_PREFLIGHT:
+            return Reason.REFUSED, self.problem, code
+        if self.memory:
+            return Reason.OUT_OF_MEMORY, self.memory, EXIT_REQUEUE
+        if signalled:
+            return self._why_signalled()
+        if self.lost:
+            return Reason.BAD_NODE, self.problem, EXIT_REQUEUE
+        if down := preflight.nodes_down():
+            return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
+        # SLURM may take minutes to notice.  Only nodes that have worked together are asked: where a
+        # firewall swallows everything, silence says nothing.
+        if self._was_ready() and (off := silent(self.nodes)):
+            self.lost += off
+            return Reason.NODE_LOST, f"{', '.join(off)}: no answer", EXIT_REQUEUE
+        return self._failure(code)
+
+    def _why_signalled(self) -> tuple[Reason, str, int]:
+        info = info_at_signal(self.job)
+        reason = why_stopped(info, slurm.signal_lead(self.config, self.rundir))
+        by_srun = info is not None and info.state == "RUNNING" and not self.job.note.exists()
+        if reason is Reason.REQUEUED and by_srun:
+            # Nobody has told the batch script: srun ends every task once one has failed.
+            return Reason.INFRASTRUCTURE, "another node's task ended; its own line says why", EXIT_REQUEUE
+        return reason, self.problem, EXIT_REQUEUE
+
+    def _events(self, kind: str) -> list[dict[str, Any]]:
+        events = read_events(self.rundir.events)
+        return [e for e in events if e["event"] == kind and e["attempt"] == self.attempt]
+
+    def _was_ready(self) -> bool:
+        return bool(self._events("ready"))
+
+    def _failure(self, code: int) -> tuple[Reason, str, int]:
+        if self.status == -9:
+            return Reason.OUT_OF_MEMORY, "the driver was killed, most likely for its memory", EXIT_REQUEUE
+        last = next(reversed(self._events("failed")), None)
+        detail = f"{last['kind']}: {last['error']}" if last else self.problem
+        if code == EXIT_REQUEUE:
+            memory = last is not None and last["kind"] == "OutOfMemory"
+            return (Reason.OUT_OF_MEMORY if memory else Reason.INFRASTRUCTURE), detail, code
+        if code == EXIT_FAILED:
+            return Reason.CRASH, detail or f"driver exit status {self.status}", code
+        return Reason.REFUSED, detail, code
+
+
+def silent(nodes: Sequence[Node]) -> list[str]:
+    """Names of nodes whose machine answers no more."""
+    return [n.name for n in nodes if not _answers(n.address) and not _answers(n.address)]
+
+
+def _answers(address: str) -> bool:
+    """Whether a machine's kernel still answers, be it with a refusal."""
+    try:
+        with socket.create_connection((address, _PROBE_PORT), _PROBE_S):
+            return True
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False

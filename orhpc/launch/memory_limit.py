@@ -1,0 +1,65 @@
+"""How often the kernel's memory limit has killed a process of this job on this node.
+
+SLURM says so only when a step has ended, if at all; the counter of the job's own control group is
+there at once.  See ``memory.events`` in the kernel's cgroup-v2.rst, and ``memory.oom_control`` of
+version 1 (memory.rst), which counts in the group of the killed process alone.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+def oom_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
+    """Kills so far in this process's groups up to its job's; 0 where there is no such limit."""
+    for line in _lines(own):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            groups, name = _up_to_the_job(root, path), "memory.events"
+        elif "memory" in controllers.split(","):
+            groups, name = _up_to_the_job(root / "memory", path), "memory.oom_control"
+        else:
+            continue
+        if counts := [int(m[1]) for group in groups if (m := _COUNT.search(_text(group / name)))]:
+            return max(counts)
+    return 0
+
+
+def _up_to_the_job(root: Path, path: str) -> list[Path]:
+    """The group of a path and those around it, as far as they belong to one job of SLURM."""
+    parts = [p for p in path.split("/") if p]
+    jobs = [i for i, part in enumerate(parts) if re.fullmatch(r"job_\d+", part)]
+    if not jobs:
+        return []
+    return [root.joinpath(*parts[:end]) for end in range(len(parts), jobs[0], -1)]
+
+
+def _lines(path: Path) -> list[str]:
+    return _text(path).splitlines()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+class MemoryWatch:
+    """Says once that the limit has killed something since this was made."""
+
+    def __init__(self) -> None:
+        self._before = oom_kills()
+
+    def verdict(self, node: str) -> str | None:
+        """One line when there were kills since the last look, else None."""
+        now, before = oom_kills(), self._before
+        self._before = now
+        if now <= before:
+            return None
+        return f"{node}: the kernel killed {now - before} of the job's processes for exceeding its memory"

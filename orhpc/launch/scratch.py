@@ -1,0 +1,76 @@
+"""A node-local folder of one attempt: removed with it, and swept by the next start if that was killed.
+
+Whoever holds the lock in such a folder is alive; the kernel lets go of it with the process, whatever
+ends that.  So a folder whose lock is free is a dead attempt's, of whichever job of this user.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+_PREFIX = "orhpc-ray-"
+_LOCK = "lock"
+_LONGEST_PARENT = 32
+"""Unix socket paths end at 107 characters, and Ray's own part below the folder takes about 70."""
+_YOUNG_S = 600.0
+"""A folder without a lock may be one that is just being made, if it is younger than this."""
+
+
+class Scratch:
+    """The folder, readable by the owner only, and held until :meth:`remove`."""
+
+    def __init__(self) -> None:
+        parent = Path(tempfile.gettempdir())
+        if len(str(parent)) > _LONGEST_PARENT:
+            parent = Path("/tmp")  # noqa: S108 - the folder inside has an unguessable name and mode 0700
+        sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._lock = (self.path / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.ray = self.path / "r"
+        """For Ray, which opens its folder to everybody: the one around it stays closed."""
+        self.temporary = self.path / "t"
+        """TMPDIR of everything that runs under Ray, so that nothing of it stays behind."""
+        self.temporary.mkdir(mode=0o700)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove this user's folders of dead attempts; returns them."""
+    removed: list[Path] = []
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            about = folder.stat()
+            if about.st_uid == os.getuid() and _is_dead(folder, time.time() - about.st_mtime):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+        except FileNotFoundError:
+            continue  # another start was faster
+    return removed
+
+
+def _is_dead(folder: Path, age_s: float) -> bool:
+    try:
+        with (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return age_s > _YOUNG_S
+
+
+def sweep_job_folders(jobs: set[str], own: Path) -> None:
+    """Remove the batch shells' folders of earlier starts of these jobs: a killed shell leaves its own."""
+    for job in jobs:
+        for folder in own.parent.glob(f"orhpc-{job}-*"):
+            if folder != own and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
