@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from orhpc.algorithm_config import AlgorithmSettings
 from orhpc.config_types import Fraction, Name, NonNegative, Positive, Seconds, Section
 from orhpc.slurm_config import SlurmSettings
 
@@ -273,32 +274,6 @@ class TrainSettings(Section):
     """Folder of a rollout record (``RUN/rollouts``): train from it, without engines."""
     deterministic: bool = False
     """Refuse kernels whose result may differ between two runs."""
-
-
-class AlgorithmSettings(Section):
-    """GRPO and its relatives; formulas and sources in :mod:`orhpc.train.grpo`."""
-
-    normalise_advantage: bool = True
-    """Divide by the group's standard deviation; false is Dr.GRPO."""
-    loss: Literal["grpo", "gspo", "cispo"] = "grpo"
-    eps_clip: Annotated[float, Field(gt=0)] = 0.2
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper bound's distance from 1; null: as ``eps_clip``."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound c of dual clip for negative advantages; null: off."""
-    normalise_loss: Literal["sample", "token"] = "sample"
-    """Mean over samples of each one's token mean, or over all tokens of the mini-batch."""
-    use_kl_loss: bool = False
-    kl_coef: Annotated[float, Field(ge=0)] = 0.001
-    kl_type: Literal["k1", "k2", "k3", "k3_clamped"] = "k3"
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    use_tis: bool = False
-    """Truncated importance sampling against the engine's log-probabilities."""
-    tis_clip: Annotated[float, Field(gt=0)] = 2.0
-    old_logprobs: Literal["auto", "always"] = "auto"
-    """``auto`` leaves out the pass over old log-probabilities where they equal the current ones:
-    one mini-batch a step."""
 
 
 class CheckpointSettings(Section):

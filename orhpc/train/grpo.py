@@ -8,6 +8,7 @@ global mini-batch by the caller, so that the sum of all micro-batches' losses is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -17,18 +18,19 @@ from torch import Tensor
 from orhpc.train.advantages import group_advantages, grouped_advantages
 
 if TYPE_CHECKING:
-    from orhpc.config import AlgorithmSettings
+    from orhpc.algorithm_config import AlgorithmSettings, CorrectionSettings
 
 __all__ = [
     "LossInputs",
     "MetricSums",
     "cispo_loss",
+    "correction_weights",
     "group_advantages",
     "grouped_advantages",
     "grpo_loss",
     "gspo_log_ratio",
-    "importance_weights",
     "kl_estimate",
+    "mismatch",
     "packed_loss",
     "token_weights",
 ]
@@ -93,13 +95,48 @@ def gspo_log_ratio(log_ratio_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_se
     return (sums_S / _tokens_of_segments(mask_P, segments_P, n_segments))[segments_P]
 
 
-def importance_weights(train_logprobs_P: Tensor, rollout_logprobs_P: Tensor, *, clip: float) -> Tensor:
-    """Return truncated importance-sampling weights of the trainer's policy against the engine's.
+def correction_weights(
+    log_rho_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_segments: int, settings: CorrectionSettings
+) -> Tensor:
+    """Return what multiplies each token's loss because the engine's policy, not the trainer's, sampled it.
 
-    ``clamp(exp(log p_train - log p_rollout), 0, clip)``, without gradient (Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training").
+    ``log_rho_P``: the trainer's log-probabilities at the start of the step less the engine's; without
+    gradient.  By ``level``, ``rho`` is the token's ratio; ``sequence``: the product over its sample's
+    sampled tokens; ``geometric``: that product's geometric mean.  Then by ``mode``:
+
+    truncate: ``min(rho, high)``: truncated importance sampling, TIS (Yao et al. 2025, "Your efficient RL
+        framework secretly brings you off-policy RL training").
+    clip: ``clamp(rho, low, high)``.
+    mask: ``rho`` where ``low <= rho <= high``, else 0: IcePop at token level (Ling team 2025, "Every step
+        evolves", arXiv:2510.18855, section 3.2); masked importance sampling, MIS, at the other levels
+        (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+        training-inference mismatch").
+
+    With ``veto``, all tokens of a sample weigh 0 when one of them has a token ratio below it (the same).
+    Samples have to be whole in the pack.
     """
-    return _ratio(train_logprobs_P.detach() - rollout_logprobs_P).clamp(max=clip)
+    log_rho_P = torch.where(mask_P, log_rho_P.detach(), torch.zeros_like(log_rho_P))
+    level_P = log_rho_P
+    if settings.level != "token":
+        sums_S = log_rho_P.new_zeros(n_segments).index_add(0, segments_P, log_rho_P)
+        if settings.level == "geometric":
+            sums_S = sums_S / _tokens_of_segments(mask_P, segments_P, n_segments)
+        level_P = sums_S[segments_P]
+    rho_P = _ratio(level_P)
+    if settings.mode == "truncate":
+        weights_P = rho_P.clamp(max=settings.high)
+    elif settings.mode == "clip":
+        weights_P = rho_P.clamp(settings.low, settings.high)
+    elif settings.mode == "mask":
+        inside_P = (rho_P >= settings.low) & (rho_P <= settings.high)
+        weights_P = torch.where(inside_P, rho_P, torch.zeros_like(rho_P))
+    else:
+        weights_P = torch.ones_like(rho_P)
+    if settings.veto is not None:
+        lowest_S = log_rho_P.new_zeros(n_segments).scatter_reduce(0, segments_P, log_rho_P, "amin")
+        vetoed_P = (lowest_S < math.log(settings.veto))[segments_P]
+        weights_P = weights_P.masked_fill(vetoed_P, 0.0)
+    return weights_P
 
 
 def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, kind: KLType) -> Tensor:
@@ -189,8 +226,8 @@ def packed_loss(
     """Compose the loss of one packed micro-batch, already divided by the global normaliser.
 
     Returns the scalar to differentiate, and sums over its sampled tokens (``tokens`` is their
-    count): ``policy_loss``, ``clipped``, ``entropy``, ``ratio``, ``kl``, ``logprob_diff``,
-    ``rollout_kl``, ``tis_weight``, ``tis_truncated``; ``loss`` is the loss itself.
+    count): ``policy_loss``, ``clipped``, ``entropy``, ``ratio``, ``kl``, ``correction_weight``,
+    ``corrected_away``, and those of :func:`mismatch`; ``loss`` is the loss itself.
     """
     mask_P = inputs.mask_P
     current_P = inputs.logprobs_P
@@ -198,11 +235,13 @@ def packed_loss(
     policy_P, clipped_P, log_ratio_P = _policy_loss(inputs, old_P, settings)
     metrics = MetricSums()
     total_P = policy_P
-    if settings.use_tis:
-        weights_P = importance_weights(old_P, inputs.rollout_logprobs_P, clip=settings.tis_clip)
+    log_rho_P = (old_P - inputs.rollout_logprobs_P).detach()
+    correction = settings.mismatch_correction
+    if correction.mode != "none" or correction.veto is not None:
+        weights_P = correction_weights(log_rho_P, mask_P, inputs.segments_P, inputs.n_segments, correction)
         total_P = total_P * weights_P
-        metrics.sums["tis_weight"] = _masked_sum(weights_P, mask_P)
-        metrics.sums["tis_truncated"] = _masked_sum(weights_P >= settings.tis_clip, mask_P)
+        metrics.sums["correction_weight"] = _masked_sum(weights_P, mask_P)
+        metrics.sums["corrected_away"] = _masked_sum(weights_P == 0, mask_P)
     if settings.use_kl_loss:
         if inputs.reference_logprobs_P is None:
             raise ValueError("use_kl_loss needs the reference model's log-probabilities")
@@ -220,7 +259,6 @@ def packed_loss(
         n_tokens=n_tokens,
     )
     loss = (torch.where(mask_P, total_P, torch.zeros_like(total_P)) * weights_P).sum()
-    difference_P = (old_P - inputs.rollout_logprobs_P).detach()
     metrics.sums |= {
         "loss": loss.detach().double(),
         "tokens": mask_P.sum().double(),
@@ -228,13 +266,31 @@ def packed_loss(
         "clipped": _masked_sum(clipped_P, mask_P),
         "entropy": _masked_sum(inputs.entropy_P, mask_P),
         "ratio": _masked_sum(_ratio(log_ratio_P), mask_P),
-        "logprob_diff": _masked_sum(difference_P.abs(), mask_P),
-        # The rollout tokens are samples of the engine's policy: k3 of KL(rollout || train).
-        "rollout_kl": _masked_sum(kl_estimate(-difference_P, torch.zeros_like(difference_P), "k3"), mask_P),
     }
-    metrics.maxima["logprob_diff_max"] = _masked_max(difference_P.abs(), mask_P)
+    metrics.add(mismatch(log_rho_P, mask_P))
     metrics.maxima["ratio_max"] = _masked_max(_ratio(log_ratio_P), mask_P)
     return loss, metrics
+
+
+def mismatch(log_rho_P: Tensor, mask_P: Tensor) -> MetricSums:
+    """How far the engine's policy, which sampled, is from the trainer's: sums over sampled tokens.
+
+    ``log_rho_P`` is the trainer's log-probability less the engine's.  The tokens are samples of the engine's
+    policy, so ``-log_rho`` and its k3 form estimate KL(rollout || train) (:func:`kl_estimate`); the sums of
+    ``rho`` and ``rho^2`` give the effective sample size (Kish 1965); extreme is a ratio beyond 2 or 1/2.
+    """
+    sums = {
+        "logprob_diff": log_rho_P.abs(),
+        "rollout_kl_k1": -log_rho_P,
+        "rollout_kl": kl_estimate(-log_rho_P, torch.zeros_like(log_rho_P), "k3"),
+        "rho": _ratio(log_rho_P),
+        "rho_squared": _ratio(log_rho_P).square(),
+        "extreme": log_rho_P.abs() > math.log(2.0),
+    }
+    return MetricSums(
+        {name: _masked_sum(values_P, mask_P) for name, values_P in sums.items()},
+        {"logprob_diff_max": _masked_max(log_rho_P.abs(), mask_P)},
+    )
 
 
 def _policy_loss(

@@ -20,8 +20,10 @@ TOKEN_MEANS = {
     "kl": "kl",
     "logprob_diff": "logprob_diff_mean",
     "rollout_kl": "rollout_kl",
-    "tis_weight": "tis_weight_mean",
-    "tis_truncated": "tis_truncated_fraction",
+    "rollout_kl_k1": "rollout_kl_k1",
+    "extreme": "extreme_token_fraction",
+    "correction_weight": "correction_weight_mean",
+    "corrected_away": "corrected_away_fraction",
 }
 """Sums over sampled tokens, and the metric that each becomes when divided by their number."""
 
@@ -74,6 +76,8 @@ class StepReport:
             result["lr"] = sum(u.lr for u in self._updates) / steps
             tokens = max(sums["tokens"], 1.0)
             result |= {metric: sums[name] / tokens for name, metric in TOKEN_MEANS.items() if name in sums}
+            if sums["rho_squared"]:
+                result["effective_sample_size"] = sums["rho"] ** 2 / (sums["rho_squared"] * tokens)
         return result
 
 

@@ -79,7 +79,7 @@ def test_a_step_reports_what_users_watch(make: Callable[..., TrainerRank]) -> No
     assert metrics["entropy"] > 0
     assert 0 <= metrics["clip_fraction"] <= 1
     assert metrics["logprob_diff_max"] >= metrics["logprob_diff_mean"] > 0
-    assert {"loss", "ratio_mean", "tis_weight_mean", "rollout_kl", "seconds_update"} <= metrics.keys()
+    assert {"loss", "ratio_mean", "correction_weight_mean", "rollout_kl", "seconds_update"} <= metrics.keys()
     assert metrics["seconds_total"] >= metrics["seconds_update"] > 0
 
 

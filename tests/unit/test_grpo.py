@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from orhpc.config import AlgorithmSettings
+from orhpc.algorithm_config import AlgorithmSettings, CorrectionSettings
 from orhpc.train import grpo
 from orhpc.train.grpo import LossInputs, group_advantages, grouped_advantages, packed_loss
 
@@ -90,14 +90,31 @@ class Reference:
             if not len(slots):
                 continue
             log_ratios = self.a["logprobs"][slots] - self.a["old"][slots]
-            losses = [self.token(i, log_ratios.mean()) for i in slots]
+            weights = self.corrections(slots)
+            losses = [self.token(i, log_ratios.mean(), w) for i, w in zip(slots, weights, strict=True)]
             if self.s.normalise_loss == "sample":
                 total += sum(losses) / len(slots) / self.n_samples
             else:
                 total += sum(losses) / self.n_tokens
         return total
 
-    def token(self, i: int, mean_log_ratio: float) -> float:
+    def corrections(self, slots: np.ndarray) -> list[float]:
+        """Weights of one sample's tokens, one by one."""
+        c = self.s.mismatch_correction
+        rhos = [math.exp(self.a["old"][i] - self.a["rollout"][i]) for i in slots]
+        if c.veto is not None and any(rho < c.veto for rho in rhos):
+            return [0.0] * len(slots)
+        product = math.prod(rhos)
+        by_level = {"sequence": product, "geometric": product ** (1 / len(slots))}
+        weights = []
+        for token_rho in rhos:
+            rho = by_level.get(c.level, token_rho)
+            outside = 0.0 if not c.low <= rho <= c.high else rho
+            by_mode = {"truncate": min(rho, c.high), "clip": min(max(rho, c.low), c.high), "mask": outside}
+            weights.append(by_mode.get(c.mode, 1.0))
+        return weights
+
+    def token(self, i: int, mean_log_ratio: float, correction: float) -> float:
         a, s = self.a, self.s
         high = s.eps_clip if s.eps_clip_high is None else s.eps_clip_high
         advantage, logprob = a["advantages"][i], a["logprobs"][i]
@@ -110,8 +127,7 @@ class Reference:
             loss = max(-ratio * advantage, -clipped * advantage)
             if s.dual_clip is not None and advantage < 0:
                 loss = min(loss, -s.dual_clip * advantage)
-        if s.use_tis:
-            loss *= min(math.exp(a["old"][i] - a["rollout"][i]), s.tis_clip)
+        loss *= correction
         if s.use_kl_loss:
             d = logprob - a["reference"][i]
             estimates = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}
@@ -160,8 +176,14 @@ algorithms = st.builds(
     kl_coef=st.floats(0, 0.5),
     kl_type=st.sampled_from(["k1", "k2", "k3", "k3_clamped"]),
     entropy_coef=st.sampled_from([0.0, 0.01]),
-    use_tis=st.booleans(),
-    tis_clip=st.floats(0.5, 3.0),
+    correction=st.builds(
+        CorrectionSettings,
+        mode=st.sampled_from(["none", "truncate", "clip", "mask"]),
+        level=st.sampled_from(["token", "sequence", "geometric"]),
+        low=st.floats(0.2, 0.9),
+        high=st.floats(1.0, 5.0),
+        veto=st.none() | st.floats(0.05, 0.5),
+    ),
 )
 
 
