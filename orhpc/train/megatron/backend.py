@@ -1,0 +1,256 @@
+"""One rank of the Megatron trainer; see :class:`orhpc.train.backend.Backend` for what it promises."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from orhpc.errors import StopRequested
+from orhpc.megatron_config import RankPlace
+from orhpc.memory import check_layout
+from orhpc.models import ModelShape, read_shape
+from orhpc.train.backend import Batches, Role, Shard, StopCheck, TrainingBatch, Update
+from orhpc.train.batch import PackedBatch
+from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
+from orhpc.train.hf_mapping import HfMapping, Target
+from orhpc.train.hf_stream import HfFolder
+from orhpc.train.megatron.export import Exporter
+from orhpc.train.megatron.families import build_of
+from orhpc.train.megatron.head import VocabularyPart
+from orhpc.train.megatron.model import (
+    Chunk,
+    build_chunks,
+    load_chunks,
+    naming_of,
+    padded_vocabulary,
+    start_groups,
+    transformer_config,
+)
+from orhpc.train.megatron.optim import MegatronOptimiser, wrap
+from orhpc.train.megatron.packing import RankBatch
+from orhpc.train.megatron.schedule import Head, Pipeline
+from orhpc.train.megatron.state import state_shards
+from orhpc.train.model import DTYPES, load_model_config, logit_scaling_of
+from orhpc.train.residence import HostCopy, storage_key
+from orhpc.train.stopping import MESSAGE
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
+
+log = logging.getLogger(__name__)
+
+
+class MegatronBackend:
+    """One rank."""
+
+    def __init__(self, config: Config, model_dir: str, rank: int, world_size: int) -> None:
+        self.config = config
+        self.model_dir = model_dir
+        self.device = torch.device(config.placement.device)
+        self.dtype = DTYPES[config.model.dtype]
+        place = RankPlace.of(rank, world_size, config.megatron)
+        self.data_rank = place.dp
+        self.reports = place.tp == 0 and place.cp == 0 and place.pp == config.megatron.pp - 1
+        self.world_size = world_size
+        self._asleep: dict[int, HostCopy] = {}
+
+    # --- building -----------------------------------------------------------------------------
+
+    def build(self) -> dict[str, Any]:
+        config, m = self.config, self.config.megatron
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        if config.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self._hf_config = load_model_config(self.model_dir, config.model, quantised=True)
+        folder = HfFolder(self.model_dir)
+        shape = folder.language_part(read_shape(self.model_dir))
+        folder.check(shape)
+        check_layout(shape, config.trainer_layout, config.placement.devices_per_node)
+        self._mapping = HfMapping(
+            shape, naming_of(config), tp=m.tp, etp=m.etp, vocabulary=padded_vocabulary(shape, m)
+        )
+        start_groups(config)
+        chunks = self._chunks(shape, folder, trained=True)
+        # The optimiser's buffers take over the parameters, with what has been loaded into them.
+        wrapped = wrap(chunks, chunks[0].model.config, config)
+        self._policy = self._pipeline(wrapped, shape)
+        self._exporter = Exporter(chunks, self._mapping, m, self.dtype)
+        self.optimiser = MegatronOptimiser(wrapped, config, self.dtype)
+        self._models: list[nn.Module] = list(wrapped)
+        self._reference: Pipeline | None = None
+        if config.algorithm.use_kl_loss:
+            frozen = [chunk.model for chunk in self._chunks(shape, folder, trained=False)]
+            self._models += frozen
+            self._reference = self._pipeline(frozen, shape)
+        self._targets = self._parameter_targets(chunks)
+        self._no_metrics = self._metrics_of_nothing()
+        return {"parameters": shape.parameters}
+
+    def _chunks(self, shape: ModelShape, folder: HfFolder, *, trained: bool) -> list[Chunk]:
+        build = build_of(self._hf_config, shape)
+        mcore = transformer_config(build, shape, self.config, self.dtype)
+        chunks = build_chunks(build, mcore, shape, self.config.megatron, self.device)
+        load_chunks(chunks, self._mapping, folder)
+        for chunk in chunks:
+            # Always in training mode, without any dropout: every pass of a step computes the same.
+            chunk.model.train().requires_grad_(trained)
+        return chunks
+
+    def _pipeline(self, models: Iterable[nn.Module], shape: ModelShape) -> Pipeline:
+        train, m = self.config.train, self.config.megatron
+        rows = padded_vocabulary(shape, m) // m.tp
+        start = parallel_state.get_tensor_model_parallel_rank() * rows
+        group = parallel_state.get_tensor_model_parallel_group() if m.tp > 1 else None
+        part = VocabularyPart(start, max(0, min(rows, shape.vocabulary - start)), group)
+        scaling = logit_scaling_of(self._hf_config, self.config.rollout.temperature)
+        entropy = self.config.algorithm.entropy_coef != 0
+        return Pipeline(list(models), Head(part, scaling, train.logprob_chunk_tokens, entropy), self.device)
+
+    def _parameter_targets(self, chunks: Iterable[Chunk]) -> dict[nn.Parameter, tuple[Target, int]]:
+        tp = parallel_state.get_tensor_model_parallel_rank()
+        etp = parallel_state.get_expert_tensor_parallel_rank()
+        held = self._exporter.held()
+        found: dict[nn.Parameter, tuple[Target, int]] = {}
+        for chunk in chunks:
+            for target in self._mapping.targets(chunk.part):
+                tensor = held[target.name]
+                if isinstance(tensor, nn.Parameter):
+                    found[tensor] = (target, tp if target.expert is None else etp)
+        return found
+
+    def _metrics_of_nothing(self) -> MetricSums:
+        """Zeros under the names that the loss reports, for ranks that compute none."""
+        zeros = torch.zeros(1, device=self.device)
+        inputs = LossInputs(
+            logprobs_P=zeros,
+            old_logprobs_P=zeros,
+            rollout_logprobs_P=zeros,
+            advantages_P=zeros,
+            mask_P=zeros.bool(),
+            segments_P=zeros.long(),
+            n_segments=1,
+            entropy_P=zeros,
+            reference_logprobs_P=zeros,
+        )
+        return packed_loss(inputs, self.config.algorithm, n_samples=1, n_tokens=1)[1]
+
+    # --- computing ----------------------------------------------------------------------------
+
+    def logprobs(self, batches: Batches[PackedBatch], role: Role) -> list[Tensor | None]:
+        pipeline = self._policy if role is Role.POLICY else self._reference
+        if pipeline is None:
+            raise ValueError("the reference is only loaded with algorithm.use_kl_loss")
+        return pipeline.logprobs(batches)
+
+    def update(
+        self,
+        batches: Batches[TrainingBatch],
+        *,
+        n_samples: int,
+        n_tokens: int,
+        between: StopCheck,
+    ) -> Update:
+        metrics = MetricSums()
+        metrics.add(self._no_metrics)
+
+        def loss(logprobs_P: Tensor, entropy_P: Tensor, training: TrainingBatch, batch: RankBatch) -> Tensor:
+            if not training.batch.sample_ids:
+                return (logprobs_P + entropy_P).sum() * 0.0
+            inputs = LossInputs(
+                logprobs_P=logprobs_P,
+                old_logprobs_P=training.old_logprobs_P,
+                rollout_logprobs_P=batch.rollout_logprobs_P,
+                advantages_P=batch.advantages_P,
+                mask_P=batch.mask_P,
+                segments_P=batch.segments_P,
+                n_segments=batch.n_segments,
+                entropy_P=entropy_P,
+                reference_logprobs_P=training.reference_logprobs_P,
+            )
+            value, found = packed_loss(inputs, self.config.algorithm, n_samples=n_samples, n_tokens=n_tokens)
+            if self.reports:
+                metrics.add(found)
+            return value
+
+        self.optimiser.clear()
+        try:
+            if self._policy.train(batches, loss, between):
+                raise StopRequested(MESSAGE)
+        except BaseException:
+            self.optimiser.clear()
+            raise
+        started = time.perf_counter()
+        norm, lr = self.optimiser.step(metrics.sums["loss"])
+        return Update(metrics, norm, lr, time.perf_counter() - started)
+
+    # --- weights and state --------------------------------------------------------------------
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._exporter.shapes()
+
+    def export_dtypes(self) -> dict[str, torch.dtype]:
+        return self._exporter.dtypes()
+
+    def hf_names(self) -> HfMapping:
+        return self._mapping
+
+    @torch.no_grad()
+    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        return self._exporter.export(names)
+
+    def shards(self) -> list[Shard]:
+        shards = state_shards(self.optimiser.held(), self._targets, self._mapping.shape)
+        if not self._asleep:
+            return shards
+        return [
+            Shard(s.name, self._asleep[storage_key(s.tensor)].view_like(s.tensor), s.shape, s.start, s.column)
+            for s in shards
+        ]
+
+    def progress(self) -> dict[str, Any]:
+        return {"optimiser_steps": self.optimiser.steps}
+
+    def set_progress(self, progress: dict[str, Any]) -> None:
+        self.optimiser.take_up(int(progress["optimiser_steps"]))
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def sleep(self) -> int:
+        """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
+        if self.device.type == "cpu" or self._asleep:
+            return 0
+        kept = [p.detach() for model in self._models for p in model.parameters()]
+        kept += self.optimiser.tensors()
+        self._asleep = {storage_key(t): HostCopy(t) for t in kept if t.numel()}
+        torch.cuda.synchronize()
+        freed = sum(copy.release() for copy in self._asleep.values())
+        for buffer in self.optimiser.gradient_buffers():
+            freed += buffer.untyped_storage().nbytes()
+            buffer.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+        return freed
+
+    def wake(self) -> None:
+        if not self._asleep:
+            return
+        for copy in self._asleep.values():
+            copy.bring_back()
+        for buffer in self.optimiser.gradient_buffers():
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+        torch.cuda.synchronize()
+        self._asleep = {}
+
+    def close(self) -> None:
+        self._asleep = {}
+        for name in ("_policy", "_reference", "optimiser", "_exporter", "_targets", "_models"):
+            self.__dict__.pop(name, None)
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

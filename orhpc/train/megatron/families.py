@@ -1,0 +1,195 @@
+"""What a model's ``config.json`` means in megatron-core's words: one function a group of families.
+
+Every value that megatron-core's TransformerConfig needs of the model itself comes from here; what
+it needs of the layout and the machine stands in :mod:`orhpc.train.megatron.model`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from orhpc.errors import ModelError
+from orhpc.models import ModelShape
+
+Values = dict[str, Any]
+
+NOT_BUILT = {
+    "deepseek_v32": "sparse attention with an indexer needs packed input, which megatron-core's lacks",
+    "gemma2": "soft-capped attention logits, which no attention kernel of megatron-core computes",
+    "gemma3": "rotary positions that differ from layer to layer",
+    "gemma3_text": "rotary positions that differ from layer to layer",
+    "llama4": "chunked attention and query scaling by position, which megatron-core has no module for",
+    "llama4_text": "chunked attention and query scaling by position, which megatron-core has no module for",
+}
+"""Families that only the FSDP backend trains, and what is missing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Build:
+    """How to build one model."""
+
+    values: Values
+    """Fields of TransformerConfig."""
+    latent: bool
+    """MLATransformerConfig instead."""
+    windows: tuple[int | None, ...]
+    """Keys a token sees at most, layer by layer; None: all before it."""
+    sandwich: bool
+    """Attention's and the MLP's outputs are normalised too."""
+    inverse_frequencies: torch.Tensor
+    """Of rotary positions, as the family's own module in transformers computes them."""
+    rotary_share: float
+    """Of a head's elements that are rotated."""
+
+
+def build_of(config: Any, shape: ModelShape) -> Build:
+    """Translate a transformers config.
+
+    Raises:
+        ModelError: the family, or one of its settings, cannot be built of megatron-core's modules.
+    """
+    family = shape.family.name
+    if family in NOT_BUILT:
+        raise ModelError(f"train.backend=megatron cannot build {family}: {NOT_BUILT[family]}")
+    values = _common(config, shape)
+    if shape.experts:
+        values |= _experts(config, shape)
+    frequencies, scaling = _rotary(config)
+    latent = shape.kv_rank is not None
+    share = 1.0 if latent else 2 * len(frequencies) / shape.head_dim
+    if scaling != 1.0 and (latent or share < 1.0):
+        raise ModelError(
+            f"train.backend=megatron cannot build {family}: rotary positions scaled by {scaling:.3f} on a "
+            "part of each head"
+        )
+    if latent:
+        values |= _latent(config, shape)
+    else:
+        # Queries and keys would both be scaled: so are their products.
+        values["softmax_scale"] = scaling**2 / shape.head_dim**0.5
+    return Build(
+        values=values,
+        latent=latent,
+        windows=tuple(layer.span for layer in shape.layers),
+        sandwich=len(shape.family.norms) > 2,
+        inverse_frequencies=frequencies,
+        rotary_share=share,
+    )
+
+
+def _common(config: Any, shape: ModelShape) -> Values:
+    family = shape.family.name
+    biases = (shape.qkv_bias, shape.output_bias, shape.mlp_bias)
+    if any(biases[1:]) and not all(biases):
+        raise ModelError(
+            f"train.backend=megatron cannot build {family}: it has biases on some matrices; megatron-core "
+            "has them on all, on queries, keys and values, or on none"
+        )
+    return {
+        "num_layers": len(shape.layers),
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn,
+        "layernorm_epsilon": float(config.rms_norm_eps),
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": _activation(config, family),
+        "add_bias_linear": all(biases),
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm == "head" or shape.kv_rank is not None,
+        "rotary_interleaved": family == "glm4",
+    }
+
+
+def _activation(config: Any, family: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if name == "silu":
+        return functional.silu
+    raise ModelError(f"train.backend=megatron cannot build {family} with the activation {name!r}, only silu")
+
+
+def _experts(config: Any, shape: ModelShape) -> Values:
+    sigmoid = bool(shape.family.correction_bias)
+    normalised = bool(getattr(config, "norm_topk_prob", True))
+    if sigmoid and not normalised and shape.experts_per_token > 1:
+        raise ModelError(
+            f"train.backend=megatron cannot build {shape.family.name} with norm_topk_prob false: "
+            "megatron-core normalises sigmoid scores"
+        )
+    values: Values = {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_layer_freq": [int(layer.experts) for layer in shape.layers],
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        # Softmax over the chosen alone is softmax over all, normalised over the chosen.
+        "moe_router_pre_softmax": not sigmoid and not normalised,
+        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": getattr(config, "routed_scaling_factor", None),
+    }
+    if shape.shared_ffn:
+        values["moe_shared_expert_intermediate_size"] = shape.shared_ffn
+        values["moe_shared_expert_gate"] = bool(shape.family.shared_gate)
+    groups = getattr(config, "n_group", None) or 1
+    if groups > 1:
+        chosen = config.topk_group
+        if shape.experts_per_token // chosen != 2:
+            raise ModelError(
+                f"train.backend=megatron cannot build {shape.family.name}: groups of experts are scored by "
+                f"their best {shape.experts_per_token // chosen} in megatron-core and by their best 2 in the model"
+            )
+        values |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return values
+
+
+def _latent(config: Any, shape: ModelShape) -> Values:
+    """Multi-head latent attention; YaRN's factor on attention logits is DeepSeek-V3's, by its mscale."""
+    scaling: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    plain = scaling.get("rope_type", "default") == "default"
+    return {
+        "q_lora_rank": shape.q_rank,
+        "kv_lora_rank": shape.kv_rank,
+        "qk_head_dim": shape.head_dim - shape.rope_dim,
+        "qk_pos_emb_head_dim": shape.rope_dim,
+        "v_head_dim": shape.v_head_dim,
+        "num_query_groups": shape.heads,
+        "kv_channels": shape.v_head_dim,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0 if plain else float(scaling.get("factor", 1.0)),
+        "mscale_all_dim": 0.0 if plain else float(scaling.get("mscale_all_dim") or 0.0),
+    }
+
+
+def _rotary(config: Any) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies and scaling of the family's own rotary module, whatever its kind."""
+    model = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
+    code = sys.modules[model.__module__]
+    kinds = [
+        kind
+        for name, kind in vars(code).items()
+        if name.endswith("RotaryEmbedding") and kind.__module__ == code.__name__
+    ]
+    if len(kinds) != 1:
+        raise ModelError(
+            f"train.backend=megatron: {model.__name__} has {len(kinds)} kinds of rotary positions"
+        )
+    module = kinds[0](config)
+    if getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
+        raise ModelError(
+            f"train.backend=megatron: {model.__name__}: rotary positions of kind {module.rope_type!r} change "
+            "with the length"
+        )
+    return module.inv_freq.float(), float(module.attention_scaling)

@@ -1,0 +1,261 @@
+"""megatron-core's model: the one place where it is configured and built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from orhpc.errors import ConfigError, ModelError
+from orhpc.memory import stages
+from orhpc.models import ModelShape
+from orhpc.train.hf_mapping import HfMapping, ModelPart, Source
+from orhpc.train.megatron.families import Build
+from orhpc.train.megatron.plain import plain_block
+from orhpc.train.megatron_names import Naming
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
+    from orhpc.megatron_config import MegatronSettings
+
+VOCABULARY_MULTIPLE = 8
+"""Rows of a rank's part of the embedding are a multiple of it, for the matrix units' sake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of the model on this rank: all of a pipeline stage, or one of its interleaved parts."""
+
+    model: GPTModel
+    part: ModelPart
+
+
+def start_groups(config: Config) -> None:
+    """Make megatron-core's process groups out of the default one."""
+    m = config.megatron
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=m.tp,
+        pipeline_model_parallel_size=m.pp,
+        virtual_pipeline_model_parallel_size=m.vpp if m.vpp > 1 else None,
+        context_parallel_size=m.cp,
+        expert_model_parallel_size=m.ep,
+        expert_tensor_parallel_size=m.etp,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=_timeout_minutes(),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
+
+
+def _timeout_minutes() -> int:
+    """The default group's, which every collective shares."""
+    group: Any = torch.distributed.distributed_c10d._get_default_group()
+    seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return max(1, math.ceil(seconds / 60))
+
+
+def transformer_config(
+    build: Build, shape: ModelShape, config: Config, dtype: torch.dtype
+) -> TransformerConfig:
+    """megatron-core's config of one model in one layout.
+
+    Raises:
+        ConfigError: ``megatron.extra`` names a field that there is not, or one that we set.
+        ModelError: megatron-core refuses the combination.
+    """
+    kind = MLATransformerConfig if build.latent else TransformerConfig
+    engine = config.placement.device == "cuda"
+    values = {**build.values, **_layout(config.megatron, shape), **_machine(engine, build)}
+    values |= {
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "deterministic_mode": config.train.deterministic,
+        **_recompute(config),
+        **_windows(build, config.megatron),
+    }
+    known = {f.name for f in dataclasses.fields(kind) if f.init}
+    for name in config.megatron.extra:
+        if name not in known:
+            raise ConfigError(f"megatron.extra.{name}: {kind.__name__} of megatron-core has no such field")
+        if name in values:
+            raise ConfigError(f"megatron.extra.{name}: this is set by the model or by other settings")
+    try:
+        return kind(**values, **config.megatron.extra)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ModelError(
+            f"megatron-core refuses the model or its layout: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _layout(m: MegatronSettings, shape: ModelShape) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": m.tp,
+        "sequence_parallel": m.tp > 1,
+        "pipeline_model_parallel_size": m.pp,
+        "virtual_pipeline_model_parallel_size": m.vpp if m.vpp > 1 else None,
+        "context_parallel_size": m.cp,
+        "expert_model_parallel_size": m.ep,
+        "expert_tensor_parallel_size": m.etp,
+        "variable_seq_lengths": m.pp > 1,
+        "deallocate_pipeline_outputs": m.pp > 1,
+        # The loss is divided by the whole mini-batch's normaliser: gradients are summed over ranks.
+        "calculate_per_token_loss": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if m.pp > 1:
+        cuts = chunk_layers(shape, m)
+        rows = [["decoder"] * len(part) for part in cuts]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        values["pipeline_model_parallel_layout"] = rows
+    return values
+
+
+def chunk_layers(shape: ModelShape, m: MegatronSettings) -> list[range]:
+    """Layers of every chunk, in the order in which they are visited: chunk ``v x pp + stage``."""
+    return stages(shape, m.pp * m.vpp)
+
+
+def _machine(engine: bool, build: Build) -> dict[str, Any]:
+    return {
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "perform_initialization": False,
+        "use_cpu_initialization": not engine,
+        "bias_activation_fusion": engine,
+        "bias_dropout_fusion": engine,
+        "apply_rope_fusion": engine and not build.latent and not build.values["rotary_interleaved"],
+        "moe_grouped_gemm": engine and "num_moe_experts" in build.values,
+        "moe_permute_fusion": engine,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def _recompute(config: Config) -> dict[str, Any]:
+    if not config.train.gradient_checkpointing:
+        return {}
+    if config.megatron.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": config.megatron.recompute_modules}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _windows(build: Build, m: MegatronSettings) -> dict[str, Any]:
+    spans = {span for span in build.windows if span is not None}
+    if not spans:
+        return {}
+    if len(spans) > 1:
+        raise ModelError(
+            f"train.backend=megatron: windows of {sorted(spans)} tokens, where one length is known"
+        )
+    if m.cp > 1:
+        raise ConfigError("megatron.cp: attention within a sliding window cannot be divided over ranks")
+    return {
+        "window_size": (spans.pop() - 1, 0),
+        "window_attn_skip_freq": [int(span is not None) for span in build.windows],
+    }
+
+
+def naming_of(config: Config) -> Naming:
+    engine = config.placement.device == "cuda"
+    return Naming(fused_norms=engine, grouped_experts=engine)
+
+
+def padded_vocabulary(shape: ModelShape, m: MegatronSettings) -> int:
+    multiple = m.tp * VOCABULARY_MULTIPLE
+    return -(-shape.vocabulary // multiple) * multiple
+
+
+def own_parts(shape: ModelShape, m: MegatronSettings) -> list[ModelPart]:
+    """What this rank holds, a part for each of its chunks."""
+    cuts = chunk_layers(shape, m)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    index = parallel_state.get_expert_model_parallel_rank()
+    share = shape.experts // m.ep
+    experts = range(index * share, (index + 1) * share) if shape.experts else None
+    numbers = [v * m.pp + stage for v in range(m.vpp)]
+    return [ModelPart(cuts[n], n == 0, n == len(cuts) - 1, experts) for n in numbers]
+
+
+def build_chunks(
+    build: Build, mcore: TransformerConfig, shape: ModelShape, m: MegatronSettings, device: torch.device
+) -> list[Chunk]:
+    """Build this rank's part of the model, its weights still without values."""
+    chunks: list[Chunk] = []
+    for index, part in enumerate(own_parts(shape, m)):
+        vp_stage = index if m.vpp > 1 else None
+        block = get_gpt_decoder_block_spec(
+            mcore, use_transformer_engine=device.type == "cuda", vp_stage=vp_stage
+        )
+        if device.type != "cuda":
+            block = plain_block(block)
+        model = GPTModel(
+            config=mcore,
+            transformer_layer_spec=block,  # type: ignore[arg-type]
+            vocab_size=padded_vocabulary(shape, m),
+            max_sequence_length=1 << 20,
+            pre_process=part.first,
+            post_process=part.last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_percent=build.rotary_share,
+            vp_stage=vp_stage,
+        )
+        _set_frequencies(model, build.inverse_frequencies, device)
+        chunks.append(Chunk(model.to(device), part))
+    return chunks
+
+
+def _set_frequencies(model: GPTModel, frequencies: torch.Tensor, device: torch.device) -> None:
+    found = 0
+    for module in model.modules():
+        held = getattr(module, "inv_freq", None)
+        if isinstance(held, torch.Tensor):
+            if held.shape != frequencies.shape:
+                raise ModelError(
+                    f"megatron-core rotates {2 * len(held)} elements of a head, the model {2 * len(frequencies)}"
+                )
+            module.inv_freq = frequencies.to(device)
+            found += 1
+    if not found and len(list(model.decoder.layers)):
+        raise ModelError("megatron-core built a model without rotary positions")
+
+
+@torch.no_grad()
+def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> None:
+    """Read this rank's weights, one parameter at a time: no rank ever holds more than its share.
+
+    Raises:
+        ModelError: a tensor is missing or of another shape, or a parameter would be left without values.
+    """
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+    for chunk in chunks:
+        held = held_tensors(chunk.model)
+        for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
+            target = held.pop(name, None)
+            if target is None:
+                raise ModelError(f"megatron-core's model has no {name}: a rule of megatron_names.py is wrong")
+            if target.shape != values.shape:
+                raise ModelError(
+                    f"megatron-core's {name} is {list(target.shape)}, the checkpoint's {list(values.shape)}"
+                )
+            target.copy_(values)
+        if held:
+            raise ModelError(f"megatron-core's model has {', '.join(sorted(held)[:3])}, which no rule loads")
+
+
+def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, and the routers' correction biases, by name."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    found |= {name: b for name, b in model.named_buffers() if name.endswith("router.expert_bias")}
+    return found

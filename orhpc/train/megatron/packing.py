@@ -1,0 +1,108 @@
+"""One rank's share of a packed micro-batch: padding, and the cut of context parallelism.
+
+Under context parallelism every sequence is cut into ``2 cp`` equal pieces and rank ``r`` holds
+pieces ``r`` and ``2 cp - 1 - r``, which gives all ranks the same work under a causal mask
+(megatron-core's and TransformerEngine's convention for packed input).  Padding stands at the end of
+sequences, where no real token attends to it, and in one sequence of its own behind the last.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orhpc.train.batch import PackedBatch
+from orhpc.train.packed_attention import Packing
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """A micro-batch as one rank computes it.  ``_L`` counts this rank's slots, ``_P`` the pack's own."""
+
+    input_ids_L: Tensor
+    position_ids_L: Tensor
+    cu_seqlens: Tensor
+    """int32 ``[S + 1]`` of the padded sequences, whole, as attention is told them."""
+    longest: int
+    packing: Packing | None
+    """For the plain attention, which computes whole sequences; None on a device."""
+    rows_R: Tensor
+    """Slots of this rank whose target was sampled, in order: the head sees no others."""
+    targets_R: Tensor
+    places_R: Tensor
+    """Where in the pack each of ``rows_R`` stands."""
+    total: int
+    """Slots of the pack, P."""
+    mask_P: Tensor
+    segments_P: Tensor
+    n_segments: int
+    rollout_logprobs_P: Tensor
+    advantages_P: Tensor
+
+
+def rank_batch(batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp_rank: int) -> RankBatch:
+    """Pad a micro-batch for a layout and cut out the share of context-parallel rank ``cp_rank``."""
+    places, cu = padded_places(batch.cu_seqlens, tp=tp, cp=cp)
+    own = own_slots(cu, cp, cp_rank)
+    places_L = places[own]
+    real_L = places_L >= 0
+    at = np.where(real_L, places_L, 0)
+    ids_L = np.where(real_L, batch.input_ids_P[at], 0)
+    positions = np.concatenate([np.arange(b - a) for a, b in zip(cu[:-1], cu[1:], strict=True)])
+    rows_R = np.nonzero(real_L & batch.loss_mask_P[at])[0]
+    places_R = places_L[rows_R]
+
+    def move(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+
+    return RankBatch(
+        input_ids_L=move(ids_L.astype(np.int64)),
+        position_ids_L=move(positions[own]),
+        cu_seqlens=move(cu.astype(np.int32)),
+        longest=int(np.diff(cu).max()),
+        packing=Packing.of(cu.tolist(), device) if device.type == "cpu" else None,
+        rows_R=move(rows_R),
+        targets_R=move(batch.targets_P[places_R]),
+        places_R=move(places_R),
+        total=len(batch.input_ids_P),
+        mask_P=move(batch.loss_mask_P),
+        segments_P=move(batch.segments_P),
+        n_segments=len(batch.cu_seqlens) - 1,
+        rollout_logprobs_P=move(batch.rollout_logprobs_P),
+        advantages_P=move(batch.advantages_P),
+    )
+
+
+def padded_places(cu_seqlens: np.ndarray, *, tp: int, cp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where in the pack each padded slot comes from (-1: padding), and the padded bounds.
+
+    Each sequence is a multiple of ``2 cp`` long and the whole of ``tp cp`` (``2 cp`` where ``cp`` is
+    above 1): every rank gets as many slots, and tensor parallelism can divide them.
+    """
+    piece = 2 * cp if cp > 1 else 1
+    lengths = np.diff(cu_seqlens)
+    padded = -(-lengths // piece) * piece
+    rest = -int(padded.sum()) % math.lcm(piece, tp * cp)
+    if rest:
+        padded = np.append(padded, rest)
+    bounds = np.concatenate([[0], np.cumsum(padded)])
+    places = np.full(bounds[-1], -1, dtype=np.int64)
+    for start, first, length in zip(bounds, cu_seqlens, lengths, strict=False):
+        places[start : start + length] = first + np.arange(length)
+    return places, bounds
+
+
+def own_slots(bounds: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
+    """Padded slots that a context-parallel rank holds, in its order."""
+    if cp == 1:
+        return np.arange(bounds[-1])
+    parts: list[np.ndarray] = []
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        size = (end - start) // (2 * cp)
+        for piece in (cp_rank, 2 * cp - 1 - cp_rank):
+            parts.append(np.arange(start + piece * size, start + (piece + 1) * size))
+    return np.concatenate(parts)

@@ -1,0 +1,112 @@
+"""Modules of a megatron-core model where there is no TransformerEngine: a CPU, above all.
+
+megatron-core's own plain norm refuses sequence parallelism and its plain attention refuses packed
+input; these two take their places in its plain layer specification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from orhpc.train.packed_attention import Packing, packed_attention
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """megatron-core's description of a pack, with ours beside it."""
+
+    packing: Packing | None = None
+
+
+class PlainNorm(nn.Module):
+    """RMSNorm in float32, as transformers' families compute it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Ranks see a part of the sequence each: their gradients are summed.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class PlainAttention(MegatronModule):
+    """Causal attention over the sequences of a pack."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        window = config.window_size
+        near = is_layer_window_attention(window, config.window_attn_skip_freq, layer_number)  # type: ignore[arg-type]
+        self.window = window[0] + 1 if near and window is not None else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedParams,
+        **_: Any,
+    ) -> Tensor:
+        """``[P, heads, d]`` each, keys and values with fewer heads; returns ``[P, heads x d_v]``."""
+        tensors = (t.transpose(0, 1)[None] for t in (query, key, value))
+        output, _none = packed_attention(
+            self,
+            *tensors,
+            attention_mask,
+            scaling=self.scale,
+            sliding_window=self.window,
+            packing=packed_seq_params.packing,
+        )
+        return output[0].flatten(1)
+
+
+def plain_block(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Put our modules into megatron-core's plain specification of a block."""
+    specs = [_plain_layer(spec) for spec in block.layer_specs or []]
+    return replace(block, layer_specs=specs, layer_norm=PlainNorm)
+
+
+def _plain_layer(spec: ModuleSpec) -> ModuleSpec:
+    layer: Any = spec.submodules
+    attention: ModuleSpec = layer.self_attention
+    inner: Any = attention.submodules
+    norms = {
+        name: PlainNorm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm")
+        if getattr(inner, name, IdentityOp) not in (IdentityOp, None)
+    }
+    inner = replace(inner, core_attention=PlainAttention, **norms)
+    layer = replace(
+        layer,
+        input_layernorm=PlainNorm,
+        pre_mlp_layernorm=PlainNorm,
+        self_attention=replace(attention, submodules=inner),
+    )
+    return replace(spec, submodules=layer)

@@ -1,0 +1,239 @@
+"""Micro-batches through the pipeline: megatron-core's schedules driving the trainer's own losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from orhpc.train.backend import Batches, StopCheck, TrainingBatch
+from orhpc.train.batch import PackedBatch, pack
+from orhpc.train.head import LogitScaling
+from orhpc.train.megatron.head import VocabularyPart, divided_logprobs
+from orhpc.train.megatron.packing import RankBatch, rank_batch
+from orhpc.train.megatron.plain import PackedParams
+
+Loss = Callable[[Tensor, Tensor, TrainingBatch, RankBatch], Tensor]
+"""From log-probabilities and entropy, ``[P]`` each, to the scalar to differentiate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How the last stage turns hidden states into log-probabilities."""
+
+    part: VocabularyPart
+    scaling: LogitScaling
+    chunk: int
+    entropy_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One role's model on this rank, ready to run."""
+
+    models: Sequence[nn.Module]
+    """Chunks of this stage, in the order in which they are visited."""
+    head: Head
+    device: torch.device
+
+    def logprobs(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
+        """Log-probabilities of every micro-batch, without gradient; None on earlier stages."""
+        found: list[Tensor] = []
+
+        def keep(logprobs_P: Tensor, *_: Any) -> Tensor:
+            found.append(logprobs_P)
+            return logprobs_P.new_zeros(())
+
+        with torch.no_grad():
+            self._run(map(TrainingBatch, batches), len(batches), keep, None, forward_only=True)
+        return [*found[: len(batches)]] if found else [None] * len(batches)
+
+    def train(self, batches: Batches[TrainingBatch], loss: Loss, between: StopCheck) -> bool:
+        """Accumulate the gradients of every micro-batch; returns whether all ranks agreed to stop.
+
+        Without a pipeline ``between`` raises instead, at the micro-batch.
+        """
+        return self._run(iter(batches), len(batches), loss, between, forward_only=False)
+
+    def _run(
+        self,
+        batches: Iterator[TrainingBatch],
+        count: int,
+        loss: Loss,
+        between: StopCheck | None,
+        *,
+        forward_only: bool,
+    ) -> bool:
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        chunks = len(self.models)
+        if chunks > 1:  # the interleaved schedule takes them in groups of as many as there are stages
+            count = -(-count // stages) * stages
+        source = Batches(_filled(batches), count)
+        gate = _Gate(between, stages, chunks)
+        streams = [_Stream(enumerate(source), gate, first=i == 0) for i in range(chunks)]
+        step = partial(self._forward, loss=loss)
+        run = get_forward_backward_func()
+        run(
+            forward_step_func=step,
+            data_iterator=streams if chunks > 1 else streams[0],
+            model=list(self.models) if chunks > 1 else self.models[0],
+            num_microbatches=count,
+            seq_length=1,  # unused: stages tell each other the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return gate.closed
+
+    def _forward(self, stream: _Stream, model: nn.Module, *, loss: Loss) -> tuple[Tensor, Any]:
+        training = next(stream)
+        cp = parallel_state.get_context_parallel_world_size()
+        batch = rank_batch(
+            training.batch,
+            self.device,
+            tp=parallel_state.get_tensor_model_parallel_world_size(),
+            cp=cp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+        )
+        output = model(
+            input_ids=batch.input_ids_L[None],
+            position_ids=batch.position_ids_L[None],
+            attention_mask=None,
+            packed_seq_params=_packed(batch),
+            output_processor=self._process,
+            output_processor_context=batch,
+        )
+        return output, partial(_loss, training=training, batch=batch, loss=loss)
+
+    def _process(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: nn.Module,
+        output_weight: Tensor | None,
+        context: RankBatch,
+        **_: Any,
+    ) -> Tensor:
+        """megatron-core's hook behind the last layer: ``[L, 1, H]`` to ``[2, P]``."""
+        tp = parallel_state.get_tensor_model_parallel_group()
+        if tp.size() > 1:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
+        weight: Any = output_layer.weight if output_weight is None else output_weight
+        values = divided_logprobs(
+            hidden_states[:, 0].index_select(0, context.rows_R),
+            weight,
+            context.targets_R,
+            self.head.part,
+            scaling=self.head.scaling,
+            chunk=self.head.chunk,
+            entropy_gradient=self.head.entropy_gradient,
+        )
+        both_2R = torch.stack(values)
+        both_2P = both_2R.new_zeros(2, context.total).index_copy(1, context.places_R, both_2R)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            both_2P = _JoinedOverSequence.apply(both_2P, parallel_state.get_context_parallel_group())
+        return both_2P
+
+
+def _loss(
+    output_2P: Tensor, *, training: TrainingBatch, batch: RankBatch, loss: Loss
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What megatron-core wants of a loss: it, a count of tokens (which we do not divide by), a report."""
+    value = loss(output_2P[0], output_2P[1], training, batch)
+    return value, torch.zeros((), dtype=torch.int, device=output_2P.device), {}
+
+
+def _packed(batch: RankBatch) -> PackedSeqParams:
+    return PackedParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q_padded=batch.cu_seqlens,
+        cu_seqlens_kv_padded=batch.cu_seqlens,
+        max_seqlen_q=batch.longest,
+        max_seqlen_kv=batch.longest,
+        packing=batch.packing,
+    )
+
+
+class _JoinedOverSequence(torch.autograd.Function):
+    """Sum of what context-parallel ranks computed, each at its own slots and zero elsewhere.
+
+    Every rank then computes the whole loss, so the gradient at a rank's own slots is already whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        joined = values.clone()
+        dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _filled(batches: Iterator[TrainingBatch]) -> Iterator[TrainingBatch]:
+    """The micro-batches, then as many empty ones as are asked for."""
+    yield from batches
+    while True:
+        yield _empty()
+
+
+def _empty() -> TrainingBatch:
+    return TrainingBatch(pack((), ()))
+
+
+class _Gate:
+    """Where the ranks agree, at each micro-batch, whether to go on.
+
+    The stages of a pipeline are at different micro-batches at any moment, so they cannot wait for one
+    another there.  They learn of what was agreed as many micro-batches earlier as one stage can be
+    ahead of another; from the same micro-batch on, all then run empty ones, and the schedule ends.
+    """
+
+    def __init__(self, between: StopCheck | None, stages: int, chunks: int) -> None:
+        self._between = between
+        self._delay = 0 if stages == 1 else stages * (1 if chunks == 1 else 2)
+        self._closed_at: int | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed_at is not None
+
+    def ask(self, index: int) -> None:
+        if self._between is None:
+            return
+        if self._delay == 0:
+            self._between()
+        elif self._between.ahead(self._delay) and self._closed_at is None:
+            self._closed_at = index
+
+    def passes(self, index: int) -> bool:
+        return self._closed_at is None or index < self._closed_at
+
+
+class _Stream:
+    """One chunk's view of the micro-batches."""
+
+    def __init__(self, batches: Iterator[tuple[int, TrainingBatch]], gate: _Gate, *, first: bool) -> None:
+        self._batches = iter(batches)
+        self._gate = gate
+        self._first = first
+
+    def __iter__(self) -> _Stream:
+        return self
+
+    def __next__(self) -> TrainingBatch:
+        index, batch = next(self._batches)
+        if self._first:
+            self._gate.ask(index)
+        return batch if self._gate.passes(index) else _empty()
