@@ -15,7 +15,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from orhpc.algorithm_config import AlgorithmSettings
-from orhpc.config_types import Fraction, Name, NonNegative, Positive, Seconds, Section
+from orhpc.config_types import Name, NonNegative, Positive, Seconds, Section
+from orhpc.engine_config import EngineSettings, SamplingSettings
+from orhpc.megatron_config import MegatronSettings
+from orhpc.memory import Layout
+from orhpc.placement_config import PlacementSettings
 from orhpc.slurm_config import SlurmSettings
 
 
@@ -44,87 +48,6 @@ class ModelSettings(Section):
     """How messages become tokens; ``auto`` goes by the model's type and vocabulary."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
-
-
-class PlacementSettings(Section):
-    """Which devices do what.  A device is a GPU, or a process where ``device`` is ``cpu``."""
-
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Never guessed."""
-    mode: Literal["colocated", "split"] = "colocated"
-    """``colocated``: engines and trainers share every device and take turns; ``split``: each has
-    its own."""
-    nodes: Positive = 1
-    devices_per_node: Positive = 4
-    trainer_devices: Positive | None = None
-    """``split`` only: devices in all for training; null takes what engines leave."""
-    engine_devices: Positive | None = None
-    """``split`` only: devices in all for engines."""
-
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.devices_per_node
-
-    @property
-    def trainer_ranks(self) -> int:
-        if self.mode == "colocated":
-            return self.devices
-        return self.trainer_devices or self.devices - (self.engine_devices or 0)
-
-    @property
-    def rollout_devices(self) -> int:
-        return self.devices if self.mode == "colocated" else self.devices - self.trainer_ranks
-
-    @model_validator(mode="after")
-    def _split_adds_up(self) -> Self:
-        if self.mode == "colocated":
-            if self.trainer_devices or self.engine_devices:
-                raise ValueError("trainer_devices and engine_devices need mode: split")
-            return self
-        if not (self.trainer_devices or self.engine_devices):
-            raise ValueError("mode: split needs trainer_devices or engine_devices")
-        wanted = (self.trainer_devices or 0) + (self.engine_devices or 0)
-        both = self.trainer_devices is not None and self.engine_devices is not None
-        if wanted > self.devices or (both and wanted != self.devices):
-            raise ValueError(f"trainer and engine devices add up to {wanted}, not {self.devices}")
-        if not both and wanted == self.devices:
-            raise ValueError("no device is left for the other side")
-        return self
-
-
-class EngineSettings(Section):
-    """The inference engines."""
-
-    backend: Literal["sglang", "cpu"] = "sglang"
-    """``cpu``: the transformers engine that speaks SGLang's protocol."""
-    tp: Positive = 4
-    """Devices an engine."""
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """Share of device memory for weights and KV cache (SGLang's mem-fraction-static)."""
-    max_running: Positive = 256
-    """Requests decoded together by one engine."""
-    context_length: Positive | None = None
-    """Longest context; null: ``rollout.max_total_tokens``."""
-    dtype: Literal["bfloat16", "float32"] | None = None
-    """Null: the model's."""
-    threads: Positive | None = None
-    """CPU threads of one engine; null shares out the machine's."""
-    start_timeout_s: Seconds = 1800.0
-    request_timeout_s: Seconds = 1800.0
-    """A generation that takes longer is aborted and sent to another engine."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Further options by the engine's own names."""
-
-
-class SamplingSettings(Section):
-    """How evaluation samples."""
-
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
-    min_p: Fraction = 0.0
-    max_response_tokens: Positive | None = None
-    """Tokens a generation; null: as in training."""
 
 
 class RolloutSettings(Section):
@@ -241,7 +164,9 @@ class EnvironmentSettings(Section):
 class TrainSettings(Section):
     """The optimisation."""
 
-    backend: Literal["fsdp"] = "fsdp"
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """``fsdp``: a transformers model, sharded over all ranks; ``megatron``: megatron-core, laid out as
+    the ``megatron`` section says."""
     steps: Positive = 3000
     """Rollout and update steps of the run."""
     global_batch_size: Positive = 512
@@ -266,6 +191,9 @@ class TrainSettings(Section):
     """Pack under ``max_tokens_per_gpu``; false: ``micro_batch_size`` rollouts a micro-batch."""
     micro_batch_size: Positive = 1
     gradient_checkpointing: bool = True
+    routing_replay: bool = False
+    """Send every token to the experts that the engine chose for it (MoE models); needs
+    ``rollout.record_routes``."""
     logprob_chunk_tokens: Positive = 1024
     """Rows of logits that exist at a time."""
     threads: Positive | None = None
@@ -329,11 +257,38 @@ class Config(Section):
     secrets: dict[str, str | None] = Field(default_factory=dict)
     """Secrets for all environments; an environment's own come first."""
     train: TrainSettings = TrainSettings()
+    megatron: MegatronSettings = MegatronSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     wandb: WandbSettings = WandbSettings()
     slurm: SlurmSettings = SlurmSettings()
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ways the trainer divides a batch: ranks that share micro-batches count once."""
+        ranks = self.placement.trainer_ranks
+        return self.megatron.data_ranks(ranks) if self.train.backend == "megatron" else ranks
+
+    @property
+    def trainer_layout(self) -> Layout:
+        """How the trainer's ranks share the model."""
+        ranks, m = self.placement.trainer_ranks, self.megatron
+        if self.train.backend == "fsdp":
+            return Layout(ranks, sharded=True)
+        return Layout(ranks, tp=m.tp, pp=m.pp, cp=m.cp, ep=m.ep, etp=m.etp)
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Trainer ranks that share each sequence, and with it the token budget of a micro-batch."""
+        return self.megatron.cp if self.train.backend == "megatron" else 1
+
+    @property
+    def routes_wanted(self) -> bool:
+        """Whether trainers fetch expert routes: to replay them, or to count where they would differ."""
+        return self.train.routing_replay or (
+            self.rollout.record_routes and self.train.replay_rollouts is None
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -364,6 +319,8 @@ def _contradictions(c: Config) -> list[str]:
         )
     if not c.environments and not c.train.replay_rollouts:
         problems.append("environments: at least one is needed")
+    if c.train.routing_replay and not (c.rollout.record_routes or c.train.replay_rollouts):
+        problems.append("train.routing_replay: needs rollout.record_routes: true")
     if c.engine.backend == "cpu" and c.engine.tp != 1:
         problems.append(f"engine.tp: the cpu engine is one process, so 1, not {c.engine.tp}")
     if c.engine.backend == "cpu" and c.placement.device == "cuda":
@@ -373,6 +330,19 @@ def _contradictions(c: Config) -> list[str]:
             f"engine.tp: {c.placement.rollout_devices} devices cannot be shared out to engines "
             f"of {c.engine.tp}"
         )
+    if c.placement.shared_devices % c.engine.tp:
+        problems.append(
+            f"engine.tp: engines of {c.engine.tp} would lie half on the {c.placement.shared_devices} "
+            "devices that are shared with trainers"
+        )
+    if c.engine.sync == "ipc" and c.placement.shared_devices < c.placement.rollout_devices:
+        problems.append("engine.sync: ipc needs every engine on the trainers' devices; use auto")
+    if c.engine.sync == "broadcast" and c.placement.shared_devices and c.placement.device == "cuda":
+        problems.append("engine.sync: broadcast cannot reach engines on the trainers' devices; use auto")
+    if c.train.backend == "megatron":
+        problems += c.megatron.problems(c.placement.trainer_ranks)
+    elif c.megatron != MegatronSettings():
+        problems.append("megatron: has settings, but train.backend is not megatron")
     for name, splits in c.evaluation.splits.items():
         if name not in c.environments:
             problems.append(f"evaluation.splits: {name!r} is not one of the environments")

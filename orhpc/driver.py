@@ -106,20 +106,20 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         if run.stop_requested():
             raise StopRequested("asked to stop")
         with phases.timed("rollout"):
-            async with parts.serving():
+            async with parts.serving() as turns:
                 taken = await parts.take(state.step, run.stop_requested)
         plan = plan_step(taken.groups, config, len(run.placement.trainers), state.max_tokens)
         with phases.timed("update"):
             metrics = await update(run, parts, plan, state)
         state = replace(state, step=state.step + 1, position=parts.producer.position)
         with phases.timed("sync"):
-            metrics["sync_bytes"] = await parts.publish(state.step)
+            metrics |= await parts.publish(state.step)
         with phases.timed("record"):
             run.require_newest()
             await parts.record(state.step, taken)
         with phases.timed("checkpoint"):
             await saver.after_step(state)
-        report(run, state, taken, metrics | {"padding": plan.padding}, phases)
+        report(run, state, taken, metrics | turns | {"padding": plan.padding}, phases)
         if evaluation.due(config, state.step):
             await evaluate(run, parts, state.step)
 

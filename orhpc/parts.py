@@ -15,8 +15,9 @@ from typing import Any
 import ray
 
 from orhpc.config import Config
-from orhpc.errors import RecordError
+from orhpc.errors import RecordError, WeightSyncFailed
 from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
+from orhpc.fleet.weight_sync import WeightSync
 from orhpc.launch.placement import Placement
 from orhpc.launch.prepare import model_folder
 from orhpc.record import RolloutFile
@@ -46,26 +47,40 @@ class Parts:
     workers: list[WorkerHandle]
     producer: Producer | ReplayProducer
 
-    async def publish(self, version: int) -> int:
-        """Give the engines the trainer's weights; returns the bytes sent to each.
+    async def publish(self, version: int) -> dict[str, float]:
+        """Give the engines the trainer's weights; returns numbers about it, ``sync_bytes`` among them.
+
+        A sync that breaks off is repeated once, after the engines that failed in it have been started
+        anew.
 
         Raises:
             WeightSyncFailed: no engine serves until a whole sync has followed.
         """
         if self.engines is None:
-            return 0
-        for index in await self.engines.heal():
-            log.error("engine %d had ended and was started again", index)
-        colocated = self.config.placement.mode == "colocated"
-        if colocated:
-            await self.engines.resume("weights")
-        else:
-            await self.engines.pool.pause_generation("abort")
-        sent = await self.trainers.send_weights(self.engines, version)
-        if not colocated:
-            await self.engines.pool.continue_generation()
+            return {}
+        await self._heal()
+        await self.engines.pause()
+        await self.engines.resume_weights()
+        sync = WeightSync(self.trainers, self.engines, self.rundir.path / "exchange")
+        try:
+            report = await sync.send(version)
+        except WeightSyncFailed as error:
+            log.error("%s; once more", error)
+            await self.trainers.all("leave_weight_group")
+            await self.engines.leave_group()
+            restarted = await self._heal(list(self.engines.pool.down()))
+            await self.engines.resume_weights_of(restarted)
+            report = await sync.send(version)
+        await self.engines.go_on()
         await self.tell_workers("published", version)
-        return sent
+        return report
+
+    async def _heal(self, suspects: Sequence[str] = ()) -> list[str]:
+        assert self.engines is not None
+        restarted = await self.engines.heal(suspects)
+        for index in restarted:
+            log.error("engine %d had ended or failed, and was started again", index)
+        return [self.engines.urls[index] for index in restarted]
 
     async def take(self, version: int, stop: Callable[[], bool]) -> Taken:
         """The producer's next groups, while the engines are watched.
@@ -84,17 +99,30 @@ class Parts:
             taking.cancel()
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Engines serve inside; where both sides share devices the trainer sleeps meanwhile."""
-        if self.engines is None or self.config.placement.mode == "split":
-            yield
+    async def serving(self) -> AsyncIterator[dict[str, float]]:
+        """Engines serve inside; where both sides share devices the trainer sleeps meanwhile.
+
+        Yields numbers about the turns, complete after the block: what each side freed, left behind and
+        took for it (``memory_*_gb``, ``seconds_*``).
+        """
+        numbers: dict[str, float] = {}
+        if self.engines is None or not self.engines.shared:
+            yield numbers
             return
-        await self.trainers.sleep()
-        await self.engines.resume("kv_cache")
-        yield
+        slept = await self.trainers.sleep()
+        await self.engines.resume_serving()
+        yield numbers
         await self.engines.watch()
         await self.engines.release()
-        await self.trainers.wake()
+        woken = await self.trainers.wake()
+        if slept and woken:
+            numbers |= {
+                "memory_trainer_freed_gb": slept["freed_gb"],
+                "memory_trainer_left_gb": slept["left_gb"],
+                "memory_engines_left_gb": woken["others_gb"],
+                "seconds_trainer_sleep": slept["seconds"],
+                "seconds_trainer_wake": woken["seconds"],
+            }
 
     async def record(self, step: int, taken: Taken) -> None:
         """Have every worker write its rollouts of the step and forget them."""
@@ -156,8 +184,7 @@ async def bring_up(
     engines = None
     if placement.engines:
         engines = await Engines.start(config, placement, ids, model_dir, folder, key)
-        if config.placement.mode == "colocated":
-            await engines.release()
+        await engines.release()
     trainers = await Trainers.start(config, placement, ids, model_dir)
     if engines is None:
         producer = ReplayProducer(str(config.train.replay_rollouts))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pybase64
@@ -126,6 +128,63 @@ def unflatten_bucket(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetad
     return named
 
 
+# --- shared buckets -------------------------------------------------------------------------------
+
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it
+
+
+def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for a bucket that another process of this node can map: uint8 ``[nbytes]``.
+
+    On a GPU it is a plain allocation of its own, which CUDA can export; raises OSError when the
+    machine's shared memory (``/dev/shm``) has no room.
+    """
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < nbytes:
+        # Written past its end, shared memory ends the process with SIGBUS.
+        raise OSError(f"{_SHARED_MEMORY}: {free >> 20} MiB free, a bucket needs {nbytes >> 20}")
+    flat = torch.empty(nbytes, dtype=torch.uint8)
+    flat.untyped_storage()._share_filename_cpu_()
+    return flat
+
+
+def bucket_handle(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata]) -> str:
+    """Serialise *where* a bucket of :func:`shared_bucket` lies, for ``/update_weights_from_tensor``.
+
+    The bytes stay; they must not change before the receiver has answered.  Nothing in the pickle is
+    SGLang's or ours, so that every release's list of allowed globals has it: the metadata are plain
+    namespaces, and GPUs are named by UUID, because processes number them differently.
+    """
+    entries = [SimpleNamespace(**vars(m)) for m in metadata]
+    buffer = io.BytesIO()
+    _HandlePickler(buffer, protocol=4).dump({"flattened_tensor": flat, "metadata": entries})
+    return pybase64.b64encode(buffer.getbuffer()).decode("ascii")
+
+
+_DEVICE = 6
+"""Position of the device among the arguments of torch's ``rebuild_cuda_tensor``."""
+
+
+class _HandlePickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            rebuild, arguments = reductions.reduce_tensor(obj)
+            if obj.is_cuda:
+                uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
+                arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+            return rebuild, arguments
+        if isinstance(obj, torch.storage.TypedStorage):
+            return reductions.reduce_typed_storage(obj)
+        if isinstance(obj, torch.UntypedStorage):
+            manager, handle, size = obj._share_filename_cpu_()
+            obj._shared_incref()
+            return reductions.rebuild_storage_filename, (type(obj), manager, handle, size)
+        return NotImplemented
+
+
 # --- serialised tensors ---------------------------------------------------------------------------
 
 
@@ -204,6 +263,7 @@ def _rebuild_storage_filename(cls: Any, manager: bytes, handle: bytes, size: int
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
+    ("types", "SimpleNamespace"): SimpleNamespace,
     ("torch", "Size"): torch.Size,
     ("torch", "Tensor"): torch.Tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,84 +16,104 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orhpc.config import Config
 from orhpc.errors import EngineUnavailable, RayLost
 from orhpc.fleet.actors import call, call_all, spawn
-from orhpc.launch.placement import Placement
+from orhpc.launch.placement import EnginePlace, Placement
 from orhpc.ports import free_ports
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.engine import EngineProcess
+from orhpc.rollout.sglang_command import EnginePart
+
+SLEEP_TAGS = ("kv_cache", "weights", "cuda_graph")
+"""What an engine gives back while it sleeps."""
+SERVE_TAGS = ("kv_cache", "cuda_graph")
+"""What it takes again once it has its weights."""
 
 
-async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> dict[int, int]:
-    """A free port for each engine, looked for on its own node: only there can it be bound.
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine: an actor on each node it spans, each owning that node's processes."""
+
+    place: EnginePlace
+    url: str
+    starters: list[Callable[[], ActorHandle[Any]]]
+    hosts: list[ActorHandle[Any]] = field(default_factory=list)
+
+
+Ports = dict[tuple[int, int], tuple[int, int]]
+"""(server, rendezvous) by (engine, node)."""
+
+
+async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
+    """Free ports of each engine on each of its nodes, looked for there: only there can they be bound.
 
     Raises:
         RayLost: a node does not answer.
         PreflightError: it has none.
     """
-    chosen: dict[int, int] = {}
-    for node in sorted({e.node for e in placement.engines}):
-        indices = [e.index for e in placement.engines if e.node == node]
+    chosen: Ports = {}
+    wanted = [(e.index, node) for e in placement.engines for node in e.nodes]
+    for node in sorted({node for _, node in wanted}):
+        here = [key for key in wanted if key[1] == node]
         find: Any = ray.remote(num_cpus=0, max_retries=0)(free_ports)
         there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
-        found = await call(there.remote(len(indices), placement.nodes[node].address), "ports", 60.0)
-        chosen |= dict(zip(indices, found, strict=True))
+        found = await call(there.remote(2 * len(here), placement.nodes[node].address), "ports", 60.0)
+        chosen |= {key: (found[2 * i], found[2 * i + 1]) for i, key in enumerate(here)}
     return chosen
 
 
 class Engines:
     """All inference engines: consumes weights, serves the workers."""
 
-    def __init__(
-        self, starters: list[Callable[[], ActorHandle[Any]]], urls: list[str], config: Config, key: str
-    ) -> None:
-        self._starters = starters
-        self._hosts = [start() for start in starters]
+    def __init__(self, engines: Sequence[Engine], placement: Placement, config: Config, key: str) -> None:
+        self.config = config
+        self._engines = list(engines)
         self._start_timeout_s = config.engine.start_timeout_s
-        self.urls = urls
-        self.pool = EnginePool(urls, key=key, request_timeout_s=config.engine.request_timeout_s)
+        self.urls = [e.url for e in engines]
+        self.pool = EnginePool(
+            self.urls,
+            key=key,
+            request_timeout_s=config.engine.request_timeout_s,
+            transfer_timeout_s=config.engine.sync_timeout_s,
+        )
         self.group_name: str | None = None
+        """The group of the broadcasts, once formed."""
         self.group_backend = "gloo" if config.placement.device == "cpu" else "nccl"
-        self._tp = config.engine.tp
+        self.by_handle, self.by_broadcast = transports(placement, config, self._engines)
+        self.shared = [e.url for e in engines if e.place.shared]
+        """Engines that take turns with trainers."""
+        self.apart = [e.url for e in engines if not e.place.shared]
 
     @property
     def receivers(self) -> int:
-        """Processes that receive weights: one a device."""
-        return len(self.urls) * self._tp
-
-    @property
-    def rank_offsets(self) -> list[int]:
-        return [1 + i * self._tp for i in range(len(self.urls))]
+        """Processes that receive broadcasts: one a device."""
+        return len(self.by_broadcast) * self.config.engine.tp
 
     @classmethod
     async def start(
         cls, config: Config, placement: Placement, ids: Sequence[str], model_dir: str, logs: Path, key: str
     ) -> Engines:
         """Start every server and wait until all answer."""
-        starters, urls = [], []
         ports = await ports_of_engines(placement, ids)
-        for place in placement.engines:
-            address = placement.nodes[place.node].address
-            port = ports[place.index]
-            log = logs / f"engine_{place.index:03d}.log"
-            arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads)
-            starters.append(partial(spawn, EngineProcess, ids[place.node], *arguments))
-            urls.append(f"http://{address}:{port}")
-        self = cls(starters, urls, config, key)
-        await self._bring_up(self._hosts)
+        engines = [_engine(config, placement, ids, model_dir, logs, key, p, ports) for p in placement.engines]
+        self = cls(engines, placement, config, key)
+        await self._bring_up(self._engines)
         return self
 
-    async def _bring_up(self, hosts: Sequence[ActorHandle[Any]]) -> None:
+    async def _bring_up(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            engine.hosts = [start() for start in engine.starters]
+        hosts = [host for engine in engines for host in engine.hosts]
         await call_all([h.start.remote() for h in hosts], "engine start")
         await call_all([h.wait_ready.remote(self._start_timeout_s) for h in hosts], "engine")
 
     async def watch(self) -> list[int]:
-        """Look whether every server's process lives; the dead ones get no more calls.
+        """Look whether every server's processes live; the dead ones get no more calls.
 
         Returns their indices.  As long as one lives, it takes over the others' requests.
 
         Raises:
             EngineUnavailable: none is left.
         """
-        alive = await asyncio.gather(*(self._alive(h) for h in self._hosts))
+        alive = await asyncio.gather(*(self._alive(e) for e in self._engines))
         dead = [i for i, ok in enumerate(alive) if not ok]
         for index in dead:
             self.pool.mark_down(self.urls[index], f"engine {index}: the process has ended")
@@ -100,44 +121,129 @@ class Engines:
             raise EngineUnavailable(f"all {len(dead)} engines have ended; see their logs")
         return dead
 
-    async def _alive(self, host: ActorHandle[Any]) -> bool:
+    async def _alive(self, engine: Engine) -> bool:
         try:
-            return await call(host.alive.remote(), "engine alive", 30.0)
+            return all(await call_all([h.alive.remote() for h in engine.hosts], "engine alive", 30.0))
         except RayLost:
             return False
 
-    async def heal(self) -> list[int]:
-        """Start dead servers again, on their ports; returns their indices.
+    async def heal(self, suspects: Sequence[str] = ()) -> list[int]:
+        """Start dead servers, and those of ``suspects`` (URLs), again on their ports; returns indices.
 
         They hold the base model's weights, and the workers send them nothing until a sync has given
         them the published version.
         """
-        dead = await self.watch()
-        if not dead:
+        broken = sorted({*await self.watch(), *(self.urls.index(url) for url in suspects)})
+        if not broken:
             return []
-        for index in dead:
-            ray.kill(self._hosts[index])
-            self._hosts[index] = self._starters[index]()
-        await self._bring_up([self._hosts[i] for i in dead])
-        if self.group_name is not None:  # the dead were members: it has to be formed anew
-            await self.pool.destroy_weights_update_group(self.group_name)
-            self.group_name = None
+        engines = [self._engines[i] for i in broken]
+        await asyncio.gather(*(self._end(e) for e in engines))
+        await self._bring_up(engines)
+        await self.leave_group()
         self.pool.published_version = None  # healthy is enough for now: the sync follows
-        for index in dead:
-            await self.pool.readmit(self.urls[index])
-        return dead
+        for engine in engines:
+            await self.pool.readmit(engine.url)
+            if engine.place.shared:
+                await self.pool.each(lambda c: c.release_memory_occupation(SLEEP_TAGS), [engine.url])
+        return broken
+
+    async def leave_group(self) -> None:
+        """Have the engines leave the broadcast group: its members change, or it broke."""
+        group, self.group_name = self.group_name, None
+        if group is not None:
+            # One that has just started was never a member, and a broken one may refuse.
+            await asyncio.gather(
+                *(self.pool.destroy_weights_update_group(group, [url]) for url in self.by_broadcast),
+                return_exceptions=True,
+            )
 
     async def release(self) -> None:
-        """Sleep: give back weights and KV cache; a weight sync must follow :meth:`resume`."""
-        await self.pool.release_memory_occupation(["kv_cache", "weights"])
+        """Engines on shared devices sleep: a weight sync must follow :meth:`resume_weights`.
 
-    async def resume(self, tag: str) -> None:
-        await self.pool.resume_memory_occupation([tag])
+        They end their requests first, and keep new ones waiting until :meth:`resume_serving`.
+        """
+        await self._drain(self.shared)
+        await self.pool.each(lambda c: c.release_memory_occupation(SLEEP_TAGS), self.shared)
+
+    async def resume_weights(self) -> None:
+        await self.pool.each(lambda c: c.resume_memory_occupation(["weights"]), self.shared)
+
+    async def resume_weights_of(self, urls: Sequence[str]) -> None:
+        """Likewise of those that were started anew meanwhile."""
+        again = [url for url in urls if url in self.shared]
+        await self.pool.each(lambda c: c.resume_memory_occupation(["weights"]), again)
+
+    async def resume_serving(self) -> None:
+        await self.pool.each(lambda c: c.resume_memory_occupation(SERVE_TAGS), self.shared)
+        await self.pool.each(lambda c: c.continue_generation(), self.shared)
+
+    async def pause(self) -> None:
+        """Engines with devices of their own end their requests and hold new ones, for a sync."""
+        await self._drain(self.apart)
+
+    async def go_on(self) -> None:
+        await self.pool.each(lambda c: c.continue_generation(), self.apart)
+
+    async def _drain(self, urls: Sequence[str]) -> None:
+        await self.pool.each(lambda c: c.pause_generation("abort"), urls)
+        await self.pool.each(lambda c: c.flush_cache(), urls)
+
+    async def _end(self, engine: Engine) -> None:
+        await asyncio.gather(
+            *(call(h.stop.remote(10.0), "engine stop", 20.0) for h in engine.hosts), return_exceptions=True
+        )
+        for host in engine.hosts:
+            ray.kill(host)
 
     async def close(self) -> None:
         await self.pool.close()
-        await asyncio.gather(
-            *(call(h.stop.remote(10.0), "engine stop", 20.0) for h in self._hosts), return_exceptions=True
+        await asyncio.gather(*(self._end(e) for e in self._engines))
+
+
+def _engine(
+    config: Config,
+    placement: Placement,
+    ids: Sequence[str],
+    model_dir: str,
+    logs: Path,
+    key: str,
+    place: EnginePlace,
+    ports: Ports,
+) -> Engine:
+    """One engine's place as what starts it, a node at a time."""
+    per_node = len(place.devices) // len(place.nodes)
+    first = placement.nodes[place.node].address
+    starters: list[Callable[[], ActorHandle[Any]]] = []
+    for rank, node in enumerate(place.nodes):
+        part = EnginePart(
+            devices=place.devices[rank * per_node : (rank + 1) * per_node],
+            node_rank=rank,
+            nnodes=len(place.nodes),
+            rendezvous=f"{first}:{ports[place.index, place.node][1]}" if len(place.nodes) > 1 else None,
+            shares=place.shared,
         )
-        for host in self._hosts:
-            ray.kill(host)
+        log = logs / f"engine_{place.index:03d}{f'_{rank}' if rank else ''}.log"
+        address, port = placement.nodes[node].address, ports[place.index, node][0]
+        arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads, part)
+        starters.append(partial(spawn, EngineProcess, ids[node], *arguments))
+    return Engine(place, f"http://{first}:{ports[place.index, place.node][0]}", starters)
+
+
+def transports(
+    placement: Placement, config: Config, engines: Sequence[Engine]
+) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """How each engine gets weights.
+
+    Returns, by URL, the trainer ranks whose memory the engine's ranks map; and the first rank of those
+    that receive broadcasts.
+    """
+    ranks = {(t.node, t.device): t.rank for t in placement.trainers}
+    by_handle: dict[str, list[int]] = {}
+    by_broadcast: dict[str, int] = {}
+    for engine in engines:
+        maps = config.engine.sync == "ipc" or config.placement.device == "cuda"
+        if engine.place.shared and maps and config.engine.sync != "broadcast":
+            by_handle[engine.url] = [ranks[slot] for slot in engine.place.slots]
+        else:
+            by_broadcast[engine.url] = 1 + len(by_broadcast) * config.engine.tp
+    return by_handle, by_broadcast

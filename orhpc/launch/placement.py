@@ -48,6 +48,20 @@ class EnginePlace:
     devices: tuple[int, ...]
     """Device indices, node by node."""
     threads: int
+    span: int = 1
+    """Nodes it spans, each with the same number of its devices."""
+    shared: bool = False
+    """Its devices are trainers' too: they take turns."""
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(range(self.node, self.node + self.span))
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """(node, device) of each of its ranks."""
+        per_node = len(self.devices) // self.span
+        return [(self.node + i // per_node, device) for i, device in enumerate(self.devices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +120,8 @@ def _plain(value: Any) -> Any:
 def plan(config: Config, nodes: tuple[Node, ...]) -> Placement:
     """Place trainers, engines and workers on nodes.
 
-    In ``split`` mode trainers take the first devices and engines the last, so that each side fills
-    whole nodes where it can.
+    Trainers take the first devices and engines the last, so that each side fills whole nodes where it
+    can.
 
     Raises:
         ConfigError: the config asks for more nodes than there are, or an engine would straddle
@@ -120,15 +134,17 @@ def plan(config: Config, nodes: tuple[Node, ...]) -> Placement:
     per_node = p.devices_per_node
     replay = config.train.replay_rollouts is not None
     engine_devices = 0 if replay else p.rollout_devices
-    first = p.devices - p.rollout_devices if p.mode == "split" else 0
+    first = p.devices - p.rollout_devices
     tp = config.engine.tp
-    if engine_devices and tp < per_node and per_node % tp:
+    if engine_devices and (per_node % tp if tp < per_node else tp % per_node or first % per_node):
         raise ConfigError(f"engine.tp: engines of {tp} cannot share out a node's {per_node} devices")
     engines: list[EnginePlace] = []
     for index in range(engine_devices // tp):
         slots = range(first + index * tp, first + (index + 1) * tp)
         threads = config.engine.threads or max(1, nodes[slots[0] // per_node].cpus // max(1, per_node // tp))
-        engines.append(EnginePlace(index, slots[0] // per_node, tuple(s % per_node for s in slots), threads))
+        node, span = slots[0] // per_node, max(1, tp // per_node)
+        devices = tuple(s % per_node for s in slots)
+        engines.append(EnginePlace(index, node, devices, threads, span, slots[-1] < p.trainer_ranks))
     trainers = [
         TrainerPlace(
             rank,

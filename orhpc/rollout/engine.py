@@ -1,30 +1,36 @@
-"""One engine process: start it, wait until it serves, stop exactly it."""
+"""One engine process, or one node's part of an engine: start it, wait until it serves, stop exactly it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from orhpc.config import Config
-from orhpc.errors import ConfigError, EngineUnavailable
+from orhpc.devices import VARIABLE, visible_devices
+from orhpc.errors import EXIT_CONFIG, ConfigError, EngineUnavailable
 from orhpc.rollout.client import EngineClient
+from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
 
 _POLL_S = 0.25
 _TAIL_BYTES = 8192
 
 
 class EngineProcess:
-    """Owns one server process and nothing else: only this process is ever signalled.
+    """Owns one server process and nothing else: only this process and its children are ever signalled.
 
     ``index`` numbers the engines of a run and sets its default seed; ``threads`` limits a cpu engine's
-    threads (``engine.threads`` comes first).  The process ends when this one does.
+    threads (``engine.threads`` comes first); ``part`` says which of the node's GPUs it has.  Of an
+    engine of several nodes, each node has one of these, and only the first answers calls.  The process
+    ends when this one does.
     """
 
     def __init__(
@@ -37,19 +43,20 @@ class EngineProcess:
         log_path: str,
         index: int,
         threads: int | None = None,
+        part: EnginePart | None = None,
     ) -> None:
         self.url = f"http://{host}:{port}"
         self._key = key
         self._log_path = Path(log_path)
         self._process: subprocess.Popen[bytes] | None = None
         self._key_file: Path | None = None
-        build = _COMMANDS.get(config.engine.backend)
-        if build is None:
-            raise ConfigError(
-                f"engine.backend: {config.engine.backend} cannot be started here; "
-                f"there is {', '.join(_COMMANDS)}"
-            )
-        self._argv = build(config, model_dir, host, port, index, threads)
+        self._part = part or EnginePart()
+        self._environment = _environment(config, self._part)
+        if config.engine.backend == "cpu":
+            self._argv = _cpu_command(config, model_dir, host, port, index, threads)
+        else:
+            options = sglang_options(config, model_dir, host, port, index, self._part)
+            self._argv = [sys.executable, "-m", "orhpc.rollout.sglang_server", *arguments(options)]
 
     @property
     def pid(self) -> int | None:
@@ -70,16 +77,24 @@ class EngineProcess:
         with self._log_path.open("ab") as log:
             # A session of its own: a terminal's Ctrl-C reaches the driver, which then stops engines in order.
             self._process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=self._environment,
+            )  # fmt: skip
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Return once the server answers; raises EngineUnavailable, with the log's last line, otherwise."""
+        """Return once the server answers; of a part that is not the first, once its process is up.
+
+        Raises, with the log's last line, ConfigError when the server refuses its options and
+        EngineUnavailable when it ends or takes too long.
+        """
         client = EngineClient(self.url, key=self._key, request_timeout_s=deadline_s)
         end = time.monotonic() + deadline_s
         try:
             while True:
                 if not self.alive():
+                    assert self._process is not None
+                    if self._process.returncode == EXIT_CONFIG:
+                        raise ConfigError(self._last_words().removeprefix("orhpc: "))
                     raise EngineUnavailable(f"engine {self.url} ended while starting: {self._last_words()}")
                 try:
                     await client.health(timeout_s=5.0)
@@ -104,12 +119,16 @@ class EngineProcess:
         process = self._process
         if process is None or process.poll() is not None:
             return
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):  # also of a process that got its number
+                child.kill()
 
     def _remove_key_file(self) -> None:
         if self._key_file is not None:
@@ -158,5 +177,14 @@ def _thread_share(config: Config) -> int:
     return max(1, len(os.sched_getaffinity(0)) // on_this_node)
 
 
-_COMMANDS: dict[str, Callable[[Config, str, str, int, int, int | None], list[str]]] = {"cpu": _cpu_command}
-"""How each backend's server is started."""
+def _environment(config: Config, part: EnginePart) -> dict[str, str]:
+    """Variables of the server's process: its GPUs, and what SGLang reads from nowhere else."""
+    environment = dict(os.environ)
+    if config.placement.device == "cpu":
+        return environment
+    environment[VARIABLE] = visible_devices(part.devices, environment)
+    # Both ends of a weight broadcast have to agree on it; SGLang sets it in its schedulers.
+    environment["NCCL_CUMEM_ENABLE"] = "0"
+    # An idle engine is asked for its health while it sleeps, when it could compute no token.
+    environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    return environment

@@ -5,9 +5,11 @@ Every method that says *collective* must be called on all ranks; the others conc
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orhpc.config import Config
-from orhpc.errors import CheckpointError, StopRequested, WeightSyncFailed
-from orhpc.train.backend import Role, TrainingBatch, Update
+from orhpc.devices import VARIABLE, visible_devices
+from orhpc.errors import CheckpointError, WeightSyncFailed
+from orhpc.train.backend import Backend, Batches, Role, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, rng_state, set_rng_state
 from orhpc.train.export import FILE_BYTES, write_hf_folder
 from orhpc.train.fetch import load_batch, prefetched
-from orhpc.train.fsdp import FsdpBackend
+from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
+from orhpc.train.residence import memory
 from orhpc.train.step_report import StepReport
-from orhpc.train.weights import BUCKET_BYTES, BucketSpec, WeightSender, plan_buckets
+from orhpc.train.stopping import NeverStop, StopBetween
+from orhpc.train.weight_sender import SLOTS, BucketStage, WeightSender
+from orhpc.train.weights import BucketSpec, for_wire, plan_buckets, quantised
 from orhpc.types import MiniBatch
 
 
@@ -36,19 +42,36 @@ class TrainerRank:
     time, but for :meth:`save_poll` and :meth:`request_stop`, which may be called at any time.
     """
 
-    def __init__(self, config: Config, model_dir: str, rank: int, world_size: int, threads: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_dir: str,
+        rank: int,
+        world_size: int,
+        threads: int,
+        device_index: int | None = None,
+    ) -> None:
+        """``device_index``: GPU of this rank on its node; null on a CPU, or to use the first there is."""
+        if device_index is not None:
+            # One process, one GPU: whatever a library takes for the current device is the right one.
+            os.environ[VARIABLE] = visible_devices([device_index], os.environ)
         self.config = config
         self.model_dir = model_dir
         self.rank = rank
         self.world_size = world_size
         self.threads = threads
         self.device = torch.device(config.placement.device)
-        self.backend = FsdpBackend(config, model_dir, rank, world_size)
-        self.load_batch: Callable[..., PackedBatch] = load_batch
+        self.backend = make_backend(config, model_dir, rank, world_size)
+        self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=config.routes_wanted)
         self._snapshot = Snapshot()
         self._save: BackgroundSave | None = None
         self._sender: WeightSender | None = None
+        self._stage: BucketStage | None = None
+        self._parameters: list[BucketSpec] = []
         self._buckets: list[BucketSpec] | None = None
+        engine = config.engine
+        fp8 = engine.quantise == "fp8"
+        self._quantise = quantiser(power_of_two=engine.power_of_two_scales) if fp8 else unchanged
         self._stop = threading.Event()
 
     # --- starting -----------------------------------------------------------------------------
@@ -98,54 +121,61 @@ class TrainerRank:
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):
                 # Past the first optimiser step the state belongs to no version: finish the step.
-                between = self._check_stop if index == 0 else _nothing
+                between = StopBetween(self._stop) if index == 0 else NeverStop()
                 update = self._update(minibatch, prepared[index], between, report)
-                report.add_update(update, packed_tokens=sum(m.tokens for m in minibatch.ranks[self.rank]))
+                own = minibatch.ranks[self.backend.data_rank] if self.backend.reports else ()
+                report.add_update(update, packed_tokens=sum(m.tokens for m in own))
             return report.reduced()
 
     def _prepare(
         self, minibatches: Sequence[MiniBatch], report: StepReport
-    ) -> list[list[TrainingBatch] | None]:
+    ) -> list[Batches[TrainingBatch] | None]:
         """Compute old and reference log-probabilities; None for a mini-batch that needs neither."""
         algorithm = self.config.algorithm
         old = algorithm.old_logprobs == "always" or len(minibatches) > 1
         if not old and not algorithm.use_kl_loss:
             return [None] * len(minibatches)
-        prepared: list[list[TrainingBatch] | None] = []
+        prepared: list[Batches[TrainingBatch] | None] = []
         for minibatch in minibatches:
-            batches: list[TrainingBatch] = []
-            for batch in self._loaded(minibatch, report):
-                old_P = reference_P = None
-                if old:
-                    with report.timed("old_logprobs"):
-                        old_P = self.backend.logprobs(batch, Role.POLICY)
-                if algorithm.use_kl_loss:
-                    with report.timed("reference"):
-                        reference_P = self.backend.logprobs(batch, Role.REFERENCE)
-                batches.append(TrainingBatch(batch, old_P, reference_P))
-            prepared.append(batches)
+            batches = self._loaded(minibatch, report)
+            nothing: list[Tensor | None] = [None] * len(batches)
+            old_logprobs = reference_logprobs = nothing
+            if old:
+                with report.timed("old_logprobs"):
+                    old_logprobs = self.backend.logprobs(batches, Role.POLICY)
+            if algorithm.use_kl_loss:
+                with report.timed("reference"):
+                    reference_logprobs = self.backend.logprobs(batches, Role.REFERENCE)
+            ready = map(TrainingBatch, batches, old_logprobs, reference_logprobs)
+            prepared.append(Batches(ready, len(batches)))
         return prepared
 
-    def _loaded(self, minibatch: MiniBatch, report: StepReport) -> Iterator[PackedBatch]:
+    def _loaded(self, minibatch: MiniBatch, report: StepReport) -> Batches[PackedBatch]:
         """This rank's packed micro-batches; ``fetch`` counts only the time waited for them."""
-        batches = prefetched(self.load_batch, minibatch.ranks[self.rank])
-        while True:
-            with report.timed("fetch"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+        planned = minibatch.ranks[self.backend.data_rank]
+
+        def load() -> Iterator[PackedBatch]:
+            batches = prefetched(self.load_batch, planned)
+            while True:
+                with report.timed("fetch"):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch
+
+        return Batches(load(), len(planned))
 
     def _update(
         self,
         minibatch: MiniBatch,
-        prepared: list[TrainingBatch] | None,
-        between: Callable[[], None],
+        prepared: Batches[TrainingBatch] | None,
+        between: StopBetween | NeverStop,
         report: StepReport,
     ) -> Update:
-        batches: Iterable[TrainingBatch] = prepared or (
-            TrainingBatch(batch) for batch in self._loaded(minibatch, report)
-        )
+        batches = prepared
+        if batches is None:
+            loaded = self._loaded(minibatch, report)
+            batches = Batches(map(TrainingBatch, loaded), len(loaded))
         with report.timed("update"):
             return self.backend.update(
                 batches, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=between
@@ -158,25 +188,25 @@ class TrainerRank:
         """
         self._stop.set()
 
-    def _check_stop(self) -> None:
-        stop = torch.tensor([float(self._stop.is_set())])
-        if self.world_size > 1:
-            dist.all_reduce(stop, op=dist.ReduceOp.MAX)
-        if stop.item():
-            self._stop.clear()
-            raise StopRequested("stopped between micro-batches; the parameters are the last step's")
-
     # --- weights ------------------------------------------------------------------------------
 
     def weight_buckets(self) -> list[BucketSpec]:
-        """What a weight sync sends, bucket by bucket; the same on all ranks."""
+        """What a weight sync sends, bucket by bucket, as it travels; the same on all ranks."""
         if self._buckets is None:
-            self._buckets = self._plan(BUCKET_BYTES)
+            limit = self.config.engine.sync_bucket_mb << 20
+            self._parameters = self._plan(limit)
+            self._buckets = [for_wire(spec, self._quantise) for spec in self._parameters]
         return self._buckets
 
     def _plan(self, limit: int) -> list[BucketSpec]:
         backend = self.backend
-        return plan_buckets(backend.parameter_shapes(), backend.hf_names().split, backend.dtype, limit)
+        return plan_buckets(
+            backend.parameter_shapes(),
+            backend.hf_names().split,
+            backend.dtype,
+            limit,
+            dtypes=backend.export_dtypes(),
+        )
 
     def join_weight_group(
         self, address: str, port: int, world_size: int, group_name: str, timeout_s: float
@@ -197,22 +227,47 @@ class TrainerRank:
                 timeout_s=timeout_s,
             )
 
-    def send_bucket(self, index: int) -> None:
-        """Gather one bucket (collective) and, on rank 0, broadcast its tensors to the engines.
+    def stage_bucket(self, index: int, *, handle: bool, broadcast: bool) -> str | None:
+        """Gather one bucket into one of this rank's two slots (collective).
 
-        Raises WeightSyncFailed when any engine may not have received all of it.
+        ``handle``: return where it lies, for an engine rank on the same device, which must have taken
+        it before the slot's next use, two buckets later.  ``broadcast``: rank 0 starts to send it to its
+        group, and waits for that at the slot's next use.  Raises WeightSyncFailed when an engine may
+        not have received all of an earlier bucket.
         """
-        spec = self.weight_buckets()[index]
-        tensors = self.backend.export(spec.parameters)
+        specs = self.weight_buckets()
+        if self._stage is None:
+            self._stage = BucketStage(self.device, specs, self._quantise)
+        tensors = self.backend.export(self._parameters[index].parameters)
         try:
-            if self.rank == 0:
+            if self._sender is not None:
+                self._sender.wait(index)
+            flat = self._stage.fill(index, tensors)
+            if broadcast and self.rank == 0:
                 if self._sender is None:
                     raise WeightSyncFailed("weights sent before the weight-sync group was joined")
-                self._sender.send(tensors, spec)
+                self._sender.send(index, flat)
         finally:
             # The other ranks' gathering must not wait for a broadcast that failed here.
             for _ in tensors:
                 pass
+        return self._stage.handle(index) if handle else None
+
+    def finish_sync(self) -> float:
+        """Wait for what is still being sent and give the slots back; return the seconds spent gathering.
+
+        Raises WeightSyncFailed when an engine may not have received all of it.
+        """
+        stage, self._stage = self._stage, None
+        seconds = stage.seconds if stage is not None else 0.0
+        try:
+            if self._sender is not None:
+                for slot in range(SLOTS):
+                    self._sender.wait(slot)
+        finally:
+            if stage is not None:
+                stage.clear()
+        return seconds
 
     def leave_weight_group(self) -> None:
         """Leave the engines' group; harmless when repeated."""
@@ -222,22 +277,26 @@ class TrainerRank:
 
     # --- state --------------------------------------------------------------------------------
 
-    def export_hf(self, folder: str) -> list[dict[str, Any]]:
+    def export_hf(self, folder: str, *, for_engines: bool = False) -> list[dict[str, Any]]:
         """Write a Hugging Face folder of the current weights (collective); rank 0 writes it.
 
-        Returns the weight files' names, sizes and hashes on rank 0.  Raises CheckpointError.
+        ``for_engines``: quantised as the engines hold them.  Returns the weight files' names, sizes and
+        hashes on rank 0.  Raises CheckpointError.
         """
+        quantise = self._quantise if for_engines else unchanged
         buckets = self._plan(FILE_BYTES)
-        tensors = self._all_tensors(buckets)
+        tensors = self._all_tensors(buckets, quantise)
         if self.rank == 0:
-            return write_hf_folder(folder, self.model_dir, buckets, tensors)
+            written = [quantised(spec, quantise) for spec in buckets]
+            return write_hf_folder(folder, self.model_dir, written, tensors)
         for _ in tensors:
             pass
         return []
 
-    def _all_tensors(self, buckets: Sequence[BucketSpec]) -> Iterator[tuple[str, Tensor]]:
+    def _all_tensors(self, buckets: Sequence[BucketSpec], quantise: Quantise) -> Iterator[tuple[str, Tensor]]:
         for bucket in buckets:
-            yield from self.backend.export(bucket.parameters)
+            for name, tensor in self.backend.export(bucket.parameters):
+                yield from quantise(name, tensor)
 
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.
@@ -265,13 +324,21 @@ class TrainerRank:
             raise CheckpointError("no checkpoint is being written")
         return self._save.poll()
 
-    def sleep(self) -> int:
-        """Move everything to host memory; return the device bytes freed, 0 on a CPU."""
-        return self.backend.sleep()
+    def sleep(self) -> dict[str, float]:
+        """Move everything to host memory; return :func:`orhpc.train.residence.memory` after it.
 
-    def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+        ``freed_bytes`` and ``seconds`` come with it; on a CPU nothing is moved.
+        """
+        started = time.perf_counter()
+        freed = self.backend.sleep()
+        return {**memory(self.device), "freed_bytes": freed, "seconds": time.perf_counter() - started}
+
+    def wake(self) -> dict[str, float]:
+        """Undo :meth:`sleep`; return ``seconds`` and the memory in use before it, while the engines sleep."""
+        before = memory(self.device)
+        started = time.perf_counter()
         self.backend.wake()
+        return {**before, "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
         """Finish the save under way, leave all groups, drop all memory."""
@@ -285,5 +352,12 @@ class TrainerRank:
             self.backend.close()
 
 
-def _nothing() -> None:
-    """Between micro-batches of an update that must not be abandoned."""
+def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> Backend:
+    """One rank of the backend that ``train.backend`` names; only that one's libraries are imported."""
+    if config.train.backend == "megatron":
+        from orhpc.train.megatron.backend import MegatronBackend
+
+        return MegatronBackend(config, model_dir, rank, world_size)
+    from orhpc.train.fsdp import FsdpBackend
+
+    return FsdpBackend(config, model_dir, rank, world_size)

@@ -11,6 +11,19 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def memory(device: torch.device) -> dict[str, float]:
+    """What of the device is in use, in bytes; empty on a CPU.
+
+    ``own_bytes``: held by this process's allocator.  ``other_bytes``: all else, which is the engines'
+    and every process's CUDA context (about 0.5 GB each).
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    return {"own_bytes": float(own), "other_bytes": float(total - free - own)}
+
+
 class HostCopy:
     """The memory behind one device tensor, moved to the host and back without a new tensor.
 

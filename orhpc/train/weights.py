@@ -1,27 +1,15 @@
-"""The sending side of weight sync, and the bucketing it shares with export.
-
-The receiving side is SGLang's, or an engine that speaks its protocol: ``/init_weights_update_group``
-makes the engines ranks 1 and up of a process group of which trainer rank 0 is rank 0, and
-``/update_weights_from_distributed`` makes them receive a bucket's tensors, in order, one broadcast
-each.  The driver makes those calls; this module only sends.
-"""
+"""How parameters are cut into buckets: for weight sync and for export."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
-from orhpc.errors import WeightSyncFailed
-from orhpc.train.groups import hosted_store, use_interface_towards
+from orhpc.train.fp8 import Quantise
 
 BUCKET_BYTES = 512 << 20
 
@@ -51,116 +39,60 @@ def plan_buckets(
     split: Callable[[str, Tensor], Mapping[str, Tensor]],
     dtype: torch.dtype,
     limit: int = BUCKET_BYTES,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[BucketSpec]:
     """Cut the parameters, in order, into buckets of at most ``limit`` bytes; a larger one is alone.
 
     ``split`` turns a whole parameter into the tensors of a checkpoint; it runs on the meta device.
+    ``dtypes`` names the parameters that are not of ``dtype``.
     """
-    text = str(dtype).removeprefix("torch.")
     buckets: list[BucketSpec] = []
     names: list[str] = []
-    parts: list[tuple[str, tuple[int, ...]]] = []
+    parts: list[tuple[str, str, tuple[int, ...]]] = []
     size = 0
 
     def close() -> None:
-        buckets.append(
-            BucketSpec(
-                tuple(n for n, _ in parts), (text,) * len(parts), tuple(s for _, s in parts), tuple(names)
-            )
-        )
+        found, types, sizes = zip(*parts, strict=True) if parts else ((), (), ())
+        buckets.append(BucketSpec(found, types, sizes, tuple(names)))
 
     for name, shape in shapes.items():
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        own = (dtypes or {}).get(name, dtype)
+        nbytes = torch.Size(shape).numel() * own.itemsize
         if names and size + nbytes > limit:
             close()
             names, parts, size = [], [], 0
-        pieces = split(name, torch.empty(shape, dtype=dtype, device="meta"))
+        pieces = split(name, torch.empty(shape, dtype=own, device="meta"))
+        text = str(own).removeprefix("torch.")
         names.append(name)
-        parts.extend((hf_name, tuple(piece.shape)) for hf_name, piece in pieces.items())
+        parts.extend((hf_name, text, tuple(piece.shape)) for hf_name, piece in pieces.items())
         size += nbytes
     if names:
         close()
     return buckets
 
 
-class WeightSender:
-    """Trainer rank 0's end of the group that the engines receive weights through."""
-
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        address: str,
-        port: int,
-        world_size: int,
-        group_name: str,
-        timeout_s: float,
-    ) -> None:
-        """Host the group's store at ``address:port`` and wait for ``world_size - 1`` engine ranks.
-
-        Built as SGLang's receivers build theirs: a TCP store, prefixed with the group's name, and a
-        group over it apart from the default one.  Raises WeightSyncFailed past ``timeout_s``.
-        """
-        self._device = device
-        self._timeout = timedelta(seconds=timeout_s)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._group: ProcessGroup | None = None
-        self._store = None
-        with _failing_as(f"weight-sync group {group_name} did not come up"):
-            use_interface_towards(address)
-            self._store = hosted_store(address, port, world_size, self._timeout, wait=True)
-            group, _ = _new_process_group_helper(
-                world_size,
-                0,
-                [],
-                dist.Backend(backend),
-                PrefixStore(group_name, self._store),
-                group_name=group_name,  # type: ignore[arg-type]
-                timeout=self._timeout,
-            )
-            assert isinstance(group, ProcessGroup)
-            _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-            self._group = group
-
-    def send(self, tensors: Iterable[tuple[str, Tensor]], spec: BucketSpec) -> None:
-        """Broadcast one bucket's tensors in order.
-
-        Raises WeightSyncFailed when an engine is lost or slow; the engines' weights are then mixed
-        and must not be served.
-        """
-        if self._group is None:
-            raise WeightSyncFailed("weights sent after the weight-sync group was left")
-        expected = zip(spec.names, spec.shapes, strict=True)
-        pending: list[tuple[Any, Tensor]] = []
-        with _failing_as("weights did not reach every engine"):
-            for (name, tensor), (wanted, shape) in zip(tensors, expected, strict=True):
-                if name != wanted or tuple(tensor.shape) != shape:
-                    raise WeightSyncFailed(
-                        f"{name} {tuple(tensor.shape)} is not the announced {wanted} {shape}"
-                    )
-                ready = tensor.to(self._device).contiguous()
-                work = dist.broadcast(ready, src=0, group=self._group, async_op=True)
-                pending.append((work, ready))
-            for work, _ in pending:
-                work.wait(self._timeout)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-
-    def close(self) -> None:
-        """Leave the group; harmless when repeated or when the other side is gone."""
-        group, self._group = self._group, None
-        self._store = None
-        if group is not None:
-            with _failing_as("the weight-sync group could not be left"):
-                dist.destroy_process_group(group)
+def quantised(spec: BucketSpec, quantise: Quantise) -> BucketSpec:
+    """What a bucket becomes when each of its tensors is quantised, in the same order."""
+    parts: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for part, value in quantise(name, tensor):
+            parts.append((part, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
+    names, dtypes, shapes = zip(*parts, strict=True) if parts else ((), (), ())
+    return BucketSpec(names, dtypes, shapes, spec.parameters)
 
 
-class _failing_as(AbstractContextManager[None]):
-    """Turns whatever the communication library raises into WeightSyncFailed."""
+def for_wire(spec: BucketSpec, quantise: Quantise) -> BucketSpec:
+    """A bucket as it travels: quantised, and wide types first.
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    The receivers view each tensor in the flattened bytes, so its offset has to be a multiple of its
+    type's size; in order of falling size every one is.
+    """
+    whole = quantised(spec, quantise)
+    order = sorted(range(len(whole.names)), key=lambda i: -getattr(torch, whole.dtypes[i]).itemsize)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError | OSError | ValueError):
-            raise WeightSyncFailed(f"{self._what}: {' '.join(str(error).split())[:300]}") from error
+    def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(values[i] for i in order)
+
+    return BucketSpec(ordered(whole.names), ordered(whole.dtypes), ordered(whole.shapes), spec.parameters)

@@ -11,6 +11,7 @@ import aiohttp
 import orjson
 
 from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
+from orhpc.rollout.client.dialect import BEGIN_UPDATE, END_UPDATE, read_checksums
 from orhpc.rollout.client.wire import TokenIds, generate_body, read_generation, read_version
 from orhpc.routes import RouteShape
 from orhpc.types import Generation, Sampling
@@ -22,6 +23,7 @@ _INLINE_BYTES = 128 << 10
 
 _CONNECT_S = 10.0
 _ABORT_S = 5.0
+_DRAIN_S = 30.0
 _TOO_LONG = ("context length", "maximum allowed length", "input is too long")
 
 
@@ -77,6 +79,7 @@ class EngineClient:
         self._control_timeout_s = control_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._connections = connections or Connections(key)
+        self._has_sessions = True
 
     async def close(self) -> None:
         """Close the connections."""
@@ -155,8 +158,9 @@ class EngineClient:
         await self._control("/continue_generation", {})
 
     async def flush_cache(self) -> None:
-        """Forget all cached prefixes."""
-        await self._control("/flush_cache", {})
+        """Forget all cached prefixes, once nothing runs any more."""
+        # Aborted requests have answered before the scheduler has put the last of them away.
+        await self._control(f"/flush_cache?timeout={_DRAIN_S:g}", {})
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Free ``kv_cache``, ``weights`` and ``cuda_graph``, or all; weights are gone after it."""
@@ -195,6 +199,24 @@ class EngineClient:
     async def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a group."""
         await self._transfer("/destroy_weights_update_group", {"group_name": group_name})
+
+    async def begin_update(self) -> None:
+        """Open an update; harmless with releases that have no such call."""
+        if not self._has_sessions:
+            return
+        try:
+            await self._transfer(BEGIN_UPDATE, {})
+        except _Unknown:
+            self._has_sessions = False
+        except WeightSyncFailed:
+            # One that broke off is still open.
+            await self._transfer(END_UPDATE, {})
+            await self._transfer(BEGIN_UPDATE, {})
+
+    async def end_update(self) -> None:
+        """Close what :meth:`begin_update` opened; the weights are in place after it."""
+        if self._has_sessions:
+            await self._transfer(END_UPDATE, {})
 
     async def update_weights_from_distributed(
         self,
@@ -271,9 +293,10 @@ class EngineClient:
             "POST", "/get_weights_by_name", {"name": name, "truncate_size": truncate_size}
         )
 
-    async def weights_checker(self, action: str = "checksum") -> dict[str, Any]:
-        """SGLang's check of weights; ``checksum`` gives one a tensor and rank in ``payload``."""
-        return await self._json("POST", "/weights_checker", {"action": action})
+    async def weight_checksums(self) -> dict[str, str]:
+        """One checksum for each tensor and rank, under the engine's own names."""
+        answer = await self._json("POST", "/weights_checker", {"action": "checksum"})
+        return read_checksums(answer, self.url)
 
     # --- plumbing ---------------------------------------------------------------------------------
 
@@ -284,6 +307,8 @@ class EngineClient:
         payload = await asyncio.to_thread(orjson.dumps, body)
         try:
             data = await self._send("POST", path, payload, self._transfer_timeout_s)
+        except _Unknown:
+            raise
         except ConfigError as error:
             raise WeightSyncFailed(str(error)) from error
         answer = orjson.loads(data) if data else {}
@@ -318,11 +343,17 @@ class EngineClient:
         said = f"engine {self.url}: {path} answered {status}: {message}"
         if status >= 500 or status in (408, 429):
             return EngineUnavailable(said)
+        if status == 404:
+            return _Unknown(said)
         if status in (401, 403):
             return ConfigError(f"engine {self.url} refuses the key")
         if any(words in message.lower() for words in _TOO_LONG):
             return PromptTooLong(said)
         return ConfigError(said)
+
+
+class _Unknown(ConfigError):
+    """The engine has no such call."""
 
 
 class _TimedOut(EngineUnavailable):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,42 +227,40 @@ class EnginePool:
 
     async def pause_generation(self, mode: str = "abort") -> None:
         """On all engines that are up; see :class:`EngineClient` for this and the following calls."""
-        await self._each(lambda c: c.pause_generation(mode))
+        await self.each(lambda c: c.pause_generation(mode))
 
     async def continue_generation(self) -> None:
-        await self._each(lambda c: c.continue_generation())
+        await self.each(lambda c: c.continue_generation())
 
     async def flush_cache(self) -> None:
-        await self._each(lambda c: c.flush_cache())
+        await self.each(lambda c: c.flush_cache())
 
     async def abort_all(self) -> None:
-        await self._each(lambda c: c.abort_request(abort_all=True))
+        await self.each(lambda c: c.abort_request(abort_all=True))
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        await self._each(lambda c: c.release_memory_occupation(tags))
+        await self.each(lambda c: c.release_memory_occupation(tags))
 
     async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        await self._each(lambda c: c.resume_memory_occupation(tags))
+        await self.each(lambda c: c.resume_memory_occupation(tags))
 
-    async def update_weight_version(self, version: int) -> None:
-        await self._each(lambda c: c.update_weight_version(str(version)))
+    async def update_weight_version(self, version: int | str) -> None:
+        await self.each(lambda c: c.update_weight_version(str(version)))
 
     async def init_weights_update_group(
         self,
         *,
         master_address: str,
         master_port: int,
-        rank_offsets: Sequence[int],
+        rank_offsets: Mapping[str, int],
         world_size: int,
         group_name: str,
         backend: str,
     ) -> None:
-        """Make every engine join, the i-th at rank ``rank_offsets[i]``; all engines have to be up."""
-        if len(rank_offsets) != len(self._members):
-            raise ConfigError(f"{len(rank_offsets)} rank offsets for {len(self._members)} engines")
+        """Make the engines of ``rank_offsets`` (URL to first rank) join; all of them have to be up."""
         self._all_up("a weight group")
-        offsets = dict(zip(self.urls, rank_offsets, strict=True))
-        await self._each(
+        offsets = {url.rstrip("/"): rank for url, rank in rank_offsets.items()}
+        await self.each(
             lambda c: c.init_weights_update_group(
                 master_address=master_address,
                 master_port=master_port,
@@ -270,34 +268,46 @@ class EnginePool:
                 world_size=world_size,
                 group_name=group_name,
                 backend=backend,
-            )
+            ),
+            list(offsets),
         )
 
-    async def destroy_weights_update_group(self, group_name: str) -> None:
-        await self._each(lambda c: c.destroy_weights_update_group(group_name))
+    async def destroy_weights_update_group(self, group_name: str, urls: Sequence[str] | None = None) -> None:
+        await self.each(lambda c: c.destroy_weights_update_group(group_name), urls)
 
     async def update_weights_from_distributed(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], **options: Any
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        urls: Sequence[str] | None = None,
+        **options: Any,
     ) -> None:
-        """Receive on every engine; all have to be up, because a broadcast waits for each of them."""
+        """Receive on every engine of ``urls`` (all); a broadcast waits for each of them."""
         self._all_up("a broadcast of weights")
-        await self._each(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, **options))
-
-    async def update_weights_from_tensor(self, serialized: Sequence[str], **options: Any) -> None:
-        await self._each(lambda c: c.update_weights_from_tensor(serialized, **options))
+        await self.each(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, **options), urls)
 
     async def update_weights_from_disk(self, model_path: str, **options: Any) -> None:
-        await self._each(lambda c: c.update_weights_from_disk(model_path, **options))
+        await self.each(lambda c: c.update_weights_from_disk(model_path, **options))
 
     def _all_up(self, what: str) -> None:
         down = self.down()
         if down:
             raise EngineUnavailable(f"{what} needs all engines: {'; '.join(down.values())}")
 
-    async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call all engines that are up; those that fail are down, and then the first failure is raised."""
-        members = [m for m in self._members if m.down is None]
+    async def each(
+        self, call: Callable[[EngineClient], Awaitable[Any]], urls: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Call all engines that are up, or those of ``urls``; returns their answers by URL.
+
+        Those that fail are down, and then the first failure is raised.
+        """
+        wanted = None if urls is None else {url.rstrip("/") for url in urls}
+        members = [m for m in self._members if m.down is None and (wanted is None or m.client.url in wanted)]
         if not members:
+            if wanted is not None and not wanted:
+                return {}
             raise EngineUnavailable(f"no engine is up: {'; '.join(self.down().values())}")
         results = await asyncio.gather(*(call(m.client) for m in members), return_exceptions=True)
         failures = [r for r in results if isinstance(r, BaseException)]
@@ -306,3 +316,4 @@ class EnginePool:
                 self._take_down(member, str(result))
         if failures:
             raise failures[0]
+        return {m.client.url: result for m, result in zip(members, results, strict=True)}

@@ -1,0 +1,126 @@
+"""The ``engine`` section: inference engines, their weights, and how evaluation samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from orhpc.config_types import Fraction, Positive, Seconds, Section
+
+OWN_OPTIONS: dict[str, str] = {
+    "model": "model.path",
+    "model_path": "model.path",
+    "host": "the node's address",
+    "port": "a free port",
+    "api_key": "the run's key",
+    "admin_api_key": "the run's key",
+    "config": "engine.extra",
+    "tp": "engine.tp",
+    "tp_size": "engine.tp",
+    "tensor_parallel_size": "engine.tp",
+    "dp": "engine.dp",
+    "dp_size": "engine.dp",
+    "data_parallel_size": "engine.dp",
+    "ep": "engine.ep",
+    "ep_size": "engine.ep",
+    "expert_parallel_size": "engine.ep",
+    "nnodes": "engine.tp and placement",
+    "node_rank": "engine.tp and placement",
+    "dist_init_addr": "engine.tp and placement",
+    "nccl_init_addr": "engine.tp and placement",
+    "base_gpu_id": "placement",
+    "pp": "engine.tp",
+    "pp_size": "engine.tp",
+    "pipeline_parallel_size": "engine.tp",
+}
+"""Options of SGLang that ``engine.extra`` may not set, and what decides them."""
+
+
+class SpeculativeSettings(Section):
+    """Speculative decoding, by SGLang's names (``--speculative-...``)."""
+
+    algorithm: str
+    """``EAGLE``, ``EAGLE3``, ``NEXTN`` (the model's own MTP layers), ``NGRAM`` or ``STANDALONE``."""
+    draft_model: str | None = None
+    """Folder or hub name of the draft model; null where the model drafts by itself."""
+    num_steps: Positive = 3
+    """Tokens drafted one after another."""
+    eagle_topk: Positive = 1
+    """Branches a step."""
+    num_draft_tokens: Positive = 4
+    """Tokens verified together."""
+
+
+class EngineSettings(Section):
+    """The inference engines."""
+
+    backend: Literal["sglang", "cpu"] = "sglang"
+    """``cpu``: the transformers engine that speaks SGLang's protocol."""
+    tp: Positive = 4
+    """Devices an engine."""
+    dp: Positive = 1
+    """Groups that attention is divided into within an engine (SGLang's DP attention); divides ``tp``."""
+    ep: Positive = 1
+    """Devices that a layer's experts are divided over; divides ``tp``."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """Share of device memory for weights and KV cache (SGLang's mem-fraction-static)."""
+    max_running: Positive = 256
+    """Requests decoded together by one engine."""
+    context_length: Positive | None = None
+    """Longest context; null: ``rollout.max_total_tokens``."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Null: the model's."""
+    quantise: Literal["none", "fp8"] = "none"
+    """``fp8``: the engines hold block-wise e4m3 weights (128 x 128), quantised at every weight sync;
+    routers, norms, embeddings and the head stay as they are."""
+    power_of_two_scales: bool = False
+    """``fp8``: round block scales up to powers of two, as DeepGEMM's UE8M0 kernels want them."""
+    deterministic: bool = False
+    """Batch-invariant kernels: a generation is then a function of prompt, weights and seed; slower."""
+    speculative: SpeculativeSettings | None = None
+    """Speculative decoding; null: off."""
+    threads: Positive | None = None
+    """CPU threads of one engine; null shares out the machine's."""
+    start_timeout_s: Seconds = 1800.0
+    request_timeout_s: Seconds = 1800.0
+    """A generation that takes longer is aborted and sent to another engine."""
+    sync: Literal["auto", "ipc", "broadcast", "disk"] = "auto"
+    """How engines get the trainer's weights: ``ipc`` through memory that both map (same device),
+    ``broadcast`` through a process group, ``disk`` through the run directory; ``auto`` is the first
+    two, by where an engine lies (on CPUs always ``broadcast``)."""
+    sync_bucket_mb: Positive = 512
+    """MiB of weights that travel together; the trainer holds two such buckets during a sync."""
+    sync_timeout_s: Seconds = 600.0
+    """Deadline of every transfer of a sync."""
+    check_weights: bool = False
+    """After every sync, compare the engines' weights bit for bit with an export of the trainer's."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further options by the engine's own names: ``mem_fraction_static`` or ``mem-fraction-static``."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name in ("dp", "ep"):
+            if self.tp % getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)} does not divide tp={self.tp}")
+        for name in self.extra:
+            if (said := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
+                raise ValueError(f"extra.{name} is decided by {said}")
+        if self.backend == "cpu":
+            for name in ("quantise", "power_of_two_scales", "deterministic", "speculative"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: the cpu engine has no such thing")
+        if self.power_of_two_scales and self.quantise == "none":
+            raise ValueError("power_of_two_scales needs quantise: fp8")
+        return self
+
+
+class SamplingSettings(Section):
+    """How evaluation samples."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    min_p: Fraction = 0.0
+    max_response_tokens: Positive | None = None
+    """Tokens a generation; null: as in training."""

@@ -1,0 +1,36 @@
+"""What differs between SGLang's releases on the wire: the one place that knows.
+
+0.5.16 (torch 2.11) takes weight updates at any time and has no sessions.  0.5.23 (torch 2.14) refuses
+them outside ``/begin_weight_update`` and ``/end_weight_update``.  A release says which it is by whether
+it knows the call.  Both answer ``/weights_checker`` with one entry a rank under ``ranks``; earlier ones
+and the cpu engine put theirs under ``payload``.  Options of the command line: ``RENAMED`` in
+:mod:`orhpc.rollout.sglang_command`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orhpc.errors import EngineUnavailable
+
+BEGIN_UPDATE = "/begin_weight_update"
+END_UPDATE = "/end_weight_update"
+
+
+def read_checksums(answer: dict[str, Any], url: str) -> dict[str, str]:
+    """One checksum a tensor and rank: ``{"0/model.norm.weight": "53ab..."}``.
+
+    Raises EngineUnavailable for an answer without any.
+    """
+    entries = answer.get("ranks")
+    if entries is None:
+        payload = answer.get("payload")
+        entries = payload if isinstance(payload, list) else [payload]
+    sums = {
+        f"{rank}/{name}": str(value)
+        for rank, entry in enumerate(entries)
+        for name, value in ((entry or {}).get("checksums") or {}).items()
+    }
+    if not sums:
+        raise EngineUnavailable(f"engine {url}: /weights_checker gave no checksums")
+    return sums

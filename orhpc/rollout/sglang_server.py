@@ -1,0 +1,156 @@
+"""``python -m orhpc.rollout.sglang_server``: an SGLang server whose key nobody else can read.
+
+SGLang takes its key from the command line, where every user of the node sees it, and logs all its
+settings.  This process reads the key from a file of mode 0600, keeps it out of the log, checks the
+options against the installed SGLang before a GPU is touched, and then is that server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.rollout.sglang_command import RENAMED
+
+_WATCH_S = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; a wrong option or key file is one line and exit code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        key_file, words = split_key_file(arguments)
+        key = read_key(key_file)
+        _end_with_parent()
+        server_args = parse(words, key)
+    except ConfigError as error:
+        print(f"orhpc: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    from sglang.launch_server import run_server  # pyright: ignore[reportMissingImports]
+    from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def split_key_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Take our own ``--api-key-file`` out of the words that SGLang gets."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key-file", type=Path)
+    known, rest = parser.parse_known_args(words)
+    return known.api_key_file, rest
+
+
+def read_key(path: Path | None) -> str | None:
+    """The key in a file that nobody else can read; raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"--api-key-file {path} can be read by others: chmod 600 it")
+        key = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
+    if not key:
+        raise ConfigError(f"--api-key-file {path} is empty")
+    return key
+
+
+def parse(words: Sequence[str], key: str | None) -> Any:
+    """SGLang's settings from its own parser, with the key in them.
+
+    Raises ConfigError for an option or a value that the installed release does not know.
+    """
+    try:
+        import sglang  # pyright: ignore[reportMissingImports]
+        from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
+        from sglang.srt.server_args import ServerArgs  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"engine.backend: sglang cannot be imported here: {error}") from error
+    load_plugins()
+    parser = argparse.ArgumentParser(prog="sglang", exit_on_error=False, allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    words = checked(words, set(parser._option_string_actions), f"SGLang {sglang.__version__}")
+    try:
+        with contextlib.redirect_stderr(None):
+            raw = parser.parse_args(words)
+    except (argparse.ArgumentError, SystemExit) as error:
+        raise ConfigError(f"engine: SGLang {sglang.__version__} refuses its options: {error}") from error
+    if key is not None:
+        raw.api_key = key
+        redact(key)
+    try:
+        return ServerArgs.from_cli_args(raw)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"engine: SGLang {sglang.__version__}: {' '.join(str(error).split())}") from error
+
+
+def checked(words: Sequence[str], known: set[str], who: str) -> list[str]:
+    """The words with every option spelled as ``known`` spells it; raises ConfigError for one it lacks."""
+    result: list[str] = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        if not option.startswith("--"):
+            result.append(word)
+            continue
+        if option not in known:
+            option = _other_name(option, known, who)
+        result.append(option + equals + value)
+    return result
+
+
+def _other_name(option: str, known: set[str], who: str) -> str:
+    for other in RENAMED.get(option.removeprefix("--").replace("-", "_"), ()):
+        if (spelled := f"--{other.replace('_', '-')}") in known:
+            return spelled
+    close = difflib.get_close_matches(option, known, n=1)
+    hint = f"; did you mean {close[0].removeprefix('--').replace('-', '_')}?" if close else ""
+    name = option.removeprefix("--").replace("-", "_")
+    raise ConfigError(f"engine.extra.{name}: {who} has no option {option}{hint}")
+
+
+def redact(key: str) -> None:
+    """Keep the key out of every log record of this process: SGLang logs all of its settings."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        text = made.getMessage()
+        if key in text:
+            made.msg, made.args = text.replace(key, "[redacted]"), ()
+        return made
+
+    logging.setLogRecordFactory(record)
+
+
+def _end_with_parent() -> None:
+    """End when the process that started this one ends, however it does."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10 * _WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Block-wise FP8 weights, as DeepSeek-V3 publishes them and SGLang loads them.
+
+A weight ``[N, K]`` becomes e4m3 values and one float32 scale for each 128 x 128 block,
+``weight_scale_inv`` ``[ceil(N / 128), ceil(K / 128)]`` = amax / 448, with which the values are to be
+multiplied (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; 448 is e4m3's largest value).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+LARGEST = 448.0
+SCALE = "_scale_inv"
+"""What the name of a weight's scales has beyond the weight's."""
+
+_KEPT = re.compile(
+    r"(^|\.)(embed_tokens|wte|lm_head|[\w]*norm|[\w]*layernorm|gate|router|shared_expert_gate|weights_proj"
+    r"|eh_proj)\.weight$"
+)
+"""Embeddings, head, norms, routers and DeepSeek-V3.2's indexer weights stay as they are."""
+
+Quantise = Callable[[str, Tensor], list[tuple[str, Tensor]]]
+"""From one tensor of a checkpoint to what travels in its place; also on the meta device."""
+
+
+def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a checkpoint's tensor is the weight of a linear layer that FP8 models quantise."""
+    return len(shape) == 2 and name.endswith(".weight") and not _KEPT.search(name)
+
+
+def quantiser(*, power_of_two: bool) -> Quantise:
+    """Return what turns a tensor into ``[(name, values), (name + "_scale_inv", scales)]``, or leaves it."""
+
+    def quantise(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        if not is_quantised(name, tuple(tensor.shape)):
+            return [(name, tensor)]
+        values, scales = quantise_blocks(tensor, power_of_two=power_of_two)
+        return [(name, values), (name + SCALE, scales)]
+
+    return quantise
+
+
+def unchanged(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The quantiser of engines that hold weights in the model's own type."""
+    return [(name, tensor)]
+
+
+@torch.no_grad()
+def quantise_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise ``[N, K]`` to e4m3 ``[N, K]`` and float32 scales ``[ceil(N / 128), ceil(K / 128)]``.
+
+    ``power_of_two`` rounds scales up to powers of two (UE8M0), which loses up to one bit of range and
+    none of the values' precision.
+    """
+    rows, columns = weight.shape
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded = weight.float()
+    if rows % BLOCK or columns % BLOCK:
+        padded = torch.nn.functional.pad(padded, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    # A block of zeros needs a scale too; any will do.
+    amax = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12)
+    scales = amax / LARGEST
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scales)
+        # frexp's mantissa is 0.5 for a power of two, which is to stay itself.
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
+    scaled = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
+    values = scaled.to(torch.float8_e4m3fn).view(down * BLOCK, across * BLOCK)[:rows, :columns]
+    return values.contiguous(), scales
+
+
+def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:
+    """Undo :func:`quantise_blocks` up to rounding; float32 ``[N, K]``."""
+    rows, columns = values.shape
+    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return values.float() * spread
