@@ -240,10 +240,14 @@ class RolloutFile:
             raise RecordError(f"{self.path}: {name} cannot be read: {error}") from None
 
 
-def read_arrays(file: str, row: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Arrays of one rollout, opening the file for it; what trainer ranks call."""
+def read_arrays(file: str, row: int, *, routes: bool = False) -> dict[str, np.ndarray[Any, Any] | None]:
+    """Arrays of one rollout, opening the file for it; what trainer ranks call.
+
+    ``routes`` adds the expert routes, None where they were not recorded.
+    """
     with RolloutFile(file) as record:
-        return record.arrays(row)
+        arrays: dict[str, np.ndarray[Any, Any] | None] = {**record.arrays(row)}
+        return {**arrays, "routes": record.routes(row)} if routes else arrays
 
 
 def record_path(folder: Path, attempt: int, worker: int) -> Path:

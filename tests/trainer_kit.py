@@ -83,6 +83,7 @@ def make_config(
     ranks: int = 1,
     minibatches: int = 1,
     temperature: float = 1.0,
+    record_routes: bool = False,
 ) -> Config:
     """A CPU config for 8 samples a mini-batch."""
     trained = {
@@ -98,7 +99,12 @@ def make_config(
             "placement": {"device": "cpu", "devices_per_node": ranks},
             "engine": {"backend": "cpu", "tp": 1},
             "environments": {"local": {"serve": "package.module:Class"}},
-            "rollout": {"batch_size": 2 * minibatches, "n_samples": 4, "temperature": temperature},
+            "rollout": {
+                "batch_size": 2 * minibatches,
+                "n_samples": 4,
+                "temperature": temperature,
+                "record_routes": record_routes,
+            },
             "train": trained | (train or {}),
             "algorithm": algorithm or {},
         }

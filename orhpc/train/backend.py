@@ -7,11 +7,12 @@ parameters between ranks are collective: every rank calls them, in the same orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
@@ -23,6 +24,30 @@ class Role(Enum):
 
     POLICY = "policy"
     REFERENCE = "reference"
+
+
+T = TypeVar("T")
+
+
+class Batches(Generic[T]):
+    """A known number of micro-batches, taken from their source when first asked for, then kept.
+
+    A pipeline with several chunks a stage reads them once a chunk, each at its own pace.
+    """
+
+    def __init__(self, source: Iterable[T], count: int) -> None:
+        self._source = iter(source)
+        self._count = count
+        self._taken: list[T] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        for index in range(self._count):
+            if index == len(self._taken):
+                self._taken.append(next(self._source))
+            yield self._taken[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +72,60 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of one state tensor: rows ``start .. start + len(tensor) - 1`` of the whole."""
+    """This rank's part of one state tensor: a block of the whole."""
 
     name: str
-    """``model/NAME``, ``exp_avg/NAME`` or ``exp_avg_sq/NAME`` with the parameter's name in memory."""
+    """``model/NAME``, ``exp_avg/NAME`` or ``exp_avg_sq/NAME``; NAME is the parameter's name in memory
+    (FSDP) or in the Hugging Face checkpoint (Megatron)."""
     tensor: Tensor
     shape: tuple[int, ...]
     """Of the whole tensor."""
     start: int
+    """First row held."""
+    column: int | None = None
+    """First column held, where a rank may hold several blocks of one tensor; null: whole rows."""
+
+    @property
+    def key(self) -> str:
+        """Unique among a rank's shards."""
+        return self.name if self.column is None else f"{self.name}@{self.start},{self.column}"
+
+
+class StopCheck(Protocol):
+    """Whether the update under way is to be abandoned; all ranks ask, at the same micro-batches."""
+
+    def __call__(self) -> None:
+        """Agree with all ranks now; raises StopRequested on all of them when any was asked to stop."""
+        ...
+
+    def ahead(self, delay: int) -> bool:
+        """Start to agree, and return what was agreed ``delay`` calls ago (False before that).
+
+        For ranks that cannot wait for each other at a micro-batch, because they are at different
+        ones: the stages of a pipeline.
+        """
+        ...
+
+
+class HfNames(Protocol):
+    """What whole parameters are in a Hugging Face checkpoint."""
+
+    def split(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        """Return the checkpoint's tensors that one whole parameter holds; also on the meta device."""
+        ...
 
 
 class Backend(Protocol):
-    """One rank of a trainer; :class:`orhpc.train.fsdp.FsdpBackend` is the one there is."""
+    """One rank of a trainer: :class:`orhpc.train.fsdp.FsdpBackend` or
+    :class:`orhpc.train.megatron.backend.MegatronBackend`."""
+
+    dtype: torch.dtype
+    """Of weights in the forward pass, and of what is exported."""
+    data_rank: int
+    """Which of a mini-batch's lists of micro-batches this rank trains on."""
+    reports: bool
+    """Whether this rank's metrics and token counts are part of the sum over ranks; of ranks that share
+    micro-batches one is."""
 
     def build(self) -> dict[str, Any]:
         """Load the model; return ``parameters`` and what else is worth an event.
@@ -67,29 +134,45 @@ class Backend(Protocol):
         """
         ...
 
-    def logprobs(self, batch: PackedBatch, role: Role) -> Tensor:
-        """Return log-probabilities of the sampled targets, ``[P]`` float32, without gradient."""
+    def logprobs(self, batches: Batches[PackedBatch], role: Role) -> list[Tensor | None]:
+        """Return log-probabilities of the sampled targets, ``[P]`` float32 each, without gradient.
+
+        None on ranks that compute no loss: a pipeline's earlier stages.
+        """
         ...
 
     def update(
         self,
-        batches: Iterable[TrainingBatch],
+        batches: Batches[TrainingBatch],
         *,
         n_samples: int,
         n_tokens: int,
-        between: Callable[[], None],
+        between: StopCheck,
     ) -> Update:
         """Train on this rank's micro-batches of one mini-batch: one optimiser step.
 
         ``n_samples`` and ``n_tokens`` count the whole mini-batch over all ranks.  ``between`` is
-        called before every micro-batch and may raise to abandon the update on all ranks.
+        asked before every micro-batch; when it says stop, the update is abandoned on all ranks.
         Raises NonFinite on every rank, before any has stepped, when the loss or a gradient of any
         rank is NaN or infinite.
         """
         ...
 
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of everything that :meth:`export` can be asked for, in a fixed order."""
+        ...
+
+    def export_dtypes(self) -> dict[str, torch.dtype]:
+        """Types of the exported that are not of :attr:`dtype`: routers' correction biases."""
+        ...
+
+    def hf_names(self) -> HfNames: ...
+
     def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named parameters whole, in the model's type, under Hugging Face names."""
+        """Yield the named parameters whole, on every rank, under Hugging Face names.
+
+        In the model's type, but for :meth:`export_dtypes`.
+        """
         ...
 
     def shards(self) -> list[Shard]:

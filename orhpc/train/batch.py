@@ -10,13 +10,13 @@ import bisect
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orhpc.errors import DataError
+from orhpc.errors import DataError, RoutesMissing
 from orhpc.types import BatchPlan, MicroBatch, MiniBatch, Sample
 
 Bins = list[list[int]]
@@ -198,6 +198,16 @@ class PackedBatch:
     advantages_P: NDArray[np.float32]
     segments_P: NDArray[np.int64]
     """Number of the slot's sample in this batch."""
+    routes_PLK: NDArray[Any] | None = None
+    """uint8 or uint16 ``[P, layers, topk]``: the experts that the engine chose for each token; None when
+    they are not asked for, and in a batch without samples."""
+
+    @property
+    def routes_known_P(self) -> NDArray[np.bool_]:
+        """Slots whose routes were recorded: all but each sample's last, which the engine never computed."""
+        known_P = np.full(len(self.input_ids_P), self.routes_PLK is not None)
+        known_P[self.cu_seqlens[1:] - 1] = False
+        return known_P
 
     @property
     def tokens(self) -> int:
@@ -205,11 +215,14 @@ class PackedBatch:
         return len(self.input_ids_P) if self.sample_ids else 0
 
 
-def pack(samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]]) -> PackedBatch:
+def pack(
+    samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]], *, routes: bool = False
+) -> PackedBatch:
     """Pack one micro-batch; ``arrays[s]`` holds ``tokens_T``, ``loss_mask_T`` and ``logprobs_T``.
 
-    No samples give a batch of one masked sequence, so that this rank takes part in every
-    collective.  Raises :class:`~orhpc.errors.DataError` when arrays and plan contradict each other.
+    With ``routes`` also ``routes``, ``[T - 1, layers, topk]``.  No samples give a batch of one masked
+    sequence, so that this rank takes part in every collective.  Raises
+    :class:`~orhpc.errors.DataError` when arrays and plan contradict each other, and RoutesMissing.
     """
     if not samples:
         return _batch((), [np.zeros(2, np.int64)], [np.zeros(2, np.bool_)], [np.zeros(2, np.float32)], [0.0])
@@ -225,7 +238,23 @@ def pack(samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]]) -> Pack
         masks.append(mask_T)
         logprobs.append(logprobs_T)
     ids = tuple(s.rollout_id for s in samples)
-    return _batch(ids, tokens, masks, logprobs, [s.advantage for s in samples])
+    batch = _batch(ids, tokens, masks, logprobs, [s.advantage for s in samples])
+    return replace(batch, routes_PLK=_packed_routes(samples, arrays)) if routes else batch
+
+
+def _packed_routes(samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]]) -> NDArray[Any]:
+    """One row a slot; a sample's last is zero."""
+    parts: list[NDArray[Any]] = []
+    for sample, payload in zip(samples, arrays, strict=True):
+        part = payload.get("routes")
+        if part is None:
+            raise RoutesMissing(f"rollout {sample.rollout_id}: its expert routes were not recorded")
+        if len(part) != sample.length - 1:
+            raise RoutesMissing(
+                f"rollout {sample.rollout_id}: {len(part)} rows of expert routes for {sample.length} tokens"
+            )
+        parts += [part, np.zeros((1, *part.shape[1:]), part.dtype)]
+    return np.concatenate(parts)
 
 
 def _check_sample(

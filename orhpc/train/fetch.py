@@ -19,11 +19,12 @@ FETCH_TIMEOUT_S = 600.0
 Arrays = Mapping[str, Any]
 
 
-def fetch_arrays(location: Location) -> Arrays:
-    """Return ``tokens_T``, ``loss_mask_T`` and ``logprobs_T`` of one rollout.
+def fetch_arrays(location: Location, *, routes: bool = False) -> Arrays:
+    """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, if asked for, ``routes`` of one rollout.
 
-    From Ray's object store while they are there, else from the record file.  Raises RayLost when
-    the only copy was in an object store that is gone, RecordError for a bad record.
+    From Ray's object store while they are there, else from the record file; routes that were not
+    recorded are None.  Raises RayLost when the only copy was in an object store that is gone,
+    RecordError for a bad record.
     """
     held = location.arrays
     if isinstance(held, Mapping):
@@ -33,7 +34,11 @@ def fetch_arrays(location: Location) -> Arrays:
         import ray.exceptions
 
         try:
-            return ray.get(held, timeout=FETCH_TIMEOUT_S)
+            arrays: Any = ray.get(held, timeout=FETCH_TIMEOUT_S)
+            if not routes:
+                return arrays
+            wanted = location.routes
+            return {**arrays, "routes": None if wanted is None else ray.get(wanted, timeout=FETCH_TIMEOUT_S)}
         except ray.exceptions.RayError as error:
             if location.file is None:
                 reason = str(error).split("\n", 1)[0]
@@ -42,12 +47,15 @@ def fetch_arrays(location: Location) -> Arrays:
         raise RayLost("a rollout's arrays are neither in memory nor in a record")
     from orhpc.record import read_arrays
 
-    return read_arrays(location.file, location.row)
+    return read_arrays(location.file, location.row, routes=routes)
 
 
-def load_batch(micro_batch: MicroBatch, fetch: Callable[[Location], Arrays] = fetch_arrays) -> PackedBatch:
-    """Fetch and pack one micro-batch."""
-    return pack(micro_batch.samples, [fetch(sample.location) for sample in micro_batch.samples])
+def load_batch(
+    micro_batch: MicroBatch, fetch: Callable[..., Arrays] = fetch_arrays, *, routes: bool = False
+) -> PackedBatch:
+    """Fetch and pack one micro-batch, with its expert routes where they are asked for."""
+    arrays = [fetch(sample.location, routes=routes) for sample in micro_batch.samples]
+    return pack(micro_batch.samples, arrays, routes=routes)
 
 
 def prefetched(load: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from orhpc.errors import ModelError
-from orhpc.train.backend import Role, Shard, TrainingBatch, Update
+from orhpc.train.backend import Batches, Role, Shard, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
 from orhpc.train.model import (
@@ -34,8 +34,10 @@ from orhpc.train.model import (
     load_model,
     load_model_config,
     model_parameters,
+    saved_buffers,
 )
 from orhpc.train.optim import Optimiser, local
+from orhpc.train.replay import RouterReplay
 from orhpc.train.residence import HostCopy, storage_key
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class FsdpBackend:
         self.world_size = world_size
         self.device = torch.device(config.placement.device)
         self.dtype = DTYPES[config.model.dtype]
+        self.data_rank = rank
+        self.reports = True
         self._asleep: dict[int, HostCopy] = {}
 
     # --- building -----------------------------------------------------------------------------
@@ -102,10 +106,20 @@ class FsdpBackend:
             hf,
             temperature=self.config.rollout.temperature,
             chunk=self.config.train.logprob_chunk_tokens,
+            # Never in the reference: it has routed for itself since before any engine sampled.
+            routers=self._routers(hf) if trained else None,
         )
         # Always in training mode, without any dropout: every pass of a step computes the same.
         model.train().requires_grad_(trained)
         return model
+
+    def _routers(self, hf: PreTrainedModel) -> RouterReplay | None:
+        if not self.config.routes_wanted:
+            return None
+        routers = RouterReplay(hf, replay=self.config.train.routing_replay)
+        if not routers.layers:
+            raise ModelError(f"{type(hf).__name__} has no router whose choices could be replayed")
+        return routers
 
     def _shard(self, model: LogprobModel) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -164,21 +178,23 @@ class FsdpBackend:
     # --- computing ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch, role: Role) -> Tensor:
+    def logprobs(self, batches: Batches[PackedBatch], role: Role) -> list[Tensor | None]:
         model = self.policy if role is Role.POLICY else self.reference
         if model is None:
             raise ValueError("the reference is only loaded with algorithm.use_kl_loss")
-        return model(DeviceBatch.of(batch, self.device))[0]
+        return [model(DeviceBatch.of(batch, self.device))[0] for batch in batches]
 
     def update(
         self,
-        batches: Iterable[TrainingBatch],
+        batches: Batches[TrainingBatch],
         *,
         n_samples: int,
         n_tokens: int,
         between: Callable[[], None],
     ) -> Update:
         metrics = MetricSums()
+        if self.policy.routers is not None:
+            self.policy.routers.metrics()  # only the update's own passes are counted
         try:
             for training in batches:
                 between()
@@ -186,6 +202,8 @@ class FsdpBackend:
         except BaseException:
             self.optimiser.clear()
             raise
+        if self.policy.routers is not None:
+            metrics.add(self.policy.routers.metrics())
         started = time.perf_counter()
         norm, lr = self.optimiser.step(metrics.sums["loss"])
         return Update(metrics, norm, lr, time.perf_counter() - started)
@@ -213,8 +231,13 @@ class FsdpBackend:
     # --- weights and state --------------------------------------------------------------------
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every parameter, by its name in memory."""
-        return dict(self._shapes)
+        """Whole shape of everything a checkpoint holds, by its name in memory: parameters, and buffers
+        such as the routers' correction biases of DeepSeek-V3, GLM-4-MoE and MiniMax-M2."""
+        buffers = {name: tuple(b.shape) for name, b in saved_buffers(self.policy.hf)}
+        return {**self._shapes, **buffers}
+
+    def export_dtypes(self) -> dict[str, torch.dtype]:
+        return {name: buffer.dtype for name, buffer in saved_buffers(self.policy.hf)}
 
     def hf_names(self) -> HfNames:
         return self._hf_names
@@ -222,7 +245,11 @@ class FsdpBackend:
     @torch.no_grad()
     def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self._named(self.policy))
+        buffers = dict(saved_buffers(self.policy.hf))
         for name in names:
+            if name in buffers:
+                yield from self._hf_names.split(name, buffers[name]).items()
+                continue
             parameter = parameters[name].detach()
             # Converted before it is gathered: half the bytes in half precision.
             converted = parameter.to(self.dtype)

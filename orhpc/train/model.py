@@ -18,6 +18,7 @@ from orhpc.train import packed_attention
 from orhpc.train.batch import PackedBatch
 from orhpc.train.head import LogitScaling, token_logprobs
 from orhpc.train.packed_attention import Packing
+from orhpc.train.replay import RoutedRows, RouterReplay
 
 if TYPE_CHECKING:
     from orhpc.config import ModelSettings
@@ -30,9 +31,10 @@ PROBE_LENGTHS = (7, 5)
 """Tokens of the two sequences of the self-check."""
 
 
-def load_model_config(model_dir: str, settings: ModelSettings) -> Any:
+def load_model_config(model_dir: str, settings: ModelSettings, *, quantised: bool = False) -> Any:
     """Read ``config.json`` and switch off whatever would make a forward pass random.
 
+    ``quantised``: the caller can read quantised weights, or refuses them itself.
     Raises :class:`~orhpc.errors.ModelError` for folders and families that cannot be trained.
     """
     if not (Path(model_dir) / "config.json").is_file():
@@ -43,7 +45,7 @@ def load_model_config(model_dir: str, settings: ModelSettings) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path: {model_dir}: {_one_line(error)}") from error
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) and not quantised:
         raise ModelError(f"model.path: {model_dir} holds quantised weights, which cannot be trained")
     for name, value in vars(config).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
@@ -129,6 +131,8 @@ class DeviceBatch:
     n_segments: int
     rollout_logprobs_P: Tensor
     advantages_P: Tensor
+    routed: RoutedRows | None = None
+    """Expert routes recorded at sampling time, where they were fetched."""
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> DeviceBatch:
@@ -145,6 +149,7 @@ class DeviceBatch:
             n_segments=len(batch.cu_seqlens) - 1,
             rollout_logprobs_P=torch.from_numpy(batch.rollout_logprobs_P).to(device),
             advantages_P=torch.from_numpy(batch.advantages_P).to(device),
+            routed=RoutedRows.of(batch, device),
         )
 
 
@@ -155,9 +160,12 @@ class LogprobModel(nn.Module):
     inside the root module's forward and backward.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, temperature: float, chunk: int) -> None:
+    def __init__(
+        self, hf: PreTrainedModel, *, temperature: float, chunk: int, routers: RouterReplay | None = None
+    ) -> None:
         super().__init__()
         self.hf = hf
+        self.routers = routers
         self.scaling = logit_scaling_of(hf.config, temperature)
         self.chunk = chunk
         head = hf.get_output_embeddings()
@@ -173,6 +181,8 @@ class LogprobModel(nn.Module):
         """
         if probe:
             return self._probe(batch)
+        if self.routers is not None:
+            self.routers.start(batch.routed)
         hidden_PH = self._hidden(batch.input_ids_P, batch.position_ids_P, batch.packing)
         head = self._head()
         logprobs_R, entropy_R = token_logprobs(
@@ -258,6 +268,12 @@ def model_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
     Sorted, because a family may build its modules in the order of a set, which differs by process.
     """
     return sorted(model.named_parameters(), key=lambda item: item[0])
+
+
+def saved_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Every buffer that a checkpoint of the model holds, in an order that all ranks share."""
+    saved = model.state_dict(keep_vars=True)
+    return sorted((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 class HfNames:

@@ -26,6 +26,8 @@ TOKEN_MEANS = {
     "corrected_away": "corrected_away_fraction",
 }
 """Sums over sampled tokens, and the metric that each becomes when divided by their number."""
+ROUTE_FRACTIONS = {"pairs": "router_mismatch_fraction", "tokens": "token_mismatch_fraction"}
+"""Of tokens times routers, and of tokens: how many would have gone to other experts than the engine's."""
 
 
 class StepReport:
@@ -78,6 +80,9 @@ class StepReport:
             result |= {metric: sums[name] / tokens for name, metric in TOKEN_MEANS.items() if name in sums}
             if sums["rho_squared"]:
                 result["effective_sample_size"] = sums["rho"] ** 2 / (sums["rho_squared"] * tokens)
+            for what in ("pairs", "tokens"):
+                if sums.get(f"routed_{what}"):
+                    result[ROUTE_FRACTIONS[what]] = sums[f"rerouted_{what}"] / sums[f"routed_{what}"]
         return result
 
 

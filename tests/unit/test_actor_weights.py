@@ -137,7 +137,7 @@ def test_a_missing_rank_is_an_infrastructure_failure(folder: str) -> None:
 def test_arrays_come_from_the_record_when_they_are_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def read_arrays(file: str, row: int) -> dict[str, Any]:
+    def read_arrays(file: str, row: int, *, routes: bool) -> dict[str, Any]:
         asked.append((file, row))
         return {"tokens_T": np.zeros(2)}
 
@@ -167,7 +167,7 @@ def test_the_next_micro_batch_is_loaded_while_this_one_is_worked_on() -> None:
 
 
 def test_a_rank_with_nothing_to_do_loads_an_empty_batch() -> None:
-    def never(location: Location) -> dict[str, Any]:
+    def never(location: Location, *, routes: bool) -> dict[str, Any]:
         raise AssertionError("nothing to fetch")
 
     assert load_batch(MicroBatch(()), never).tokens == 0

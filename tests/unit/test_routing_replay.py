@@ -1,0 +1,249 @@
+"""Routing replay: the experts used are the recorded ones, and nothing else about the model changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from orhpc.errors import ConfigError, ModelError, RoutesMissing
+from orhpc.train.actor import TrainerRank
+from orhpc.train.backend import Batches, Role
+from orhpc.train.batch import pack, plan_batches
+from orhpc.train.fsdp import FsdpBackend
+from orhpc.train.replay import RoutedRows, RouterReplay, weight_form
+from orhpc.types import MiniBatch, Sample
+from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model
+
+TOKENS, EXPERTS, TOPK, LAYERS = 24, 8, 2, 3
+_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_DENSE_FIRST = {"first_k_dense_replace": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": EXPERTS, "norm_topk_prob": True, "head_dim": 8},
+    "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 16},
+    "mixtral": {"num_local_experts": EXPERTS},
+    "deepseek_v3": {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+    | _MLA,
+    "glm4_moe": {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "minimax_m2": {"num_local_experts": EXPERTS, "head_dim": 8, "rotary_dim": 4},
+}
+
+
+def tiny(family: str) -> PreTrainedModel:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4 if family == "deepseek_v3" else 2,
+        num_experts_per_tok=TOPK,
+        initializer_range=0.2,
+        **FAMILIES[family],
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def used_experts(model: nn.Module) -> dict[str, Tensor]:
+    """Fill a dict with what each router hands to its experts; registered last, so it sees the last word."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        seen[name] = output[2].clone()
+
+    for name, module in model.named_modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(partial(keep, name))
+    return seen
+
+
+def random_routes(seed: int, rows: int = TOKENS) -> np.ndarray:
+    """``[rows, layers, topk]`` of distinct experts."""
+    rng = np.random.default_rng(seed)
+    return np.argsort(rng.random((rows, LAYERS, EXPERTS)), axis=-1)[..., :TOPK].astype(np.uint8)
+
+
+def rows_of(routes: np.ndarray, known: Tensor | None = None) -> RoutedRows:
+    known_P = torch.ones(len(routes), dtype=torch.bool) if known is None else known
+    return RoutedRows(torch.from_numpy(routes), known_P, int(known_P.sum()))
+
+
+def logits_of(model: PreTrainedModel) -> Tensor:
+    return model(input_ids=torch.arange(TOKENS)[None] * 7 % 61, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replaying_a_models_own_choices_changes_nothing(family: str) -> None:
+    model = tiny(family)
+    routers = RouterReplay(model, replay=True)
+    seen = used_experts(model)
+    with torch.no_grad():
+        plain = logits_of(model)
+        own = {int(name.split("layers.")[1].split(".")[0]): experts for name, experts in seen.items()}
+        assert sorted(own) == routers.layers
+        nothing = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+        routes = torch.stack([own.get(layer, nothing) for layer in range(LAYERS)], 1).to(torch.uint8).numpy()
+        routers.start(rows_of(routes))
+        torch.testing.assert_close(logits_of(model), plain, rtol=1e-5, atol=1e-5)
+    sums = routers.metrics().sums
+    assert float(sums["rerouted_pairs"]) == float(sums["rerouted_tokens"]) == 0
+    assert float(sums["routed_tokens"]) == TOKENS
+    assert float(sums["routed_pairs"]) == TOKENS * len(routers.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_recorded_experts_are_used_and_the_router_still_learns(family: str) -> None:
+    model = tiny(family)
+    routers = RouterReplay(model, replay=True)
+    seen = used_experts(model)
+    routes, known = random_routes(1), torch.arange(TOKENS) % 5 != 4
+    with torch.no_grad():
+        logits_of(model)
+    own = dict(seen)
+    routers.start(rows_of(routes, known))
+    logits_of(model)[0, ::2].sum().backward()
+    for name, experts in seen.items():
+        layer = int(name.split("layers.")[1].split(".")[0])
+        np.testing.assert_array_equal(experts[known].numpy(), routes[known.numpy(), layer])
+        if layer == routers.layers[0]:  # its inputs are the same as without replay
+            assert torch.equal(experts[~known], own[name][~known])
+        weight = model.get_submodule(name).get_parameter("weight")
+        assert weight.grad is not None
+        assert float(weight.grad.abs().max()) > 0
+    assert float(routers.metrics().sums["rerouted_tokens"]) > 0
+
+
+def test_recomputation_replays_the_same_experts_and_is_not_counted_again() -> None:
+    gradients, counts = [], []
+    for checkpointing in (False, True):
+        model = tiny("qwen3_moe")
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        routers = RouterReplay(model, replay=True)
+        routers.start(rows_of(random_routes(2)))
+        logits_of(model).square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        counts.append({name: float(value) for name, value in routers.metrics().sums.items()})
+    assert counts[0] == counts[1]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_without_replay_differences_are_counted_and_nothing_changes() -> None:
+    model = tiny("qwen3_moe")
+    routers = RouterReplay(model, replay=False)
+    with torch.no_grad():
+        plain = logits_of(model)
+        routers.start(rows_of(random_routes(4)))
+        assert torch.equal(logits_of(model), plain)
+    sums = routers.metrics().sums
+    assert 0 < float(sums["rerouted_tokens"]) <= TOKENS
+    assert float(sums["rerouted_pairs"]) >= float(sums["rerouted_tokens"])
+
+
+def test_routes_of_other_shapes_are_refused() -> None:
+    model = tiny("qwen3_moe")
+    routers = RouterReplay(model, replay=True)
+    with pytest.raises(RoutesMissing, match="2 layers"):
+        routers.start(rows_of(random_routes(1)[:, :2]))
+    routers.start(rows_of(random_routes(1)[:5]))
+    with pytest.raises(RoutesMissing, match="routes of 5 tokens"):
+        logits_of(model)
+
+
+def test_a_router_that_weighs_in_another_way_is_refused() -> None:
+    logits = torch.randn(4, EXPERTS)
+    indices = logits.topk(TOPK).indices
+    with pytest.raises(ModelError, match="not known"):
+        weight_form(nn.Linear(1, 1), logits, logits.tanh().gather(1, indices), indices)
+
+
+# --- through the backend --------------------------------------------------------------------------
+
+
+def samples_with_routes(n: int, seed: int = 0) -> list[Sample]:
+    """Samples for the tests' tiny Qwen3-MoE (2 layers, 4 experts, top 2)."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for sample in make_samples(n, seed=seed):
+        routes = np.argsort(rng.random((sample.length - 1, 2, 4)), axis=-1)[..., :2].astype(np.uint8)
+        arrays = sample.location.arrays | {"routes": routes}
+        samples.append(replace(sample, location=replace(sample.location, arrays=arrays)))
+    return samples
+
+
+def replaying_config(ranks: int = 1, *, replay: bool = True) -> Any:
+    train = {"gradient_checkpointing": True, "lr": 0.0, "routing_replay": replay}
+    return make_config(ranks=ranks, train=train, record_routes=True)
+
+
+def one_step(rank: int, world: int, port: int, folder: str, replay: bool) -> dict[str, float]:
+    trainer = TrainerRank(replaying_config(world, replay=replay), folder, rank, world, 1)
+    trainer.connect("127.0.0.1", port, 60)
+    trainer.build()
+    try:
+        plan = plan_batches(samples_with_routes(8), ranks=world, n_minibatches=1, max_tokens=MAX_TOKENS)
+        minibatches: tuple[MiniBatch, ...] = plan.minibatches
+        return trainer.step(minibatches, step=0)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.slow
+def test_one_and_two_ranks_replay_the_same_and_count_the_same(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    (alone,) = run_ranks(one_step, 1, folder, True)
+    first, second = run_ranks(one_step, 2, folder, True)
+    for name in (
+        "loss",
+        "grad_norm",
+        "logprob_diff_mean",
+        "router_mismatch_fraction",
+        "token_mismatch_fraction",
+    ):
+        assert first[name] == second[name]
+        assert first[name] == pytest.approx(alone[name], rel=1e-4), name
+    assert 0 < alone["router_mismatch_fraction"] <= alone["token_mismatch_fraction"] <= 1
+    (off,) = run_ranks(one_step, 1, folder, False)
+    assert off["logprob_diff_mean"] != alone["logprob_diff_mean"]  # other experts were used
+
+
+def test_a_samples_logprobs_do_not_depend_on_what_it_is_packed_with(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    samples = samples_with_routes(4, seed=5)
+    backend = FsdpBackend(replaying_config(), folder, 0, 1)
+    backend.build()
+    arrays = [s.location.arrays for s in samples]
+    (together,) = backend.logprobs(Batches([pack(samples, arrays, routes=True)], 1), Role.POLICY)
+    alone = [pack([s], [a], routes=True) for s, a in zip(samples, arrays, strict=True)]
+    parts = backend.logprobs(Batches(alone, len(alone)), Role.POLICY)
+    assert together is not None
+    torch.testing.assert_close(together, torch.cat([p for p in parts if p is not None]), rtol=1e-4, atol=1e-5)
+    (free,) = backend.logprobs(Batches([pack(samples, arrays)], 1), Role.POLICY)
+    assert free is not None
+    assert float((free - together).abs().max()) > 1e-3
+
+
+def test_missing_routes_are_an_error_and_never_a_silent_fallback() -> None:
+    samples = samples_with_routes(2)
+    bare = [{k: v for k, v in s.location.arrays.items() if k != "routes"} for s in samples]
+    with pytest.raises(RoutesMissing, match="not recorded"):
+        pack(samples, bare, routes=True)
+    short = [s.location.arrays | {"routes": s.location.arrays["routes"][:-1]} for s in samples]
+    with pytest.raises(RoutesMissing, match="rows of expert routes"):
+        pack(samples, short, routes=True)
+
+
+def test_replay_needs_recorded_routes() -> None:
+    with pytest.raises((ConfigError, ValueError), match="record_routes"):
+        make_config(train={"routing_replay": True})
