@@ -49,6 +49,8 @@ from orhpc.types import BatchPlan, PromptGroup, Sample
 log = logging.getLogger("orhpc.driver")
 T = TypeVar("T")
 _STOP_POLL_S = 0.2
+_LEAVE_S = 5.0
+"""After a stop and its commit, how long sessions and loggers may take to close."""
 
 
 class Run:
@@ -87,7 +89,7 @@ class Run:
             task.cancel()
 
     def close(self) -> None:
-        self.tracker.close()
+        self.tracker.close(*([_LEAVE_S] if self.stop_requested() else []))
         self.events.close()
 
 
@@ -237,7 +239,15 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
             raise
         await saver.finish()
     finally:
-        await parts.close()
+        await leave(run, parts)
+
+
+async def leave(run: Run, parts: Parts) -> None:
+    """Close every part; after a stop within seconds, since what the scheduler grants is short."""
+    try:
+        await asyncio.wait_for(parts.close(), _LEAVE_S if run.stop_requested() else None)
+    except TimeoutError:
+        log.warning("not everything was closed within %.0f s of a stop", _LEAVE_S)
 
 
 async def supervise(run: Run, lowered: int | None = None) -> int:

@@ -12,6 +12,7 @@ import os
 import queue
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from orhpc.config import Config
@@ -28,8 +29,8 @@ class Tracker:
 
     def __init__(self, config: Config, rundir: RunDir) -> None:
         self.dropped = 0
-        """Metric rows that did not fit into the queue."""
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE)
+        """Metric rows and alarms that did not fit into the queue."""
+        self._queue: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_QUEUE)
         self._config, self._rundir = config, rundir
         self._thread: threading.Thread | None = None
         if config.wandb.enabled:
@@ -38,14 +39,21 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand over one step's metrics; returns at once."""
+        self._hand_over(lambda run: run.log(metrics, step=step))
+
+    def alert(self, text: str) -> None:
+        """Hand over an alarm, which W&B sends to whoever wants it; returns at once."""
+        self._hand_over(lambda run: run.alert(title="orhpc", text=text, wait_duration=600))
+
+    def _hand_over(self, work: Callable[[Any], None]) -> None:
         if self._thread is None:
             return
         try:
-            self._queue.put_nowait((step, metrics))
+            self._queue.put_nowait(work)
         except queue.Full:
             self.dropped += 1
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = _FINISH_S) -> None:
         """Let the thread finish, within a deadline."""
         if self._thread is None:
             return
@@ -54,9 +62,9 @@ class Tracker:
         except queue.Full:
             log.warning("W&B is stuck; its last metrics are only in events.jsonl")
             return
-        self._thread.join(_FINISH_S)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("W&B did not finish within %.0f s; events.jsonl has everything", _FINISH_S)
+            log.warning("W&B did not finish within %.0f s; events.jsonl has everything", timeout_s)
 
     def _work(self) -> None:
         run = None
@@ -64,13 +72,13 @@ class Tracker:
             run = self._start()
         except Exception as error:  # noqa: BLE001 - whatever a logger raises, training goes on
             log.warning("W&B is off for this attempt: %s", " ".join(str(error).split())[:300])
-        while (item := self._queue.get()) is not None:
+        while (work := self._queue.get()) is not None:
             if run is None:
                 continue
             try:
-                run.log(item[1], step=item[0])
+                work(run)
             except Exception as error:  # noqa: BLE001
-                log.warning("W&B refused step %d: %s", item[0], " ".join(str(error).split())[:300])
+                log.warning("W&B refused a row or an alarm: %s", " ".join(str(error).split())[:300])
         if run is not None:
             try:
                 run.finish()

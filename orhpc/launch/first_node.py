@@ -40,6 +40,7 @@ def run_first_node(
     max_tokens: int | None = None,
     tick: Callable[[], None] = lambda: None,
     kill: Callable[[], bool] = lambda: False,
+    driver_ended: Callable[[int], None] = lambda status: None,
 ) -> int:
     """Bring the first node's part of an attempt up, wait for the driver, take everything down.
 
@@ -49,6 +50,7 @@ def run_first_node(
         stop_file: the driver commits and leaves once it exists.
         tick: called a few times a second while the driver runs.
         kill: polled; when true the driver is ended without a commit.
+        driver_ended: told the driver's exit status before anything is taken down.
 
     Returns:
         The driver's exit status: negative when a signal ended it.
@@ -82,6 +84,7 @@ def run_first_node(
                 driver.kill()
             time.sleep(TICK_S)
         tick()
+        driver_ended(driver.returncode)
         return driver.returncode
     finally:
         if driver is not None:

@@ -71,6 +71,7 @@ class FirstNode:
         self.memory = ""
         """What the kernel's memory limit did on one of the nodes."""
         self.others: tuple[Node, ...] = ()
+        self._code = EXIT_FAILED
         self._watch = MemoryWatch()
         self._looked = 0.0
 
@@ -132,28 +133,30 @@ class FirstNode:
 
     def _lead(self, attempt: int) -> int:
         say(f"{self.rundir.path}: attempt {attempt}, {self.job.nodes} nodes")
-        status, problem = EXIT_FAILED, ""
+        self._attempt = attempt
         try:
             preflight.require(self.config, self.job, self.rundir)
             use_switches(self.config)
-            node = this_node(self.job, self.config.slurm.interface)
-            use_address(node.address)
-            self._node, self._attempt = node, attempt
-            status = run_first_node(
-                self.rundir, attempt, self.config, node, self.job.stop_file, gather=self._gather,
-                max_tokens=self.max_tokens, tick=self._tick,
+            self._node = this_node(self.job, self.config.slurm.interface)
+            use_address(self._node.address)
+            run_first_node(
+                self.rundir, attempt, self.config, self._node, self.job.stop_file, gather=self._gather,
+                max_tokens=self.max_tokens, tick=self._tick, driver_ended=self._conclude,
             )  # fmt: skip
         except OrhpcError as error:
-            status, problem = policy_of(error).exit_code, f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"
             if isinstance(error, preflight.BadNode):
                 self.lost.append(self.job.node_name)
             say(problem)
+            self._conclude(policy_of(error).exit_code, problem)
+        return self._code
+
+    def _conclude(self, status: int, problem: str = "") -> None:
+        """Write down how the attempt ended, and let the other nodes go; what time is left is for teardown."""
+        attempt = self._attempt
         ended = Ended(self.job, self.config, self.rundir, attempt, status, problem)
         ended.memory, ended.nodes, ended.lost = self.memory, self.others, self.lost
-        return self._conclude(ended)
-
-    def _conclude(self, ended: Ended) -> int:
-        attempt, outcome = ended.attempt, ended.outcome()
+        outcome = ended.outcome()
         ledger.write(self.rundir, outcome)
         say(f"attempt {attempt} ended: {outcome.reason}, step {outcome.step} committed. {outcome.detail}")
         code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
@@ -165,7 +168,7 @@ class FirstNode:
         if ended.lost:
             (self.job.folder / "exclude").write_text(",".join(sorted(set(ended.lost))))
         rendezvous.end(self.rundir, attempt, code)
-        return code
+        self._code = code
 
     def _tick(self) -> None:
         if self.rundir.newest_attempt() > self._attempt:
