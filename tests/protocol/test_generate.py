@@ -23,7 +23,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(server: Server, temperature:
     assert got.prompt_tokens == 40
     assert 1 <= len(got.tokens_N) <= 30
     wanted = server.reference_logprobs(prompt, got.tokens_N, temperature)
-    np.testing.assert_allclose(got.logprobs_N, wanted, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 
 
 def test_greedy_takes_the_most_likely_token(server: Server) -> None:
@@ -37,7 +37,7 @@ def test_greedy_takes_the_most_likely_token(server: Server) -> None:
         assert int(logits.argmax()) == token
         context.append(token)
     wanted = server.reference_logprobs(prompt, got.tokens_N, 1.0)
-    np.testing.assert_allclose(got.logprobs_N, wanted, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 
 
 def test_a_seed_samples_the_same_alone_and_in_any_batch(server: Server) -> None:
@@ -63,7 +63,7 @@ def test_a_seed_samples_the_same_alone_and_in_any_batch(server: Server) -> None:
     second = server.use(together)
     for one, other in zip(first, second, strict=True):
         assert one.tokens_N.tolist() == other.tokens_N.tolist()
-        np.testing.assert_allclose(one.logprobs_N, other.logprobs_N, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(one.logprobs_N, other.logprobs_N, atol=server.tolerance, rtol=0)
 
 
 def test_different_seeds_sample_differently(server: Server) -> None:
@@ -86,9 +86,9 @@ def test_the_next_turn_reuses_the_last_one(server: Server) -> None:
     fresh = server.generate(turn, Sampling(max_new_tokens=10, seed=2))
     assert fresh.cached_tokens == 0
     assert fresh.tokens_N.tolist() == reused.tokens_N.tolist()
-    np.testing.assert_allclose(fresh.logprobs_N, reused.logprobs_N, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(fresh.logprobs_N, reused.logprobs_N, atol=server.tolerance, rtol=0)
     wanted = server.reference_logprobs(turn, reused.tokens_N, 1.0)
-    np.testing.assert_allclose(reused.logprobs_N, wanted, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(reused.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 
 
 def test_a_group_shares_the_prefill_of_its_prompt(server: Server) -> None:
@@ -106,7 +106,7 @@ def test_a_group_shares_the_prefill_of_its_prompt(server: Server) -> None:
         assert sorted(g.cached_tokens for g in done) == [0, 59, 59, 59, 59, 59]
     for g in done:
         wanted = server.reference_logprobs(prompt, g.tokens_N, 1.0)
-        np.testing.assert_allclose(g.logprobs_N, wanted, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(g.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 
 
 def test_more_requests_than_slots_all_finish(server: Server) -> None:
@@ -121,7 +121,7 @@ def test_more_requests_than_slots_all_finish(server: Server) -> None:
 
     for prompt, g in zip(prompts, server.use(crowd), strict=True):
         wanted = server.reference_logprobs(prompt, g.tokens_N, 1.0)
-        np.testing.assert_allclose(g.logprobs_N, wanted, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(g.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 
 
 def test_stop_tokens_end_a_generation_and_belong_to_it(server: Server) -> None:
@@ -152,7 +152,7 @@ def test_full_truncation_is_greedy_with_the_whole_distributions_logprob(
     got = server.generate(prompt, Sampling(max_new_tokens=8, temperature=1.0, seed=4, **truncation))
     assert got.tokens_N.tolist() == greedy.tokens_N.tolist()
     wanted = server.reference_logprobs(prompt, got.tokens_N, 1.0)
-    np.testing.assert_allclose(got.logprobs_N, wanted, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 
 
 def test_a_list_of_prompts_is_answered_with_a_list(server: Server) -> None:

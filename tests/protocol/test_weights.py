@@ -51,7 +51,7 @@ def assert_serves(server: Server, folder: Path | None, version: int) -> Generati
     got = server.generate(PROMPT, SAMPLING)
     assert got.version == version
     wanted = server.reference_logprobs(PROMPT, got.tokens_N, 1.0, folder)
-    np.testing.assert_allclose(got.logprobs_N, wanted, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got.logprobs_N, wanted, atol=server.tolerance, rtol=0)
     other = server.reference_logprobs(
         PROMPT, got.tokens_N, 1.0, server.other if folder == server.folder else server.folder
     )
@@ -101,14 +101,14 @@ def test_from_tensors_in_shared_memory(mutable: Server) -> None:
     assert_serves(mutable, mutable.other, 6)
 
 
-def test_other_types_are_cast(mutable: Server) -> None:
-    named = [(n, t.to(torch.bfloat16)) for n, t in other_weights(mutable)]
+def test_other_types_are_cast(ours: Server) -> None:
+    named = [(n, t.to(torch.bfloat16)) for n, t in other_weights(ours)]
     text = serialize_named_tensors(named, "flattened_bucket")
-    mutable.use(
+    ours.use(
         lambda c: c.update_weights_from_tensor([text], load_format="flattened_bucket", weight_version="1")
     )
     name, tensor = named[0]
-    held = mutable.use(lambda c: c.get_weights_by_name(name, 2))
+    held = ours.use(lambda c: c.get_weights_by_name(name, 2))
     assert held == tensor[:2].float().tolist()
 
 
@@ -207,8 +207,8 @@ def test_from_a_process_group(sender: Sender, load_format: str | None) -> None:
 @pytest.mark.slow
 def test_a_broadcast_that_never_comes_leaves_weights_partial(sender: Sender) -> None:
     server = sender.server
-    if server.moe:
-        pytest.skip("one wait for the deadline is enough")
+    if server.moe or not server.own:
+        pytest.skip("one wait for the deadline is enough, and SGLang's is long")
     parts = buckets(other_weights(server))
     sender.send(parts[0], None, None)
     names, dtypes, shapes = specs(parts[1])
@@ -229,22 +229,22 @@ def assert_partial(server: Server) -> None:
     assert server.get("/health_generate").status_code == 503
 
 
-def test_an_open_update_is_not_served(mutable: Server) -> None:
-    first, *_ = buckets(other_weights(mutable))
-    mutable.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(first)]))
+def test_an_open_update_is_not_served(ours: Server) -> None:
+    first, *_ = buckets(other_weights(ours))
+    ours.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(first)]))
     with pytest.raises(EngineUnavailable, match="open"):
-        mutable.generate(PROMPT, SAMPLING)
-    mutable.use(lambda c: c.update_weight_version("2"))
-    assert mutable.generate(PROMPT, SAMPLING).version == 2
+        ours.generate(PROMPT, SAMPLING)
+    ours.use(lambda c: c.update_weight_version("2"))
+    assert ours.generate(PROMPT, SAMPLING).version == 2
 
 
-def test_a_refused_part_makes_an_open_update_partial(mutable: Server) -> None:
-    first, *_ = buckets(other_weights(mutable))
-    mutable.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(first)]))
+def test_a_refused_part_makes_an_open_update_partial(ours: Server) -> None:
+    first, *_ = buckets(other_weights(ours))
+    ours.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(first)]))
     wrong = [("model.norm.weight", torch.zeros(3))]
     with pytest.raises(WeightSyncFailed, match="shape"):
-        mutable.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(wrong)]))
-    assert_partial(mutable)
+        ours.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(wrong)]))
+    assert_partial(ours)
 
 
 @pytest.mark.parametrize(
@@ -256,32 +256,30 @@ def test_a_refused_part_makes_an_open_update_partial(mutable: Server) -> None:
     ids=["name", "shape"],
 )
 def test_what_does_not_fit_is_refused_and_whole_weights_stay_whole(
-    mutable: Server, named: Named, said: str
+    ours: Server, named: Named, said: str
 ) -> None:
     with pytest.raises(WeightSyncFailed, match=said):
-        mutable.use(
-            lambda c: c.update_weights_from_tensor([serialize_named_tensors(named)], weight_version="9")
-        )
-    assert_serves(mutable, mutable.folder, 0)
+        ours.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(named)], weight_version="9"))
+    assert_serves(ours, ours.folder, 0)
 
 
-def test_bad_folders_are_refused_and_whole_weights_stay_whole(mutable: Server, tmp_path: Path) -> None:
+def test_bad_folders_are_refused_and_whole_weights_stay_whole(ours: Server, tmp_path: Path) -> None:
     def refused(folder: Path, said: str) -> None:
         with pytest.raises(WeightSyncFailed, match=said):
-            mutable.use(lambda c: c.update_weights_from_disk(str(folder), weight_version="9"))
+            ours.use(lambda c: c.update_weights_from_disk(str(folder), weight_version="9"))
 
     refused(tmp_path / "none", "no safetensors")
     partial = tmp_path / "partial"
     partial.mkdir()
-    save_file(dict(other_weights(mutable)[1:]), partial / "model.safetensors")
+    save_file(dict(other_weights(ours)[1:]), partial / "model.safetensors")
     refused(partial, "lacks 1 param")
     torn = tmp_path / "torn"
     torn.mkdir()
-    assert mutable.other is not None
-    data = (mutable.other / "model.safetensors").read_bytes()
+    assert ours.other is not None
+    data = (ours.other / "model.safetensors").read_bytes()
     (torn / "model.safetensors").write_bytes(data[: len(data) // 2])
     refused(torn, "cannot read")
-    assert_serves(mutable, mutable.folder, 0)
+    assert_serves(ours, ours.folder, 0)
 
 
 class Evil:
@@ -344,21 +342,21 @@ def test_a_group_without_a_sender_is_given_up(dense: Server) -> None:
     assert dense.get("/health").status_code == 200
 
 
-def test_checksums_and_values_follow_the_weights(mutable: Server) -> None:
+def test_checksums_and_values_follow_the_weights(ours: Server) -> None:
     async def sums(client: EngineClient) -> dict[str, str]:
-        return (await client.weights_checker())["payload"]["checksums"]
+        return await client.weight_checksums()
 
-    first = mutable.use(sums)
-    mutable.use(lambda c: c.update_weights_from_disk(str(mutable.other), weight_version="1"))
-    second = mutable.use(sums)
-    assert set(first) == set(second) == {n for n, _ in other_weights(mutable)}
+    first = ours.use(sums)
+    ours.use(lambda c: c.update_weights_from_disk(str(ours.other), weight_version="1"))
+    second = ours.use(sums)
+    assert set(first) == set(second) == {f"0/{n}" for n, _ in other_weights(ours)}
     # Norms start as ones in both models.
     assert {n for n in first if first[n] == second[n]} == {n for n in first if "norm" in n}
-    for name, tensor in other_weights(mutable):
-        assert mutable.use(lambda c, name=name: c.get_weights_by_name(name, 1)) == tensor[:1].tolist()
+    for name, tensor in other_weights(ours):
+        assert ours.use(lambda c, name=name: c.get_weights_by_name(name, 1)) == tensor[:1].tolist()
 
 
-def test_an_update_under_running_requests_needs_a_pause_that_empties_the_batch(mutable: Server) -> None:
+def test_an_update_under_running_requests_needs_a_pause_that_empties_the_batch(ours: Server) -> None:
     """In place, without a flush, requests go on under the new weights; with a flush it is refused."""
 
     async def run(client: EngineClient) -> Generation:
@@ -366,14 +364,14 @@ def test_an_update_under_running_requests_needs_a_pause_that_empties_the_batch(m
         await get_going(client, 1)
         await client.pause_generation("in_place")
         with pytest.raises(WeightSyncFailed, match="running"):
-            await client.update_weights_from_disk(str(mutable.other), weight_version="1")
-        await client.update_weights_from_disk(str(mutable.other), weight_version="1", flush_cache=False)
+            await client.update_weights_from_disk(str(ours.other), weight_version="1")
+        await client.update_weights_from_disk(str(ours.other), weight_version="1", flush_cache=False)
         await client.continue_generation()
         return await job
 
-    got = mutable.use(run)
+    got = ours.use(run)
     assert got.version == 1
-    under_old = mutable.reference_logprobs(PROMPT, got.tokens_N, 1.0)
+    under_old = ours.reference_logprobs(PROMPT, got.tokens_N, 1.0)
     differs = np.abs(got.logprobs_N - under_old) > 1e-3
     assert not differs[0]
     assert differs[-1]

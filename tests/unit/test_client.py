@@ -531,8 +531,9 @@ def test_calls_reach_every_engine_and_its_own_rank() -> None:
 
     async def run(pool: EnginePool) -> None:
         await pool.pause_generation()
+        offsets = dict(zip(pool.urls, (1, 3, 5), strict=True))
         await pool.init_weights_update_group(
-            master_address="h", master_port=5, rank_offsets=[1, 3, 5], world_size=7, group_name="g",
+            master_address="h", master_port=5, rank_offsets=offsets, world_size=7, group_name="g",
             backend="gloo",
         )  # fmt: skip
         await pool.update_weights_from_distributed(

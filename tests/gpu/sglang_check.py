@@ -1,0 +1,341 @@
+"""SGLang beside the trainer on one Hopper GPU: many independent checks, a table at the end.
+
+    python tests/gpu/sglang_check.py [SECTION ...] --out DIR [--gguf SmolLM2.gguf]
+
+Sections: ``protocol`` (tests/protocol against real servers), ``loop`` (configs/gpu-smollm2.yaml, stopped
+and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-30B-A3B's layer shapes:
+sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines).  Each
+check prints its own failure; the exit code is the number of failed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+WORK = Path("/tmp/sglang_check")
+KERNELS = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "moe_runner_backend": "triton",
+    "disable_prefill_cuda_graph": True,
+}
+"""What SGLang does without FlashAttention-3, FlashInfer's sampling and xgrammar."""
+
+Row = tuple[str, bool, str]
+
+
+def smollm2(gguf: Path | None) -> Path:
+    """The bundled model; from a GGUF file that is here, where nothing can be downloaded."""
+    from orhpc import bundled
+
+    folder = bundled.folder_of("bundled:smollm2-135m-instruct")
+    if gguf is not None and not (folder / "config.json").exists():
+        bundled.from_gguf(gguf, folder)
+    return bundled.ensure("bundled:smollm2-135m-instruct")
+
+
+def perturbed(folder: Path) -> Path:
+    """The same model with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    other = folder.with_name(folder.name + "-other")
+    if not other.exists():
+        shutil.copytree(folder, other)
+        weights = load_file(folder / "model.safetensors")
+        changed = {n: t.flip(0).contiguous() if "proj" in n else t for n, t in weights.items()}
+        save_file(changed, other / "model.safetensors", {"format": "pt"})
+    return other
+
+
+def moe_30b_layers(layers: int = 4) -> Path:
+    """A random model of Qwen3-30B-A3B's layer shapes with a byte tokenizer, 2.6e9 parameters for 4 layers."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from orhpc.bundled import _byte_tokenizer
+    from orhpc.train.model import HfNames
+
+    folder = WORK / f"moe{layers}"
+    if (folder / "config.json").exists():
+        return folder
+    vocabulary = _byte_tokenizer(folder)
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=4096,
+        rope_theta=1e6, tie_word_embeddings=False, eos_token_id=vocabulary - 1, bos_token_id=None,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    names, weights = HfNames(model), {}
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        if name.endswith("norm.weight"):
+            whole.fill_(1.0)
+        weights |= {n: t.cpu().contiguous() for n, t in names.split(name, whole).items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def engine_config(**engine: Any) -> Any:
+    from orhpc.config import Config
+
+    extra = KERNELS | engine.pop("extra", {})
+    routes = engine.pop("record_routes", False)
+    context = engine.pop("context", 1024)
+    return Config.model_validate(
+        {
+            "engine": {"tp": 1, "extra": extra, **engine},
+            "placement": {"devices_per_node": 1},
+            "rollout": {"max_total_tokens": context, "max_response_tokens": 256, "record_routes": routes},
+            "environments": {"none": {"url": "http://127.0.0.1:9"}},
+        }
+    )
+
+
+def start_engine(name: str, config: Any, folder: Path, key: str, *, shares: bool = False) -> Any:
+    from orhpc.ports import free_ports
+    from orhpc.rollout.engine import EngineProcess
+    from orhpc.rollout.sglang_command import EnginePart
+
+    (port,) = free_ports(1, "127.0.0.1")
+    process = EngineProcess(
+        config, str(folder), "127.0.0.1", port, key, str(WORK / f"{name}.log"), 0,
+        part=EnginePart(devices=(0,), shares=shares),
+    )  # fmt: skip
+    process.start()
+    return process
+
+
+# --- protocol ---------------------------------------------------------------------------------------
+
+
+def protocol(options: argparse.Namespace) -> list[Row]:
+    """The suite of the cpu engine against SGLang, on a real model and two tiny ones."""
+    from tests.protocol.conftest import dense_config, make_folder, moe_config
+
+    real = smollm2(options.gguf)
+    folders = {
+        "smollm2": (real, perturbed(real)),
+        "tiny dense": tuple(make_folder(dense_config(), WORK / f"dense{i}", i) for i in (0, 1)),
+        "tiny moe": tuple(make_folder(moe_config(), WORK / f"moe{i}", i) for i in (0, 1)),
+    }
+    key = os.urandom(16).hex()
+    key_file = WORK / "key"
+    key_file.write_text(key)
+    rows: list[Row] = []
+    engines: dict[str, Any] = {}
+    for name, (folder, _) in folders.items():
+        config = engine_config(
+            dtype="float32", memory_fraction=0.2, deterministic=True, max_running=16,
+            record_routes=name == "tiny moe", context=1024 if name == "smollm2" else 192,
+            extra={"weight_version": "0", "max_total_tokens": 16384},
+        )  # fmt: skip
+        engines[name] = start_engine(f"protocol-{name.replace(' ', '-')}", config, folder, key, shares=True)
+    try:
+        for name, engine in engines.items():
+            rows.append(_suite(name, engine, *folders[name], key, key_file, options))
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    return rows
+
+
+def _suite(
+    name: str, engine: Any, folder: Path, other: Path, key: str, key_file: Path, options: argparse.Namespace
+) -> Row:
+    started = time.monotonic()
+    try:
+        asyncio.run(engine.wait_ready(240.0))
+    except Exception as error:
+        return f"protocol, {name}", False, f"did not start: {error}"
+    waited = time.monotonic() - started
+    argv = Path(f"/proc/{engine.pid}/cmdline").read_bytes() + Path(f"/proc/{engine.pid}/environ").read_bytes()
+    log = WORK / f"protocol-{name.replace(' ', '-')}.log"
+    secret = key.encode() not in argv and key not in log.read_text()
+    command = [
+        sys.executable, "-m", "pytest", "tests/protocol", "-q", "-p", "no:cacheprovider", "--timeout", "60",
+        "--engine-url", engine.url, "--engine-key-file", str(key_file), "--engine-model", str(folder),
+        "--engine-other", str(other), "--engine-tolerance", "0.03", "--tb=short", "-rf", "--maxfail", "12",
+    ]  # fmt: skip
+    report = options.out / f"protocol-{name.replace(' ', '-')}.txt"
+    try:
+        with report.open("w") as out:
+            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=150).returncode
+    except subprocess.TimeoutExpired:
+        code = 124
+    lines = report.read_text().strip().splitlines()
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR", "E  ")):
+            print(f"   {name}: {line[:220]}")
+    said = lines[-1] if lines else "nothing"
+    return (
+        f"protocol, {name}",
+        code == 0 and secret,
+        f"{said}; ready after {waited:.0f} s; key hidden: {secret}",
+    )
+
+
+# --- the loop ---------------------------------------------------------------------------------------
+
+
+def launch(root: Path, *overrides: str, stop_at: int | None = None, deadline_s: float = 400) -> int:
+    """A run by the ordinary entry; ``stop_at``: send SIGTERM once that step is done."""
+    command = [sys.executable, "-m", "orhpc.launch", "--local", "configs/gpu-smollm2.yaml"]
+    command += [f"run.root={root}", "wandb.enabled=false", *overrides]
+    log = (root.parent / f"{root.name}.log").open("a")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    end = time.monotonic() + deadline_s
+    stopped = False
+    while process.poll() is None:
+        time.sleep(0.5)
+        if time.monotonic() > end:
+            process.kill()
+            process.wait()
+            print(f"   {root.name}: killed at its deadline")
+            return 124
+        if stop_at is not None and not stopped and max(steps(root), default=0) >= stop_at:
+            process.send_signal(signal.SIGTERM)
+            stopped = True
+    return process.returncode
+
+
+def events(root: Path) -> list[dict[str, Any]]:
+    found = list(root.glob("*/events.jsonl"))
+    return [json.loads(line) for line in found[0].read_text().splitlines()] if found else []
+
+
+def steps(root: Path) -> dict[int, dict[str, Any]]:
+    return {e["step"]: e for e in events(root) if e["event"] == "step"}
+
+
+def keep(root: Path, out: Path) -> None:
+    """Bring back the events, and the ends of all logs when something failed."""
+    for found in root.glob("*/events.jsonl"):
+        shutil.copy(found, out / f"{root.name}-events.jsonl")
+
+
+def show_failure(root: Path) -> None:
+    outer = root.parent / f"{root.name}.log"
+    logs = [outer, *root.glob("*/attempts/*/*.log")]
+    for log in logs:
+        print(f"--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:])[-2500:])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def loop(options: argparse.Namespace) -> list[Row]:
+    smollm2(options.gguf)
+    root = WORK / "loop"
+    first = launch(root, f"train.steps={options.steps}", stop_at=options.steps // 2)
+    second = launch(root, f"train.steps={options.steps}") if first == 75 else -1
+    keep(root, options.out)
+    done = steps(root)
+    if second != 0 or len(done) < options.steps:
+        show_failure(root)
+    rewards = [e["reward_mean"] for _, e in sorted(done.items())]
+    timing = ", ".join(
+        f"{k} {mean([e['phases'][k] for e in done.values() if k in e['phases']]):.2f}"
+        for k in ("rollout", "update", "sync")
+    )
+    note = (
+        f"exit {first} then {second}, {len(done)} steps, reward {mean(rewards[:5]):.3f} -> "
+        f"{mean(rewards[-5:]):.3f}, seconds: {timing}"
+    )
+    rising = mean(rewards[-5:]) > mean(rewards[:5])
+    return [
+        ("loop, co-located, stopped and resumed", second == 0 and len(done) >= options.steps and rising, note)
+    ]
+
+
+def moe(options: argparse.Namespace, name: str = "moe", *more: str) -> list[Row]:
+    folder = moe_30b_layers()
+    root = WORK / name
+    overrides = [
+        f"model.path={folder}", "train.steps=4", "engine.memory_fraction=0.3", "rollout.record_routes=true",
+        "engine.check_weights=true", "rollout.batch_size=8", "rollout.n_samples=8",
+        "train.global_batch_size=64",
+        "engine.extra.moe_runner_backend=triton", "checkpoint.save_interval=100", *more,
+    ]  # fmt: skip
+    code = launch(root, *overrides, deadline_s=300)
+    keep(root, options.out)
+    done = [e for _, e in sorted(steps(root).items())]
+    if code != 0 or not done:
+        show_failure(root)
+        return [(f"{name}, weights equal after every sync", False, f"exit {code}, {len(done)} steps")]
+    last = done[-1]
+    gb = last["sync_bytes"] / 1e9
+    plain = last["sync_seconds_total"] - last.get("sync_seconds_check", 0.0)
+    freed, slept, woke = (
+        last[k] for k in ("memory_trainer_freed_gb", "seconds_trainer_sleep", "seconds_trainer_wake")
+    )
+    memory = {k: round(v, 2) for k, v in last.items() if k.startswith("memory_")}
+    phases = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
+    return [
+        (f"{name}, weights equal after every sync", True, f"{len(done)} steps, log-prob difference "
+         f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max"),
+        (f"{name}, sync", True, f"{gb:.2f} GB in {plain:.2f} s, {gb / plain:.1f} GB/s; {phases}"),
+        (f"{name}, sleep and wake", True, f"{freed:.1f} GB: {down:.1f} GB/s down, {up:.1f} GB/s up"),
+        (f"{name}, memory", True, str(memory)),
+    ]  # fmt: skip
+
+
+def fp8(options: argparse.Namespace) -> list[Row]:
+    return moe(options, "fp8", "engine.quantise=fp8")
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "protocol": protocol,
+    "loop": loop,
+    "moe": moe,
+    "fp8": fp8,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("sections", nargs="*", help=", ".join(SECTIONS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for name in options.sections or SECTIONS:
+        started = time.monotonic()
+        try:
+            rows += SECTIONS[name](options)
+        except Exception as error:
+            traceback.print_exc()
+            rows.append((name, False, f"{type(error).__name__}: {str(error)[:300]}"))
+        print(f"== {name}: {time.monotonic() - started:.0f} s", flush=True)
+    for name, ok, note in rows:
+        print(f"{'ok  ' if ok else 'FAIL'} {name}: {note}")
+    return sum(not ok for _, ok, _ in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
