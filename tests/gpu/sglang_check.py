@@ -107,7 +107,7 @@ def engine_config(**engine: Any) -> Any:
         {
             "engine": {"tp": 1, "extra": extra, **engine},
             "placement": {"devices_per_node": 1},
-            "rollout": {"max_total_tokens": context, "max_response_tokens": 256, "record_routes": routes},
+            "rollout": {"max_total_tokens": context, "max_response_tokens": 64, "record_routes": routes},
             "environments": {"none": {"url": "http://127.0.0.1:9"}},
         }
     )
@@ -288,9 +288,8 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str) -> list[Row]
     last = done[-1]
     gb = last["sync_bytes"] / 1e9
     plain = last["sync_seconds_total"] - last.get("sync_seconds_check", 0.0)
-    freed, slept, woke = (
-        last[k] for k in ("memory_trainer_freed_gb", "seconds_trainer_sleep", "seconds_trainer_wake")
-    )
+    freed = last["memory_trainer_freed_gb"]
+    down, up = freed / last["seconds_trainer_sleep"], freed / last["seconds_trainer_wake"]
     memory = {k: round(v, 2) for k, v in last.items() if k.startswith("memory_")}
     phases = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
     return [
