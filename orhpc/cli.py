@@ -1,4 +1,4 @@
-"""``orhpc launch | check | plan | status | logs | cancel | view | export``: what users do with runs."""
+"""``orhpc launch | check | plan | status | report | logs | cancel | view | export``: what users do."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from orhpc.launch import job_commands
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.plan_report import main as plan
 from orhpc.launch.prepare import model_folder
+from orhpc.report import write_report
 from orhpc.rundir import CommitName, RunDir
 
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
     commands.add_parser("plan", help="ranks and memory of a config, without a node (orhpc plan --help)")
     _add_status(commands.add_parser("status", help="where a run stands, from its directory and squeue"))
+    _add_report(commands.add_parser("report", help="one HTML page of a run"))
     job_commands.add_check(
         commands.add_parser("check", help="whether a config can run, before a GPU is asked for")
     )
@@ -96,6 +98,17 @@ def status(options: argparse.Namespace) -> int:
         print(f"last failure: {about['last_failure']}")
     for line in job_commands.describe(run):
         print(line)
+    return EXIT_OK
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.set_defaults(run=report)
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write RUN/report.html."""
+    print(write_report(existing_run(options.run_dir)))
     return EXIT_OK
 
 

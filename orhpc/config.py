@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from orhpc.alarms import AlarmSettings
 from orhpc.algorithm_config import AlgorithmSettings
 from orhpc.config_types import Name, NonNegative, Positive, Seconds, Section
 from orhpc.engine_config import EngineSettings, SamplingSettings
@@ -261,6 +262,7 @@ class Config(Section):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    alarms: AlarmSettings = AlarmSettings()
     wandb: WandbSettings = WandbSettings()
     slurm: SlurmSettings = SlurmSettings()
 

@@ -15,11 +15,11 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orhpc import commits, evaluation
+from orhpc import alarms, commits, evaluation
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import (
@@ -192,6 +192,10 @@ def report(run: Run, state: State, taken: Taken, metrics: dict[str, float], phas
         phases=phases.seconds,
         **numbers,
     )
+    for alarm in alarms.raised(run.config.alarms, numbers):
+        log.warning("step %d: %s", state.step, alarm)
+        run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
+        run.tracker.alert(f"step {state.step}: {alarm}")
     rows = {"step_seconds": phases.total, **numbers}
     rows |= {f"phase/{k}": v for k, v in phases.seconds.items()}
     run.tracker.log(state.step, rows)

@@ -97,6 +97,8 @@ class Display:
                 f"{k.partition('/')[2]} {v:.3f}" for k, v in event.items() if k.startswith("reward_mean/")
             ]
             self.say(f"evaluation after step {event['step']}: {', '.join(means)}")
+        elif kind == "alarm":
+            self.say(f"alarm after step {event['step']}: {event['reason']}")
         elif kind in ("restart", "failed", "commit_failed", "commit_passed_over"):
             self.failure = f"{event.get('kind', kind)}: {event['error']}"
             self.say(f"{kind}: {self.failure}")
@@ -124,7 +126,7 @@ class Display:
             "step s",
             "phases",
             "loss",
-            "KL(train, rollout)",
+            "KL(rollout, train)",
         ):
             table.add_column(column, justify="left" if column == "phases" else "right")
         for s in self._steps[-_RECENT:]:
@@ -136,7 +138,7 @@ class Display:
                 f"{s['seconds']:.1f}",
                 _phases(s),
                 _number(s, "loss", ".4f"),
-                _number(s, "logprob_diff_mean", ".1e"),
+                _number(s, "rollout_kl", ".1e"),
             )
         return table
 
