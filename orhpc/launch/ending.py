@@ -80,6 +80,11 @@ class Ended:
         if reason is Reason.REQUEUED and by_srun:
             # Nobody has told the batch script: srun ends every task once one has failed.
             return Reason.INFRASTRUCTURE, "another node's task ended; its own line says why", EXIT_REQUEUE
+        inferred = reason in (Reason.CANCELLED, Reason.REQUEUED) and (
+            info is None or info.state != "CANCELLED"
+        )
+        if inferred and (down := preflight.nodes_down()):
+            return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
         return reason, self.problem, EXIT_REQUEUE
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
