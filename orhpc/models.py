@@ -335,7 +335,9 @@ def _shape(family: Family, config: Mapping[str, Any]) -> ModelShape:
     values |= {k: None for k in ("q_lora_rank", "sliding_window") if k in config and config[k] is None}
 
     def size(*keys: str, default: int | None = None) -> int:
-        found = next((values[k] for k in keys if values.get(k) is not None), default)
+        # Of several names for one size (transformers renames some when it saves), what the file says counts.
+        said = (source[k] for source in (config, values) for k in keys if source.get(k) is not None)
+        found = next(said, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 0:
             raise ModelError(f"model.path: {keys[0]} is {found!r} in config.json, not a whole number")
         return found

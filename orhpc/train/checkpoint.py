@@ -15,7 +15,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +124,15 @@ class Snapshot:
         copies: list[Shard] = []
         devices: set[torch.device] = set()
         for shard in shards:
-            buffer = self._buffers.get(shard.name)
+            buffer = self._buffers.get(shard.key)
             if buffer is None:
                 pinned = shard.tensor.is_cuda
                 buffer = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, pin_memory=pinned)
-                self._buffers[shard.name] = buffer
+                self._buffers[shard.key] = buffer
             buffer.copy_(shard.tensor.detach(), non_blocking=True)
             if shard.tensor.is_cuda:
                 devices.add(shard.tensor.device)
-            copies.append(Shard(shard.name, buffer, shard.shape, shard.start))
+            copies.append(replace(shard, tensor=buffer))
         for device in devices:
             torch.cuda.synchronize(device)
         self._shards = copies
@@ -144,9 +144,9 @@ class Snapshot:
             "rank": rank,
             "world_size": world_size,
             "progress": dict(progress),
-            "tensors": {s.name: {"shape": list(s.shape), "start": s.start} for s in self._shards},
+            "tensors": {s.key: _place(s) for s in self._shards},
         }
-        specs = [TensorSpec(s.name, s.tensor.dtype, tuple(s.tensor.shape)) for s in self._shards]
+        specs = [TensorSpec(s.key, s.tensor.dtype, tuple(s.tensor.shape)) for s in self._shards]
         path = folder / shard_name(rank, world_size)
         path.unlink(missing_ok=True)
         entry = write_safetensors(
@@ -154,6 +154,11 @@ class Snapshot:
         )
         fsync_folder(folder)
         return entry
+
+
+def _place(shard: Shard) -> dict[str, Any]:
+    place: dict[str, Any] = {"shape": list(shard.shape), "start": shard.start}
+    return place if shard.column is None else {**place, "name": shard.name, "column": shard.column}
 
 
 class BackgroundSave:
@@ -194,6 +199,22 @@ class _File:
     about: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """One block of a tensor in one file."""
+
+    path: Path
+    key: str
+    start: int
+    column: int
+
+
+def _overlap(start: int, size: int, held: int, held_size: int) -> tuple[slice, slice] | None:
+    """Where two ranges meet, counted from the start of each."""
+    low, high = max(start, held), min(start + size, held + held_size)
+    return (slice(low - start, high - start), slice(low - held, high - held)) if low < high else None
+
+
 class CheckpointReader:
     """All shard files of one checkpoint folder, read as whole tensors or as any rows of them.
 
@@ -216,31 +237,55 @@ class CheckpointReader:
         if any(f.about["progress"] != self.progress for f in files):
             raise CheckpointError(f"{folder}: the shards come from different steps")
         self._files = files
-        self._holders: dict[str, list[tuple[Path, int]]] = {}
+        self._open: dict[Path, Any] = {}
+        self._holders: dict[str, list[_Holder]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
-            for name, entry in file.about["tensors"].items():
-                self._holders.setdefault(name, []).append((file.path, int(entry["start"])))
+            for key, entry in file.about["tensors"].items():
+                name = entry.get("name", key)
+                holder = _Holder(file.path, key, int(entry["start"]), int(entry.get("column", 0)))
+                self._holders.setdefault(name, []).append(holder)
                 self.shapes[name] = tuple(entry["shape"])
 
-    def rows(self, name: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with rows ``start .. start + len(out) - 1`` of the whole tensor ``name``."""
+    def rows(self, name: str, start: int, out: Tensor, column: int = 0) -> None:
+        """Fill ``out`` with what the whole tensor ``name`` has from row ``start`` and ``column`` on."""
         if name not in self.shapes:
             raise CheckpointError(f"{self.folder}: no tensor {name}; it is another model's checkpoint")
         shape = self.shapes[name]
-        if shape[1:] != tuple(out.shape[1:]) or start + len(out) > shape[0]:
+        columns = 1 if out.ndim < 2 else out.shape[1]
+        width = 1 if out.ndim < 2 else shape[1]
+        beyond = start + len(out) > shape[0] or column + columns > width
+        if len(shape) != out.ndim or shape[2:] != tuple(out.shape[2:]) or beyond:
             raise CheckpointError(f"{self.folder}: {name} is {shape} there; it is another model's checkpoint")
-        missing = len(out)
-        for path, first in self._holders[name]:
-            with _reading(path) as handle:
-                part = handle.get_slice(name)
-                held = part.get_shape()[0]
-                low, high = max(start, first), min(start + len(out), first + held)
-                if low < high:
-                    out[low - start : high - start].copy_(part[low - first : high - first])
-                    missing -= high - low
-        if missing:
-            raise CheckpointError(f"{self.folder}: {missing} rows of {name} are in no shard")
+        missing = torch.ones(len(out), columns, dtype=torch.bool)
+        for holder in self._holders[name]:
+            with self._reading(holder.path) as handle:
+                part = handle.get_slice(holder.key)
+                held = part.get_shape()
+                rows = _overlap(start, len(out), holder.start, held[0])
+                across = _overlap(column, columns, holder.column, 1 if len(held) < 2 else held[1])
+                if rows is None or across is None:
+                    continue
+                into, own = (rows[0], across[0]), (rows[1], across[1])
+                if out.ndim < 2:
+                    out[into[0]].copy_(part[own[0]])
+                else:
+                    out[into].copy_(part[own[0], own[1]])
+                missing[into] = False
+        if missing.any():
+            raise CheckpointError(
+                f"{self.folder}: {int(missing.any(1).sum())} rows of {name} are in no shard"
+            )
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[Any]:
+        """A file, opened once: a rank may hold tens of thousands of blocks."""
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(str(path), framework="pt")
+            yield self._open[path]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is torn or corrupt: {error}") from error
 
     def whole(self, name: str) -> Tensor:
         """Return one whole tensor, float32 on the CPU."""
@@ -258,8 +303,8 @@ class CheckpointReader:
                     f"{self.folder}: {shard.name} is {self.shapes.get(shard.name, 'missing')}, the model's "
                     f"{tuple(shard.shape)}: it is another model's checkpoint"
                 )
-            if len(shard.tensor):
-                self.rows(shard.name, shard.start, shard.tensor)
+            if shard.tensor.numel():
+                self.rows(shard.name, shard.start, shard.tensor, shard.column or 0)
 
 
 def _open_header(path: Path) -> _File:

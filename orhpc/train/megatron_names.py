@@ -132,13 +132,11 @@ def _output(base: str) -> Iterator[Rule]:
 
 def _latent(naming: Naming) -> Iterator[Rule]:
     base, theirs = "self_attention.", "self_attn."
-    # TransformerEngine's layers hold the projections into latents whole; the plain ones cut them.
-    cut = Cut.COPIED if naming.fused_norms else Cut.ROWS
     yield Rule(f"{base}linear_q_proj.weight", (f"{theirs}q_proj.weight",), Cut.ROWS)
-    yield Rule(f"{base}linear_q_down_proj.weight", (f"{theirs}q_a_proj.weight",), cut)
+    yield Rule(f"{base}linear_q_down_proj.weight", (f"{theirs}q_a_proj.weight",), Cut.COPIED)
     yield Rule(f"{base}linear_q_up_proj.weight", (f"{theirs}q_b_proj.weight",), Cut.ROWS)
     down = f"{theirs}kv_a_proj_with_mqa.weight"
-    yield Rule(f"{base}linear_kv_down_proj.weight", (down,), cut)
+    yield Rule(f"{base}linear_kv_down_proj.weight", (down,), Cut.COPIED)
     yield Rule(f"{base}linear_kv_up_proj.weight", (f"{theirs}kv_b_proj.weight",), Cut.ROWS)
     for n in ("q", "kv"):
         own, fused = f"{n}_layernorm.weight", f"linear_{n}_up_proj.layer_norm_weight"

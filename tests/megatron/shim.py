@@ -75,7 +75,14 @@ def install() -> None:
     torch._dynamo.config.disable = True
     import megatron.core as core
 
-    for part in ("transformer", "models.gpt", "optimizer", "distributed", "pipeline_parallel", "tensor_parallel"):
+    for part in (
+        "transformer",
+        "models.gpt",
+        "optimizer",
+        "distributed",
+        "pipeline_parallel",
+        "tensor_parallel",
+    ):
         _import_all(f"megatron.core.{part}")
     importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
     assert core is not None
@@ -144,3 +151,31 @@ def _patch_megatron() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = moved
+    _allow_uneven_parts()
+
+
+def _allow_uneven_parts() -> None:
+    """NCCL gathers and scatters parts of different length, gloo does not: pad them, or sum and cut."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gathered(tensor: torch.Tensor, group: Any, sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(tensor, group, sizes, *rest)
+        sizes = [int(size) for size in sizes]
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scattered(tensor: torch.Tensor, group: Any, sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter(tensor, group, sizes, *rest)
+        total = tensor.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gathered
+    mappings._reduce_scatter_along_first_dim = scattered

@@ -248,11 +248,12 @@ def test_names_of_each_kind_of_module() -> None:
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in dense
 
 
-def test_plain_modules_cut_the_projections_into_latents_and_transformer_engine_does_not() -> None:
+def test_projections_into_latents_are_whole_on_every_rank() -> None:
     shape = shape_of(TINY["deepseek-v3"])
-    for naming, rows in ((LOCAL, (16 + 8) // 2), (FUSED, 16 + 8)):
+    for naming in (LOCAL, FUSED):
         held = {t.name: t.local_shape() for t in HfMapping(shape, naming, tp=2).targets(ModelPart(range(1)))}
-        assert held["decoder.layers.0.self_attention.linear_kv_down_proj.weight"] == (rows, 64)
+        assert held["decoder.layers.0.self_attention.linear_kv_down_proj.weight"] == (16 + 8, 64)
+        assert held["decoder.layers.0.self_attention.linear_q_down_proj.weight"] == (24, 64)
         assert held["decoder.layers.0.self_attention.linear_kv_up_proj.weight"] == (4 * (16 + 24) // 2, 16)
 
 

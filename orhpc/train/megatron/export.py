@@ -66,7 +66,7 @@ class Exporter:
         """Yield whole tensors in the order of ``names`` (collective)."""
         units = self._mapping.units()
         wanted = [(name, target) for name in names for target in units[name]]
-        for _, run in groupby(wanted, key=lambda item: (self._owner(item[1]), self._type(item[1]))):
+        for _, run in groupby(wanted, key=lambda item: self._kind(item[1])):
             group = list(run)
             tensors = self._gathered([target for _, target in group])
             for name, found in groupby(zip(group, tensors, strict=True), key=lambda item: item[0][0]):
@@ -82,6 +82,10 @@ class Exporter:
             self._waiting.pop(name)
             whole = waiting[0] if len(group) == 1 else torch.stack(waiting)
             yield from self._mapping.split(name, whole).items()
+
+    def _kind(self, target: Target) -> tuple[Any, ...]:
+        """Targets of one kind travel together."""
+        return self._owner(target), target.expert is not None, self._type(target)
 
     def _owner(self, target: Target) -> _Owner:
         m = self._settings

@@ -192,4 +192,4 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
             f"train.backend=megatron: {model.__name__}: rotary positions of kind {module.rope_type!r} change "
             "with the length"
         )
-    return module.inv_freq.float(), float(module.attention_scaling)
+    return module.inv_freq.detach().float().clone(), float(module.attention_scaling)

@@ -19,7 +19,7 @@ from orhpc.memory import stages
 from orhpc.models import ModelShape
 from orhpc.train.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.families import Build
-from orhpc.train.megatron.plain import plain_block
+from orhpc.train.megatron.plain import plain_block, share_latent_projections
 from orhpc.train.megatron_names import Naming
 
 if TYPE_CHECKING:
@@ -106,6 +106,10 @@ def _layout(m: MegatronSettings, shape: ModelShape) -> dict[str, Any]:
         "expert_tensor_parallel_size": m.etp,
         "variable_seq_lengths": m.pp > 1,
         "deallocate_pipeline_outputs": m.pp > 1,
+        # Interleaved stages send forward and backward at once; of two stages each is the other's
+        # successor and predecessor, and a batch of messages would mix the two up.
+        "overlap_p2p_comm": m.vpp > 1,
+        "batch_p2p_comm": m.vpp == 1,
         # The loss is divided by the whole mini-batch's normaliser: gradients are summed over ranks.
         "calculate_per_token_loss": True,
         "hidden_dropout": 0.0,
@@ -210,6 +214,8 @@ def build_chunks(
             rotary_percent=build.rotary_share,
             vp_stage=vp_stage,
         )
+        if device.type != "cuda":
+            share_latent_projections(model, mcore)
         _set_frequencies(model, build.inverse_frequencies, device)
         chunks.append(Chunk(model.to(device), part))
     return chunks
@@ -224,7 +230,7 @@ def _set_frequencies(model: GPTModel, frequencies: torch.Tensor, device: torch.d
                 raise ModelError(
                     f"megatron-core rotates {2 * len(held)} elements of a head, the model {2 * len(frequencies)}"
                 )
-            module.inv_freq = frequencies.to(device)
+            module.inv_freq = frequencies.to(device, copy=True)
             found += 1
     if not found and len(list(model.decoder.layers)):
         raise ModelError("megatron-core built a model without rotary positions")

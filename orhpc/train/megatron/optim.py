@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -42,10 +46,16 @@ def wrap(chunks: Sequence[Chunk], mcore: TransformerConfig, config: Config) -> l
         # Buckets are for overlap with the backward pass; later chunks' are reduced whole.
         model = DistributedDataParallel(mcore, settings, chunk.model, disable_bucketing=index > 0)
         wrapped.append(model)
+    mcore.finalize_model_grads_func = _finalise
     if config.megatron.overlap:
         no_sync: Any = [model.no_sync for model in wrapped]
         mcore.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
+
+
+def _finalise(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Finish the reductions; the loss is already divided by the mini-batch's normaliser."""
+    finalize_model_grads(models, None, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,35 @@ class PlainNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class SharedLinear(nn.Module):
+    """A matrix product that every tensor-parallel rank computes whole, of its part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, rows: int, columns: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.linear(x, self.weight), None
+
+
+def share_latent_projections(model: nn.Module, config: Any) -> None:
+    """Hold the projections into latents whole on every rank, as TransformerEngine's layers do.
+
+    megatron-core's plain layers cut them, and then lose a part of the gradient: the rotary part of the
+    keys serves the heads of all ranks, and its gradient is not summed over them (seen with 0.19.2).
+    """
+    if not getattr(config, "multi_latent_attention", False):
+        return
+    for module in model.modules():
+        if hasattr(module, "linear_kv_down_proj"):
+            rows = config.kv_lora_rank + config.qk_pos_emb_head_dim
+            module.linear_kv_down_proj = SharedLinear(config, rows, config.hidden_size)
+        if hasattr(module, "linear_q_down_proj"):
+            module.linear_q_down_proj = SharedLinear(config, config.q_lora_rank, config.hidden_size)
+
+
 class PlainAttention(MegatronModule):
     """Causal attention over the sequences of a pack."""
 

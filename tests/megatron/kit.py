@@ -1,0 +1,215 @@
+"""Layouts of a Megatron trainer, run in processes of their own and compared with plain references."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from orhpc.train.actor import TrainerRank
+from orhpc.train.backend import Batches, Role, TrainingBatch
+from orhpc.train.batch import PackedBatch, plan_batches
+from orhpc.train.fetch import load_batch
+from orhpc.train.fsdp import FsdpBackend
+from orhpc.train.groups import join_default_group
+from orhpc.train.stopping import NeverStop
+from orhpc.types import MiniBatch, Sample
+from tests.model_configs import TINY
+from tests.trainer_kit import MAX_TOKENS, free_port, make_config, make_samples
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model, and what is to be done in it."""
+
+    family: str
+    layout: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    save: str | None = None
+    """Folder to write a checkpoint to after two steps; the next step's loss is returned."""
+    load: str | None = None
+    """Folder to restore from; one step's loss is returned."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {'.'.join(f'{k}{v}' for k, v in self.layout.items()) or 'alone'}"
+
+
+def save_model(folder: Path, family: str) -> None:
+    """A random model whose every weight matters."""
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY[family]), dtype=torch.float32)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name:
+            torch.nn.init.normal_(tensor, mean=1.0, std=0.1)
+        elif "correction_bias" in name:
+            torch.nn.init.normal_(tensor, std=0.1)
+        elif isinstance(tensor, torch.nn.Parameter):
+            torch.nn.init.normal_(tensor, std=0.12)
+    model.save_pretrained(folder)
+
+
+def case_config(case: Case, ranks: int, backend: str = "megatron") -> Any:
+    train = {"backend": backend, "max_grad_norm": 1.0, **case.train}
+    config = make_config(
+        train=train, algorithm=case.algorithm, dtype=case.dtype, ranks=ranks, temperature=0.7
+    )
+    if backend == "megatron":
+        raw = config.model_dump(mode="json")
+        raw["megatron"] |= case.layout
+        config = type(config).model_validate(raw)
+    return config
+
+
+def planned(samples: list[Sample], ranks: int) -> MiniBatch:
+    plan = plan_batches(samples, ranks=ranks, n_minibatches=1, max_tokens=MAX_TOKENS)
+    return plan.minibatches[0]
+
+
+def batches_of(minibatch: MiniBatch, rank: int) -> list[PackedBatch]:
+    return [load_batch(m) for m in minibatch.ranks[rank]]
+
+
+# --- in each rank's process -------------------------------------------------------------------------
+
+
+def run_cases(
+    rank: int, world: int, port: int, folder: str, cases: list[Case], ports: list[int]
+) -> list[Any]:
+    """Body of one rank; see :func:`tests.trainer_kit.run_ranks`."""
+    from tests.megatron import shim
+
+    shim.install()
+    return [_run(case, rank, world, at, folder) for case, at in zip(cases, ports, strict=True)]
+
+
+def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
+    config = case_config(case, world)
+    trainer = TrainerRank(config, f"{folder}/{case.family}", rank, world, 1)
+    trainer.connect("127.0.0.1", port, 120)
+    trainer.build()
+    backend: Any = trainer.backend
+    ranks = config.data_ranks
+    result: dict[str, Any] = {"data_rank": backend.data_rank, "reports": backend.reports}
+    try:
+        if case.load:
+            trainer.restore(case.load)
+            result["next"] = trainer.step([planned(make_samples(8, seed=2), ranks)], step=3)
+        elif case.save:
+            for step in range(2):
+                trainer.step([planned(make_samples(8, seed=step), ranks)], step=step)
+            trainer.save_begin(case.save)
+            result["next"] = trainer.step([planned(make_samples(8, seed=2), ranks)], step=3)
+            while (files := trainer.save_poll()) is None:
+                pass
+            result["files"] = files
+        else:
+            minibatch = planned(make_samples(8), ranks)
+            batches = batches_of(minibatch, backend.data_rank)
+            found = backend.logprobs(Batches(batches, len(batches)), Role.POLICY)
+            result["logprobs"] = {
+                b.sample_ids: lp.numpy() for b, lp in zip(batches, found, strict=True) if lp is not None
+            }
+            exported = backend.export(backend.parameter_shapes())
+            result["export"] = {n: t.float().numpy() for n, t in exported} if rank == world - 1 else {
+                n: t.shape for n, t in exported
+            }  # fmt: skip
+            result["gradients"] = _gradients(backend, batches, minibatch)
+    finally:
+        trainer.close()
+    return result
+
+
+def _gradients(backend: Any, batches: list[PackedBatch], minibatch: MiniBatch) -> list[tuple[Any, ...]]:
+    """This rank's blocks of the whole gradient, just before the optimiser would use them."""
+    from orhpc.train.megatron.optim import HeldState
+    from orhpc.train.megatron.state import state_shards
+
+    found: list[tuple[Any, ...]] = []
+
+    def capture(loss: torch.Tensor) -> tuple[float, float]:
+        optimiser = backend.optimiser
+        optimiser._chained.prepare_grads()
+        held = []
+        for state in optimiser.held():
+            (part,) = [p for p in optimiser._parts if state.parameter in p.model_param_group_index_map]
+            main = part._get_main_param_and_optimizer_states(state.parameter)["param"]
+            held.append(HeldState(state.parameter, state.start, state.stop, {"model": main.grad}))
+        for shard in state_shards(held, backend._targets, backend._mapping.shape):
+            found.append((shard.name.removeprefix("model/"), shard.shape, shard.start, shard.column,
+                          shard.tensor.numpy().copy()))  # fmt: skip
+        optimiser.clear()
+        return 0.0, 0.0
+
+    backend.optimiser.step = capture
+    training = Batches(map(TrainingBatch, batches), len(batches))
+    backend.update(training, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=NeverStop())
+    return found
+
+
+# --- in the test's process --------------------------------------------------------------------------
+
+
+def joined(results: list[dict[str, Any]]) -> Arrays:
+    """The whole gradient from all ranks' blocks; what several hold is the same on each."""
+    whole: Arrays = {}
+    for result in results:
+        for name, shape, start, column, values in result["gradients"]:
+            at = whole.setdefault(name, np.full(shape, np.nan, np.float32))
+            rows = slice(start, start + len(values))
+            into = (rows,) if values.ndim == 1 else (rows, slice(column, column + values.shape[1]))
+            known = ~np.isnan(at[into])
+            np.testing.assert_allclose(at[into][known], values[known], rtol=1e-4, atol=1e-6)
+            at[into] = values
+    for name, values in whole.items():
+        assert not np.isnan(values).any(), f"nobody holds all of {name}"
+    return whole
+
+
+def fsdp_gradients(folder: Path, case: Case) -> Arrays:
+    """Of the same mini-batch, by the FSDP backend on one rank, under Hugging Face names."""
+    join_default_group(torch.device("cpu"), "127.0.0.1", free_port(), 0, 1, 60)
+    try:
+        backend = FsdpBackend(case_config(case, 1, "fsdp"), str(folder / case.family), 0, 1)
+        backend.build()
+        minibatch = planned(make_samples(8), 1)
+        found: Arrays = {}
+
+        def capture(loss: torch.Tensor) -> tuple[float, float]:
+            for name, p in backend.policy.hf.named_parameters():
+                assert p.grad is not None
+                for hf_name, part in backend.hf_names().split(name, p.grad).items():
+                    found[hf_name] = part.numpy().copy()
+            return 0.0, 0.0
+
+        backend.optimiser.step = capture  # type: ignore[method-assign]
+        batches = batches_of(minibatch, 0)
+        backend.update(
+            Batches(map(TrainingBatch, batches), len(batches)), n_samples=minibatch.n_samples,
+            n_tokens=minibatch.n_tokens, between=NeverStop(),
+        )  # fmt: skip
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def reference_logprobs(folder: Path, family: str, temperature: float) -> dict[str, np.ndarray]:
+    """transformers' own, sample by sample, at the sampled slots."""
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
+    found: dict[str, np.ndarray] = {}
+    for sample in make_samples(8):
+        tokens = torch.from_numpy(sample.location.arrays["tokens_T"].astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1] / temperature
+        chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+        found[sample.rollout_id] = chosen[sample.location.arrays["loss_mask_T"][1:]]
+    return found
