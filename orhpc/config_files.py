@@ -45,6 +45,8 @@ MAY_CHANGE_ON_RESUME = (
     "train.gradient_checkpointing",
     "train.logprob_chunk_tokens",
     "train.replay_rollouts",
+    *(f"megatron.{n}" for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "offload_optimizer")),
+    "megatron.recompute*",
 )
 """Settings that a resumed run may have other values of than it started with."""
 
