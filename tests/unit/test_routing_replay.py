@@ -17,9 +17,10 @@ from orhpc.errors import ConfigError, ModelError, RoutesMissing
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import pack, plan_batches
+from orhpc.train.fetch import fetch_arrays, load_batch
 from orhpc.train.fsdp import FsdpBackend
 from orhpc.train.replay import RoutedRows, RouterReplay, weight_form
-from orhpc.types import MiniBatch, Sample
+from orhpc.types import Location, MiniBatch, Sample
 from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model
 
 TOKENS, EXPERTS, TOPK, LAYERS = 24, 8, 2, 3
@@ -247,3 +248,23 @@ def test_missing_routes_are_an_error_and_never_a_silent_fallback() -> None:
 def test_replay_needs_recorded_routes() -> None:
     with pytest.raises((ConfigError, ValueError), match="record_routes"):
         make_config(train={"routing_replay": True})
+
+
+def test_each_rank_receives_the_routes_of_its_own_samples_and_no_others() -> None:
+    samples = samples_with_routes(16)
+    received = [0, 0, 0]
+
+    def counting(rank: int) -> Any:
+        def fetch(location: Location, *, routes: bool) -> Any:
+            arrays = fetch_arrays(location, routes=routes)
+            received[rank] += arrays["routes"].nbytes
+            return arrays
+
+        return fetch
+
+    (minibatch,) = plan_batches(samples, ranks=3, n_minibatches=1, max_tokens=MAX_TOKENS).minibatches
+    for rank, batches in enumerate(minibatch.ranks):
+        for batch in batches:
+            load_batch(batch, counting(rank), routes=True)
+    assert sum(received) == sum(s.location.arrays["routes"].nbytes for s in samples)
+    assert max(received) < 0.6 * sum(received)

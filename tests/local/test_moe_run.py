@@ -1,0 +1,54 @@
+"""A mixture of experts through the whole loop: its routes are recorded, replayed and replayed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orhpc.events import read_events, steps_of
+from orhpc.record import RolloutFile, read_step
+from orhpc.rundir import RunDir
+from tests.local import kit
+
+pytestmark = pytest.mark.slow
+
+MOE = (
+    "model.path=bundled:tiny-moe",
+    "rollout.record_routes=true",
+    "train.routing_replay=true",
+    "train.steps=3",
+)
+
+
+def test_the_engines_routes_are_trained_and_kept(tmp_path: Path) -> None:
+    result = kit.run(tmp_path, *MOE, "train.gradient_checkpointing=true")
+    assert result.returncode == 0, result.stdout + result.stderr
+    first = RunDir(tmp_path / "tiny")
+    steps = steps_of(read_events(first.events))
+    assert sorted(steps) == [1, 2, 3]
+    for event in steps.values():  # the same float32 weights on both sides: the routers agree as well
+        assert event["router_mismatch_fraction"] == event["token_mismatch_fraction"] == 0
+        assert event["logprob_diff_max"] < 1e-4
+    location = read_step(first.rollouts_of(1))[0].location
+    with RolloutFile(location.file or "") as record:
+        routes = record.routes(location.row)
+        assert routes is not None
+        assert routes.shape == (record.summary(location.row).length - 1, 3, 2)
+
+    replayed = ["run.name=again", f"train.replay_rollouts={first.rollouts}", "rollout.record_routes=false"]
+    result = kit.run(tmp_path, *MOE, *replayed)
+    assert result.returncode == 0, result.stdout + result.stderr
+    again = steps_of(read_events(RunDir(tmp_path / "again").events))
+    for step, event in steps.items():
+        assert again[step]["loss"] == pytest.approx(event["loss"], rel=1e-4, abs=1e-6)
+        assert again[step]["token_mismatch_fraction"] == 0
+
+
+def test_replaying_a_record_without_routes_says_so(tmp_path: Path) -> None:
+    steps = "train.steps=1"
+    assert kit.run(tmp_path, "model.path=bundled:tiny-moe", steps).returncode == 0
+    rollouts = RunDir(tmp_path / "tiny").rollouts
+    result = kit.run(tmp_path, *MOE, steps, "run.name=again", f"train.replay_rollouts={rollouts}")
+    assert result.returncode != 0
+    assert "expert routes were not recorded" in result.stderr + result.stdout
