@@ -75,15 +75,12 @@ class Ended:
 
     def _why_signalled(self) -> tuple[Reason, str, int]:
         info = info_at_signal(self.job)
-        reason = why_stopped(info, slurm.signal_lead(self.config, self.rundir))
+        reason = why_stopped(info, slurm.signal_lead(self.config, self.rundir), self.job.restart)
         by_srun = info is not None and info.state == "RUNNING" and not self.job.note.exists()
         if reason is Reason.REQUEUED and by_srun:
             # Nobody has told the batch script: srun ends every task once one has failed.
             return Reason.INFRASTRUCTURE, "another node's task ended; its own line says why", EXIT_REQUEUE
-        inferred = reason in (Reason.CANCELLED, Reason.REQUEUED) and (
-            info is None or info.state != "CANCELLED"
-        )
-        if inferred and (down := preflight.nodes_down()):
+        if reason is Reason.REQUEUED and (down := preflight.nodes_down()):
             return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
         return reason, self.problem, EXIT_REQUEUE
 

@@ -185,7 +185,8 @@ class FirstNode:
     def _waiting(self) -> None:
         self._tick()
         if self.signals.came or self.job.stop_file.exists():
-            if why_stopped(info_at_signal(self.job), slurm.signal_lead(self.config)) is Reason.REQUEUED:
+            lead_s = slurm.signal_lead(self.config)
+            if why_stopped(info_at_signal(self.job), lead_s, self.job.restart) is Reason.REQUEUED:
                 # srun ends every task once one has failed.
                 raise PreflightError("another node gave up before the attempt began; its own line says why")
             raise StopRequested("asked to stop before the attempt began")

@@ -47,16 +47,21 @@ class Signals:
             self._stop_file.touch()  # once: its time is that of the first signal
 
 
-def why_stopped(info: JobInfo | None, lead_s: float, now: float | None = None) -> Reason:
-    """Why the job was told to stop, by what SLURM said of it at that time."""
+def why_stopped(info: JobInfo | None, lead_s: float, restart: int = 0, now: float | None = None) -> Reason:
+    """Why the job was told to stop, by what SLURM said of it at that time.
+
+    ``restart``: how often it had been started again before.  SLURM counts one more as soon as it has
+    requeued the job, for a node's failure or by hand; a job that is cancelled keeps its count.
+    """
     if info is None:
         return Reason.REQUEUED
     why = info.fields.get("Reason", "")
     ending = _ENDING.get(info.state) or _ENDING.get(why)
     if ending is not None:
         return ending
-    if info.state == "COMPLETING" and why in ("None", "") and not info.being_preempted:
-        return Reason.CANCELLED  # a requeue by hand shows a reason to wait, a preemption its time
+    requeued = info.restarts > restart or why not in ("None", "")
+    if info.state == "COMPLETING" and not requeued and not info.being_preempted:
+        return Reason.CANCELLED
     if info.being_preempted:
         return Reason.PREEMPTED
     left = info.seconds_left(now)

@@ -36,6 +36,12 @@ class JobInfo:
         return self.fields.get("JobState", "")
 
     @property
+    def restarts(self) -> int:
+        """How often it has been requeued."""
+        count = self.fields.get("Restarts", "0")
+        return int(count) if count.isdigit() else 0
+
+    @property
     def being_preempted(self) -> bool:
         return self.fields.get("PreemptTime", "None") not in ("None", "(null)", "")
 

@@ -109,7 +109,7 @@ def test_why_a_job_was_stopped() -> None:
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + 100))
 
     def why(text: str) -> Reason:
-        return why_stopped(JobInfo.parse(text), 120, now)
+        return why_stopped(JobInfo.parse(text), 120, 1, now)
 
     running = f"JobState=RUNNING EndTime={end}"
     assert why(f"{running} PreemptTime=None") is Reason.TIME_LIMIT
@@ -118,7 +118,8 @@ def test_why_a_job_was_stopped() -> None:
     assert why(f"JobState=CANCELLED EndTime={end} PreemptTime={end}") is Reason.CANCELLED
     assert why("JobState=NODE_FAIL") is Reason.NODE_LOST
     assert why("JobState=COMPLETING Reason=TimeLimit") is Reason.TIME_LIMIT
-    assert why("JobState=COMPLETING Reason=None PreemptTime=None") is Reason.CANCELLED
+    assert why("JobState=COMPLETING Reason=None PreemptTime=None Restarts=1") is Reason.CANCELLED
+    assert why("JobState=COMPLETING Reason=None Restarts=2") is Reason.REQUEUED
     assert why("JobState=COMPLETING Reason=BeginTime PreemptTime=None") is Reason.REQUEUED
     assert why_stopped(None, 120) is Reason.REQUEUED
 
