@@ -148,7 +148,8 @@ def from_gguf(gguf: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    delattr(read.config, "quantization_config")  # what is saved is plain, and must say so
+    if hasattr(read.config, "quantization_config"):  # newer transformers; what is saved is plain
+        delattr(read.config, "quantization_config")
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(folder)
