@@ -111,7 +111,8 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         with phases.timed("rollout"):
             async with parts.serving() as turns:
                 taken = await parts.take(state.step, run.stop_requested)
-        plan = plan_step(taken.groups, config, len(run.placement.trainers), state.max_tokens)
+        tokens = state.max_tokens * config.ranks_per_sequence
+        plan = plan_step(taken.groups, config, config.data_ranks, tokens)
         with phases.timed("update"):
             metrics = await update(run, parts, plan, state)
         state = replace(state, step=state.step + 1, position=parts.producer.position)

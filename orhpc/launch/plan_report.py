@@ -11,6 +11,7 @@ from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch.placement import Node, Placement, plan
+from orhpc.megatron_config import group_spans
 from orhpc.memory import (
     GIB,
     RESERVED_BYTES,
@@ -76,7 +77,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     """
     p = config.placement
     shape = read_shape(find_model(config.model.path, config.model.revision))
-    layout = Layout(ranks=p.trainer_ranks, sharded=True)
+    layout = config.trainer_layout
     check_layout(shape, layout, p.devices_per_node)
     demand = _demand(config)
     nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
@@ -95,16 +96,15 @@ def _demand(config: Config) -> Demand:
     train = config.train
     longest = config.rollout.max_total_tokens
     # A rollout longer than the budget gets a micro-batch of its own.
-    tokens = (
-        max(train.max_tokens_per_gpu, longest) if train.dynamic_batch else train.micro_batch_size * longest
-    )
+    budget = train.max_tokens_per_gpu * config.ranks_per_sequence
+    tokens = max(budget, longest) if train.dynamic_batch else train.micro_batch_size * longest
     return Demand(
         tokens=tokens,
         element_bytes=_bytes(config.model.dtype),
         recompute=train.gradient_checkpointing,
         logits_rows=train.logprob_chunk_tokens,
         reference=config.algorithm.use_kl_loss,
-        micro_batches=-(-train.global_batch_size // config.placement.trainer_ranks),
+        micro_batches=-(-train.global_batch_size // config.data_ranks),
     )
 
 
@@ -139,6 +139,8 @@ def check_fit(run: RunPlan) -> None:
 
 def _way_out(run: RunPlan, room: int) -> str:
     per_node = run.config.placement.devices_per_node
+    if not run.layout.sharded:
+        return _way_out_divided(run, room)
     fixed = run.trainer.gathered + run.trainer.activations + run.trainer.head
     if fixed > room:
         what = "" if run.demand.recompute else "train.gradient_checkpointing=true, or "
@@ -152,6 +154,33 @@ def _way_out(run: RunPlan, room: int) -> str:
     return f"{MOST_RANKS} ranks would not do either"
 
 
+def _way_out_divided(run: RunPlan, room: int) -> str:
+    """The smallest number of ranks, and the layout with least communication, that would hold the model."""
+    per_node, longest_copy = run.config.placement.devices_per_node, run.layout.cp
+    for ranks in range(per_node, MOST_RANKS + 1, per_node):
+        for layout in _layouts(run.shape, ranks, per_node, longest_copy):
+            try:
+                check_layout(run.shape, layout, per_node)
+            except ConfigError:
+                continue
+            if trainer_memory(run.shape, layout, run.demand).total <= room:
+                words = ", ".join(f"{n} {getattr(layout, n)}" for n in ("tp", "pp", "ep"))
+                return (
+                    f"{ranks} trainer ranks with {words} would do ({ranks // per_node} nodes of {per_node})"
+                )
+    return f"no layout of up to {MOST_RANKS} ranks would do: lower the token budget or the longest rollout"
+
+
+def _layouts(shape: ModelShape, ranks: int, per_node: int, cp: int) -> Iterator[Layout]:
+    """Candidates in the order of what they cost: experts, then tensors inside a node, then stages."""
+    powers = [1 << i for i in range(MOST_RANKS.bit_length())]
+    for pp in (n for n in powers if n <= min(ranks, len(shape.layers))):
+        for tp in (n for n in powers if n <= per_node):
+            for ep in (n for n in powers if n <= max(1, shape.experts)):
+                if ranks % (tp * cp * pp) == 0 and ranks % (pp * ep) == 0:
+                    yield Layout(ranks, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
 # --- printing -----------------------------------------------------------------------------------
 
 
@@ -161,7 +190,7 @@ def lines(run: RunPlan) -> Iterator[str]:
     active = f", {_count(shape.active_parameters)} active" if shape.experts else ""
     yield f"model     {run.config.model.path}: {_count(shape.parameters)} parameters{active}"
     yield f"nodes     {p.nodes} of {p.devices_per_node} devices ({p.device}), {p.mode}"
-    yield f"trainers  {run.layout.ranks} ranks, {run.config.train.backend}, weights in rows over all of them"
+    yield f"trainers  {run.layout.ranks} ranks, {run.config.train.backend}, {_shared(run)}"
     if run.placement.engines:
         yield f"engines   {len(run.placement.engines)} of {run.tp} devices"
     yield from _places(run.placement)
@@ -177,6 +206,21 @@ def lines(run: RunPlan) -> Iterator[str]:
         here = min(p.devices_per_node, run.layout.ranks)
         yield f"host memory a node while engines have the devices: {_gib(run.trainer.kept * here)} GiB"
     yield f"limit: {limit(run)}"
+
+
+def _shared(run: RunPlan) -> str:
+    """How the ranks share the model, and over how many nodes their groups reach."""
+    if run.layout.sharded:
+        return "weights in rows over all of them"
+    m, per_node = run.config.megatron, run.config.placement.devices_per_node
+    spans = group_spans(m, run.layout.ranks, per_node)
+    parts = [f"{name} {getattr(m, name)}{_reach(spans[name])}" for name in spans]
+    copies = m.data_ranks(run.layout.ranks)
+    return ", ".join([*parts, f"{copies} copies" if copies > 1 else "one copy"])
+
+
+def _reach(nodes: int) -> str:
+    return " (inside a node)" if nodes == 1 else f" (over {nodes} nodes)"
 
 
 def _places(placement: Placement) -> Iterator[str]:

@@ -148,8 +148,8 @@ def _experts(config: Any, shape: ModelShape) -> Values:
         chosen = config.topk_group
         if shape.experts_per_token // chosen != 2:
             raise ModelError(
-                f"train.backend=megatron cannot build {shape.family.name}: groups of experts are scored by "
-                f"their best {shape.experts_per_token // chosen} in megatron-core and by their best 2 in the model"
+                f"train.backend=megatron cannot build {shape.family.name}: megatron-core scores groups "
+                f"of experts by their best {shape.experts_per_token // chosen}, the model by their best 2"
             )
         values |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     return values

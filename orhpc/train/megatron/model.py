@@ -228,7 +228,7 @@ def _set_frequencies(model: GPTModel, frequencies: torch.Tensor, device: torch.d
         if isinstance(held, torch.Tensor):
             if held.shape != frequencies.shape:
                 raise ModelError(
-                    f"megatron-core rotates {2 * len(held)} elements of a head, the model {2 * len(frequencies)}"
+                    f"megatron-core rotates {2 * len(held)} of a head, the model {2 * len(frequencies)}"
                 )
             module.inv_freq = frequencies.to(device, copy=True)
             found += 1
