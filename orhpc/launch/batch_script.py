@@ -80,11 +80,12 @@ for again in 1 2 0; do
 done
 attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun_exit"
 
+# A start that SLURM took for dead finds a newer one running, which is not its to requeue.
 about=" $(about_job) "
 case $about in
-  *" JobState=RUNNING "*) ;;
+  *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
   *)
-    echo "orhpc: exit $code, and the job is cancelled or ending: not requeued"
+    echo "orhpc: exit $code, and the job is cancelled, ending or started anew: not requeued"
     [ -z "$attempt" ] || grep -qs '"reason": "cancelled"' "$attempt/outcome.json" || exit "$code"
     end "$code" ;;
 esac
