@@ -55,6 +55,8 @@ def sglang_options(
         "context_length": engine.context_length or config.rollout.max_total_tokens,
         # Ids go in and ids come out: text is made by the workers alone.
         "skip_tokenizer_init": True,
+        # One line a request is a line a turn of every rollout.
+        "log_level_http": "warning",
         "random_seed": (config.run.seed + index) % (1 << 31),
         "trust_remote_code": config.model.trust_remote_code,
         "enable_return_routed_experts": config.rollout.record_routes,

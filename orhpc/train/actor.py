@@ -52,6 +52,7 @@ class TrainerRank:
         device_index: int | None = None,
     ) -> None:
         """``device_index``: GPU of this rank on its node; null on a CPU, or to use the first there is."""
+        self._one_device = device_index is not None
         if device_index is not None:
             # One process, one GPU: whatever a library takes for the current device is the right one.
             os.environ[VARIABLE] = visible_devices([device_index], os.environ)
@@ -82,6 +83,8 @@ class TrainerRank:
         ``timeout_s`` is also the deadline of every later collective.  Raises InfraError past it.
         """
         torch.set_num_threads(self.threads)
+        if self._one_device:
+            torch.cuda.set_device(0)
         join_default_group(self.device, address, port, self.rank, self.world_size, timeout_s)
 
     def build(self) -> dict[str, Any]:

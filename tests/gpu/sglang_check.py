@@ -4,8 +4,8 @@
 
 Sections: ``protocol`` (tests/protocol against real servers), ``loop`` (configs/gpu-smollm2.yaml, stopped
 and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-30B-A3B's layer shapes:
-sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines).  Each
-check prints its own failure; the exit code is the number of failed ones.
+sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines), ``split``
+(two GPUs: the same by broadcast, and the broadcast alone).  Each check prints its own failure; the exit code is the number of failed ones.
 """
 
 from __future__ import annotations
@@ -134,12 +134,14 @@ def protocol(options: argparse.Namespace) -> list[Row]:
     """The suite of the cpu engine against SGLang, on a real model and two tiny ones."""
     from tests.protocol.conftest import dense_config, make_folder, moe_config
 
-    real = smollm2(options.gguf)
     folders = {
-        "smollm2": (real, perturbed(real)),
         "tiny dense": tuple(make_folder(dense_config(), WORK / f"dense{i}", i) for i in (0, 1)),
         "tiny moe": tuple(make_folder(moe_config(), WORK / f"moe{i}", i) for i in (0, 1)),
     }
+    if options.gguf is not None:
+        real = smollm2(options.gguf)
+        folders["smollm2"] = (real, perturbed(real))
+    folders = {name: found for name, found in folders.items() if options.only in name}
     key = os.urandom(16).hex()
     key_file = WORK / "key"
     key_file.write_text(key)
@@ -305,11 +307,93 @@ def fp8(options: argparse.Namespace) -> list[Row]:
     return moe(options, "fp8", "engine.quantise=fp8")
 
 
+def split(options: argparse.Namespace) -> list[Row]:
+    """Two GPUs: trainer and engine apart, weights by broadcast."""
+    rows = broadcast_alone()
+    rows += moe(
+        options,
+        "split",
+        "placement.mode=split",
+        "placement.devices_per_node=2",
+        "placement.trainer_devices=1",
+    )
+    return rows
+
+
+def broadcast_alone(nbytes: int = 512 << 20, count: int = 10) -> list[Row]:
+    """Our sender's broadcast of a bucket beside a bare NCCL broadcast of the same bytes."""
+    import torch.multiprocessing as mp
+
+    from orhpc.ports import free_ports
+
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    ports = free_ports(2, "127.0.0.1")
+    ranks = [
+        context.Process(target=_broadcasting_rank, args=(rank, ports, nbytes, count, results))
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    if any(rank.exitcode != 0 for rank in ranks):
+        for rank in ranks:
+            rank.kill()
+        return [("broadcast alone", False, f"exit codes {[r.exitcode for r in ranks]}")]
+    raw, ours = results.get()
+    note = f"ours {ours:.1f} GB/s, NCCL {raw:.1f} GB/s, ratio {ours / raw:.2f}"
+    return [("broadcast alone", ours / raw >= 0.7, note)]
+
+
+def _broadcasting_rank(rank: int, ports: list[int], nbytes: int, count: int, results: Any) -> None:
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"
+    import torch
+    import torch.distributed as dist
+
+    from orhpc.train.weight_sender import WeightSender
+    from orhpc.weight_wire import join_weight_group
+
+    torch.cuda.set_device(rank)
+    flat = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    where = f"tcp://127.0.0.1:{ports[0]}"
+    dist.init_process_group("nccl", init_method=where, rank=rank, world_size=2)
+
+    def rate(once: Callable[[int], None]) -> float:
+        for i in range(2):
+            once(i)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for i in range(count):
+            once(i)
+        torch.cuda.synchronize()
+        return nbytes * count / (time.perf_counter() - started) / 1e9
+
+    raw = rate(lambda i: dist.broadcast(flat, src=0))
+    group = {"address": "127.0.0.1", "port": ports[1], "world_size": 2, "timeout_s": 60.0}
+    if rank == 0:
+        sender = WeightSender(device=torch.device("cuda", 0), group_name="check", **group)
+
+        def send(i: int) -> None:
+            sender.wait(i)
+            sender.send(i, flat)
+
+        ours = rate(send)
+        results.put((raw, ours))
+        sender.wait(0)
+        sender.wait(1)
+    else:
+        joined = join_weight_group(rank=1, name="check", backend="nccl", **group)
+        rate(lambda i: dist.broadcast(flat, group_src=0, group=joined))
+    os._exit(0)  # both groups are whole; what is left to say is nothing
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "protocol": protocol,
     "loop": loop,
     "moe": moe,
     "fp8": fp8,
+    "split": split,
 }
 
 
@@ -318,12 +402,13 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", help=", ".join(SECTIONS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--only", default="", help="part of the names of the protocol's models")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for name in options.sections or SECTIONS:
+    for name in options.sections or [n for n in SECTIONS if n != "split"]:
         started = time.monotonic()
         try:
             rows += SECTIONS[name](options)

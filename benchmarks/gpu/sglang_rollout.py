@@ -1,0 +1,170 @@
+"""Rollout tokens a second on one Hopper GPU: the agent loop beside a raw client, FP8 beside bfloat16.
+
+    python benchmarks/gpu/sglang_rollout.py --model DIR [--concurrent 256] [--rollouts 512] [--repeats 2]
+
+Two SGLang servers on one GPU, bfloat16 and block-wise FP8, with random weights of ``--model``'s shapes
+(speed does not depend on them).  Both sides of the first comparison sample 256 tokens after the same
+prompts at the same concurrency; the raw client posts bodies encoded beforehand and reads nothing.
+The servers take turns: the other one is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import aiohttp  # noqa: E402
+
+from orhpc.config import EnvironmentSettings, ModelSettings, RolloutSettings  # noqa: E402
+from orhpc.rollout.tools import ToolResult  # noqa: E402
+from orhpc.types import Sampling, Task  # noqa: E402
+from tests.gpu import sglang_check as kit  # noqa: E402
+
+TOKENS = 256
+KEY = "key-of-a-benchmark"
+
+
+class Question:
+    """The environment, and its one session for all: one turn, and every answer ends it."""
+
+    tools = ()
+    terminal = True
+
+    def __init__(self, prompt: str) -> None:
+        self.prompt = prompt
+
+    @contextlib.asynccontextmanager
+    async def session(self, task: Task) -> AsyncIterator[Question]:
+        yield Question(prompt_of(task.index))
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        raise AssertionError("there is no tool")
+
+    async def answer(self, text: str) -> ToolResult:
+        return ToolResult("ok", reward=0.0, finished=True)
+
+
+def prompt_of(number: int) -> str:
+    return f"{number:06d} " + "Tell me what follows from this, and why. " * 6
+
+
+async def agent_side(url: str, chat: Any, rollouts: int, concurrent: int, label: str) -> float:
+    """Tokens sampled a second by the agent loop."""
+    from orhpc.rollout.agent import AgentContext, run_rollout
+    from orhpc.rollout.client import EnginePool
+    from orhpc.rollout.draft import RolloutRequest
+
+    gate = asyncio.Semaphore(concurrent)
+    async with EnginePool([url], key=KEY, request_timeout_s=600.0) as pool:
+        context = AgentContext(
+            environment=Question(""),
+            settings=EnvironmentSettings(),
+            rollout=RolloutSettings(),
+            chat=chat,
+            generate=pool.generate,
+            sampling=Sampling(max_new_tokens=TOKENS),
+        )
+
+        async def one(n: int) -> int:
+            request = RolloutRequest(f"{label}{n}.0", n, 0, Task("question", "train", n), seed=n)
+            async with gate:
+                return (await run_rollout(context, request)).response_tokens
+
+        began = time.perf_counter()
+        tokens = await asyncio.gather(*(one(n) for n in range(rollouts)))
+        return sum(tokens) / (time.perf_counter() - began)
+
+
+async def raw_side(url: str, chat: Any, rollouts: int, concurrent: int, label: str) -> float:
+    """Tokens sampled a second by a client that only posts and reads bytes."""
+    from orhpc.rollout.client.wire import generate_body
+
+    sampling = Sampling(max_new_tokens=TOKENS, stop_token_ids=chat.stop_token_ids, seed=1)
+    bodies = [
+        generate_body(chat.prompt_ids(prompt_of(n), tools=()), sampling, rid=f"{label}{n}", routes_start=None)
+        for n in range(rollouts)
+    ]
+    gate = asyncio.Semaphore(concurrent)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as session:
+
+        async def one(body: bytes) -> bytes:
+            async with gate, session.post(url + "/generate", data=body) as response:
+                return await response.read()
+
+        began = time.perf_counter()
+        answers = await asyncio.gather(*(one(body) for body in bodies))
+        spent = time.perf_counter() - began
+    return sum(json.loads(a)["meta_info"]["completion_tokens"] for a in answers) / spent
+
+
+def engine(name: str, model: Path, concurrent: int, **settings: Any) -> Any:
+    extra = {"weight_version": "0", "load_format": "dummy", "cuda_graph_max_bs_decode": concurrent}
+    extra |= {"disable_radix_cache": True, "max_total_tokens": 1024 * concurrent}
+    config = kit.engine_config(
+        memory_fraction=0.3, max_running=concurrent, context=1024, extra=extra, **settings
+    )
+    return kit.start_engine(f"bench-{name}", config, model, KEY)
+
+
+async def compare(options: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer
+
+    from orhpc.rollout.chat import chat_format
+
+    kit.WORK.mkdir(parents=True, exist_ok=True)
+    chat = chat_format(ModelSettings(), AutoTokenizer.from_pretrained(options.model))
+    count = (options.rollouts, options.concurrent)
+    engines = {"bf16": engine("bf16", options.model, options.concurrent)}
+    rates: dict[str, list[float]] = {"agent": [], "bf16": [], "fp8": []}
+    try:
+        await engines["bf16"].wait_ready(240.0)
+        engines["fp8"] = engine("fp8", options.model, options.concurrent, quantise="fp8")
+        await engines["fp8"].wait_ready(240.0)
+        for name in engines:
+            await raw_side(engines[name].url, chat, *count, f"warm-{name}")
+        for repeat in range(options.repeats):
+            for name in engines:
+                rates[name].append(await raw_side(engines[name].url, chat, *count, f"{name}{repeat}-"))
+            rates["agent"].append(await agent_side(engines["bf16"].url, chat, *count, f"a{repeat}-"))
+    finally:
+        for process in engines.values():
+            process.stop()
+    ratio = statistics.median(a / b for a, b in zip(rates["agent"], rates["bf16"], strict=True))
+    gain = statistics.median(a / b for a, b in zip(rates["fp8"], rates["bf16"], strict=True))
+    print(
+        f"{options.concurrent} at once, {options.rollouts} rollouts of {TOKENS} tokens, tokens/s by repeat:"
+    )
+    for name, values in rates.items():
+        print(f"  {name:6s} {', '.join(f'{v:.0f}' for v in values)}")
+    print(f"  agent loop / raw client {ratio:.3f} (target >= 0.95); FP8 / bf16, raw client {gain:.3f}")
+    return 0 if ratio >= options.target else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="folder; null: Qwen3-30B-A3B's layer shapes, 4 layers")
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--rollouts", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--target", type=float, default=0.95, help="exit 1 below this ratio")
+    options = parser.parse_args()
+    options.model = options.model or kit.moe_30b_layers()
+    return asyncio.run(compare(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
