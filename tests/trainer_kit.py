@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def make_samples(n: int = 8, *, seed: int = 0, longest: int = 24) -> list[Sample
         advantage = float(rng.normal())
         samples.append(Sample(f"0.{i}", length, int(mask_T.sum()), advantage, Location(arrays=arrays)))
     return samples
+
+
+def with_routes(
+    samples: list[Sample], *, layers: int, experts: int, topk: int, seed: int = 0
+) -> list[Sample]:
+    """The same samples with recorded expert routes: random, of distinct experts."""
+    rng = np.random.default_rng(seed)
+    routed = []
+    for sample in samples:
+        order = np.argsort(rng.random((sample.length - 1, layers, experts)), axis=-1)
+        arrays = sample.location.arrays | {"routes": order[..., :topk].astype(np.uint8)}
+        routed.append(replace(sample, location=replace(sample.location, arrays=arrays)))
+    return routed
 
 
 def plan(step: int, *, ranks: int = 1, n_minibatches: int = 1) -> tuple[MiniBatch, ...]:

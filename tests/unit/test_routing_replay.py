@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from orhpc.train.fetch import fetch_arrays, load_batch
 from orhpc.train.fsdp import FsdpBackend
 from orhpc.train.replay import RoutedRows, RouterReplay, weight_form
 from orhpc.types import Location, MiniBatch, Sample
-from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model
+from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model, with_routes
 
 TOKENS, EXPERTS, TOPK, LAYERS = 24, 8, 2, 3
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
@@ -173,14 +172,8 @@ def test_a_router_that_weighs_in_another_way_is_refused() -> None:
 
 
 def samples_with_routes(n: int, seed: int = 0) -> list[Sample]:
-    """Samples for the tests' tiny Qwen3-MoE (2 layers, 4 experts, top 2)."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for sample in make_samples(n, seed=seed):
-        routes = np.argsort(rng.random((sample.length - 1, 2, 4)), axis=-1)[..., :2].astype(np.uint8)
-        arrays = sample.location.arrays | {"routes": routes}
-        samples.append(replace(sample, location=replace(sample.location, arrays=arrays)))
-    return samples
+    """Samples for the tests' tiny Qwen3-MoE."""
+    return with_routes(make_samples(n, seed=seed), layers=2, experts=4, topk=2, seed=seed)
 
 
 def replaying_config(ranks: int = 1, *, replay: bool = True) -> Any:

@@ -34,6 +34,7 @@ from orhpc.train.megatron.model import (
 )
 from orhpc.train.megatron.optim import MegatronOptimiser, wrap
 from orhpc.train.megatron.packing import RankBatch
+from orhpc.train.megatron.replay import StageReplay, refuse_dense
 from orhpc.train.megatron.schedule import Head, Pipeline
 from orhpc.train.megatron.state import state_shards
 from orhpc.train.model import DTYPES, load_model_config, logit_scaling_of
@@ -79,7 +80,12 @@ class MegatronBackend:
         chunks = self._chunks(shape, folder, trained=True)
         # The optimiser's buffers take over the parameters, with what has been loaded into them.
         wrapped = wrap(chunks, chunks[0].model.config, config)
-        self._policy = self._pipeline(wrapped, shape)
+        self._routers: StageReplay | None = None
+        if config.routes_wanted:
+            refuse_dense(shape.experts)
+            self._routers = StageReplay(chunks, replay=config.train.routing_replay)
+        # Never in the reference: it has routed for itself since before any engine sampled.
+        self._policy = self._pipeline(wrapped, shape, self._routers)
         self._exporter = Exporter(chunks, self._mapping, m, self.dtype)
         self.optimiser = MegatronOptimiser(wrapped, config, self.dtype)
         self._models: list[nn.Module] = list(wrapped)
@@ -102,7 +108,9 @@ class MegatronBackend:
             chunk.model.train().requires_grad_(trained)
         return chunks
 
-    def _pipeline(self, models: Iterable[nn.Module], shape: ModelShape) -> Pipeline:
+    def _pipeline(
+        self, models: Iterable[nn.Module], shape: ModelShape, routers: StageReplay | None = None
+    ) -> Pipeline:
         train, m = self.config.train, self.config.megatron
         rows = padded_vocabulary(shape, m) // m.tp
         start = parallel_state.get_tensor_model_parallel_rank() * rows
@@ -110,7 +118,8 @@ class MegatronBackend:
         part = VocabularyPart(start, max(0, min(rows, shape.vocabulary - start)), group)
         scaling = logit_scaling_of(self._hf_config, self.config.rollout.temperature)
         entropy = self.config.algorithm.entropy_coef != 0
-        return Pipeline(list(models), Head(part, scaling, train.logprob_chunk_tokens, entropy), self.device)
+        head = Head(part, scaling, train.logprob_chunk_tokens, entropy)
+        return Pipeline(list(models), head, self.device, routers)
 
     def _parameter_targets(self, chunks: Iterable[Chunk]) -> dict[nn.Parameter, tuple[Target, int]]:
         tp = parallel_state.get_tensor_model_parallel_rank()
@@ -184,7 +193,11 @@ class MegatronBackend:
                 raise StopRequested(MESSAGE)
         except BaseException:
             self.optimiser.clear()
+            if self._routers is not None:
+                self._routers.forget()
             raise
+        if self._routers is not None:
+            metrics.add(self._routers.metrics())
         started = time.perf_counter()
         norm, lr = self.optimiser.step(metrics.sums["loss"])
         return Update(metrics, norm, lr, time.perf_counter() - started)

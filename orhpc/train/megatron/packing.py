@@ -8,6 +8,7 @@ sequences, where no real token attends to it, and in one sequence of its own beh
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class RankBatch:
     longest: int
     packing: Packing | None
     """For the plain attention, which computes whole sequences; None on a device."""
+    places_L: np.ndarray
+    """On the host: where in the pack each of this rank's slots comes from; -1: padding."""
     rows_R: Tensor
     """Slots of this rank whose target was sampled, in order: the head sees no others."""
     targets_R: Tensor
@@ -52,7 +55,7 @@ def rank_batch(batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp
     real_L = places_L >= 0
     at = np.where(real_L, places_L, 0)
     ids_L = np.where(real_L, batch.input_ids_P[at], 0)
-    positions = np.concatenate([np.arange(b - a) for a, b in zip(cu[:-1], cu[1:], strict=True)])
+    positions = np.concatenate([np.arange(b - a) for a, b in itertools.pairwise(cu.tolist())])
     rows_R = np.nonzero(real_L & batch.loss_mask_P[at])[0]
     places_R = places_L[rows_R]
 
@@ -65,6 +68,7 @@ def rank_batch(batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp
         cu_seqlens=move(cu.astype(np.int32)),
         longest=int(np.diff(cu).max()),
         packing=Packing.of(cu.tolist(), device) if device.type == "cpu" else None,
+        places_L=places_L,
         rows_R=move(rows_R),
         targets_R=move(batch.targets_P[places_R]),
         places_R=move(places_R),
@@ -101,8 +105,8 @@ def own_slots(bounds: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
     if cp == 1:
         return np.arange(bounds[-1])
     parts: list[np.ndarray] = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds.tolist()):
         size = (end - start) // (2 * cp)
-        for piece in (cp_rank, 2 * cp - 1 - cp_rank):
-            parts.append(np.arange(start + piece * size, start + (piece + 1) * size))
+        first, second = (start + piece * size for piece in (cp_rank, 2 * cp - 1 - cp_rank))
+        parts += [np.arange(first, first + size), np.arange(second, second + size)]
     return np.concatenate(parts)

@@ -21,6 +21,7 @@ from orhpc.train.head import LogitScaling
 from orhpc.train.megatron.head import VocabularyPart, divided_logprobs
 from orhpc.train.megatron.packing import RankBatch, rank_batch
 from orhpc.train.megatron.plain import PackedParams
+from orhpc.train.megatron.replay import StageReplay
 
 Loss = Callable[[Tensor, Tensor, TrainingBatch, RankBatch], Tensor]
 """From log-probabilities and entropy, ``[P]`` each, to the scalar to differentiate."""
@@ -44,6 +45,8 @@ class Pipeline:
     """Chunks of this stage, in the order in which they are visited."""
     head: Head
     device: torch.device
+    routers: StageReplay | None = None
+    """Where expert routes were recorded."""
 
     def logprobs(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
         """Log-probabilities of every micro-batch, without gradient; None on earlier stages."""
@@ -55,6 +58,8 @@ class Pipeline:
 
         with torch.no_grad():
             self._run(map(TrainingBatch, batches), len(batches), keep, None, forward_only=True)
+        if self.routers is not None:
+            self.routers.forget()
         return [*found[: len(batches)]] if found else [None] * len(batches)
 
     def train(self, batches: Batches[TrainingBatch], loss: Loss, between: StopCheck) -> bool:
@@ -103,6 +108,8 @@ class Pipeline:
             cp=cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
         )
+        if self.routers is not None:
+            self.routers.start(model, training.batch, batch.places_L, self.device)
         output = model(
             input_ids=batch.input_ids_L[None],
             position_ids=batch.position_ids_L[None],
