@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CACHE_ELEMENTS = 1 << 20
@@ -44,6 +45,17 @@ class LogitScaling:
         return grad if factor == 1.0 else grad.mul_(factor)
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Which rows of the vocabulary this rank holds, where several share it."""
+
+    start: int
+    rows: int
+    """Real ones; what the weight holds beyond them is padding."""
+    group: Any
+    """Of the ranks that hold the others; None: this rank holds all."""
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """See :func:`token_logprobs`."""
 
@@ -56,90 +68,151 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets_R: Tensor,
         scaling: LogitScaling,
         chunk: int,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         rows = hidden_RH.shape[0]
+        own_VH = weight_VH if part is None else weight_VH[: part.rows]
+        local_R = targets_R if part is None else targets_R - part.start
         logprobs_R = torch.empty(rows, dtype=torch.float32, device=hidden_RH.device)
         entropy_R = torch.empty_like(logprobs_R)
         log_normaliser_R = torch.empty_like(logprobs_R)
         kept: Tensor | None = None
         for start in range(0, rows, chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden_RH[part], weight_VH, bias_V)
-            for block in _blocks(logits, start):
-                rows_of = slice(block.start, block.stop)
-                z = scaling.apply_(logits[block.start - start : block.stop - start])
-                lse, entropy_R[rows_of] = _normaliser_and_entropy(z)
-                log_normaliser_R[rows_of] = lse
-                logprobs_R[rows_of] = z.gather(1, targets_R[rows_of, None])[:, 0] - lse
+            at = slice(start, min(start + chunk, rows))
+            logits = torch.nn.functional.linear(hidden_RH[at], own_VH, bias_V)
+            logits, statistics = _statistics(logits, local_R[at], scaling)
+            lse, entropy_R[at], target = _combined(statistics, None if part is None else part.group)
+            log_normaliser_R[at] = lse
+            logprobs_R[at] = target - lse
             kept = logits if rows <= chunk else None
             del logits
         needs_grad = any(ctx.needs_input_grad[:3])
         ctx.save_for_backward(
-            hidden_RH, weight_VH, bias_V, targets_R, log_normaliser_R, entropy_R, kept if needs_grad else None
+            hidden_RH, weight_VH, bias_V, local_R, log_normaliser_R, entropy_R, kept if needs_grad else None
         )
-        ctx.scaling, ctx.chunk = scaling, chunk
+        ctx.scaling, ctx.chunk, ctx.part = scaling, chunk, part
         return logprobs_R, entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_RH, weight_VH, bias_V, targets_R, log_normaliser_R, entropy_R, kept = ctx.saved_tensors
+        hidden_RH, weight_VH, bias_V, local_R, log_normaliser_R, entropy_R, kept = ctx.saved_tensors
         rows = hidden_RH.shape[0]
+        own_VH = weight_VH if ctx.part is None else weight_VH[: ctx.part.rows]
         grad_hidden = torch.empty_like(hidden_RH)
-        grad_weight: Tensor | None = None
+        grad_own: Tensor | None = None
         grad_bias: Tensor | None = None
-        grad_logprobs_R, grad_entropy_R = grads
         for start in range(0, rows, ctx.chunk):
-            part = slice(start, min(start + ctx.chunk, rows))
-            scaled = kept is not None
-            logits = kept if kept is not None else _logits(hidden_RH[part], weight_VH, bias_V)
-            for block in _blocks(logits, start):
-                rows_of = slice(block.start, block.stop)
-                z = logits[block.start - start : block.stop - start]
-                _logit_gradient_(
-                    z if scaled else ctx.scaling.apply_(z),
-                    targets_R[rows_of],
-                    log_normaliser_R[rows_of],
-                    entropy_R[rows_of],
-                    None if grad_logprobs_R is None else grad_logprobs_R[rows_of],
-                    None if grad_entropy_R is None else grad_entropy_R[rows_of],
-                    ctx.scaling,
+            at = slice(start, min(start + ctx.chunk, rows))
+            logits = kept
+            if logits is None:
+                logits = _raw_or_scaled(
+                    torch.nn.functional.linear(hidden_RH[at], own_VH, bias_V), ctx.scaling
                 )
+            own_grads = tuple(None if g is None else g[at] for g in grads)
+            _gradient_(logits, local_R[at], log_normaliser_R[at], entropy_R[at], own_grads, ctx.scaling)
             grad_logits = logits.to(weight_VH.dtype)
             del logits
-            torch.mm(grad_logits, weight_VH, out=grad_hidden[part])
-            grad_weight = _accumulate(grad_weight, grad_logits, hidden_RH[part], rows <= ctx.chunk)
+            torch.mm(grad_logits, own_VH, out=grad_hidden[at])
+            grad_own = _accumulate(grad_own, grad_logits, hidden_RH[at], rows <= ctx.chunk)
             if bias_V is not None:
                 summed = grad_logits.float().sum(0)
                 grad_bias = summed if grad_bias is None else grad_bias + summed
         # Without rows the gradients are zeros, not absent: sharded ranks reduce them together.
-        grad_weight = torch.zeros_like(weight_VH) if grad_weight is None else grad_weight
         if bias_V is not None:
             grad_bias = torch.zeros_like(bias_V) if grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, grad_weight.to(weight_VH.dtype), grad_bias, None, None, None
+        return grad_hidden, _as_whole(grad_own, weight_VH), grad_bias, None, None, None, None
 
 
-def _logits(hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    """``[rows, V]`` float32, from a product in the weights' own type as engines compute it."""
-    return torch.nn.functional.linear(hidden_RH, weight_VH, bias_V).float()
+def _statistics(logits: Tensor, targets: Tensor, scaling: LogitScaling) -> tuple[Tensor, Tensor]:
+    """Statistics of each row, ``[4, R]``, and the logits as the backward pass takes them.
+
+    Largest scaled logit, sum of exponentials below it, that sum weighted by logit less largest, and the
+    target's logit (0 where the target is none of the columns).
+    """
+    if logits.is_cuda:
+        from orhpc.train.logit_kernels import row_statistics
+
+        return logits, row_statistics(logits, targets, scaling)
+    z = logits.float()
+    found = torch.empty(4, len(z), dtype=torch.float32)
+    columns = z.shape[1]
+    for block in _blocks(z):
+        part = scaling.apply_(z[block])
+        wanted = targets[block]
+        here = (wanted >= 0) & (wanted < columns)
+        peak = part.amax(1) if columns else part.new_full((len(part),), -torch.inf)
+        shifted = part - peak[:, None]
+        weights = shifted.exp()
+        found[0, block] = peak
+        found[1, block] = weights.sum(1)
+        found[2, block] = weights.mul_(shifted).sum(1)
+        chosen = part.gather(1, wanted.clamp(0, columns - 1)[:, None])[:, 0] if columns else peak
+        found[3, block] = torch.where(here, chosen, torch.zeros_like(chosen))
+    return z, found
 
 
-def _blocks(logits: Tensor, start: int) -> list[range]:
-    """Row ranges, counted from ``start``, small enough for a CPU's cache; one range on a device."""
-    rows, columns = logits.shape
-    step = rows if logits.is_cuda else max(1, CACHE_ELEMENTS // columns)
-    return [range(start + at, start + min(at + step, rows)) for at in range(0, rows, step)]
-
-
-def _normaliser_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the softmax's denominator, and the entropy in nats, of each row."""
-    peak = z.amax(1, keepdim=True)
-    shifted = z - peak
-    weights = shifted.exp()
-    total = weights.sum(1)
+def _combined(statistics: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Log of the softmax's denominator, entropy in nats, and the target's logit, over all parts."""
+    peak, sums = statistics[0], statistics[1:]
+    if group is not None:
+        highest = peak.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        lower = (peak - highest).clamp(min=-1e30)  # a part without columns has no largest logit
+        shrunk = lower.exp()
+        sums = torch.stack([sums[0] * shrunk, (sums[1] + sums[0] * lower) * shrunk, sums[2]])
+        dist.all_reduce(sums, group=group)
+        peak = highest
+    log_total = sums[0].log()
     # H = log Z - E[z], with E over the softmax; the peak drops out of the difference.
-    entropy = total.log() - weights.mul_(shifted).sum(1) / total
-    return total.log() + peak[:, 0], entropy
+    return log_total + peak, log_total - sums[1] / sums[0], sums[2]
+
+
+def _raw_or_scaled(logits: Tensor, scaling: LogitScaling) -> Tensor:
+    """Logits as :func:`_statistics` leaves them: the kernels take raw ones."""
+    if logits.is_cuda:
+        return logits
+    z = logits.float()
+    for block in _blocks(z):
+        scaling.apply_(z[block])
+    return z
+
+
+def _gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    grads: tuple[Tensor | None, ...],
+    scaling: LogitScaling,
+) -> None:
+    """Overwrite logits with the gradient of the raw ones."""
+    if logits.is_cuda:
+        from orhpc.train.logit_kernels import gradient_
+
+        gradient_(logits, targets, log_normaliser, entropy, grads[0], grads[1], scaling)
+        return
+    for block in _blocks(logits):
+        of_block = (None if g is None else g[block] for g in grads)
+        _logit_gradient_(
+            logits[block], targets[block], log_normaliser[block], entropy[block], *of_block, scaling
+        )
+
+
+def _as_whole(grad_own: Tensor | None, weight_VH: Tensor) -> Tensor:
+    if grad_own is not None and len(grad_own) == len(weight_VH):
+        return grad_own.to(weight_VH.dtype)
+    whole = torch.zeros_like(weight_VH)
+    if grad_own is not None:
+        whole[: len(grad_own)] = grad_own
+    return whole
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Rows small enough for a CPU's cache."""
+    rows, columns = logits.shape
+    step = max(1, CACHE_ELEMENTS // max(1, columns))
+    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
 
 
 def _logit_gradient_(
@@ -167,8 +240,11 @@ def _logit_gradient_(
         if grad_logprob is not None:
             z.add_(grad_logprob[:, None])
         z.mul_(p.neg_())
-    if grad_logprob is not None:
-        z.scatter_add_(1, targets[:, None], grad_logprob[:, None])
+    columns = z.shape[1]
+    if grad_logprob is not None and columns:
+        here = (targets >= 0) & (targets < columns)
+        share = torch.where(here, grad_logprob, torch.zeros_like(grad_logprob))
+        z.scatter_add_(1, targets.clamp(0, columns - 1)[:, None], share[:, None])
     scaling.gradient_(z, scaled)
 
 
@@ -189,11 +265,19 @@ def token_logprobs(
     scaling: LogitScaling,
     chunk: int,
     entropy_gradient: bool = False,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``log softmax(scaled logits)[target]`` and the distribution's entropy, float32 ``[R]``.
 
     ``hidden_RH`` and ``weight_VH`` ``[V, H]`` are in the model's type; the softmax is in float32.
     ``chunk`` rows of logits exist at a time.  The entropy has a gradient only when asked for.
+
+    ``part``: the ranks of a group hold a part of the vocabulary each, and the whole ``hidden_RH``
+    (collective).  No rank sees another's logits: of each row they agree on the largest logit, the
+    softmax's denominator, the weighted sum that the entropy needs, and the target's logit.  The gradient
+    of ``hidden_RH`` is then this rank's summand: the caller adds them up.
     """
-    logprobs_R, entropy_R = _ChunkedLogprobs.apply(hidden_RH, weight_VH, bias_V, targets_R, scaling, chunk)  # type: ignore[misc]
+    logprobs_R, entropy_R = _ChunkedLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        hidden_RH, weight_VH, bias_V, targets_R, scaling, chunk, part
+    )
     return logprobs_R, entropy_R if entropy_gradient else entropy_R.detach()

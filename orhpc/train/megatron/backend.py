@@ -18,11 +18,11 @@ from orhpc.models import ModelShape, read_shape
 from orhpc.train.backend import Batches, Role, Shard, StopCheck, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
+from orhpc.train.head import VocabularyPart
 from orhpc.train.hf_mapping import HfMapping, Target
 from orhpc.train.hf_stream import HfFolder
 from orhpc.train.megatron.export import Exporter
 from orhpc.train.megatron.families import build_of
-from orhpc.train.megatron.head import VocabularyPart
 from orhpc.train.megatron.model import (
     Chunk,
     build_chunks,

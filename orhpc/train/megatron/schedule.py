@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from orhpc.train.backend import Batches, StopCheck, TrainingBatch
 from orhpc.train.batch import PackedBatch, pack
-from orhpc.train.head import LogitScaling
-from orhpc.train.megatron.head import VocabularyPart, divided_logprobs
+from orhpc.train.head import LogitScaling, VocabularyPart, token_logprobs
 from orhpc.train.megatron.packing import RankBatch, rank_batch
 from orhpc.train.megatron.plain import PackedParams
 from orhpc.train.megatron.replay import StageReplay
@@ -134,11 +133,12 @@ class Pipeline:
         if tp.size() > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
         weight: Any = output_layer.weight if output_weight is None else output_weight
-        values = divided_logprobs(
+        values = token_logprobs(
             hidden_states[:, 0].index_select(0, context.rows_R),
             weight,
+            None,
             context.targets_R,
-            self.head.part,
+            part=self.head.part,
             scaling=self.head.scaling,
             chunk=self.head.chunk,
             entropy_gradient=self.head.entropy_gradient,
