@@ -69,8 +69,9 @@ for again in 1 2 0; do
   done
   wait $!
   code=$?
-  # srun says 1 of every step in which the memory limit has killed something; the first node says why it left.
-  said=$(cat "$job_folder/code" 2>/dev/null) && code=$said
+  # The first node says why it left; srun says 1 of every step in which the memory limit has killed something,
+  # and may say 0 of one that it has lost.
+  if [ -s "$job_folder/code" ]; then code=$(cat "$job_folder/code"); elif [ "$code" = 0 ]; then code=75; fi
   # Finished, a wrong config, a failed preflight, a crash loop, a busy run directory: no use in coming back.
   case $code in 0 | 2 | 3 | 4 | 5) end "$code" ;; esac
   # Without an attempt nothing of ours began: srun could not start the tasks.

@@ -43,18 +43,26 @@ _COMPLAINTS_S = 2.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; every failure is one line on standard error."""
-    job: Job | None = None
+    job, first = None, None
     try:
         job = Job.from_environment()
         path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
         config = load_config(path, [*overrides, f"placement.nodes={job.nodes}"])
-        code = FirstNode(job, config).run() if job.rank == 0 else other_node(job, config)
+        if job.rank:
+            return other_node(job, config)
+        first = FirstNode(job, config)
+        code = first.run()
     except OrhpcError as error:
         say(f"{type(error).__name__}: {error}")
         code = policy_of(error).exit_code
-    if job is not None and job.rank == 0:
+    if job is not None and job.rank == 0 and job.folder.is_dir():
         (job.folder / "code").write_text(str(code))
-    return code
+    # A failing task has srun end its step, and the newer start's step has the same name.
+    return EXIT_OK if first is not None and first.superseded else code
+
+
+class Superseded(NodeLost):
+    """SLURM took this node for dead and has started the job elsewhere."""
 
 
 class FirstNode:
@@ -71,6 +79,8 @@ class FirstNode:
         self.memory = ""
         """What the kernel's memory limit did on one of the nodes."""
         self.others: tuple[Node, ...] = ()
+        self.superseded = False
+        """Whether a newer attempt has begun while this one still ran."""
         self._code = EXIT_FAILED
         self._watch = MemoryWatch()
         self._looked = 0.0
@@ -165,14 +175,15 @@ class FirstNode:
         ):
             say(f"CrashLoop: {spent}")
             code = EXIT_CRASH_LOOP
-        if ended.lost:
+        if ended.lost and self.job.folder.is_dir():
             (self.job.folder / "exclude").write_text(",".join(sorted(set(ended.lost))))
         rendezvous.end(self.rundir, attempt, code)
         self._code = code
 
     def _tick(self) -> None:
         if self.rundir.newest_attempt() > self._attempt:
-            raise NodeLost("a newer attempt has begun: SLURM took this node for dead")
+            self.superseded = True
+            raise Superseded("a newer attempt has begun: SLURM took this node for dead")
         if self.memory or time.monotonic() < self._looked + _COMPLAINTS_S:
             return
         self._looked = time.monotonic()

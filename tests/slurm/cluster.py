@@ -80,14 +80,26 @@ mount -t proc proc /proc
 mount --bind {root}/hosts /etc/hosts
 mount --bind {root}/resolv.conf /etc/resolv.conf
 mount -t tmpfs -o size=1g,mode=1777 tmpfs /dev/shm
+# /tmp is the node's own, as on real nodes, but for what all nodes share.
+for path in {root} {visible}; do
+  case $path in /tmp/*)
+    mkdir -p "{root}/tmp/$1/${{path#/tmp/}}"
+    mount --bind "$path" "{root}/tmp/$1/${{path#/tmp/}}" ;;
+  esac
+done
+mount --rbind {root}/tmp/$1 /tmp
 ip link set lo up
 while ! ip -4 addr show dev eth0 2>/dev/null | grep -q inet; do sleep 0.02; done
 export SLURM_CONF={root}/slurm.conf
-slurmd -D -N $1 >{root}/log/slurmd.$1.out 2>&1 &
-echo $! >{root}/slurmd.$1.inner
-trap 'kill -TERM $(cat {root}/slurmd.$1.inner)' TERM
 set +e
-# The node lives on when slurmd alone is killed, as a real one does.
+trap 'kill -TERM $(cat {root}/slurmd.$1.inner)' TERM
+# The node lives on when slurmd alone is killed, as a real one does; HUP starts it again.
+slurm() {{
+  slurmd -D -N $1 >>{root}/log/slurmd.$1.out 2>&1 &
+  echo $! >{root}/slurmd.$1.inner
+}}
+trap "slurm $1" HUP
+slurm $1
 while :; do sleep 0.5 & wait $!; done
 """
 
@@ -120,11 +132,15 @@ class Cluster:
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
             "SLURM_CONF": str(root / "slurm.conf"),
         }
+        self.shared = root / "shared"
+        """A folder that all nodes see."""
         self._write(user_signal, memory_limits)
 
     def _write(self, user_signal: bool, memory_limits: bool) -> None:
-        for name in ("state", "spool", "log", "dev"):
-            (self.root / name).mkdir()
+        for name in ("state", "spool", "log", "dev", "shared", *(f"tmp/n{i}" for i in range(NODES))):
+            (self.root / name).mkdir(parents=True)
+        for i in range(NODES):
+            (self.root / f"tmp/n{i}").chmod(0o1777)
         for i in range(8):
             os.mknod(self.root / f"dev/nvidia{i}", 0o20666, os.makedev(1, 3))
         host = socket.gethostname().partition(".")[0]
@@ -145,7 +161,7 @@ class Cluster:
         names = [f"{_NET}.1{i} n{i}" for i in range(NODES)]
         (self.root / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{_NET}.1 {host}", *names, ""]))
         (self.root / "resolv.conf").write_text("options timeout:1 attempts:1\n")
-        (self.root / "init.sh").write_text(_INIT.format(root=self.root))
+        (self.root / "init.sh").write_text(_INIT.format(root=self.root, visible=_visible()))
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
@@ -207,6 +223,10 @@ class Cluster:
             ["nsenter", "-t", str(self._nodes[i][1]), "-p", "-m", "kill", "-KILL", inner], check=True
         )
 
+    def start_slurmd(self, i: int) -> None:
+        """Start slurmd again on a node where it was killed."""
+        os.kill(self._nodes[i][1], signal.SIGHUP)
+
     def stop(self) -> None:
         with contextlib.suppress(subprocess.SubprocessError):
             self.run("scancel", "--user=root", timeout=10)
@@ -267,6 +287,23 @@ class Cluster:
                 if not re.match(r"(slurmd |slurmstepd|sleep 0\.5|bash /\S+/init\.sh)", line):
                     found.append(line)
         return found
+
+    def clear_files(self, i: int) -> None:
+        """What an administrator's tidying does to a node's /tmp after a power failure."""
+        for folder in (self.root / f"tmp/n{i}").glob("orhpc-[!s]*"):
+            shutil.rmtree(folder)
+
+    def files(self) -> list[str]:
+        """Files of jobs in the nodes' own temporary folders and shared memory."""
+        found = [f for i in range(NODES) for f in (self.root / f"tmp/n{i}").glob("orhpc-[!s]*")]
+        for _, init in self._nodes.values():
+            found += Path(f"/proc/{init}/root/dev/shm").iterdir()
+        return [str(f) for f in found]
+
+
+def _visible() -> str:
+    """Folders that jobs read on every node: this repository and the interpreter's own."""
+    return " ".join(map(str, {Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)}))
 
 
 def _die_with_parent() -> None:

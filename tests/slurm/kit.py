@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from orhpc import commits
 from orhpc.events import read_events, steps_of
 from orhpc.launch import ledger
+from orhpc.launch.first_node import SECRETS
 from orhpc.launch.ledger import Outcome
 from orhpc.rundir import RunDir
 from tests.slurm.cluster import Cluster, wait_until
@@ -20,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("placement.devices_per_node=1", "wandb.enabled=false", "rollout.batch_size=4")
 """One trainer and one engine a node: the whole cluster lives on this machine's few cores."""
 BRING_UP_S = 150.0
+TABLE = "ORHPC_SLURM_TABLE"
+"""Environment variable: a file to which the costs of all interruptions are appended."""
 
 
 @dataclass
@@ -73,15 +79,33 @@ class JobRun:
         shown = self.cluster.run("squeue", "-h", "-j", self.job, "-o", "%M").stdout.strip()
         return sum(int(n) * f for n, f in zip(reversed(shown.split(":")[:-1]), (1, 60), strict=False))
 
-    def comes_back(self) -> None:
-        """Wait until the job waits to run again, and have it start now."""
-        self.wait_state("PENDING")
-        time.sleep(5)  # at once, SLURM 22.05 takes the old step's cgroup away from the new one
-        wait_until(
-            lambda: self.cluster.release(self.job) or self.cluster.state(self.job) != "PENDING",
-            120,
-            "a start",
-        )
+    def comes_back(self, attempt: int) -> None:
+        """Wait until SLURM has started the job again, without any help, and the attempt has begun."""
+        wait_until(lambda: self.run.newest_attempt() >= attempt, 120, f"attempt {attempt}: {self.report()}")
+
+    def pid_of(self, module: str) -> int:
+        """Process id, as this machine sees it, of the run's process that runs a module."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    if module in words and any(str(self.run.path.parent) in word for word in words):
+                        return int(entry.name)
+        raise AssertionError(f"no process runs {module}")
+
+    def nodes(self) -> list[str]:
+        """Names of the job's nodes, in its order."""
+        listed = self.cluster.run("squeue", "-h", "-j", self.job, "-o", "%N").stdout.strip()
+        return self.cluster.run("scontrol", "show", "hostnames", listed).stdout.split()
+
+    def output(self) -> str:
+        """What the newest start of the job has printed."""
+        text = (self.run.path / f"slurm-{self.job}.out").read_text(errors="replace")
+        return text.rsplit(f"attempt {self.run.newest_attempt()}, ", 1)[-1]
+
+    def signal_batch(self, name: str) -> None:
+        """A signal to the batch shell, as SLURM itself sends it."""
+        self.cluster.run("scancel", "--batch", f"--signal={name}", self.job)
 
     def committed(self) -> int:
         """The newest commit, verified bit for bit."""
@@ -114,9 +138,54 @@ def sbatch(cluster: Cluster, root: Path, *overrides: str, options: tuple[str, ..
     return JobRun(cluster, result.stdout.strip(), run)
 
 
-def assert_nothing_left(cluster: Cluster) -> None:
-    """No process of any job on any node, no stop folder, no key."""
+def assert_nothing_left(run: JobRun) -> None:
+    """No process of any job on any node, no file of one in its own folders, no key."""
+    cluster = run.cluster
     wait_until(lambda: not cluster.processes(), 45, f"left over: {cluster.processes()}")
+    assert cluster.files() == []
+    assert [f for f in run.run.attempts.glob("*/*") if f.name in SECRETS] == []
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an interruption cost."""
+
+    interruption: str
+    nodes: int
+    steps_lost: int
+    to_commit_s: float | None
+    """From the signal to the durable commit; None: there was no signal, or nothing left to commit."""
+    to_step_s: float
+    """From the requeue (without a signal: from the fault) to the first new step."""
+    slurm_s: float
+    """SLURM's part of that: until the batch script ran again."""
+
+
+def note_cost(run: JobRun, attempt: int, what: str, fault: float | None = None) -> Cost:
+    """Work out what the interruption that ended an attempt cost; into a file where one is asked for.
+
+    ``fault``: when it was injected, where the job itself was told nothing.
+    """
+    events = read_events(run.run.events)
+    after = [e for e in events if e["attempt"] == attempt + 1]
+    resumed = next(e for e in after if e["event"] == "bring_up")["step"]
+    first = next(e for e in after if e["event"] == "step")["time"]
+    reached = max(e["step"] for e in events if e["attempt"] == attempt and e["event"] in ("step", "ready"))
+    outcome = ledger.outcome_of(run.run, attempt)
+    assert outcome is not None
+    to_commit = None
+    if outcome.signalled is not None and fault is None:
+        made = [e["time"] for e in events if e["event"] == "commit" and e["attempt"] == attempt]
+        to_commit = made[-1] - outcome.signalled if made and made[-1] > outcome.signalled else None
+    began = outcome.ended if fault is None else fault
+    facts = json.loads((run.run.attempt(attempt + 1) / "attempt.json").read_text())
+    nodes = 1 + len(list((run.run.attempt(attempt + 1) / "nodes").glob("*.json")))
+    slurm_s = facts["script_started"] - began
+    cost = Cost(what, nodes, reached - resumed, to_commit, first - began, slurm_s)
+    if table := os.environ.get(TABLE):
+        with Path(table).open("a") as stream:
+            stream.write(json.dumps(asdict(cost)) + "\n")
+    return cost
 
 
 def preempt(cluster: Cluster) -> str:

@@ -1,48 +1,181 @@
-"""One long run on four nodes through every usual interruption."""
+"""Long runs through every interruption: each costs no commit, and the run goes on."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orhpc import commits
 from orhpc.events import read_events, steps_of
 from orhpc.launch.ledger import Reason
-from tests.slurm.cluster import Cluster
-from tests.slurm.kit import assert_nothing_left, assert_whole, preempt, sbatch
+from orhpc.rundir import CommitName
+from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.kit import (
+    JobRun,
+    assert_nothing_left,
+    assert_whole,
+    launch,
+    note_cost,
+    preempt,
+    sbatch,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+LONG = ("train.steps=1000", "checkpoint.save_interval=1000")
 
 
-def test_one_run_of_four_nodes_through_everything(cluster: Cluster, tmp_path: Path) -> None:
-    """Submitted with sbatch, preempted, stopped at its time limit, then cancelled."""
-    options = ("--partition=low", "--nodes=4", "--signal=B:USR2@100")
-    run = sbatch(cluster, tmp_path, "train.steps=1000", "checkpoint.save_interval=1000", options=options)
-    stopped = run.wait_step(1, 2)
-
+def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
+    cluster: Cluster, root: Path
+) -> None:
+    """Submitted with sbatch, later by the launcher with all parts on each node; one W&B run throughout."""
+    cluster.environment["WANDB_MODE"] = "offline"
+    tracked = ("wandb.enabled=true",)
+    split = ("placement.mode=split", "placement.trainer_devices=2")
+    run = sbatch(cluster, root, *LONG, *tracked, *split, options=("--partition=low", "--nodes=4"))
+    run.wait_step(1, 2)
     preempt(cluster)
-    outcome = run.wait_outcome(1)
-    assert outcome.reason is Reason.PREEMPTED
-    assert outcome.step >= stopped - 1
-    assert run.committed() == outcome.step
-    run.comes_back()
+    first = run.wait_outcome(1)
+    assert first.reason is Reason.PREEMPTED
+    assert run.committed() == first.step
+    run.comes_back(2)
+    assert run.wait_step(2) > first.step
+    assert note_cost(run, 1, "preemption, USR2 ahead").steps_lost == 0
 
-    assert run.wait_step(2) > outcome.step
-    minutes = run.minutes() + 2
-    cluster.run("scontrol", "update", f"jobid={run.job}", f"TimeLimit={minutes}")
-    second = run.wait_outcome(2, 120)
-    assert second.reason is Reason.TIME_LIMIT
-    assert second.step > outcome.step
-    assert run.committed() == second.step
-    cluster.run("scontrol", "update", f"jobid={run.job}", "TimeLimit=UNLIMITED")
-    run.comes_back()
-
-    run.wait_step(3)
     cluster.run("scancel", run.job)
     run.wait_state("CANCELLED")
-    third = run.wait_outcome(3)
-    assert third.reason is Reason.CANCELLED
-    assert run.committed() == third.step > second.step
-    assert_nothing_left(cluster)
+    cancelled = run.wait_outcome(2)
+    assert cancelled.reason is Reason.CANCELLED
+    assert run.committed() == cancelled.step > first.step
+    assert_nothing_left(run)
     assert cluster.state(run.job) == "CANCELLED"
+
+    fewer = launch(cluster, root, 2, "train.steps=1000", "checkpoint.save_interval=1", *tracked)
+    assert fewer.wait_step(3) > cancelled.step
+    assert fewer.run.started_from(3) == CommitName(cancelled.step, 2)
+    second_node = int(fewer.nodes()[-1].removeprefix("n"))
+    before, fault = fewer.committed(), time.time()
+    cluster.power_off(second_node)
+    try:
+        fewer.comes_back(4)
+        assert fewer.wait_step(4) > before
+    finally:
+        cluster.power_on(second_node)
+    assert f"n{second_node}" not in fewer.nodes()
+    assert fewer.wait_outcome(3).reason is Reason.NODE_LOST
+    assert note_cost(fewer, 3, "power failure of a node", fault).steps_lost <= 1
+    cluster.run("scancel", fewer.job)
+    fewer.wait_state("CANCELLED")
+    fewer.wait_outcome(4)
+    cluster.clear_files(second_node)  # of a node that lost power, nobody else can
+    assert_nothing_left(fewer)
+    assert_whole(fewer.run, max(steps_of(read_events(fewer.run.events))))
+    assert_one_wandb_run(fewer, 4)
+
+
+def test_one_node_through_everything_else(cluster: Cluster, root: Path) -> None:
+    often = ("train.steps=1000", "checkpoint.save_interval=5")
+    run = sbatch(cluster, root, *often, options=("--nodes=1", "--signal=B:USR2@100"))
+    second_signal_while_saving(run)
+    requeue_by_hand(run)
+    slurmd_lost_with_its_tasks_alive(run)
+    time_limit(run)
+    cancelled_in_grace(run)
+    assert_nothing_left(run)
     assert_whole(run.run, max(steps_of(read_events(run.run.events))))
+
+
+def second_signal_while_saving(run: JobRun) -> None:
+    run.wait_step(1, 2)
+    for _ in range(3):
+        run.signal_batch("USR2")
+        time.sleep(0.3)
+    outcome = run.wait_outcome(1)
+    made = [e["step"] for e in read_events(run.run.events) if e["event"] == "commit"]
+    assert made == sorted(set(made))
+    assert made[-1] == outcome.step == run.committed()
+    run.comes_back(2)
+
+
+def requeue_by_hand(run: JobRun) -> None:
+    before = run.wait_step(2)
+    note_cost(run, 1, "USR2, three times")
+    run.cluster.run("scontrol", "requeue", run.job)
+    outcome = run.wait_outcome(2)
+    assert outcome.reason is Reason.REQUEUED
+    assert run.committed() == outcome.step >= before
+    run.comes_back(3)
+    assert run.wait_step(3) > outcome.step
+    assert note_cost(run, 2, "scontrol requeue").steps_lost == 0
+
+
+def slurmd_lost_with_its_tasks_alive(run: JobRun) -> None:
+    """The old attempt lives on where SLURM sees nothing, frozen as by a lost network, and then wakes."""
+    cluster = run.cluster
+    (node,) = run.nodes()
+    index = int(node.removeprefix("n"))
+    base, fault = run.committed(), time.time()
+    launcher, driver = run.pid_of("orhpc.launch.node"), run.pid_of("orhpc.driver")
+    cluster.kill_slurmd(index)
+    os.kill(launcher, signal.SIGSTOP)
+    run.comes_back(4)
+    assert run.nodes() != [node]
+    assert run.wait_step(4) > base
+    assert note_cost(run, 3, "slurmd lost, tasks alive", fault).steps_lost <= 10  # two intervals
+    wait_until(lambda: not Path(f"/proc/{driver}").exists(), 60, "the stale driver's end, by itself")
+    stale = plant_stale_commit(run, attempt=3)
+    os.kill(launcher, signal.SIGCONT)
+    wait_until(lambda: not Path(f"/proc/{launcher}").exists(), 60, "the stale launcher's end")
+    assert run.run.lineage()[0] != stale
+    cluster.start_slurmd(index)
+
+
+def plant_stale_commit(run: JobRun, attempt: int) -> CommitName:
+    """What a stale attempt would have committed, had it been in the middle of it."""
+    newest = run.run.lineage()[0]
+    folder = run.run.checkpoints / str(newest)
+    name = CommitName(newest.step + 500, attempt)
+    partial = commits.begin(run.run, name)
+    manifest = commits.read_manifest(folder)
+    for file in manifest.files:
+        os.link(folder / file.name, partial / file.name)
+    commits.finalise(partial, replace(manifest, step=name.step, attempt=attempt))
+    return name
+
+
+def time_limit(run: JobRun) -> None:
+    run.cluster.run("scontrol", "update", f"jobid={run.job}", f"TimeLimit={run.minutes() + 2}")
+    outcome = run.wait_outcome(4, 150)
+    assert outcome.reason is Reason.TIME_LIMIT
+    assert run.committed() == outcome.step
+    run.cluster.run("scontrol", "update", f"jobid={run.job}", "TimeLimit=UNLIMITED")
+    run.comes_back(5)
+    assert run.wait_step(5) > outcome.step
+    assert note_cost(run, 4, "time limit").steps_lost == 0
+
+
+def cancelled_in_grace(run: JobRun) -> None:
+    driver = run.pid_of("orhpc.driver")
+    os.kill(driver, signal.SIGSTOP)  # a commit that takes long
+    preempt(run.cluster)
+    wait_until(lambda: "SIGUSR2" in run.output(), 40, "the signal")
+    run.cluster.run("scancel", run.job)
+    wait_until(lambda: "SIGTERM" in run.output(), 40, "the cancellation's signal")
+    os.kill(driver, signal.SIGCONT)
+    outcome = run.wait_outcome(5)
+    run.wait_state("CANCELLED")
+    assert outcome.reason is Reason.CANCELLED
+    assert run.committed() == outcome.step
+    time.sleep(3)
+    assert run.cluster.state(run.job) == "CANCELLED"
+    assert run.run.newest_attempt() == 5
+
+
+def assert_one_wandb_run(run: JobRun, attempts: int) -> None:
+    folders = [p.name for p in (run.run.path / "wandb").glob("offline-run-*")]
+    assert len(folders) == attempts
+    assert len({name.rsplit("-", 1)[1] for name in folders}) == 1
