@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orhpc.weight_wire import join_weight_group
+from orhpc.weight_wire import empty_bucket, join_weight_group, unflatten_bucket
 
 Announced = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of one tensor, as ``/update_weights_from_distributed`` is told them."""
 
 
-def receive(port: int, rank: int, world: int, tensors: list[Announced], pipe: Any) -> None:
-    """Join group ``weights`` and receive ``tensors`` in order; send (error or None, arrays by name)."""
+def receive(port: int, rank: int, world: int, buckets: list[list[Announced]], pipe: Any) -> None:
+    """Join group ``weights`` and receive ``buckets`` in order; send (error or None, arrays by name)."""
     torch.set_num_threads(1)
     weights = {}
     try:
@@ -27,10 +27,11 @@ def receive(port: int, rank: int, world: int, tensors: list[Announced], pipe: An
             backend="gloo",
             timeout_s=30,
         )
-        for name, dtype, shape in tensors:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.broadcast(tensor, src=0, group=group)
-            weights[name] = tensor.float().numpy()
+        for bucket in buckets:
+            metadata = empty_bucket((name, getattr(torch, dtype), shape) for name, dtype, shape in bucket)
+            flat = torch.empty(metadata[-1].end_idx, dtype=torch.uint8)
+            dist.broadcast(flat, src=0, group=group)
+            weights |= {name: tensor.float().numpy() for name, tensor in unflatten_bucket(flat, metadata)}
     except Exception as error:
         pipe.send((repr(error), weights))
         return

@@ -110,7 +110,7 @@ class StopCheck(Protocol):
 class HfNames(Protocol):
     """What whole parameters are in a Hugging Face checkpoint."""
 
-    def split(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    def split(self, name: str, whole: Tensor, /) -> Mapping[str, Tensor]:
         """Return the checkpoint's tensors that one whole parameter holds; also on the meta device."""
         ...
 

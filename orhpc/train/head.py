@@ -193,9 +193,9 @@ def _gradient_(
         gradient_(logits, targets, log_normaliser, entropy, grads[0], grads[1], scaling)
         return
     for block in _blocks(logits):
-        of_block = (None if g is None else g[block] for g in grads)
+        first, second = (None if g is None else g[block] for g in grads)
         _logit_gradient_(
-            logits[block], targets[block], log_normaliser[block], entropy[block], *of_block, scaling
+            logits[block], targets[block], log_normaliser[block], entropy[block], first, second, scaling
         )
 
 

@@ -4,6 +4,9 @@ A row of the vocabulary is read once, in the type that the matrix product wrote 
 computed in float32.  The gradient overwrites the logits.
 """
 
+# Triton comes with CUDA builds of torch alone, and its kernels are no Python functions to a type checker.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -18,7 +21,7 @@ WARPS = 8
 
 
 @triton.jit
-def _scaled(x, scale, cap, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _scaled(x, scale, cap, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
     """Family's factor and temperature; with a cap, ``cap tanh(x scale)``."""
     z = x * scale
     if CAPPED:
@@ -37,8 +40,8 @@ def _statistics(  # noqa: ANN202
     rows,  # noqa: ANN001
     scale,  # noqa: ANN001
     cap,  # noqa: ANN001
-    CAPPED: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
@@ -79,9 +82,9 @@ def _gradient(  # noqa: ANN202
     columns,  # noqa: ANN001
     scale,  # noqa: ANN001
     cap,  # noqa: ANN001
-    CAPPED: tl.constexpr,  # noqa: N803
-    ENTROPY: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     row = tl.program_id(0)
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)

@@ -144,9 +144,10 @@ def _gradients(backend: Any, batches: list[PackedBatch], minibatch: MiniBatch) -
             (part,) = [p for p in optimiser._parts if state.parameter in p.model_param_group_index_map]
             main = part._get_main_param_and_optimizer_states(state.parameter)["param"]
             held.append(HeldState(state.parameter, state.start, state.stop, {"model": main.grad}))
-        for shard in state_shards(held, backend._targets, backend._mapping.shape):
-            found.append((shard.name.removeprefix("model/"), shard.shape, shard.start, shard.column,
-                          shard.tensor.numpy().copy()))  # fmt: skip
+        found.extend(
+            (s.name.removeprefix("model/"), s.shape, s.start, s.column, s.tensor.numpy().copy())
+            for s in state_shards(held, backend._targets, backend._mapping.shape)
+        )
         optimiser.clear()
         return 0.0, 0.0
 

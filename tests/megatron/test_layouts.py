@@ -131,7 +131,8 @@ def test_a_checkpoint_of_one_layout_continues_in_another(folder: Path, tmp_path:
         Case("qwen3-moe", {"pp": 2}, load=moe), Case("qwen3", {"tp": 2}, load=dense),
     ])  # fmt: skip
     second = launch(4, folder, [
-        Case("qwen3-moe", {"pp": 2, "ep": 2}, load=moe), Case("qwen3", {"pp": 2, "vpp": 1, "tp": 2}, load=dense),
+        Case("qwen3-moe", {"pp": 2, "ep": 2}, load=moe),
+        Case("qwen3", {"pp": 2, "vpp": 1, "tp": 2}, load=dense),
     ])  # fmt: skip
     alone = launch(1, folder, [Case("qwen3-moe", load=moe), Case("qwen3", load=dense)])
     saved = {"qwen3-moe": first["qwen3-moe tp2.ep2"][0], "qwen3": first["qwen3 pp2"][0]}

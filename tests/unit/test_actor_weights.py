@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from orhpc.errors import InfraError, RayLost, WeightSyncFailed
+from orhpc.routes import RouteShare
 from orhpc.train.actor import TrainerRank
 from orhpc.train.fetch import fetch_arrays, load_batch, prefetched
 from orhpc.train.weights import BucketSpec
@@ -40,13 +41,13 @@ def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
 @contextlib.contextmanager
 def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any]]:
     """``n`` receiving processes; yields the pipes that they report through."""
-    tensors = [t for spec in specs for t in zip(spec.names, spec.dtypes, spec.shapes, strict=True)]
+    buckets = [list(zip(spec.names, spec.dtypes, spec.shapes, strict=True)) for spec in specs]
     add_root_to_path()
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(1, n + 1):
         pipe, sender = context.Pipe(duplex=False)
-        process = context.Process(target=receive, args=(port, rank, n + 1, tensors, sender))
+        process = context.Process(target=receive, args=(port, rank, n + 1, buckets, sender))
         process.start()
         pipes.append(pipe)
         processes.append(process)
@@ -64,8 +65,9 @@ def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any
 def test_weights_reach_every_engine(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch, dtype: str, n: int
 ) -> None:
-    monkeypatch.setattr("orhpc.train.actor.BUCKET_BYTES", 20_000)
     rank = make(dtype=dtype)
+    planned = rank._plan
+    monkeypatch.setattr(rank, "_plan", lambda _limit: planned(20_000))
     rank.step(plan(0), step=1)
     specs = rank.weight_buckets()
     assert len(specs) > 1
@@ -73,7 +75,8 @@ def test_weights_reach_every_engine(
     with engines(n, port, specs) as pipes:
         rank.join_weight_group("127.0.0.1", port, n + 1, "weights", 60)
         for index in range(len(specs)):
-            rank.send_bucket(index)
+            rank.stage_bucket(index, handle=False, broadcast=True)
+        assert rank.finish_sync() > 0
         exported = rank.backend.export(rank.backend.parameter_shapes())
         expected = {name: tensor.float().numpy() for name, tensor in exported}
         for pipe in pipes:
@@ -85,7 +88,7 @@ def test_weights_reach_every_engine(
     rank.leave_weight_group()
     rank.leave_weight_group()
     with pytest.raises(WeightSyncFailed, match="before"):
-        rank.send_bucket(0)
+        rank.stage_bucket(0, handle=False, broadcast=True)
 
 
 def test_an_engine_that_never_joins_is_a_failed_sync_within_the_deadline(
@@ -107,7 +110,8 @@ def test_an_engine_that_dies_is_a_failed_sync(make: Callable[..., TrainerRank]) 
         rank.join_weight_group("127.0.0.1", port, 2, "weights", 10.0)
         assert pipe.poll(60)
     with pytest.raises(WeightSyncFailed, match="did not reach"):
-        rank.send_bucket(0)
+        rank.stage_bucket(0, handle=False, broadcast=True)
+        rank.finish_sync()
     rank.leave_weight_group()
     rank.step(plan(0), step=1)
 
@@ -137,7 +141,7 @@ def test_a_missing_rank_is_an_infrastructure_failure(folder: str) -> None:
 def test_arrays_come_from_the_record_when_they_are_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def read_arrays(file: str, row: int, *, routes: bool) -> dict[str, Any]:
+    def read_arrays(file: str, row: int, *, routes: RouteShare | None) -> dict[str, Any]:
         asked.append((file, row))
         return {"tokens_T": np.zeros(2)}
 
@@ -167,7 +171,7 @@ def test_the_next_micro_batch_is_loaded_while_this_one_is_worked_on() -> None:
 
 
 def test_a_rank_with_nothing_to_do_loads_an_empty_batch() -> None:
-    def never(location: Location, *, routes: bool) -> dict[str, Any]:
+    def never(location: Location, *, routes: RouteShare | None) -> dict[str, Any]:
         raise AssertionError("nothing to fetch")
 
     assert load_batch(MicroBatch(()), never).tokens == 0

@@ -15,7 +15,7 @@ from orhpc.errors import StopRequested
 from orhpc.megatron_config import RankPlace
 from orhpc.memory import check_layout
 from orhpc.models import ModelShape, read_shape
-from orhpc.train.backend import Batches, Role, Shard, StopCheck, TrainingBatch, Update
+from orhpc.train.backend import Batches, HfNames, Role, Shard, StopCheck, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
 from orhpc.train.head import VocabularyPart
@@ -123,7 +123,7 @@ class MegatronBackend:
 
     def _parameter_targets(self, chunks: Iterable[Chunk]) -> dict[nn.Parameter, tuple[Target, int]]:
         tp = parallel_state.get_tensor_model_parallel_rank()
-        etp = parallel_state.get_expert_tensor_parallel_rank()
+        etp: Any = parallel_state.get_expert_tensor_parallel_rank()
         held = self._exporter.held()
         found: dict[nn.Parameter, tuple[Target, int]] = {}
         for chunk in chunks:
@@ -210,7 +210,7 @@ class MegatronBackend:
     def export_dtypes(self) -> dict[str, torch.dtype]:
         return self._exporter.dtypes()
 
-    def hf_names(self) -> HfMapping:
+    def hf_names(self) -> HfNames:
         return self._mapping
 
     @torch.no_grad()

@@ -175,7 +175,7 @@ def _latent(config: Any, shape: ModelShape) -> Values:
 
 def _rotary(config: Any) -> tuple[torch.Tensor, float]:
     """Inverse frequencies and scaling of the family's own rotary module, whatever its kind."""
-    model = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
+    model: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
     code = sys.modules[model.__module__]
     kinds = [
         kind

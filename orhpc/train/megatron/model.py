@@ -244,7 +244,7 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
         ModelError: a tensor is missing or of another shape, or a parameter would be left without values.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+    etp_rank: Any = parallel_state.get_expert_tensor_parallel_rank()
     for chunk in chunks:
         held = held_tensors(chunk.model)
         for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):

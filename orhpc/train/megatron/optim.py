@@ -130,7 +130,8 @@ class MegatronOptimiser:
         lr = learning_rate(self.settings, self.steps)
         decoupled = self._chained.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         for part in self._parts:
-            if parameters := part.get_parameters():
+            parameters: list[Any] = part.get_parameters()
+            if parameters:
                 clip_grad_by_total_norm_fp32(
                     parameters, self.settings.max_grad_norm, norm, use_decoupled_grad=decoupled
                 )
@@ -171,9 +172,8 @@ class MegatronOptimiser:
 
     def gradient_buffers(self) -> list[Tensor]:
         """Sums of gradients: between steps they hold nothing."""
-        return [
-            b.grad_data for model in self._wrapped for b in (*model.buffers, *model.expert_parallel_buffers)
-        ]
+        wrapped: list[Any] = list(self._wrapped)  # their ``buffers`` hides Module's of that name
+        return [b.grad_data for model in wrapped for b in (*model.buffers, *model.expert_parallel_buffers)]
 
 
 def _start_state(part: DistributedOptimizer) -> None:

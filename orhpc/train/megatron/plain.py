@@ -104,10 +104,12 @@ class PlainAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """``[P, heads, d]`` each, keys and values with fewer heads; returns ``[P, heads x d_v]``."""
-        tensors = (t.transpose(0, 1)[None] for t in (query, key, value))
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         output, _none = packed_attention(
             self,
-            *tensors,
+            query,
+            key,
+            value,
             attention_mask,
             scaling=self.scale,
             sliding_window=self.window,

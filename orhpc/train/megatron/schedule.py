@@ -83,7 +83,7 @@ class Pipeline:
             count = -(-count // stages) * stages
         source = Batches(_filled(batches), count)
         gate = _Gate(between, stages, chunks)
-        streams = [_Stream(enumerate(source), gate, first=i == 0) for i in range(chunks)]
+        streams: list[Any] = [_Stream(enumerate(source), gate, first=i == 0) for i in range(chunks)]
         step = partial(self._forward, loss=loss)
         run = get_forward_backward_func()
         run(
@@ -129,7 +129,7 @@ class Pipeline:
         **_: Any,
     ) -> Tensor:
         """megatron-core's hook behind the last layer: ``[L, 1, H]`` to ``[2, P]``."""
-        tp = parallel_state.get_tensor_model_parallel_group()
+        tp: Any = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
         weight: Any = output_layer.weight if output_weight is None else output_weight
