@@ -92,6 +92,12 @@ def stages(shape: ModelShape, pp: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
+def stage_layers(shape: ModelShape, pp: int, vpp: int) -> list[list[int]]:
+    """Layers that each pipeline stage computes: of its one chunk, or of its ``vpp`` interleaved ones."""
+    cuts = stages(shape, pp * vpp)
+    return [[layer for cut in cuts[stage::pp] for layer in cut] for stage in range(pp)]
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a trainer is asked to do on one rank."""

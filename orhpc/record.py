@@ -25,6 +25,7 @@ import h5py
 import numpy as np
 
 from orhpc.errors import RecordError
+from orhpc.routes import RouteShare
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
 
 FORMAT = "orhpc-rollouts-1"
@@ -162,12 +163,13 @@ class RolloutFile:
         span = slice(start, start + int(self._index[row]["length"]))
         return {f"{name}_T": self._read(name, span) for name in _FLAT}
 
-    def routes(self, row: int) -> np.ndarray[Any, Any] | None:
-        """Expert routes ``[T - 1, layers, topk]``; None when they were not recorded."""
+    def routes(self, row: int, layers: Sequence[int] | None = None) -> np.ndarray[Any, Any] | None:
+        """Expert routes ``[T - 1, layers, topk]``, of some layers only; None when they were not recorded."""
         start = int(self._index[row]["routes_offset"])
         if start < 0:
             return None
-        return self._read("routes", slice(start, start + int(self._index[row]["length"]) - 1))
+        rows = slice(start, start + int(self._index[row]["length"]) - 1)
+        return self._read("routes", rows if layers is None else (rows, sorted(layers)))
 
     def summary(self, row: int, worker: int = 0) -> RolloutSummary:
         """The rollout in numbers, located in this file."""
@@ -231,7 +233,7 @@ class RolloutFile:
         value = self._read(name, row)
         return value.decode() if isinstance(value, bytes) else str(value)
 
-    def _read(self, name: str, at: int | slice) -> Any:
+    def _read(self, name: str, at: int | slice | tuple[slice, list[int]]) -> Any:
         try:
             dataset = self._file[name]
             assert isinstance(dataset, h5py.Dataset)
@@ -240,14 +242,16 @@ class RolloutFile:
             raise RecordError(f"{self.path}: {name} cannot be read: {error}") from None
 
 
-def read_arrays(file: str, row: int, *, routes: bool = False) -> dict[str, np.ndarray[Any, Any] | None]:
+def read_arrays(
+    file: str, row: int, *, routes: RouteShare | None = None
+) -> dict[str, np.ndarray[Any, Any] | None]:
     """Arrays of one rollout, opening the file for it; what trainer ranks call.
 
-    ``routes`` adds the expert routes, None where they were not recorded.
+    ``routes`` adds a stage's expert routes, None where they were not recorded.
     """
     with RolloutFile(file) as record:
         arrays: dict[str, np.ndarray[Any, Any] | None] = {**record.arrays(row)}
-        return {**arrays, "routes": record.routes(row)} if routes else arrays
+        return {**arrays, "routes": record.routes(row, routes.layers)} if routes else arrays
 
 
 def record_path(folder: Path, attempt: int, worker: int) -> Path:

@@ -58,6 +58,20 @@ class RouteShape:
         return np.uint8 if self.experts <= 256 else np.uint16
 
 
+@dataclass(frozen=True, slots=True)
+class RouteShare:
+    """Which part of every rollout's routes one trainer rank is sent."""
+
+    stage: int = 0
+    """Of the pipeline: which of a location's references to take."""
+    layers: tuple[int, ...] | None = None
+    """Ascending; None: all."""
+
+    def cut(self, routes: RouteArray | None) -> RouteArray | None:
+        """This share of a rollout's routes ``[rows, layers, topk]``."""
+        return routes if routes is None or self.layers is None else routes[:, list(self.layers)]
+
+
 def encode_routes(routes: RouteArray) -> str:
     """Return SGLang's encoding of ``[rows, layers, topk]``."""
     return pybase64.b64encode(np.ascontiguousarray(routes, dtype="<i4").data).decode("ascii")

@@ -192,8 +192,8 @@ class Location:
     """Row in that record's index."""
     arrays: Any = None
     """Ray reference to the dict of ``tokens_T``, ``loss_mask_T``, ``logprobs_T``."""
-    routes: Any = None
-    """Ray reference to the routes, kept apart so that a rank can leave them."""
+    routes: tuple[Any, ...] | None = None
+    """Ray references to the routes, one a pipeline stage, so that a rank is sent its own layers' only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -24,6 +25,7 @@ from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment import Environment
 from orhpc.rollout.rewards import with_group_score
 from orhpc.rollout.upload import Uploader
+from orhpc.route_shares import route_layers
 from orhpc.rundir import RunDir
 from orhpc.secrets import install_redaction, resolve_secrets
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
@@ -80,6 +82,7 @@ class RolloutWorker:
             request_timeout_s=self._config.engine.request_timeout_s,
             route_shape=self._agent.route_shape,
         )
+        self._route_layers = route_layers(self._config, self._model_dir)
         self._uploader = Uploader.from_config(self._config)
         for name, settings in self._config.environments.items():
             self._environments[name] = await Environment.open(
@@ -217,10 +220,16 @@ class RolloutWorker:
             worker=self._index,
             location=Location(
                 arrays=ray.put(arrays) if held else None,
-                routes=ray.put(rollout.routes) if held and rollout.routes is not None else None,
+                routes=self._put_routes(rollout.routes) if held and rollout.routes is not None else None,
             ),
             error=rollout.error,
         )
+
+    def _put_routes(self, routes: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+        """One object a pipeline stage: no rank is sent the layers of another."""
+        if len(self._route_layers) == 1:
+            return (ray.put(routes),)
+        return tuple(ray.put(np.ascontiguousarray(routes[:, layers])) for layers in self._route_layers)
 
     def _buffer_path(self, group_id: int) -> Path:
         return self._rundir.buffer / f"group_{group_id}.h5"

@@ -20,6 +20,9 @@ from torch import Tensor
 from orhpc.config import Config
 from orhpc.devices import VARIABLE, visible_devices
 from orhpc.errors import CheckpointError, WeightSyncFailed
+from orhpc.megatron_config import RankPlace
+from orhpc.route_shares import route_layers
+from orhpc.routes import RouteShare
 from orhpc.train.backend import Backend, Batches, Role, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, rng_state, set_rng_state
@@ -63,7 +66,7 @@ class TrainerRank:
         self.threads = threads
         self.device = torch.device(config.placement.device)
         self.backend = make_backend(config, model_dir, rank, world_size)
-        self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=config.routes_wanted)
+        self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=self._route_share())
         self._snapshot = Snapshot()
         self._save: BackgroundSave | None = None
         self._sender: WeightSender | None = None
@@ -107,6 +110,16 @@ class TrainerRank:
             reader.load(self.backend.shards())
         self.backend.set_progress(reader.progress)
         set_rng_state(reader.progress["rng"])
+
+    def _route_share(self) -> RouteShare | None:
+        """What this rank fetches of every rollout's expert routes."""
+        if not self.config.routes_wanted:
+            return None
+        by_stage = route_layers(self.config, self.model_dir)
+        if len(by_stage) == 1:
+            return RouteShare()
+        stage = RankPlace.of(self.rank, self.world_size, self.config.megatron).pp
+        return RouteShare(stage, tuple(by_stage[stage]))
 
     # --- training -----------------------------------------------------------------------------
 

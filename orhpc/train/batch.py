@@ -199,8 +199,8 @@ class PackedBatch:
     segments_P: NDArray[np.int64]
     """Number of the slot's sample in this batch."""
     routes_PLK: NDArray[Any] | None = None
-    """uint8 or uint16 ``[P, layers, topk]``: the experts that the engine chose for each token; None when
-    they are not asked for, and in a batch without samples."""
+    """uint8 or uint16 ``[P, layers, topk]``: the experts that the engine chose for each token, in the layers
+    of this rank's pipeline stage; None when they are not asked for, and in a batch without samples."""
 
     @property
     def routes_known_P(self) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from orhpc.errors import RayLost
+from orhpc.routes import RouteShare
 from orhpc.train.batch import PackedBatch, pack
 from orhpc.types import Location, MicroBatch
 
@@ -19,7 +20,7 @@ FETCH_TIMEOUT_S = 600.0
 Arrays = Mapping[str, Any]
 
 
-def fetch_arrays(location: Location, *, routes: bool = False) -> Arrays:
+def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arrays:
     """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, if asked for, ``routes`` of one rollout.
 
     From Ray's object store while they are there, else from the record file; routes that were not
@@ -28,17 +29,18 @@ def fetch_arrays(location: Location, *, routes: bool = False) -> Arrays:
     """
     held = location.arrays
     if isinstance(held, Mapping):
-        return held
+        return held if routes is None else {**held, "routes": routes.cut(held.get("routes"))}
     if held is not None:
         import ray
         import ray.exceptions
 
         try:
             arrays: Any = ray.get(held, timeout=FETCH_TIMEOUT_S)
-            if not routes:
+            if routes is None:
                 return arrays
-            wanted = location.routes
-            return {**arrays, "routes": None if wanted is None else ray.get(wanted, timeout=FETCH_TIMEOUT_S)}
+            refs = location.routes
+            own = None if refs is None else ray.get(refs[routes.stage], timeout=FETCH_TIMEOUT_S)
+            return {**arrays, "routes": own}
         except ray.exceptions.RayError as error:
             if location.file is None:
                 reason = str(error).split("\n", 1)[0]
@@ -51,11 +53,11 @@ def fetch_arrays(location: Location, *, routes: bool = False) -> Arrays:
 
 
 def load_batch(
-    micro_batch: MicroBatch, fetch: Callable[..., Arrays] = fetch_arrays, *, routes: bool = False
+    micro_batch: MicroBatch, fetch: Callable[..., Arrays] = fetch_arrays, *, routes: RouteShare | None = None
 ) -> PackedBatch:
-    """Fetch and pack one micro-batch, with its expert routes where they are asked for."""
+    """Fetch and pack one micro-batch, with a rank's share of its expert routes where they are asked for."""
     arrays = [fetch(sample.location, routes=routes) for sample in micro_batch.samples]
-    return pack(micro_batch.samples, arrays, routes=routes)
+    return pack(micro_batch.samples, arrays, routes=routes is not None)
 
 
 def prefetched(load: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from orhpc.errors import RecordError
 from orhpc.record import RolloutFile, read_arrays, read_step, record_path, write_rollouts
+from orhpc.routes import RouteShare
 from orhpc.types import FinishReason, Rollout, RolloutEnd, Task, Turn
 
 
@@ -81,6 +82,15 @@ def test_routes_are_left_out_when_not_wanted(tmp_path: Path) -> None:
     write_rollouts(path, [make_rollout(0, 0, 9, routes=True)], routes=False)
     with RolloutFile(path) as record:
         assert record.routes(0) is None
+
+
+def test_a_stage_reads_its_own_layers_only(tmp_path: Path) -> None:
+    rollout = make_rollout(0, 0, 9, routes=True)
+    path = record_path(tmp_path, 1, 0)
+    write_rollouts(path, [rollout])
+    arrays = read_arrays(str(path), 0, routes=RouteShare(1, (1,)))
+    assert rollout.routes is not None
+    np.testing.assert_array_equal(arrays["routes"], rollout.routes[:, 1:])
 
 
 def test_a_step_s_record_is_the_newest_attempt_s(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError, RoutesMissing
+from orhpc.routes import RouteShare
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import pack, plan_batches
@@ -243,21 +244,24 @@ def test_replay_needs_recorded_routes() -> None:
         make_config(train={"routing_replay": True})
 
 
-def test_each_rank_receives_the_routes_of_its_own_samples_and_no_others() -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_rank_receives_the_routes_of_its_own_samples_and_layers_and_no_others(stages: int) -> None:
     samples = samples_with_routes(16)
-    received = [0, 0, 0]
-
-    def counting(rank: int) -> Any:
-        def fetch(location: Location, *, routes: bool) -> Any:
-            arrays = fetch_arrays(location, routes=routes)
-            received[rank] += arrays["routes"].nbytes
-            return arrays
-
-        return fetch
-
+    shares = [RouteShare()] if stages == 1 else [RouteShare(0, (0,)), RouteShare(1, (1,))]
+    received: dict[tuple[int, int], int] = {}
     (minibatch,) = plan_batches(samples, ranks=3, n_minibatches=1, max_tokens=MAX_TOKENS).minibatches
     for rank, batches in enumerate(minibatch.ranks):
-        for batch in batches:
-            load_batch(batch, counting(rank), routes=True)
-    assert sum(received) == sum(s.location.arrays["routes"].nbytes for s in samples)
-    assert max(received) < 0.6 * sum(received)
+        for share in shares:
+
+            def counting(location: Location, *, routes: RouteShare, at: tuple[int, int]) -> Any:
+                arrays = fetch_arrays(location, routes=routes)
+                received[at] = received.get(at, 0) + arrays["routes"].nbytes
+                return arrays
+
+            fetch = partial(counting, at=(rank, share.stage))
+            for batch in batches:
+                packed = load_batch(batch, fetch, routes=share)
+                assert packed.routes_PLK is not None
+                assert packed.routes_PLK.shape[1] == 2 // stages
+    assert sum(received.values()) == sum(s.location.arrays["routes"].nbytes for s in samples)
+    assert max(received.values()) < 0.6 / stages * sum(received.values())

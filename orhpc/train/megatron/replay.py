@@ -95,6 +95,10 @@ class StageReplay:
         self._routers: dict[nn.Module, list[_Router]] = {}
         self._differs: dict[nn.Module, list[Tensor]] = {}
         self._known: dict[nn.Module, list[int]] = {}
+        chunks = list(chunks)
+        held = sorted(layer for chunk in chunks for layer in chunk.part.layers)
+        self._columns = {layer: column for column, layer in enumerate(held)}
+        """Where each layer stands in what this stage is sent."""
         for chunk in chunks:
             if chunk.model.config.moe_router_fusion:
                 raise ConfigError(
@@ -122,7 +126,7 @@ class StageReplay:
         differs_N = torch.zeros_like(known_N)
         self._differs[model].append(differs_N)
         self._known[model].append(int(known.sum()))
-        experts_NMK = _own_routes(batch, at, [router.layer for router in routers])
+        experts_NMK = _own_routes(batch, at, [self._columns[router.layer] for router in routers])
         moved = None if experts_NMK is None else torch.from_numpy(experts_NMK).to(device)
         for index, router in enumerate(routers):
             rows = None if moved is None else _Rows(moved[:, index], known_N, int(known.sum()), differs_N)
@@ -179,16 +183,14 @@ def _routers_of(chunk: Chunk, replay: bool) -> list[_Router]:
     return found
 
 
-def _own_routes(batch: PackedBatch, at: np.ndarray, layers: Sequence[int]) -> np.ndarray | None:
+def _own_routes(batch: PackedBatch, at: np.ndarray, columns: Sequence[int]) -> np.ndarray | None:
     """Rows ``at`` of the pack, of some layers; None for a micro-batch without samples."""
     routes = batch.routes_PLK
-    if routes is None or not layers:
+    if routes is None or not columns:
         return None
-    if max(layers) >= routes.shape[1]:
-        raise RoutesMissing(
-            f"expert routes of {routes.shape[1]} layers; the model has a router in layer {max(layers)}"
-        )
-    own = routes[at][:, list(layers)]
+    if max(columns) >= routes.shape[1]:
+        raise RoutesMissing(f"expert routes of {routes.shape[1]} layers, where this stage computes more")
+    own = routes[at][:, list(columns)]
     # Few operations know torch's uint16; an expert's index fits int16.
     return own if own.dtype == np.uint8 else own.astype(np.int16)
 

@@ -1,0 +1,19 @@
+"""Which layers' expert routes each stage of the trainers' pipeline needs."""
+
+from __future__ import annotations
+
+from orhpc.config import Config
+from orhpc.memory import stage_layers
+from orhpc.models import read_shape
+
+
+def route_layers(config: Config, model_dir: str) -> list[list[int]]:
+    """The layers of every stage, ascending; a trainer without a pipeline is one stage of all.
+
+    Raises ModelError when the model's folder cannot be read.
+    """
+    m = config.megatron
+    shape = read_shape(model_dir)
+    pipelined = config.train.backend == "megatron"
+    cuts = stage_layers(shape, m.pp, m.vpp) if pipelined else stage_layers(shape, 1, 1)
+    return [sorted(layers) for layers in cuts]
