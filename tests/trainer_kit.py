@@ -29,7 +29,8 @@ from transformers import (
 
 from orhpc.config import Config
 from orhpc.train.actor import TrainerRank
-from orhpc.train.batch import plan_batches
+from orhpc.train.backend import Backend, Batches, Role
+from orhpc.train.batch import PackedBatch, plan_batches
 from orhpc.types import Location, MiniBatch, Sample
 
 VOCABULARY = 97
@@ -226,3 +227,10 @@ def _run_rank(sender: Any, body: Callable[..., Any], rank: int, world: int, port
     except BaseException:
         sender.send((False, traceback.format_exc()))
         raise
+
+
+def logprobs_of(backend: Backend, batch: PackedBatch, role: Role) -> torch.Tensor:
+    """``[P]`` float32 of one micro-batch."""
+    (logprobs_P,) = backend.logprobs(Batches([batch], 1), role)
+    assert logprobs_P is not None
+    return logprobs_P

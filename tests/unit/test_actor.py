@@ -20,6 +20,7 @@ from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
 from tests.trainer_kit import (
     MAX_TOKENS,
+    logprobs_of,
     make_config,
     make_samples,
     plan,
@@ -90,7 +91,7 @@ def test_training_raises_the_log_probability_of_what_was_rewarded(make: Callable
     before = after = 0.0
     for turn in range(6):
         packed = [load_batch(m) for m in batches[0].ranks[0]]
-        after = sum(float(rank.backend.logprobs(b, Role.POLICY).sum()) for b in packed)
+        after = sum(float(logprobs_of(rank.backend, b, Role.POLICY).sum()) for b in packed)
         before = after if turn == 0 else before
         rank.step(batches, step=turn)
     assert after > before + 10

@@ -25,7 +25,7 @@ from orhpc.train.fsdp import FsdpBackend
 from orhpc.train.groups import join_default_group
 from orhpc.train.optim import learning_rate
 from orhpc.types import MicroBatch, Sample
-from tests.trainer_kit import free_port, make_config, make_samples, run_ranks, save_tiny_model
+from tests.trainer_kit import free_port, logprobs_of, make_config, make_samples, run_ranks, save_tiny_model
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3"]
 
@@ -132,7 +132,7 @@ def _rank_gradients(rank: int, world: int, port: int, folder: str, options: dict
     backend = built(config, folder, rank, world)
     # 7 samples over micro-batches of 30 tokens: some ranks get empty micro-batches.
     found = gradients(backend, make_samples(7), 30)
-    reference = backend.logprobs(load_batch(MicroBatch(tuple(make_samples(3)))), Role.POLICY)
+    reference = logprobs_of(backend, load_batch(MicroBatch(tuple(make_samples(3)))), Role.POLICY)
     dist.destroy_process_group()
     return found, reference.numpy()
 
@@ -152,7 +152,7 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(
     backend = built(make_config(**options), folders[family])
     one = gradients(backend, make_samples(7), 10_000)
     assert_close(results[0][0], one, 1e-4)
-    logprobs = backend.logprobs(load_batch(MicroBatch(tuple(make_samples(3)))), Role.POLICY)
+    logprobs = logprobs_of(backend, load_batch(MicroBatch(tuple(make_samples(3)))), Role.POLICY)
     np.testing.assert_allclose(results[0][1], logprobs.numpy(), atol=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_logprobs_equal_the_family_s_own_at_the_temperature(
         )
         samples = make_samples(5)
         batch = pack(samples, [s.location.arrays for s in samples])
-        ours = backend.logprobs(batch, Role.POLICY)
+        ours = logprobs_of(backend, batch, Role.POLICY)
         with torch.no_grad():
             for i, sample in enumerate(samples):
                 ids = torch.from_numpy(sample.location.arrays["tokens_T"]).long()
@@ -203,18 +203,18 @@ def test_logprobs_equal_the_family_s_own_at_the_temperature(
 def test_the_reference_is_the_starting_model_and_never_moves(folders: dict[str, str]) -> None:
     backend = built(make_config(algorithm={"use_kl_loss": True}), folders["llama"])
     batch = load_batch(MicroBatch(tuple(make_samples(4))))
-    start = backend.logprobs(batch, Role.POLICY)
-    assert torch.equal(backend.logprobs(batch, Role.REFERENCE), start)
-    training = TrainingBatch(batch, None, backend.logprobs(batch, Role.REFERENCE))
+    start = logprobs_of(backend, batch, Role.POLICY)
+    assert torch.equal(logprobs_of(backend, batch, Role.REFERENCE), start)
+    training = TrainingBatch(batch, None, logprobs_of(backend, batch, Role.REFERENCE))
     backend.update([training], n_samples=4, n_tokens=40, between=lambda: None)
-    assert torch.equal(backend.logprobs(batch, Role.REFERENCE), start)
-    assert not torch.equal(backend.logprobs(batch, Role.POLICY), start)
+    assert torch.equal(logprobs_of(backend, batch, Role.REFERENCE), start)
+    assert not torch.equal(logprobs_of(backend, batch, Role.POLICY), start)
 
 
 def test_without_kl_there_is_no_reference(folders: dict[str, str]) -> None:
     backend = built(make_config(), folders["llama"])
     with pytest.raises(ValueError, match="use_kl_loss"):
-        backend.logprobs(load_batch(MicroBatch(())), Role.REFERENCE)
+        logprobs_of(backend, load_batch(MicroBatch(())), Role.REFERENCE)
 
 
 # --- the optimiser --------------------------------------------------------------------------------
