@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from orhpc.config_types import Fraction, Positive, Seconds, Section
 
+SYNC_BUCKETS = 2
+"""Buckets of weights that a trainer rank holds during a sync: engines take one while it gathers the next."""
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it
 OWN_OPTIONS: dict[str, str] = {
     "model": "model.path",
     "model_path": "model.path",
@@ -88,7 +91,7 @@ class EngineSettings(Section):
     sync: Literal["auto", "ipc", "broadcast", "disk"] = "auto"
     """How engines get the trainer's weights: ``ipc`` through memory that both map (same device),
     ``broadcast`` through a process group, ``disk`` through the run directory; ``auto`` is the first
-    two, by where an engine lies (on CPUs always ``broadcast``)."""
+    two, by where an engine lies (on CPUs ``broadcast`` where ``/dev/shm`` is small, as in containers)."""
     sync_bucket_mb: Positive = 512
     """MiB of weights that travel together; the trainer holds two such buckets during a sync."""
     sync_timeout_s: Seconds = 600.0

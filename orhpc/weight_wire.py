@@ -26,6 +26,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import reductions
 
+from orhpc.engine_config import SHARED_MEMORY
+
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -131,9 +133,6 @@ def unflatten_bucket(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetad
 # --- shared buckets -------------------------------------------------------------------------------
 
 
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it
-
-
 def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory for a bucket that another process of this node can map: uint8 ``[nbytes]``.
 
@@ -142,10 +141,10 @@ def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    free = shutil.disk_usage(_SHARED_MEMORY).free
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if free < nbytes:
         # Written past its end, shared memory ends the process with SIGBUS.
-        raise OSError(f"{_SHARED_MEMORY}: {free >> 20} MiB free, a bucket needs {nbytes >> 20}")
+        raise OSError(f"{SHARED_MEMORY}: {free >> 20} MiB free, a bucket needs {nbytes >> 20}")
     flat = torch.empty(nbytes, dtype=torch.uint8)
     flat.untyped_storage()._share_filename_cpu_()
     return flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
+from orhpc.engine_config import SHARED_MEMORY, SYNC_BUCKETS
 from orhpc.errors import EngineUnavailable, RayLost
 from orhpc.fleet.actors import call, call_all, spawn
 from orhpc.launch.placement import EnginePlace, Placement
@@ -240,10 +242,22 @@ def transports(
     ranks = {(t.node, t.device): t.rank for t in placement.trainers}
     by_handle: dict[str, list[int]] = {}
     by_broadcast: dict[str, int] = {}
+    maps = _maps_memory(config, len(ranks))
     for engine in engines:
-        maps = config.engine.sync == "ipc" or config.placement.device == "cuda"
-        if engine.place.shared and maps and config.engine.sync != "broadcast":
+        if engine.place.shared and maps:
             by_handle[engine.url] = [ranks[slot] for slot in engine.place.slots]
         else:
             by_broadcast[engine.url] = 1 + len(by_broadcast) * config.engine.tp
     return by_handle, by_broadcast
+
+
+def _maps_memory(config: Config, ranks: int) -> bool:
+    """Whether engines beside trainers map their buckets: GPUs always do, hosts where there is room.
+
+    A container's shared memory may be some MiB only, and what is written past its end kills the writer.
+    """
+    engine = config.engine
+    if engine.sync != "auto" or config.placement.device == "cuda":
+        return engine.sync in ("auto", "ipc")
+    room = shutil.disk_usage(SHARED_MEMORY).free
+    return room >= SYNC_BUCKETS * ranks * engine.sync_bucket_mb << 20

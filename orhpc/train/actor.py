@@ -19,6 +19,7 @@ from torch import Tensor
 
 from orhpc.config import Config
 from orhpc.devices import VARIABLE, visible_devices
+from orhpc.engine_config import SYNC_BUCKETS
 from orhpc.errors import CheckpointError, WeightSyncFailed
 from orhpc.megatron_config import RankPlace
 from orhpc.route_shares import route_layers
@@ -33,7 +34,7 @@ from orhpc.train.groups import join_default_group, typed_failures
 from orhpc.train.residence import memory
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween
-from orhpc.train.weight_sender import SLOTS, BucketStage, WeightSender
+from orhpc.train.weight_sender import BucketStage, WeightSender
 from orhpc.train.weights import BucketSpec, for_wire, plan_buckets, quantised
 from orhpc.types import MiniBatch
 
@@ -274,11 +275,11 @@ class TrainerRank:
 
         Raises WeightSyncFailed when an engine may not have received all of it.
         """
-        stage, self._stage = self._stage, None
+        stage = self._stage
         seconds = stage.seconds if stage is not None else 0.0
         try:
             if self._sender is not None:
-                for slot in range(SLOTS):
+                for slot in range(SYNC_BUCKETS):
                     self._sender.wait(slot)
         finally:
             if stage is not None:

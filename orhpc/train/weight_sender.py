@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
+from orhpc.engine_config import SYNC_BUCKETS
 from orhpc.errors import WeightSyncFailed
 from orhpc.train.fp8 import Quantise
 from orhpc.train.groups import hosted_store, use_interface_towards
 from orhpc.train.weights import BucketSpec
 from orhpc.weight_wire import bucket_handle, empty_bucket, shared_bucket
 
-SLOTS = 2
 _COPIES = 256
 """Tensors copied into place by one call; their sources live until then."""
 _POLL_S = 0.0005
@@ -43,7 +43,7 @@ class BucketStage:
         self._device = device
         self._specs = specs
         self._quantise = quantise
-        self._slots: list[Tensor | None] = [None] * SLOTS
+        self._slots: list[Tensor | None] = [None] * SYNC_BUCKETS
         self._largest = max(spec.nbytes for spec in specs)
         self.seconds = 0.0
         """Spent gathering and flattening since :meth:`clear`."""
@@ -68,11 +68,11 @@ class BucketStage:
         return flat
 
     def _slot(self, index: int) -> Tensor:
-        slot = self._slots[index % SLOTS]
+        slot = self._slots[index % SYNC_BUCKETS]
         if slot is None:
             with failing_as("no memory for a bucket of weights"):
                 slot = shared_bucket(self._largest, self._device)
-            self._slots[index % SLOTS] = slot
+            self._slots[index % SYNC_BUCKETS] = slot
         return slot
 
     def _place(self, flat: Tensor, spec: BucketSpec, stream: Iterable[tuple[str, Tensor]]) -> None:
@@ -96,15 +96,18 @@ class BucketStage:
 
     def handle(self, index: int) -> str:
         """Where the bucket lies, for an engine rank on the same device."""
-        slot = self._slots[index % SLOTS]
+        slot = self._slots[index % SYNC_BUCKETS]
         assert slot is not None, "fill comes first"
         return bucket_handle(slot, metadata_of(self._specs[index]))
 
     def clear(self) -> None:
-        """Give the buckets' memory back."""
-        self._slots = [None] * SLOTS
+        """Give the buckets' memory back to the GPU.
+
+        Host memory is kept for the next time: new shared pages cost more than all else of a sync.
+        """
         self.seconds = 0.0
         if self._device.type == "cuda":
+            self._slots = [None] * SYNC_BUCKETS
             torch.cuda.synchronize(self._device)
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
@@ -142,7 +145,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
         self._store = None
-        self._under_way: list[tuple[Any, float] | None] = [None] * SLOTS
+        self._under_way: list[tuple[Any, float] | None] = [None] * SYNC_BUCKETS
         timeout = timedelta(seconds=timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
         with failing_as(f"weight-sync group {group_name} did not come up"):
@@ -167,7 +170,7 @@ class WeightSender:
             raise WeightSyncFailed("weights sent after the weight-sync group was left")
         with failing_as("weights did not reach every engine"):
             work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        self._under_way[index % SLOTS] = (work, time.monotonic() + self._timeout_s)
+        self._under_way[index % SYNC_BUCKETS] = (work, time.monotonic() + self._timeout_s)
 
     def wait(self, index: int) -> None:
         """Return once the broadcast from this bucket's slot is done; harmless when there is none.
@@ -175,8 +178,8 @@ class WeightSender:
         Raises WeightSyncFailed when an engine is lost or slow: the engines' weights are then mixed and
         must not be served.
         """
-        entry = self._under_way[index % SLOTS]
-        self._under_way[index % SLOTS] = None
+        entry = self._under_way[index % SYNC_BUCKETS]
+        self._under_way[index % SYNC_BUCKETS] = None
         if entry is None:
             return
         work, deadline = entry
@@ -201,7 +204,7 @@ class WeightSender:
     def close(self) -> None:
         """Leave the group; harmless when repeated or when the other side is gone."""
         broken = any(entry is not None for entry in self._under_way)
-        self._under_way = [None] * SLOTS
+        self._under_way = [None] * SYNC_BUCKETS
         if broken:
             self._abort()
         group, self._group = self._group, None
