@@ -12,9 +12,13 @@ lint() {
   $bin/pyright
 }
 
+slurm_is_there() {
+  for daemon in slurmctld slurmd munged ip; do command -v $daemon >/dev/null || return; done
+}
+
 # The tests on a real SLURM need its daemons; as root on Debian they are installed, else left out.
 slurm() {
-  command -v slurmctld munged ip >/dev/null && return
+  slurm_is_there && return
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
       slurm-wlm munge iproute2; } >/dev/null && return
@@ -25,6 +29,6 @@ slurm() {
 case "${1:-all}" in
   lint) lint ;;
   fast) $bin/ruff check --quiet . ; $bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/faults ;;
-  all)  lint ; slurm ; $bin/python -m pytest --durations=15 ;;
+  all)  lint ; slurm ; $bin/python -m pytest -rs --durations=15 ;;
   *) echo "usage: tests/run.sh all | fast | lint" >&2; exit 2 ;;
 esac

@@ -1,4 +1,4 @@
-"""``python -m orhpc.launch [CONFIG] [key=value ...] [--nodes N] [--dry-run | --local]``."""
+"""``python -m orhpc.launch [CONFIG] [key=value ...] [--nodes N | --local] [--dry-run]``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from orhpc.errors import EXIT_OK, OrhpcError, policy_of
 from orhpc.launch import holder, prepare, slurm
 from orhpc.launch.local import local_node, run_local
 from orhpc.launch.placement import Node, plan
-from orhpc.launch.words import split_words
+from orhpc.launch.words import split_words, without_flags
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="orhpc launch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="orhpc launch",
+        description=__doc__,
+        epilog="--sglang-NAME VALUE sets engine.extra.NAME, --check-weights engine.check_weights",
+    )
     parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
-    how.add_argument("--dry-run", action="store_true", help="print what would be submitted, submit nothing")
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, start nothing")
+    return parser.parse_intermixed_args(without_flags(sys.argv[1:] if arguments is None else arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             overrides.append(f"placement.nodes={options.nodes}")
         config = load_config(path, overrides)
         if options.local:
-            return run_local(config)
+            return show_local(config) if options.dry_run else run_local(config)
         if options.dry_run:
             return dry_run(config, path, overrides)
         return submit(config, path, overrides)
@@ -58,6 +61,14 @@ def dry_run(config: Config, path: str, overrides: list[str]) -> int:
     nodes = tuple(Node(f"node{i}", f"address-of-node{i}", cpus) for i in range(config.placement.nodes))
     print("# placement\n" + plan(config, nodes).to_yaml())
     print(f"# stops {lead} s before its time limit, to commit")
+    return EXIT_OK
+
+
+def show_local(config: Config) -> int:
+    """Print the resolved config and the placement on this machine."""
+    placement = plan(config, (local_node(),))
+    print("# resolved config\n" + dump_config(config))
+    print("# placement\n" + placement.to_yaml())
     return EXIT_OK
 
 

@@ -75,7 +75,9 @@ class Ended:
 
     def _why_signalled(self) -> tuple[Reason, str, int]:
         info = info_at_signal(self.job)
-        reason = why_stopped(info, slurm.signal_lead(self.config, self.rundir), self.job.restart)
+        # The script may have been rendered before the first commit was measured, or not for this run.
+        lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))
+        reason = why_stopped(info, lead_s, self.job.restart)
         by_srun = info is not None and info.state == "RUNNING" and not self.job.note.exists()
         if reason is Reason.REQUEUED and by_srun:
             # Nobody has told the batch script: srun ends every task once one has failed.

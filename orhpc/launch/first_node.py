@@ -60,26 +60,12 @@ def run_first_node(
         EnvironmentUnavailable: a served environment cannot run.
         OrhpcError: whatever ``gather`` raises.
     """
-    folder = rundir.attempt(attempt)
-    write_secret(folder / "engine.key")
-    token = make_token(folder)
-    environments = ServedEnvironments(config, node.address, folder, node.name)
-    ray_node: RayNode | None = None
-    driver: Popen[bytes] | None = None
+    parts = _Parts(rundir, attempt, config, node)
     try:
-        urls = environments.start()
-        nodes, urls = gather(urls) if gather else ((node,), urls)
-        placement = plan(config, nodes)
-        ray_node = RayNode(
-            node.name, node.address, token, folder / "ray.log",
-            cpus=placement.processes_on(0), object_store_bytes=object_store_bytes(),
-        )  # fmt: skip
-        placement = replace(placement, environments=urls, ray_address=ray_node.start_head())
-        write_atomic(folder / "placement.yaml", placement.to_yaml())
-        driver = _start_driver(rundir, attempt, stop_file, ray_node.environment(), max_tokens)
+        driver = parts.bring_up(stop_file, gather, max_tokens)
         while driver.poll() is None:
             tick()
-            environments.keep_up()
+            parts.environments.keep_up()
             if kill():
                 driver.kill()
             time.sleep(TICK_S)
@@ -87,13 +73,44 @@ def run_first_node(
         driver_ended(driver.returncode)
         return driver.returncode
     finally:
-        if driver is not None:
-            processes.stop(driver, grace_s=5.0)
-        if ray_node is not None:
-            ray_node.stop()
-        environments.stop()
+        parts.take_down()
+
+
+class _Parts:
+    """The processes and secrets of the first node."""
+
+    def __init__(self, rundir: RunDir, attempt: int, config: Config, node: Node) -> None:
+        self._rundir, self._attempt, self._config, self._node = rundir, attempt, config, node
+        self._folder = rundir.attempt(attempt)
+        self.environments = ServedEnvironments(config, node.address, self._folder, node.name)
+        self._ray: RayNode | None = None
+        self._driver: Popen[bytes] | None = None
+
+    def bring_up(self, stop_file: Path, gather: Gather | None, max_tokens: int | None) -> Popen[bytes]:
+        """Start everything; Ray's head comes up while the other nodes are waited for."""
+        config, node, folder = self._config, self._node, self._folder
+        write_secret(folder / "engine.key")
+        ray = self._ray = RayNode(
+            node.name, node.address, make_token(folder), folder / "ray.log",
+            cpus=plan(config, (node,) * config.placement.nodes).processes_on(0),
+            object_store_bytes=object_store_bytes(),
+        )  # fmt: skip
+        ray.begin_head()
+        urls = self.environments.start()
+        nodes, urls = gather(urls) if gather else ((node,), urls)
+        placement = replace(plan(config, nodes), environments=urls, ray_address=ray.await_head())
+        write_atomic(folder / "placement.yaml", placement.to_yaml())
+        self._driver = _start_driver(self._rundir, self._attempt, stop_file, ray.environment(), max_tokens)
+        return self._driver
+
+    def take_down(self) -> None:
+        if self._driver is not None:
+            processes.stop(self._driver, grace_s=5.0)
+        if self._ray is not None:
+            self._ray.stop()
+        self.environments.stop()
         for secret in SECRETS:
-            (folder / secret).unlink(missing_ok=True)
+            (self._folder / secret).unlink(missing_ok=True)
 
 
 def write_secret(path: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError
-from orhpc.launch import holder, ledger, prepare, scheduler
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError, PreflightError
+from orhpc.launch import holder, internet, ledger, prepare, scheduler, slurm
 from orhpc.launch.local import local_node
 from orhpc.launch.placement import Node, plan
 from orhpc.launch.words import split_words
@@ -93,18 +94,22 @@ def logs(options: argparse.Namespace) -> int:
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="CONFIG | key=value")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
     parser.set_defaults(run=check)
 
 
 def check(options: argparse.Namespace) -> int:
     """Check a config on the login node: a line for each thing the run will need."""
     path, overrides = split_words(options.words)
+    overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)
     checks: list[tuple[str, Callable[[], str]]] = [
         ("placement", lambda: _placement(config)),
         ("model and data", lambda: _paths(config)),
         ("keys", lambda: _keys(config)),
+        ("internet", lambda: internet.survey(config).line),
         ("run directory", lambda: _directory(config)),
+        ("cluster", lambda: _cluster(config)),
     ]
     good = True
     for name, run in checks:
@@ -123,6 +128,20 @@ def _placement(config: Config) -> str:
         f"{len(nodes)} nodes, {len(placed.trainers)} trainers, {len(placed.engines)} engines, "
         f"{len(placed.workers)} workers"
     )
+
+
+def _cluster(config: Config) -> str:
+    """Whether the cluster has nodes for the job: SLURM itself judges the script, and submits nothing."""
+    if shutil.which("sbatch") is None:
+        return "there is no sbatch here to ask"
+    with tempfile.NamedTemporaryFile("w", prefix="orhpc-", suffix=".sbatch") as script:
+        script.write(slurm.render(config))
+        script.flush()
+        answer = scheduler.query("sbatch", "--test-only", script.name)
+    said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+    if answer.returncode:
+        raise PreflightError(f"sbatch refuses: {'; '.join(said)[-300:]}")
+    return next((line for line in said if " to start at " in line), "sbatch accepts it")
 
 
 def _paths(config: Config) -> str:

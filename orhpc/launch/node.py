@@ -33,7 +33,7 @@ from orhpc.launch.ledger import Reason
 from orhpc.launch.memory_limit import MemoryWatch
 from orhpc.launch.other_node import other_node
 from orhpc.launch.placement import Node
-from orhpc.launch.preempt import Signals, info_at_signal, why_stopped
+from orhpc.launch.preempt import LimitWatch, Signals, info_at_signal, why_stopped
 from orhpc.launch.scratch import sweep_job_folders
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.words import split_words
@@ -83,6 +83,7 @@ class FirstNode:
         """Whether a newer attempt has begun while this one still ran."""
         self._code = EXIT_FAILED
         self._watch = MemoryWatch()
+        self._limit = LimitWatch(job, config, self.rundir)
         self._looked = 0.0
 
     def run(self) -> int:
@@ -149,6 +150,7 @@ class FirstNode:
             use_switches(self.config)
             self._node = this_node(self.job, self.config.slurm.interface)
             use_address(self._node.address)
+            bypass_proxies((self._node,))
             run_first_node(
                 self.rundir, attempt, self.config, self._node, self.job.stop_file, gather=self._gather,
                 max_tokens=self.max_tokens, tick=self._tick, driver_ended=self._conclude,
@@ -187,6 +189,9 @@ class FirstNode:
         if self.memory or time.monotonic() < self._looked + _COMPLAINTS_S:
             return
         self._looked = time.monotonic()
+        if self._limit.due() and not self.job.stop_file.exists():
+            say("the time limit is near, and commits take long: stopping")
+            self.job.stop_file.touch()
         said = [self._watch.verdict(self._node.name), *rendezvous.complaints(self.rundir, self._attempt)]
         self.memory = next((line for line in said if line), "")
         if self.memory:
@@ -196,7 +201,7 @@ class FirstNode:
     def _waiting(self) -> None:
         self._tick()
         if self.signals.came or self.job.stop_file.exists():
-            lead_s = slurm.signal_lead(self.config)
+            lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))
             if why_stopped(info_at_signal(self.job), lead_s, self.job.restart) is Reason.REQUEUED:
                 # srun ends every task once one has failed.
                 raise PreflightError("another node gave up before the attempt began; its own line says why")

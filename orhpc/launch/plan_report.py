@@ -11,6 +11,8 @@ from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch.placement import Node, Placement, plan
+from orhpc.launch.prepare import run_directory
+from orhpc.launch.slurm import lead_and_why
 from orhpc.megatron_config import group_spans
 from orhpc.memory import (
     GIB,
@@ -202,10 +204,17 @@ def lines(run: RunPlan) -> Iterator[str]:
     has = "" if run.device_bytes is None else f" of {_gib(run.device_bytes - RESERVED_BYTES)}"
     yield f"  {'total':<12}{_gib(run.trainer.total):>9}{has}"
     yield from _engine_lines(run)
+    yield _lead_line(run.config)
     if p.mode == "colocated" and run.placement.engines and p.device == "cuda":
         here = min(p.devices_per_node, run.layout.ranks)
         yield f"host memory a node while engines have the devices: {_gib(run.trainer.kept * here)} GiB"
     yield f"limit: {limit(run)}"
+
+
+def _lead_line(config: Config) -> str:
+    rundir = None if config.run.name is None else run_directory(config)
+    lead_s, why = lead_and_why(config, rundir)
+    return f"lead: told {lead_s} s before a time limit to commit ({why})"
 
 
 def _shared(run: RunPlan) -> str:

@@ -8,14 +8,19 @@ stop file appears, the driver commits, and what SLURM says of the job then tells
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
+from orhpc.config import Config
 from orhpc.errors import PreflightError
 from orhpc.launch import scheduler
 from orhpc.launch.job import Job
 from orhpc.launch.ledger import Reason
 from orhpc.launch.scheduler import JobInfo
+from orhpc.launch.slurm import DEFAULT_LEAD_S, signal_lead
+from orhpc.rundir import RunDir
 
+_ASK_S = 60.0
 _SCAN_S = 90.0
 """SLURM looks at time limits about twice a minute, and its signal may come that much early."""
 
@@ -45,6 +50,33 @@ class Signals:
         self.came.append(number)
         if self._stop_file is not None and not self._stop_file.exists():
             self._stop_file.touch()  # once: its time is that of the first signal
+
+
+class LimitWatch:
+    """Has the job stop in time where commits have come to take longer than its script's signal allows for.
+
+    A job keeps the ``--signal`` it was submitted with however often it is requeued, and the first
+    one is from before the first commit.
+    """
+
+    def __init__(self, job: Job, config: Config, rundir: RunDir) -> None:
+        self._job, self._config, self._rundir = job, config, rundir
+        self._asked = -_ASK_S
+
+    def due(self) -> bool:
+        """Whether the time left is less than two of the slowest recent commits; asks once a minute."""
+        if time.monotonic() < self._asked + _ASK_S:
+            return False
+        self._asked = time.monotonic()
+        lead_s = signal_lead(self._config, self._rundir)
+        if lead_s <= DEFAULT_LEAD_S or not scheduler.available():
+            return False
+        try:
+            info = scheduler.job_info(self._job.id)
+        except PreflightError:
+            return False
+        left_s = info.seconds_left() if info is not None and info.state == "RUNNING" else None
+        return left_s is not None and left_s <= lead_s
 
 
 def why_stopped(info: JobInfo | None, lead_s: float, restart: int = 0, now: float | None = None) -> Reason:

@@ -156,7 +156,8 @@ def _gpus(wanted: int) -> str:
         raise PreflightError("nvidia-smi does not answer") from None
     rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines() if line.strip()]
     if result.returncode or len(rows) < wanted:
-        raise PreflightError(f"{len(rows)} GPUs, {wanted} wanted; {result.stderr.strip()[:200]}")
+        why = f"; {' '.join(result.stderr.split())[:200]}" if result.stderr.strip() else ""
+        raise PreflightError(f"{len(rows)} are there, {wanted} are wanted{why}")
     for index, (_, ecc, slow) in enumerate(rows):
         if ecc.isdigit() and int(ecc):
             raise PreflightError(f"GPU {index}: {ecc} uncorrected memory errors")

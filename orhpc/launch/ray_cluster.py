@@ -61,28 +61,33 @@ class RayNode:
         # Unix socket paths end at 107 characters: this folder cannot lie in the run directory.
         self._scratch = Scratch()
         self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
 
-    def start_head(self, timeout_s: float = 120.0) -> str:
-        """Start GCS and raylet; returns the address that others join.
+    def begin_head(self) -> None:
+        """Start GCS and raylet; :meth:`await_head` says when they are up."""
+        # One block for all: a port found by itself may lie in the range of those found next.
+        self._port, clients, *others = free_ports(2 + _PORTS, self.address, consecutive=True)
+        role = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
+        # The server for Ray clients cannot be left out; at its default port two jobs would meet.
+        role += ["--ray-client-server-port", str(clients)]
+        self._start(role, others)
+
+    def await_head(self, timeout_s: float = 120.0) -> str:
+        """Wait for the head; returns the address that others join.
 
         Raises:
             RayLost: it did not come up in time, with the log's last line.
         """
-        # One block for all: a port found by itself may lie in the range of those found next.
-        port, clients, *others = free_ports(2 + _PORTS, self.address, consecutive=True)
-        role = ["--head", "--port", str(port), "--include-dashboard", "false"]
-        # The server for Ray clients cannot be left out; at its default port two jobs would meet.
-        role += ["--ray-client-server-port", str(clients)]
-        self._start(role, others)
-        address = f"{self.address}:{port}"
-        if not processes.wait_until(lambda: self._ended() or _accepts(self.address, port), timeout_s) or (
-            self._ended()
-        ):
+
+        def up() -> bool:
+            return not self.alive() or _accepts(self.address, self._port)
+
+        if not processes.wait_until(up, timeout_s) or not self.alive():
             self.stop()
             raise RayLost(
                 f"Ray's head did not start on {self.address}: {processes.last_line(self._log)} ({self._log})"
             )
-        return address
+        return f"{self.address}:{self._port}"
 
     def start_worker(self, head: str) -> None:
         """Join the head at ``address:port``."""
@@ -108,9 +113,6 @@ class RayNode:
             "TMPDIR": str(self._scratch.temporary),
             "TORCHINDUCTOR_CACHE_DIR": caches,
         }
-
-    def _ended(self) -> bool:
-        return not self.alive()
 
     def _start(self, role: list[str], ports: list[int]) -> None:
         manager, objects, *workers = ports

@@ -31,10 +31,36 @@ def signal_lead(config: Config, rundir: RunDir | None = None) -> int:
     SLURM looks at limits about twice a minute, so no less than two minutes.  Before the first
     commit it is five minutes.
     """
+    return lead_and_why(config, rundir)[0]
+
+
+def lead_and_why(config: Config, rundir: RunDir | None = None) -> tuple[int, str]:
+    """The lead, and in words where it comes from; never more than half the time limit."""
+    lead_s, why = _wanted_lead(config, rundir)
+    half = limit_s(config.slurm.time) // 2 if config.slurm.time is not None else lead_s
+    return (half, f"half of slurm.time; {why}") if half < lead_s else (lead_s, why)
+
+
+def _wanted_lead(config: Config, rundir: RunDir | None) -> tuple[int, str]:
     if config.slurm.signal_lead_s is not None:
-        return config.slurm.signal_lead_s
+        return config.slurm.signal_lead_s, "slurm.signal_lead_s"
     commits = [e["seconds"] for e in read_events(rundir.events) if e["event"] == "commit"] if rundir else []
-    return max(_LEAST_LEAD_S, int(2 * max(commits[-5:])) + 1) if commits else DEFAULT_LEAD_S
+    if not commits:
+        return DEFAULT_LEAD_S, "the run has made no commit yet"
+    slowest = max(commits[-5:])
+    twice = int(2 * slowest) + 1
+    least = f", but no less than {_LEAST_LEAD_S}" if twice < _LEAST_LEAD_S else ""
+    return max(_LEAST_LEAD_S, twice), f"twice the slowest of the last commits, {slowest:.1f} s{least}"
+
+
+def limit_s(time: str) -> int:
+    """Seconds of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(n) for n in rest.split(":")]
+    if not dash:
+        numbers = [0, *numbers] if len(numbers) < 3 else numbers
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def header(config: Config, lead_s: int) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 PACKAGES = "slurm-wlm munge iproute2"
 NODES = 4
+_NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL"]
 _BRIDGE = "orhpc0"
 _NET = "10.78.0"
 
@@ -57,8 +58,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {user_signal}
 JobRequeue=1
-KillWait=15
-SlurmdTimeout=10
+KillWait=30
+SlurmdTimeout=15
 SlurmctldTimeout=30
 UnkillableStepTimeout=60
 InactiveLimit=0
@@ -68,7 +69,7 @@ JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=5
 AccountingStorageType=accounting_storage/none
 NodeName=n[0-{last}] NodeAddr={net}.1[0-{last}] CPUs=16 RealMemory=20000 Gres=gpu:8 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=45
+PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -109,7 +110,13 @@ def missing() -> str | None:
     if os.geteuid():
         return "not root"
     absent = [name for name in NEEDED if shutil.which(name) is None]
-    return f"no {', '.join(absent)}: apt-get install {PACKAGES}" if absent else None
+    if absent:
+        return f"no {', '.join(absent)}: apt-get install {PACKAGES}"
+    # In a container root may still not be allowed to make namespaces and bridges.
+    trials = [["unshare", *_NAMESPACES, "true"], ["ip", "link", "add", "orhpcv9", "type", "bridge"]]
+    failed = [t for t in trials if subprocess.run(t, capture_output=True, check=False).returncode]
+    ip("link", "del", "orhpcv9", check=False)
+    return f"not permitted: {' '.join(failed[0])}" if failed else None
 
 
 def wait_until(condition: Callable[[], object], timeout: float, what: str) -> object:
@@ -131,6 +138,7 @@ class Cluster:
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
             "SLURM_CONF": str(root / "slurm.conf"),
+            "WANDB_MODE": "offline",
         }
         self.shared = root / "shared"
         """A folder that all nodes see."""
@@ -193,11 +201,11 @@ class Cluster:
 
     def power_on(self, i: int) -> None:
         """Boot node ``n<i>``."""
-        command = ["unshare", "--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL"]
         with (self.root / f"log/init.n{i}.out").open("wb") as log:
             shell = subprocess.Popen(
-                [*command, "bash", str(self.root / "init.sh"), f"n{i}"], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, preexec_fn=_die_with_parent,
+                ["unshare", *_NAMESPACES, "bash", str(self.root / "init.sh"), f"n{i}"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=_die_with_parent,
             )  # fmt: skip
         children = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
         init = int(str(wait_until(lambda: children.read_text().split(), 10, f"init of n{i}")[0]))  # type: ignore[index]
@@ -266,12 +274,11 @@ class Cluster:
         match = re.search(r"JobState=(\S+)", self.run("scontrol", "show", "job", "-o", job).stdout)
         return match[1] if match else "GONE"
 
-    def release(self, job: str) -> None:
-        """Have a requeued job start now instead of after SLURM's usual two minutes."""
-        self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    def processes(self, begun_before: float = float("inf")) -> list[str]:
+        """Command lines of what runs on the nodes beside SLURM's and the nodes' own processes.
 
-    def processes(self) -> list[str]:
-        """Command lines of what runs on the nodes beside SLURM's and the nodes' own processes."""
+        ``begun_before``: only what was started before that time, in seconds since the epoch.
+        """
         own = {Path(f"/proc/{init}/ns/pid").readlink() for _, init in self._nodes.values()}
         found = []
         for entry in Path("/proc").iterdir():
@@ -280,7 +287,7 @@ class Cluster:
                     line = (
                         (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     )
-                    if (entry / "ns/pid").readlink() not in own or not line:
+                    if (entry / "ns/pid").readlink() not in own or not line or _begun(entry) >= begun_before:
                         continue
                 except OSError:
                     continue
@@ -304,6 +311,13 @@ class Cluster:
 def _visible() -> str:
     """Folders that jobs read on every node: this repository and the interpreter's own."""
     return " ".join(map(str, {Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)}))
+
+
+def _begun(process: Path) -> float:
+    """When a process was started, in seconds since the epoch."""
+    ticks = int((process / "stat").read_text().rsplit(")", 1)[1].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _die_with_parent() -> None:

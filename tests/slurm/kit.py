@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +22,10 @@ from orhpc.rundir import RunDir
 from tests.slurm.cluster import Cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("placement.devices_per_node=1", "wandb.enabled=false", "rollout.batch_size=4")
+SMALL = ("placement.devices_per_node=1", "rollout.batch_size=4")
 """One trainer and one engine a node: the whole cluster lives on this machine's few cores."""
-BRING_UP_S = 150.0
+BRING_UP_S = 300.0
+"""Half a minute alone; other work may share the machine."""
 TABLE = "ORHPC_SLURM_TABLE"
 """Environment variable: a file to which the costs of all interruptions are appended."""
 
@@ -36,7 +38,7 @@ class JobRun:
     job: str
     run: RunDir
 
-    def wait_state(self, *states: str, timeout: float = 90) -> str:
+    def wait_state(self, *states: str, timeout: float = 150) -> str:
         return str(
             wait_until(
                 lambda: (s := self.cluster.state(self.job)) in states and s,
@@ -67,7 +69,7 @@ class JobRun:
         start = ready["step"]
         return int(self.wait_event(done, timeout)["step"])
 
-    def wait_outcome(self, attempt: int, timeout: float = 90) -> Outcome:
+    def wait_outcome(self, attempt: int, timeout: float = 150) -> Outcome:
         outcome = wait_until(
             lambda: ledger.outcome_of(self.run, attempt), timeout, f"outcome {attempt}: {self.report()}"
         )
@@ -81,7 +83,7 @@ class JobRun:
 
     def comes_back(self, attempt: int) -> None:
         """Wait until SLURM has started the job again, without any help, and the attempt has begun."""
-        wait_until(lambda: self.run.newest_attempt() >= attempt, 120, f"attempt {attempt}: {self.report()}")
+        wait_until(lambda: self.run.newest_attempt() >= attempt, 240, f"attempt {attempt}: {self.report()}")
 
     def pid_of(self, module: str) -> int:
         """Process id, as this machine sees it, of the run's process that runs a module."""
@@ -120,6 +122,11 @@ class JobRun:
         return "\n".join([self.cluster.state(self.job), *output])
 
 
+def orhpc(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command line, as on a login node."""
+    return cluster.run(sys.executable, "-m", "orhpc.cli", *words, cwd=ROOT)
+
+
 def launch(cluster: Cluster, root: Path, nodes: int, *overrides: str) -> JobRun:
     """Submit as a user does on a login node."""
     command = [sys.executable, "-m", "orhpc.launch", "--nodes", str(nodes), "configs/tiny.yaml"]
@@ -128,12 +135,18 @@ def launch(cluster: Cluster, root: Path, nodes: int, *overrides: str) -> JobRun:
     return JobRun(cluster, result.stdout.split()[1].rstrip(","), RunDir(root / "tiny"))
 
 
-def sbatch(cluster: Cluster, root: Path, *overrides: str, options: tuple[str, ...] = ()) -> JobRun:
+def sbatch(
+    cluster: Cluster,
+    root: Path,
+    *overrides: str,
+    options: tuple[str, ...] = (),
+    config: str = "configs/tiny.yaml",
+) -> JobRun:
     """Submit the script of the repository, unmodified."""
-    run = RunDir(root / "tiny")
+    run = RunDir(root / Path(config).stem)
     run.create()
     command = ["sbatch", "--parsable", f"--output={run.path}/slurm-%j.out", *options, "slurm/train.sbatch"]
-    result = cluster.run(*command, "configs/tiny.yaml", *SMALL, f"run.root={root}", *overrides, cwd=ROOT)
+    result = cluster.run(*command, config, *SMALL, f"run.root={root}", *overrides, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return JobRun(cluster, result.stdout.strip(), run)
 
@@ -178,7 +191,7 @@ def note_cost(run: JobRun, attempt: int, what: str, fault: float | None = None) 
         made = [e["time"] for e in events if e["event"] == "commit" and e["attempt"] == attempt]
         to_commit = made[-1] - outcome.signalled if made and made[-1] > outcome.signalled else None
     began = outcome.ended if fault is None else fault
-    facts = json.loads((run.run.attempt(attempt + 1) / "attempt.json").read_text())
+    facts = _facts(run, attempt + 1)
     nodes = 1 + len(list((run.run.attempt(attempt + 1) / "nodes").glob("*.json")))
     slurm_s = facts["script_started"] - began
     cost = Cost(what, nodes, reached - resumed, to_commit, first - began, slurm_s)
@@ -186,6 +199,27 @@ def note_cost(run: JobRun, attempt: int, what: str, fault: float | None = None) 
         with Path(table).open("a") as stream:
             stream.write(json.dumps(asdict(cost)) + "\n")
     return cost
+
+
+def assert_back(run: JobRun, attempt: int, what: str, *, fault: float | None = None, lost: int = 0) -> None:
+    """The attempt after an interrupted one has made a step: no more steps than ``lost`` were lost, and
+    nothing of the interrupted one is left on any node."""
+    cost = note_cost(run, attempt, what, fault)
+    assert cost.steps_lost <= lost, cost
+    began = _facts(run, attempt + 1)["script_started"] - 0.1
+    assert run.cluster.processes(began) == []
+
+
+def _facts(run: JobRun, attempt: int) -> dict[str, Any]:
+    return json.loads((run.run.attempt(attempt) / "attempt.json").read_text())
+
+
+def assert_one_wandb_run(run: JobRun) -> None:
+    """Every attempt that got as far as its first step has logged to one and the same W&B run."""
+    attempts = {e["attempt"] for e in read_events(run.run.events) if e["event"] == "step"}
+    folders = [p.name for p in (run.run.path / "wandb").glob("offline-run-*")]
+    assert len(folders) >= len(attempts)
+    assert len({name.rsplit("-", 1)[1] for name in folders}) == 1
 
 
 def preempt(cluster: Cluster) -> str:

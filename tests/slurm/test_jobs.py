@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT
 from orhpc.launch.ledger import Reason
 from orhpc.rundir import RunDir
 from tests.slurm.cluster import Cluster, wait_until
-from tests.slurm.kit import JobRun, assert_nothing_left, assert_whole, launch, sbatch
+from tests.slurm.kit import ROOT, JobRun, assert_nothing_left, assert_whole, launch, orhpc, sbatch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_a_bad_node_is_left_out_and_two_jobs_never_share_a_run(cluster: Cluster, root: Path) -> None:
@@ -58,9 +59,30 @@ def test_a_job_that_keeps_crashing_stops_with_the_reason(cluster: Cluster, root:
 def test_a_run_directory_that_is_not_shared_is_found_out(cluster: Cluster, root: Path) -> None:
     command = ["sbatch", "--parsable", "--nodes=2", f"--output={root}/slurm-%j.out", "slurm/train.sbatch"]
     words = ["configs/tiny.yaml", "run.root=/tmp/runs", "slurm.start_timeout_s=8"]
-    job = cluster.run(*command, *words, cwd=Path(__file__).parents[2]).stdout.strip()
+    job = cluster.run(*command, *words, cwd=ROOT).stdout.strip()
     JobRun(cluster, job, RunDir(root)).wait_state("FAILED")
     assert "filesystem that all nodes share" in (root / f"slurm-{job}.out").read_text()
+
+
+def test_every_node_is_checked_and_a_login_node_says_what_is_wrong(cluster: Cluster, root: Path) -> None:
+    words = ("configs/tiny.yaml", f"run.root={root}")
+    health = "slurm.health_command=[ $SLURMD_NODENAME != n2 ] || { echo no GPU here; false; }"
+    command = ["sbatch", "--wait", "--nodes=4", f"--output={root}/preflight.out", "slurm/preflight.sbatch"]
+    assert cluster.run(*command, *words, health, cwd=ROOT, timeout=90).returncode == EXIT_PREFLIGHT
+    lines = (root / "preflight.out").read_text().splitlines()
+    for check in ("network", "disk", "clock", "internet", "ports", "health command"):
+        said = {line.split()[0]: line.split()[1] for line in lines if f"  {check}: " in line}
+        bad = {"n2": "BAD"} if check == "health command" else {}
+        assert said == dict.fromkeys(("n0", "n1", "n2", "n3"), "ok") | bad, check
+    assert [line for line in lines if "BAD" in line] == ["n2  BAD  health command: exit 1: no GPU here"]
+
+    good = orhpc(cluster, "check", *words, "slurm.partition=low", "placement.nodes=4")
+    assert good.returncode == EXIT_OK, good.stdout
+    assert "ok   cluster: Job " in good.stdout
+    bad = orhpc(cluster, "check", *words, "placement.nodes=5")
+    assert bad.returncode == EXIT_PREFLIGHT
+    assert "BAD  cluster: sbatch refuses: " in bad.stdout
+    assert cluster.run("squeue", "--noheader").stdout == ""
 
 
 def test_where_requeue_is_forbidden_a_successor_takes_over(cluster: Cluster, root: Path) -> None:
@@ -74,7 +96,14 @@ def test_where_requeue_is_forbidden_a_successor_takes_over(cluster: Cluster, roo
 
     heir = JobRun(cluster, successor, run.run)
     assert heir.wait_step(2) > stopped.step
-    cluster.run("scancel", successor)
+    status = orhpc(cluster, "status", str(run.run.path)).stdout
+    assert f"job {successor}: running" in status
+    assert "attempt 1 ended: " in status
+    listed = orhpc(cluster, "logs", str(run.run.path), "--list").stdout.splitlines()
+    assert {f"slurm-{run.job}.out", "driver.log", "ray.log"} <= {Path(line).name for line in listed}
+    assert orhpc(cluster, "logs", str(run.run.path)).returncode == EXIT_OK
+    cancelled = orhpc(cluster, "cancel", str(run.run.path))
+    assert cancelled.stdout == f"job {successor} (running): cancelled\n"
     heir.wait_state("CANCELLED")
     assert heir.wait_outcome(2).reason is Reason.CANCELLED
 

@@ -11,9 +11,17 @@ import pytest
 from orhpc.events import read_events, steps_of
 from orhpc.launch.ledger import Reason
 from tests.slurm.cluster import Cluster
-from tests.slurm.kit import JobRun, assert_nothing_left, assert_whole, note_cost, preempt, sbatch
+from tests.slurm.kit import (
+    JobRun,
+    assert_back,
+    assert_nothing_left,
+    assert_one_wandb_run,
+    assert_whole,
+    preempt,
+    sbatch,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 _MB = 1 << 20
 
 
@@ -26,7 +34,7 @@ def test_preemption_by_sigterm_alone_then_a_memory_limit(plain_cluster: Cluster,
     assert run.committed() == first.step > 0
     run.comes_back(2)
     assert run.wait_step(2) > first.step
-    assert note_cost(run, 1, "preemption, SIGTERM only").steps_lost == 0
+    assert_back(run, 1, "preemption, SIGTERM only")
 
     before = run.committed()
     exceed_memory(run)
@@ -35,7 +43,7 @@ def test_preemption_by_sigterm_alone_then_a_memory_limit(plain_cluster: Cluster,
     assert "the kernel killed" in second.detail
     run.comes_back(3)
     assert run.wait_step(3) > before
-    assert note_cost(run, 2, "memory limit").steps_lost <= 1
+    assert_back(run, 2, "memory limit", lost=1)
     assert "--max-tokens\0" + "512" in Path(f"/proc/{run.pid_of('orhpc.driver')}/cmdline").read_text()
 
     plain_cluster.run("scancel", run.job)
@@ -43,6 +51,7 @@ def test_preemption_by_sigterm_alone_then_a_memory_limit(plain_cluster: Cluster,
     run.wait_outcome(3)
     assert_nothing_left(run)
     assert_whole(run.run, max(steps_of(read_events(run.run.events))))
+    assert_one_wandb_run(run)
 
 
 def exceed_memory(run: JobRun) -> None:

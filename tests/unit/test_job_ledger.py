@@ -13,12 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc.errors import NodeLost, PreflightError, RunDirBusy
+from orhpc.config import Config
+from orhpc.errors import EXIT_REQUEUE, NodeLost, PreflightError, RunDirBusy
+from orhpc.events import EventLog
 from orhpc.launch import holder, ledger, rendezvous
+from orhpc.launch.ending import Ended
 from orhpc.launch.job import Job, interface_addresses, interface_of, private_address
 from orhpc.launch.ledger import BUDGETS, Outcome, Reason
 from orhpc.launch.placement import Node, Placement, WorkerPlace
-from orhpc.launch.preempt import why_stopped
+from orhpc.launch.preempt import LimitWatch, why_stopped
 from orhpc.launch.rendezvous import Joined
 from orhpc.launch.scheduler import JobInfo
 from orhpc.rundir import RunDir
@@ -122,6 +125,40 @@ def test_why_a_job_was_stopped() -> None:
     assert why("JobState=COMPLETING Reason=None Restarts=2") is Reason.REQUEUED
     assert why("JobState=COMPLETING Reason=BeginTime PreemptTime=None") is Reason.REQUEUED
     assert why_stopped(None, 120) is Reason.REQUEUED
+
+
+@pytest.mark.parametrize(
+    ("commit_s", "minutes_left", "stops"), [(200, 6, True), (200, 8, False), (100, 1, False)]
+)
+def test_a_job_stops_by_itself_where_its_signal_would_come_too_late(
+    rundir: RunDir, squeue: Path, commit_s: float, minutes_left: int, stops: bool
+) -> None:
+    log = EventLog(rundir.events, 1)
+    log.write("commit", step=1, seconds=commit_s)
+    log.close()
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 60 * minutes_left))
+    scontrol = Path(os.environ["PATH"].split(":")[0]) / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho 'JobId=7 JobState=RUNNING EndTime={end} Restarts=1'\n")
+    scontrol.chmod(0o755)
+    config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
+    watch = LimitWatch(job_of(), config, rundir)
+    assert watch.due() is stops
+    assert not watch.due()  # SLURM is asked once a minute
+
+
+def test_a_time_limit_is_told_by_the_script_s_own_lead(rundir: RunDir, tmp_path: Path) -> None:
+    """Commits of a second ask for two minutes, but the script was submitted with its default of five."""
+    log = EventLog(rundir.events, 1)
+    log.write("commit", step=1, seconds=1.0)
+    log.close()
+    (tmp_path / "stop").touch()
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 310))
+    (tmp_path / "job").write_text(f"JobId=7 JobState=RUNNING EndTime={end} Restarts=0")
+    job = Job("7", 0, 0, 1, "n0", "7", tmp_path)
+    config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
+    outcome = Ended(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE).outcome()
+    assert (outcome.reason, outcome.exit_code) == (Reason.TIME_LIMIT, EXIT_REQUEUE)
+    assert outcome.signalled is not None
 
 
 def test_one_job_holds_a_run(rundir: RunDir, squeue: Path) -> None:

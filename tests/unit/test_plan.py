@@ -164,6 +164,7 @@ def test_plan_prints_ranks_memory_and_the_limit(config: str, capsys: pytest.Capt
     assert sum(parts) + weights == pytest.approx(float(rows["total"]), abs=0.03)
     assert "24576 bytes a token" in out
     assert re.search(r"^limit: KV cache: \d+ rollouts", out, re.MULTILINE)
+    assert "\nlead: told 300 s before a time limit to commit (the run has made no commit yet)\n" in out
     assert main(["plan", config, "--nodes", "8", "rollout.max_total_tokens=200000"]) == EXIT_CONFIG
 
 

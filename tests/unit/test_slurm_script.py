@@ -127,6 +127,32 @@ def test_the_lead_is_twice_the_commit_time_that_was_measured(tmp_path: Path) -> 
     log.close()
 
 
+@pytest.mark.parametrize(
+    ("time_", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:02:03", 3723),
+        ("2-3", 183600),
+        ("2-03:04", 183840),
+        ("1-0:0:5", 86405),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_does(time_: str, seconds: int) -> None:
+    assert slurm.limit_s(time_) == seconds
+
+
+def test_a_short_job_is_not_told_to_stop_as_soon_as_it_starts() -> None:
+    assert "#SBATCH --signal=B:USR2@150" in head_of(
+        slurm.render(config_of(), slurm.signal_lead(config_of(time="5")))
+    )
+    assert slurm.signal_lead(config_of(time="10")) == 300
+    assert slurm.lead_and_why(config_of(time="5")) == (
+        150,
+        "half of slurm.time; the run has made no commit yet",
+    )
+
+
 def test_dry_run_shows_everything_at_once_and_needs_no_slurm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orhpc.launch", "configs/qwen3-30b-a3b.yaml", "--dry-run"]
     command += ["--nodes", "3", f"run.root={tmp_path}"]

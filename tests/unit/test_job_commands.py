@@ -1,0 +1,118 @@
+"""``orhpc check | status | logs | cancel``: what they say, from a run directory and SLURM's own commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orhpc.cli import main
+from orhpc.config_files import dump_config, load_config
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
+from orhpc.launch import holder, ledger
+from orhpc.launch.ledger import Outcome, Reason
+from orhpc.rundir import RunDir, write_atomic
+
+CONFIG = str(Path(__file__).parents[2] / "configs/tiny.yaml")
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for stand-ins of SLURM's commands, before all others on the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with an attempt that was preempted, and one under way."""
+    run = RunDir(tmp_path / "runs/tiny")
+    run.create()
+    write_atomic(run.config, dump_config(load_config(CONFIG)))
+    for number in (1, 2):
+        assert run.begin_attempt(kind="slurm", job="7", chain="7") == number
+        (run.attempt(number) / "driver.log").write_text("".join(f"{number}.{n}\n" for n in range(100)))
+    ledger.write(run, Outcome(1, Reason.PREEMPTED, 3, "for a better one", 75, "7"))
+    return run
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_check_asks_slurm_whether_the_job_could_run(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["check", "--nodes", "3", CONFIG, f"run.root={tmp_path}"]
+    stand_in(
+        commands, "sbatch", 'cp "$2" ' + str(tmp_path / "seen") + "; echo 'sbatch: Job 9 to start at X' >&2"
+    )
+    assert main(words) == EXIT_OK
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [
+        f"ok   {name}"
+        for name in ("placement", "model and data", "keys", "internet", "run directory", "cluster")
+    ]
+    assert said[-1] == "ok   cluster: Job 9 to start at X"
+    assert "#SBATCH --nodes=3" in (tmp_path / "seen").read_text()
+
+    stand_in(commands, "sbatch", "echo 'sbatch: allocation failure: no such nodes' >&2; exit 1")
+    assert main(words) == EXIT_PREFLIGHT
+    assert capsys.readouterr().out.endswith(
+        "BAD  cluster: sbatch refuses: allocation failure: no such nodes\n"
+    )
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_status_and_cancel_work_from_the_run_directory_and_squeue(
+    commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder.note_submission(run, "8")
+    stand_in(
+        commands,
+        "squeue",
+        'case "$3" in 8) echo RUNNING ;; *) echo "slurm_load_jobs error" >&2; exit 1 ;; esac',
+    )
+    assert main(["status", str(run.path)]) == EXIT_OK
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [
+        "job 8: running",
+        "attempt 1 ended: preempted, step 3 committed. for a better one",
+    ]
+    stand_in(commands, "scancel", f"echo $1 >>{run.path}/cancelled")
+    assert main(["cancel", str(run.path)]) == EXIT_OK
+    assert capsys.readouterr().out == "job 8 (running): cancelled\n"
+    assert (run.path / "cancelled").read_text() == "8\n"
+    stand_in(commands, "squeue", "echo COMPLETING")
+    assert main(["cancel", str(run.path)]) == EXIT_CONFIG
+    assert "no job of this run is running or waiting" in capsys.readouterr().err
+
+
+def test_logs_are_those_of_the_newest_attempt_unless_another_is_named(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(run.path)
+    assert main(["logs", where, "--lines", "2"]) == EXIT_OK
+    assert capsys.readouterr().out == "2.98\n2.99\n"
+    assert main(["logs", where, "--attempt", "1", "--lines", "1"]) == EXIT_OK
+    assert capsys.readouterr().out == "1.99\n"
+    assert main(["logs", where, "--list"]) == EXIT_OK
+    assert capsys.readouterr().out == f"{run.attempt(2)}/driver.log\n"
+    assert main(["logs", where, "--file", "ray.log"]) == EXIT_CONFIG
+    assert "no ray.log; there are driver.log" in capsys.readouterr().err
+    assert main(["logs", where + "x"]) == EXIT_CONFIG
+
+
+def test_before_the_first_log_the_job_s_own_output_is_shown(
+    tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.begin_attempt(kind="slurm", job="8", chain="8")
+    assert main(["logs", str(run.path)]) == EXIT_CONFIG
+    assert "no driver.log yet" in capsys.readouterr().err
+    (run.path / "slurm-8.out").write_text("srun: waiting\n")
+    assert main(["logs", str(run.path)]) == EXIT_OK
+    assert capsys.readouterr().out == "srun: waiting\n"

@@ -1,0 +1,192 @@
+"""Checks of a node and of what lies outside it: each verdict is one line, and right."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, PreflightError
+from orhpc.launch import internet, preflight
+from orhpc.launch.job import Job
+from orhpc.rundir import RunDir
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PROXIES, "NO_PROXY", "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A port where somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def silent_port() -> int:
+    """A port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def config_of(url: str | None = None, **sections: object) -> Config:
+    environment = {"serve": "letters"} if url is None else {"url": url}
+    tree: dict[str, object] = {"model": {"path": "bundled:tiny"}, "environments": {"e": environment}}
+    tree |= {"placement": {"device": "cpu", "devices_per_node": 1}, "engine": {"backend": "cpu", "tp": 1}}
+    return Config.model_validate(tree | sections)
+
+
+def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a program on the path, before all others."""
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+# --- GPUs -------------------------------------------------------------------------------------------
+
+
+def nvlink_status(counts: list[tuple[str, int]]) -> str:
+    """What nvidia-smi prints of GPUs (model, active links) with 18 links each."""
+    lines: list[str] = []
+    for index, (model, active) in enumerate(counts):
+        lines.append(f"GPU {index}: {model} (UUID: GPU-{index})")
+        lines += [f"\t Link {n}: {'26.562 GB/s' if n < active else '<inactive>'}" for n in range(18)]
+    return "\n".join(lines) + "\n"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["NVIDIA H100", "NVIDIA A100"]), st.integers(0, 18)), max_size=8))
+def test_a_gpu_with_fewer_links_than_its_like_is_bad(counts: list[tuple[str, int]]) -> None:
+    models = {model: [n for m, n in counts if m == model] for model, _ in counts}
+    uneven = any(len(set(links)) > 1 for links in models.values())
+    if uneven:
+        with pytest.raises(PreflightError, match=r"^GPU \d has \d+ active NVLinks, others have \d+$"):
+            preflight.nvlink_verdict(nvlink_status(counts))
+    else:
+        most = max((n for _, n in counts), default=0)
+        expected = f"{most} links a GPU are active" if most else "no NVLink here"
+        assert preflight.nvlink_verdict(nvlink_status(counts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["H100, 0, Not Active"] * 2, "ok   gpus: 2 x H100"),
+        (["H100, [N/A], Not Active"] * 2, "ok   gpus: 2 x H100"),
+        (["H100, 0, Not Active"], "BAD  gpus: 1 are there, 2 are wanted"),
+        (["H100, 0, Not Active", "H100, 3, Not Active"], "BAD  gpus: GPU 1: 3 uncorrected memory errors"),
+        (
+            ["H100, 0, Active", "H100, 0, Not Active"],
+            "BAD  gpus: GPU 0: its clocks are held down",
+        ),
+    ],
+)
+def test_gpus(rows: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n".join(rows)
+    program(tmp_path, "nvidia-smi", f"[ $1 = nvlink ] || cat <<END\n{text}\nEND", monkeypatch)
+    config = config_of(placement={"device": "cuda", "devices_per_node": 2}, engine={"tp": 2})
+    verdicts = preflight.node_verdicts(config, job(), tmp_path)
+    lines = [f"{'ok ' if v.good else 'BAD'}  {v.check}: {v.line}" for v in verdicts]
+    assert next(line for line in lines if "  gpus: " in line).startswith(said)
+    assert "ok   nvlink: no NVLink here" in lines
+
+
+# --- the node ---------------------------------------------------------------------------------------
+
+
+def job() -> Job:
+    return Job("7", 0, 0, 1, "n0", "7", Path("/tmp"))
+
+
+def test_a_clock_that_is_off_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock() -> preflight.Verdict:
+        return next(v for v in preflight.node_verdicts(config_of(), job(), tmp_path) if v.check == "clock")
+
+    assert clock().good
+    real = preflight.time.time
+    monkeypatch.setattr(preflight, "time", SimpleNamespace(time=lambda: real() - 90))
+    assert not clock().good
+    assert clock().line.startswith("90 s away from the clock of ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_node_is_one_and_a_missing_server_outside_is_none(tmp_path: Path, silent_port: int) -> None:
+    preflight.require(config_of(), job(), RunDir(tmp_path))
+    sick = config_of(slurm={"health_command": "echo one; echo two; exit 4"})
+    with pytest.raises(preflight.BadNode, match=r"^n0: health command: exit 4: two$"):
+        preflight.require(sick, job(), RunDir(tmp_path))
+    # Another node in its place would not reach the server either.
+    with pytest.raises(PreflightError, match=r"^n0: internet: environments\.e: 127\.0\.0\.1 cannot be"):
+        preflight.require(config_of(f"http://127.0.0.1:{silent_port}"), job(), RunDir(tmp_path))
+
+
+def test_the_command_prints_a_line_for_each_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n0"}
+    for name, value in {**names, "ORHPC_JOB_FOLDER": "/tmp"}.items():
+        monkeypatch.setenv(name, value)
+    config = str(Path(__file__).parents[2] / "configs/tiny.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert preflight.main([config]) == EXIT_OK
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["n0", "ok"]] * 5
+    assert preflight.main([config, "slurm.health_command=exit 1"]) == EXIT_PREFLIGHT
+    assert "n0  BAD  health command: exit 1: no output\n" in capsys.readouterr().out
+
+
+# --- outside ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_needs_nothing_outside_asks_nobody() -> None:
+    assert internet.wanted(config_of()) == []
+    assert internet.survey(config_of()) == internet.Survey("nothing outside is needed", {})
+
+
+def test_w_and_b_goes_offline_where_it_cannot_be_reached(
+    listening: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listening}")
+    assert internet.survey(config_of()) == internet.Survey("127.0.0.1 reached", {})
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent_port}")
+    found = internet.survey(config_of())
+    assert found.switches == {"WANDB_MODE": "offline"}
+    assert "127.0.0.1 not reached" in found.line
+    assert internet.wanted(config_of(wandb={"enabled": False})) == []
+
+
+def test_a_model_on_the_hub_is_refused_unless_it_is_on_disk(
+    tmp_path: Path, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent_port}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = config_of(model={"path": "some/model"})
+    with pytest.raises(PreflightError, match=r"model\.path: some/model: 127\.0\.0\.1 cannot be"):
+        internet.survey(config)
+
+
+def test_the_proxy_is_what_has_to_be_reached(
+    listening: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("http://environment.invalid:80")
+    with pytest.raises(PreflightError, match=r"environment\.invalid cannot be reached"):
+        internet.survey(config)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{listening}")
+    assert internet.survey(config).line == "environment.invalid reached"
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{silent_port}")
+    with pytest.raises(PreflightError, match=f"127.0.0.1:{silent_port}"):
+        internet.survey(config)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert internet.survey(config_of(f"http://127.0.0.1:{listening}")).line == "127.0.0.1 reached"
