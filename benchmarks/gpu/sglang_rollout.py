@@ -1,11 +1,12 @@
-"""Rollout tokens a second on one Hopper GPU: the agent loop beside a raw client, FP8 beside bfloat16.
+"""Rollout tokens a second on one Hopper GPU: the agent loop beside SGLang's benchmark, FP8 beside bfloat16.
 
     python benchmarks/gpu/sglang_rollout.py --model DIR [--concurrent 256] [--rollouts 512] [--repeats 2]
 
 Two SGLang servers on one GPU, bfloat16 and block-wise FP8, with random weights of ``--model``'s shapes
-(speed does not depend on them).  Both sides of the first comparison sample 256 tokens after the same
-prompts at the same concurrency; the raw client posts bodies encoded beforehand and reads nothing.
-The servers take turns: the other one is idle.
+(speed does not depend on them).  All sides sample 256 tokens after prompts of the same length, with
+log-probabilities, at the same concurrency: the agent loop; ``python -m sglang.benchmark.serving``; and a
+raw client that posts bodies encoded beforehand and reads nothing.  The servers take turns: the other one
+is idle.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -27,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 import aiohttp  # noqa: E402
 
 from orhpc.config import EnvironmentSettings, ModelSettings, RolloutSettings  # noqa: E402
+from orhpc.errors import EngineUnavailable  # noqa: E402
 from orhpc.rollout.tools import ToolResult  # noqa: E402
 from orhpc.types import Sampling, Task  # noqa: E402
 from tests.gpu import sglang_check as kit  # noqa: E402
@@ -109,11 +113,34 @@ async def raw_side(url: str, chat: Any, rollouts: int, concurrent: int, label: s
     return sum(json.loads(a)["meta_info"]["completion_tokens"] for a in answers) / spent
 
 
+async def sglang_side(url: str, model: Path, prompt_tokens: int, rollouts: int, concurrent: int) -> float:
+    """Tokens sampled a second by SGLang's own serving benchmark, as it reports them."""
+    report = kit.WORK / "serving.jsonl"
+    report.unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", url,
+        "--model", str(model), "--dataset-name", "random-ids", "--tokenize-prompt",
+        "--random-input-len", str(prompt_tokens), "--random-output-len", str(TOKENS),
+        "--random-range-ratio", "1", "--num-prompts", str(rollouts), "--max-concurrency", str(concurrent),
+        "--temperature", "1", "--ready-check-timeout-sec", "0", "--disable-stream", "--return-logprob",
+        "--disable-tqdm", "--output-file", str(report),
+    ]  # fmt: skip
+    environment = {**os.environ, "OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
+    run = await asyncio.to_thread(
+        subprocess.run, command, env=environment, capture_output=True, text=True, timeout=120
+    )
+    if run.returncode or not report.exists():
+        raise RuntimeError(f"sglang.benchmark.serving: {(run.stderr or run.stdout)[-1500:]}")
+    said = json.loads(report.read_text().splitlines()[-1])
+    assert said["completed"] == rollouts, said["completed"]
+    return said["output_throughput"]
+
+
 def engine(name: str, model: Path, concurrent: int, **settings: Any) -> Any:
     extra = {"weight_version": "0", "load_format": "dummy", "cuda_graph_max_bs_decode": concurrent}
     extra |= {"disable_radix_cache": True, "max_total_tokens": 1024 * concurrent}
     config = kit.engine_config(
-        memory_fraction=0.3, max_running=concurrent, context=1024, extra=extra, **settings
+        memory_fraction=0.15, max_running=concurrent, context=1024, extra=extra, **settings
     )
     return kit.start_engine(f"bench-{name}", config, model, KEY)
 
@@ -125,31 +152,54 @@ async def compare(options: argparse.Namespace) -> int:
 
     kit.WORK.mkdir(parents=True, exist_ok=True)
     chat = chat_format(ModelSettings(), AutoTokenizer.from_pretrained(options.model))
+    prompt_tokens = len(chat.prompt_ids(prompt_of(0), tools=()))
     count = (options.rollouts, options.concurrent)
-    engines = {"bf16": engine("bf16", options.model, options.concurrent)}
-    rates: dict[str, list[float]] = {"agent": [], "bf16": [], "fp8": []}
+    engines: dict[str, Any] = {}
+    rates: dict[str, list[float]] = {"agent loop": [], "SGLang's": [], "raw bf16": [], "raw fp8": []}
+
+    def note(name: str, rate: float) -> None:
+        rates[name].append(rate)
+        print(f"  {name}: {rate:.0f} tokens/s", flush=True)
+
     try:
-        await engines["bf16"].wait_ready(240.0)
-        engines["fp8"] = engine("fp8", options.model, options.concurrent, quantise="fp8")
-        await engines["fp8"].wait_ready(240.0)
+        for name, settings in (("bf16", {}), ("fp8", {"quantise": "fp8"})):
+            process = engine(name, options.model, options.concurrent, **settings)
+            engines[name] = process
+            try:
+                await process.wait_ready(240.0)
+            except EngineUnavailable as error:
+                print(f"  {name}: {error}", flush=True)
+                process.stop()
+                del engines[name]
+        print(f"servers are up: {', '.join(engines)}; prompts of {prompt_tokens} tokens", flush=True)
+        if options.after:
+            await asyncio.to_thread(kit.wait_for, options.after)
         for name in engines:
             await raw_side(engines[name].url, chat, *count, f"warm-{name}")
+        bf16 = engines["bf16"].url
         for repeat in range(options.repeats):
+            note("SGLang's", await sglang_side(bf16, options.model, prompt_tokens, *count))
+            note("agent loop", await agent_side(bf16, chat, *count, f"a{repeat}-"))
             for name in engines:
-                rates[name].append(await raw_side(engines[name].url, chat, *count, f"{name}{repeat}-"))
-            rates["agent"].append(await agent_side(engines["bf16"].url, chat, *count, f"a{repeat}-"))
+                note(f"raw {name}", await raw_side(engines[name].url, chat, *count, f"{name}{repeat}-"))
     finally:
         for process in engines.values():
             process.stop()
-    ratio = statistics.median(a / b for a, b in zip(rates["agent"], rates["bf16"], strict=True))
-    gain = statistics.median(a / b for a, b in zip(rates["fp8"], rates["bf16"], strict=True))
     print(
-        f"{options.concurrent} at once, {options.rollouts} rollouts of {TOKENS} tokens, tokens/s by repeat:"
+        f"{options.rollouts} rollouts of {TOKENS} tokens, {options.concurrent} at once, tokens/s by repeat:"
     )
     for name, values in rates.items():
-        print(f"  {name:6s} {', '.join(f'{v:.0f}' for v in values)}")
-    print(f"  agent loop / raw client {ratio:.3f} (target >= 0.95); FP8 / bf16, raw client {gain:.3f}")
+        print(f"  {name:10s} {', '.join(f'{v:.0f}' for v in values)}")
+    ratio = median_ratio(rates["agent loop"], rates["SGLang's"])
+    print(f"  agent loop / SGLang's own benchmark {ratio:.3f} (target >= {options.target})")
+    print(f"  agent loop / raw client {median_ratio(rates['agent loop'], rates['raw bf16']):.3f}")
+    if rates["raw fp8"]:
+        print(f"  FP8 / bf16, raw client {median_ratio(rates['raw fp8'], rates['raw bf16']):.3f}")
     return 0 if ratio >= options.target else 1
+
+
+def median_ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def main() -> int:
@@ -160,6 +210,7 @@ def main() -> int:
     parser.add_argument("--concurrent", type=int, default=256)
     parser.add_argument("--rollouts", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--after", help="NAME:STEP or NAME:stopped, as of tests/gpu/sglang_check.py")
     parser.add_argument("--target", type=float, default=0.95, help="exit 1 below this ratio")
     options = parser.parse_args()
     options.model = options.model or kit.moe_30b_layers()

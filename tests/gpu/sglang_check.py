@@ -1,12 +1,14 @@
 """SGLang beside the trainer on one Hopper GPU: many independent checks, a table at the end.
 
-    python tests/gpu/sglang_check.py [SECTION ...] --out DIR [--gguf SmolLM2.gguf]
+    python tests/gpu/sglang_check.py [SECTION ...] --out DIR [--gguf SmolLM2.gguf] [--after NAME:STEP]
 
 Sections: ``protocol`` (tests/protocol against real servers), ``loop`` (configs/gpu-smollm2.yaml, stopped
 and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-30B-A3B's layer shapes:
 sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines) and
 ``split`` (two GPUs: the same by broadcast, and the broadcast alone).  Each check prints its own failure;
-the exit code is the number of failed ones.
+the exit code is the number of failed ones.  Sections in processes of their own may run beside each other:
+``--after loop:30`` begins when the run ``loop`` has done 30 steps, ``--after loop:stopped`` once it has
+been stopped in the middle.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +149,20 @@ def protocol(options: argparse.Namespace) -> list[Row]:
     key = os.urandom(16).hex()
     key_file = WORK / "key"
     key_file.write_text(key)
-    rows: list[Row] = []
     engines: dict[str, Any] = {}
     for name, (folder, _) in folders.items():
         config = engine_config(
-            dtype="float32", memory_fraction=0.2, deterministic=True, max_running=16,
+            dtype="float32", memory_fraction=0.1, deterministic=True, max_running=16,
             record_routes=name == "tiny moe", context=1024 if name == "smollm2" else 192,
             extra={"weight_version": "0", "max_total_tokens": 16384},
         )  # fmt: skip
         engines[name] = start_engine(f"protocol-{name.replace(' ', '-')}", config, folder, key, shares=True)
     try:
-        for name, engine in engines.items():
-            rows.append(_suite(name, engine, *folders[name], key, key_file, options))
+        with ThreadPoolExecutor() as pool:
+            found = {
+                n: pool.submit(_suite, n, e, *folders[n], key, key_file, options) for n, e in engines.items()
+            }
+            rows = [suite.result() for suite in found.values()]
     finally:
         for engine in engines.values():
             engine.stop()
@@ -177,9 +182,10 @@ def _suite(
     log = WORK / f"protocol-{name.replace(' ', '-')}.log"
     secret = key.encode() not in argv and key not in log.read_text()
     command = [
-        sys.executable, "-m", "pytest", "tests/protocol", "-q", "-p", "no:cacheprovider", "--timeout", "60",
+        sys.executable, "-m", "pytest", "tests/protocol", "-v", "-s", "-p", "no:cacheprovider",
+        "--timeout", "60",
         "--engine-url", engine.url, "--engine-key-file", str(key_file), "--engine-model", str(folder),
-        "--engine-other", str(other), "--engine-tolerance", "0.03", "--tb=short", "-rf", "--maxfail", "12",
+        "--engine-other", str(other), "--engine-tolerance", "0.03", "--tb=short", "--maxfail", "12",
     ]  # fmt: skip
     report = options.out / f"protocol-{name.replace(' ', '-')}.txt"
     try:
@@ -190,7 +196,7 @@ def _suite(
     lines = report.read_text().strip().splitlines()
     for line in lines:
         if line.startswith(("FAILED", "ERROR", "E  ")):
-            print(f"   {name}: {line[:220]}")
+            print(f"   {name}: {line[:220]}", flush=True)
     said = lines[-1] if lines else "nothing"
     return (
         f"protocol, {name}",
@@ -215,12 +221,38 @@ def launch(root: Path, *overrides: str, stop_at: int | None = None, deadline_s: 
         if time.monotonic() > end:
             process.kill()
             process.wait()
-            print(f"   {root.name}: killed at its deadline")
+            print(f"   {root.name}: killed at its deadline", flush=True)
             return 124
-        if stop_at is not None and not stopped and max(steps(root), default=0) >= stop_at:
+        reached = max(steps(root), default=0)
+        marker(root.name, "step").write_text(str(reached))
+        if stop_at is not None and not stopped and reached >= stop_at:
             process.send_signal(signal.SIGTERM)
             stopped = True
+    if stopped:
+        marker(root.name, "stopped").touch()
     return process.returncode
+
+
+def marker(name: str, what: str) -> Path:
+    """A file that tells sections in other processes how far a run is."""
+    return WORK / f"{name}.{what}"
+
+
+def wait_for(when: str, deadline_s: float = 400) -> None:
+    """Return once ``NAME:STEP`` or ``NAME:stopped`` has come about; ends the program past the deadline."""
+    name, _, what = when.partition(":")
+    end = time.monotonic() + deadline_s
+    while True:
+        if what == "stopped":
+            come = marker(name, what).exists()
+        else:
+            step = marker(name, "step")
+            come = step.exists() and int(step.read_text() or 0) >= int(what)
+        if come:
+            return
+        if time.monotonic() > end:
+            raise SystemExit(f"{when} has not come within {deadline_s:g} s")
+        time.sleep(0.5)
 
 
 def events(root: Path) -> list[dict[str, Any]]:
@@ -252,8 +284,11 @@ def mean(values: list[float]) -> float:
 def loop(options: argparse.Namespace) -> list[Row]:
     smollm2(options.gguf)
     root = WORK / "loop"
-    first = launch(root, f"train.steps={options.steps}", stop_at=options.steps // 2)
-    second = launch(root, f"train.steps={options.steps}") if first == 75 else -1
+    overrides = [f"train.steps={options.steps}", *options.set]
+    first = launch(root, *overrides, stop_at=options.steps // 2, deadline_s=options.deadline / 2)
+    print(f"   loop: first part ended with {first}", flush=True)
+    keep(root, options.out)
+    second = launch(root, *overrides, deadline_s=options.deadline / 2) if first == 75 else -1
     keep(root, options.out)
     done = steps(root)
     if second != 0 or len(done) < options.steps:
@@ -276,13 +311,14 @@ def loop(options: argparse.Namespace) -> list[Row]:
 def moe(options: argparse.Namespace, name: str = "moe", *more: str) -> list[Row]:
     folder = moe_30b_layers()
     root = WORK / name
+    # Rewards of random weights are all 0 and so are gradients: weights change by their decay alone.
     overrides = [
-        f"model.path={folder}", "train.steps=4", "engine.memory_fraction=0.3", "rollout.record_routes=true",
+        f"model.path={folder}", "train.steps=3", "engine.memory_fraction=0.2", "rollout.record_routes=true",
         "engine.check_weights=true", "rollout.batch_size=8", "rollout.n_samples=8",
-        "train.global_batch_size=64",
-        "engine.extra.moe_runner_backend=triton", "checkpoint.save_interval=100", *more,
+        "train.global_batch_size=64", "train.lr=0.01", "train.weight_decay=0.5",
+        "engine.extra.moe_runner_backend=triton", "checkpoint.save_interval=100", *more, *options.set,
     ]  # fmt: skip
-    code = launch(root, *overrides, deadline_s=300)
+    code = launch(root, *overrides, deadline_s=options.deadline)
     keep(root, options.out)
     done = [e for _, e in sorted(steps(root).items())]
     if code != 0 or not done:
@@ -307,7 +343,7 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str) -> list[Row]
 
 
 def fp8(options: argparse.Namespace) -> list[Row]:
-    return moe(options, "fp8", "engine.quantise=fp8")
+    return moe(options, "fp8", "precision=fp8-rollout")
 
 
 def split(options: argparse.Namespace) -> list[Row]:
@@ -407,9 +443,14 @@ def main() -> int:
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--only", default="", help="part of the names of the protocol's models")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--after", help="NAME:STEP or NAME:stopped of a run in another process")
+    parser.add_argument("--deadline", type=float, default=400, help="seconds of a section's runs")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the runs' config")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.after:
+        wait_for(options.after)
     rows: list[Row] = []
     for name in options.sections or [n for n in SECTIONS if n != "split"]:
         started = time.monotonic()

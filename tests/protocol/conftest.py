@@ -7,7 +7,7 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from orhpc.config import Config
 from orhpc.rollout.client import EngineClient
 from orhpc.rollout.engine import EngineProcess
 from orhpc.routes import RouteShape
-from orhpc.types import Generation, Sampling
+from orhpc.types import FinishReason, Generation, Sampling
 
 T = TypeVar("T")
 KEY = "key-of-the-protocol-tests"
@@ -64,6 +64,22 @@ def make_folder(config: Any, folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
+
+
+_ELSEWHERE = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_ELSEWHERE] = bool(config.getoption("--engine-url", None))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Say at once why a test failed: a machine that is lent may be gone before the summary."""
+    report = yield
+    if report.failed and item.config.stash.get(_ELSEWHERE, False):
+        print(f"\n{report.longreprtext}", flush=True)
+    return report
 
 
 @dataclass
@@ -170,9 +186,32 @@ class Server:
         rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
         return rows.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
+    def assert_sampled(self, got: Generation, prompt: list[int], limit: int) -> None:
+        """``got`` is what the model samples after ``prompt``, up to ``limit`` tokens or its end."""
+        wanted = self.reference_logprobs(prompt, got.tokens_N, 1.0)
+        np.testing.assert_allclose(got.logprobs_N, wanted, atol=self.tolerance, rtol=0)
+        at_limit = got.finish_reason is FinishReason.LENGTH
+        assert at_limit or got.finish_reason is FinishReason.STOP
+        assert len(got.tokens_N) == limit if at_limit else len(got.tokens_N) <= limit
+
+    def assert_same(self, one: Generation, other: Generation, prompt: list[int], limit: int) -> None:
+        """Both sampled the same by the same seed.
+
+        The cpu engine computes a token's keys and values alike in whatever pieces a prompt comes; a GPU's
+        kernels round by the piece, which can turn a near tie.  Elsewhere both are held against the model.
+        """
+        if self.own:
+            assert one.finish_reason is other.finish_reason
+            assert one.tokens_N.tolist() == other.tokens_N.tolist()
+            np.testing.assert_allclose(one.logprobs_N, other.logprobs_N, atol=self.tolerance, rtol=0)
+        else:
+            self.assert_sampled(one, prompt, limit)
+            self.assert_sampled(other, prompt, limit)
+
     def repair(self) -> None:
         """Bring the server back to its first weights, awake and empty."""
-        self.post("/resume_memory_occupation")
+        if self.own:  # SGLang's scheduler ends itself when it is to resume what was not released
+            self.post("/resume_memory_occupation")
         self.post("/pause_generation", {"mode": "abort"})
         answer = self.post(
             "/update_weights_from_disk", {"model_path": str(self.folder), "weight_version": "0"}
@@ -266,6 +305,16 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server
     if not found.own and request.param == "moe":
         pytest.skip("the same server from outside")
     return found
+
+
+@pytest.fixture(autouse=True)
+def _going_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails between a pause and its end leaves a server from outside paused for all others."""
+    yield
+    if "servers" in request.fixturenames:
+        found: dict[str, Server] = request.getfixturevalue("servers")
+        if not found["dense"].own:
+            found["dense"].post("/continue_generation")
 
 
 @pytest.fixture

