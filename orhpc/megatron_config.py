@@ -37,7 +37,7 @@ class MegatronSettings(Section):
     recompute_modules: list[str] = Field(default_factory=lambda: ["core_attn"])
     """megatron-core's names; only with ``recompute: selective``."""
     overlap: bool = True
-    """Reduce gradients and gather parameters while computing."""
+    """Reduce gradients during the backward pass."""
     offload_optimizer: Fraction = 0.0
     """Share of the optimiser's state that lives and is updated in host memory."""
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -20,8 +20,6 @@ MOMENT_BYTES = 8
 """Adam's two moments of one element, float32."""
 RESERVED_BYTES = 3 * GIB
 """Device memory that no tensor gets: the CUDA context, communication buffers, fragmentation."""
-HEAD_BYTES = 12
-"""Bytes a logit at the head's peak: float32 logits and two temporaries of the softmax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +125,7 @@ class TrainerMemory:
     reference: int
     activations: int
     head: int
+    """Beyond a recomputed layer's activations, which are not there at the same time."""
 
     def parts(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -152,6 +151,7 @@ def trainer_memory(shape: ModelShape, layout: Layout, demand: Demand) -> Trainer
 def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
     """See orhpc.train.fsdp: float32 master weights, gradients and moments in rows over all ranks."""
     size, ranks, element = shape.parameters, layout.ranks, demand.element_bytes
+    kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, upcast_norms=True)
     gathered = 0
     if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model as it is
         outer = _elements(shape.outer_tensors())
@@ -165,8 +165,8 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
         optimiser=_up(MOMENT_BYTES * size, ranks),
         gathered=gathered,
         reference=_up(element * size, ranks) if demand.reference else 0,
-        activations=_activations(shape, range(len(shape.layers)), layout, demand, upcast_norms=True),
-        head=_head(shape, demand, 1),
+        activations=kept + layer,
+        head=max(0, _head(shape, layout, demand) - layer),
     )
 
 
@@ -183,7 +183,7 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
     here, element = experts + dense, demand.element_bytes
     per_element = MASTER_BYTES + MOMENT_BYTES
     waiting = min(layout.pp - stage, demand.micro_batches)
-    one = _activations(shape, layers, layout, demand, upcast_norms=False)
+    kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
     return TrainerMemory(
         weights=element * here,
         gradients=MASTER_BYTES * here,
@@ -191,8 +191,8 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
         + _up(per_element * experts, layout.expert_copies),
         gathered=0,
         reference=element * here if demand.reference else 0,
-        activations=one * waiting,
-        head=_head(shape, demand, layout.tp) if last else 0,
+        activations=kept + layer,
+        head=max(0, _head(shape, layout, demand) - layer) if last else 0,
     )
 
 
@@ -228,22 +228,32 @@ def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upca
 
 
 def _activations(
-    shape: ModelShape, layers: range, layout: Layout, demand: Demand, *, upcast_norms: bool
-) -> int:
+    shape: ModelShape,
+    layers: range,
+    layout: Layout,
+    demand: Demand,
+    *,
+    upcast_norms: bool,
+    waiting: int = 1,
+) -> tuple[int, int]:
+    """What stays until the backward pass, of ``waiting`` micro-batches, and the work of one layer that is
+    computed again (0 where none is)."""
     tokens = _up(demand.tokens, layout.cp)
     kept = [layer_activations(shape, i, demand.element_bytes, upcast_norms=upcast_norms) for i in layers]
-    if demand.recompute:
-        a_token = len(kept) * demand.element_bytes * shape.hidden + max(kept, default=0)
-    else:
-        a_token = sum(kept)
-    return _up(tokens * a_token, layout.tp)
+    if not demand.recompute:
+        return _up(tokens * waiting * sum(kept), layout.tp), 0
+    inputs = waiting * len(kept) * demand.element_bytes * shape.hidden
+    return _up(tokens * inputs, layout.tp), _up(tokens * max(kept, default=0), layout.tp)
 
 
-def _head(shape: ModelShape, demand: Demand, tp: int) -> int:
-    """The softmax over a chunk of logits, and the float32 sum of the head's gradient."""
-    rows = min(demand.tokens, demand.logits_rows)
-    vocabulary = _up(shape.vocabulary, tp)
-    return HEAD_BYTES * rows * vocabulary + MASTER_BYTES * vocabulary * shape.hidden
+def _head(shape: ModelShape, layout: Layout, demand: Demand) -> int:
+    """One chunk of logits, which its gradient overwrites, and the gradient of the head's matrix: of
+    several chunks it is summed in float32, beside the share of one."""
+    tokens = _up(demand.tokens, layout.cp)
+    vocabulary, element = _up(shape.vocabulary, layout.tp), demand.element_bytes
+    summed = MASTER_BYTES if demand.logits_rows < tokens else 0
+    rows = min(tokens, demand.logits_rows)
+    return element * rows * vocabulary + (element + summed) * vocabulary * shape.hidden
 
 
 def _elements(tensors: Iterable[HfTensor]) -> int:

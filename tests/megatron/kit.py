@@ -23,6 +23,20 @@ from tests.model_configs import TINY
 from tests.trainer_kit import MAX_TOKENS, free_port, make_config, make_samples
 
 Arrays = dict[str, np.ndarray]
+_GEMMA: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 4.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+    },
+}
+MODELS = {
+    # transformers gives the row of a padding token no gradient.
+    name: content | {"pad_token_id": None}
+    for name, content in (TINY | {"gemma3": TINY["gemma3"] | _GEMMA}).items()
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,7 @@ class Case:
 def save_model(folder: Path, family: str) -> None:
     """A random model whose every weight matters."""
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY[family]), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[family]), dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             torch.nn.init.normal_(tensor, mean=1.0, std=0.1)

@@ -21,7 +21,7 @@ from tests.trainer_kit import free_port, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-FAMILIES = ["qwen3", "llama", "qwen3-moe", "deepseek-v3"]
+FAMILIES = ["qwen3", "llama", "qwen3-moe", "deepseek-v3", "glm4", "gemma3", "minimax-m2", "glm4-moe", "qwen2"]
 CHECKPOINTING = {"gradient_checkpointing": True}
 ALONE = [Case(f, train=CHECKPOINTING) for f in FAMILIES]
 ON_TWO = [
@@ -36,6 +36,9 @@ ON_TWO = [
     Case("deepseek-v3", {"tp": 2, "ep": 2}, CHECKPOINTING),
     Case("deepseek-v3", {"pp": 2}, algorithm={"entropy_coef": 0.1}),
     Case("qwen3-moe", {"tp": 2, "etp": 2}),
+    Case("glm4", {"tp": 2}, CHECKPOINTING),
+    Case("gemma3", {"pp": 2}),
+    Case("minimax-m2", {"tp": 2}),
 ]
 ON_FOUR = [
     Case("qwen3-moe", {"pp": 2, "ep": 2}, CHECKPOINTING),

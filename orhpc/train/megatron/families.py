@@ -23,8 +23,7 @@ Values = dict[str, Any]
 NOT_BUILT = {
     "deepseek_v32": "sparse attention with an indexer needs packed input, which megatron-core's lacks",
     "gemma2": "soft-capped attention logits, which no attention kernel of megatron-core computes",
-    "gemma3": "rotary positions that differ from layer to layer",
-    "gemma3_text": "rotary positions that differ from layer to layer",
+    "gemma3": "it also sees images; its language part alone (gemma3_text) can be built",
     "llama4": "chunked attention and query scaling by position, which megatron-core has no module for",
     "llama4_text": "chunked attention and query scaling by position, which megatron-core has no module for",
 }
@@ -47,6 +46,9 @@ class Build:
     """Of rotary positions, as the family's own module in transformers computes them."""
     rotary_share: float
     """Of a head's elements that are rotated."""
+    near_frequencies: torch.Tensor | None = None
+    """In layers that see a window, where theirs are others."""
+    embedding_scale: float = 1.0
 
 
 def build_of(config: Any, shape: ModelShape) -> Build:
@@ -59,9 +61,13 @@ def build_of(config: Any, shape: ModelShape) -> Build:
     if family in NOT_BUILT:
         raise ModelError(f"train.backend=megatron cannot build {family}: {NOT_BUILT[family]}")
     values = _common(config, shape)
+    gemma = family.startswith("gemma")
+    values["layernorm_zero_centered_gamma"] = gemma
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ModelError(f"train.backend=megatron cannot build {family}: {NOT_BUILT['gemma2']}")
     if shape.experts:
         values |= _experts(config, shape)
-    frequencies, scaling = _rotary(config)
+    frequencies, scaling, near = _rotary(config)
     latent = shape.kv_rank is not None
     share = 1.0 if latent else 2 * len(frequencies) / shape.head_dim
     if scaling != 1.0 and (latent or share < 1.0):
@@ -73,7 +79,8 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         values |= _latent(config, shape)
     else:
         # Queries and keys would both be scaled: so are their products.
-        values["softmax_scale"] = scaling**2 / shape.head_dim**0.5
+        per_head = getattr(config, "query_pre_attn_scalar", None) or shape.head_dim
+        values["softmax_scale"] = scaling**2 / per_head**0.5
     return Build(
         values=values,
         latent=latent,
@@ -81,6 +88,8 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         sandwich=len(shape.family.norms) > 2,
         inverse_frequencies=frequencies,
         rotary_share=share,
+        near_frequencies=near,
+        embedding_scale=shape.hidden**0.5 if gemma else 1.0,
     )
 
 
@@ -105,7 +114,7 @@ def _common(config: Any, shape: ModelShape) -> Values:
         "activation_func": _activation(config, family),
         "add_bias_linear": all(biases),
         "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm == "head" or shape.kv_rank is not None,
+        "qk_layernorm": shape.qk_norm != "none" or shape.kv_rank is not None,
         "rotary_interleaved": family == "glm4",
     }
 
@@ -114,7 +123,16 @@ def _activation(config: Any, family: str) -> Callable[[torch.Tensor], torch.Tens
     name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if name == "silu":
         return functional.silu
-    raise ModelError(f"train.backend=megatron cannot build {family} with the activation {name!r}, only silu")
+    if name == "gelu_pytorch_tanh":
+        return _gelu_tanh
+    raise ModelError(
+        f"train.backend=megatron cannot build {family} with the activation {name!r}, only silu and "
+        "gelu_pytorch_tanh"
+    )
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
 
 
 def _experts(config: Any, shape: ModelShape) -> Values:
@@ -173,8 +191,9 @@ def _latent(config: Any, shape: ModelShape) -> Values:
     }
 
 
-def _rotary(config: Any) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies and scaling of the family's own rotary module, whatever its kind."""
+def _rotary(config: Any) -> tuple[torch.Tensor, float, torch.Tensor | None]:
+    """Inverse frequencies and scaling of the family's own rotary module, whatever its kind; and the
+    frequencies of layers that see a window, where they are others."""
     model: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
     code = sys.modules[model.__module__]
     kinds = [
@@ -187,9 +206,26 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
             f"train.backend=megatron: {model.__name__} has {len(kinds)} kinds of rotary positions"
         )
     module = kinds[0](config)
-    if getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
+    of = getattr(module, "rope_type", "default")
+    if changing := {"dynamic", "longrope"} & set(of.values() if isinstance(of, Mapping) else [of]):
         raise ModelError(
-            f"train.backend=megatron: {model.__name__}: rotary positions of kind {module.rope_type!r} change "
+            f"train.backend=megatron: {model.__name__}: rotary positions of kind {changing.pop()!r} change "
             "with the length"
         )
-    return module.inv_freq.detach().float().clone(), float(module.attention_scaling)
+    if isinstance(of, Mapping):  # by kind of layer
+        return _rotary_by_layer(module, model.__name__)
+    return module.inv_freq.detach().float().clone(), float(module.attention_scaling), None
+
+
+def _rotary_by_layer(module: Any, name: str) -> tuple[torch.Tensor, float, torch.Tensor | None]:
+    kinds = {"full_attention", "sliding_attention"}
+    if set(module.rope_type) - kinds:
+        raise ModelError(f"train.backend=megatron: {name} has rotary positions of {sorted(module.rope_type)}")
+    scaling = {getattr(module, f"{kind}_attention_scaling") for kind in module.rope_type}
+    if len(scaling) > 1:
+        raise ModelError(f"train.backend=megatron: {name} scales rotary positions layer by layer")
+    found = {k: getattr(module, f"{k}_inv_freq").detach().float().clone() for k in module.rope_type}
+    near = found.get("sliding_attention")
+    far = found.get("full_attention", near)
+    assert far is not None
+    return far, float(scaling.pop()), near

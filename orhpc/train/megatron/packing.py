@@ -47,9 +47,14 @@ class RankBatch:
     advantages_P: Tensor
 
 
-def rank_batch(batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp_rank: int) -> RankBatch:
-    """Pad a micro-batch for a layout and cut out the share of context-parallel rank ``cp_rank``."""
-    places, cu = padded_places(batch.cu_seqlens, tp=tp, cp=cp)
+def rank_batch(
+    batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp_rank: int, multiple: int = 1
+) -> RankBatch:
+    """Pad a micro-batch for a layout and cut out the share of context-parallel rank ``cp_rank``.
+
+    ``multiple``: what divides the slots of every rank.
+    """
+    places, cu = padded_places(batch.cu_seqlens, tp=tp, cp=cp, multiple=multiple)
     own = own_slots(cu, cp, cp_rank)
     places_L = places[own]
     real_L = places_L >= 0
@@ -60,7 +65,7 @@ def rank_batch(batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp
     places_R = places_L[rows_R]
 
     def move(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+        return moved(values, device)
 
     return RankBatch(
         input_ids_L=move(ids_L.astype(np.int64)),
@@ -81,16 +86,26 @@ def rank_batch(batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp
     )
 
 
-def padded_places(cu_seqlens: np.ndarray, *, tp: int, cp: int) -> tuple[np.ndarray, np.ndarray]:
+def moved(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to the device; from pinned memory, or the host would wait for all work before it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def padded_places(
+    cu_seqlens: np.ndarray, *, tp: int, cp: int, multiple: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Return where in the pack each padded slot comes from (-1: padding), and the padded bounds.
 
-    Each sequence is a multiple of ``2 cp`` long and the whole of ``tp cp`` (``2 cp`` where ``cp`` is
+    Each sequence is a multiple of ``2 cp`` long and the whole of ``tp cp multiple`` (``2 cp`` where ``cp`` is
     above 1): every rank gets as many slots, and tensor parallelism can divide them.
     """
     piece = 2 * cp if cp > 1 else 1
     lengths = np.diff(cu_seqlens)
     padded = -(-lengths // piece) * piece
-    rest = -int(padded.sum()) % math.lcm(piece, tp * cp)
+    rest = -int(padded.sum()) % math.lcm(piece, tp * cp * multiple)
     if rest:
         padded = np.append(padded, rest)
     bounds = np.concatenate([[0], np.cumsum(padded)])

@@ -27,6 +27,7 @@ from orhpc.errors import ConfigError, ModelError, RoutesMissing
 from orhpc.train.batch import PackedBatch
 from orhpc.train.grpo import MetricSums
 from orhpc.train.megatron.model import Chunk
+from orhpc.train.megatron.packing import moved
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -122,14 +123,14 @@ class StageReplay:
         real = own >= 0
         at = np.where(real, own, 0)
         known = real & batch.routes_known_P[at]
-        known_N = torch.from_numpy(known).to(device)
+        known_N = moved(known, device)
         differs_N = torch.zeros_like(known_N)
         self._differs[model].append(differs_N)
         self._known[model].append(int(known.sum()))
         experts_NMK = _own_routes(batch, at, [self._columns[router.layer] for router in routers])
-        moved = None if experts_NMK is None else torch.from_numpy(experts_NMK).to(device)
+        experts = None if experts_NMK is None else moved(experts_NMK, device)
         for index, router in enumerate(routers):
-            rows = None if moved is None else _Rows(moved[:, index], known_N, int(known.sum()), differs_N)
+            rows = None if experts is None else _Rows(experts[:, index], known_N, int(known.sum()), differs_N)
             router.rows = rows
             router.in_flight.append(rows)
 

@@ -22,6 +22,9 @@ from orhpc.train.megatron.packing import RankBatch, rank_batch
 from orhpc.train.megatron.plain import PackedParams
 from orhpc.train.megatron.replay import StageReplay
 
+FP8_MULTIPLE = 16
+"""Rows of an FP8 matrix product are a multiple of it."""
+
 Loss = Callable[[Tensor, Tensor, TrainingBatch, RankBatch], Tensor]
 """From log-probabilities and entropy, ``[P]`` each, to the scalar to differentiate."""
 
@@ -106,6 +109,7 @@ class Pipeline:
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             cp=cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
+            multiple=FP8_MULTIPLE if getattr(model.config, "fp8", None) else 1,
         )
         if self.routers is not None:
             self.routers.start(model, training.batch, batch.places_L, self.device)
@@ -167,6 +171,9 @@ def _packed(batch: RankBatch) -> PackedSeqParams:
         cu_seqlens_kv_padded=batch.cu_seqlens,
         max_seqlen_q=batch.longest,
         max_seqlen_kv=batch.longest,
+        # Padding belongs to sequences here; not told so, TransformerEngine compares the two lists of
+        # bounds on the device in every layer, and the host waits for it.
+        pad_between_seqs=False,
         packing=batch.packing,
     )
 

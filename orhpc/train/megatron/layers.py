@@ -1,0 +1,143 @@
+"""What some families' layers have and megatron-core's do not, put around its own modules.
+
+GLM-4 and Gemma also normalise what attention and the MLP return; Gemma rotates by other frequencies in
+the layers that see a window; MiniMax-M2 normalises queries and keys over all heads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from orhpc.errors import ConfigError
+
+Added = tuple[Tensor, Tensor | None]
+"""What a sub-layer returns: its output and a bias still to be added."""
+
+
+class FamilyLayer(TransformerLayer):
+    """A layer whose two outputs are normalised before they are added to the residual."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: Any,
+        post_norm: Callable[..., nn.Module],
+        near_frequencies: Tensor | None,
+        **kwargs: Any,
+    ) -> None:
+        """``near_frequencies``: of rotary positions, in layers that see a window; null: as everywhere."""
+        super().__init__(config, submodules, *args, **kwargs)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_self_attn_layernorm = post_norm(config=config, hidden_size=size, eps=eps)
+        self.post_mlp_layernorm = post_norm(config=config, hidden_size=size, eps=eps)
+        self.self_attn_bda = _normalised(self.self_attn_bda, self.post_self_attn_layernorm)
+        self.mlp_bda = _normalised(self.mlp_bda, self.post_mlp_layernorm)
+        window, kinds = config.window_size, config.window_attn_skip_freq
+        near = is_layer_window_attention(window, kinds, self.layer_number)  # type: ignore[arg-type]
+        self._frequencies = near_frequencies if near else None
+
+    def _forward_attention(
+        self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._frequencies is not None and rotary_pos_emb is not None:
+            rotary_pos_emb = _angles(self._frequencies, rotary_pos_emb)
+        return super()._forward_attention(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+def _normalised(add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
+    """megatron-core's addition of a bias and the residual, of the normalised output."""
+
+    def made(training: bool, fused: bool) -> Callable[..., Tensor]:
+        plain = add(training, fused)
+
+        def run(output: Added, residual: Tensor, dropout: float) -> Tensor:
+            values, bias = output
+            values = norm(values if bias is None else values + bias)
+            return plain((values, None), residual, dropout)
+
+        return run
+
+    return made
+
+
+def _angles(frequencies: Tensor, like: Tensor) -> Tensor:
+    """Rotary angles ``[positions, 1, 1, rotated]`` of as many positions as ``like`` has."""
+    at = torch.arange(len(like), device=like.device, dtype=torch.float32)
+    half = torch.outer(at, frequencies.to(like.device))
+    return torch.cat([half, half], -1)[:, None, None, :].to(like.dtype)
+
+
+class HeadsNorm(nn.Module):
+    """RMSNorm over all heads of queries, or of keys, which tensor parallelism divides."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
+        """``heads``: of all ranks; ``hidden_size``: of one."""
+        super().__init__()
+        ways = config.tensor_model_parallel_size
+        if heads % ways:
+            raise ConfigError(
+                f"megatron.tp: {ways} does not divide {heads} heads that are normalised together"
+            )
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        own = heads // ways * hidden_size
+        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        self.eps, self.width, self.ways = eps, heads * hidden_size, ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[positions, 1, heads of this rank, d]``."""
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.ways > 1:  # every rank's heads depend on the sum: so its gradient is summed, too
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * normed.to(x.dtype)).view_as(x)
+
+
+def with_family_layers(
+    block: TransformerBlockSubmodules,
+    *,
+    post_norm: bool,
+    near_frequencies: Tensor | None,
+    heads: tuple[int, int] | None,
+) -> TransformerBlockSubmodules:
+    """Put them into a block's specification.
+
+    ``post_norm``: outputs are normalised.  ``heads``: of queries and of keys that are normalised together;
+    null: head by head, or not at all.
+    """
+    specs = list(block.layer_specs or [])
+    if heads is not None:
+        specs = [_normalising_heads(spec, heads) for spec in specs]
+    if post_norm:
+        params = {"post_norm": block.layer_norm, "near_frequencies": near_frequencies}
+        specs = [replace(spec, module=FamilyLayer, params={**spec.params, **params}) for spec in specs]
+    return replace(block, layer_specs=specs)
+
+
+def _normalising_heads(spec: ModuleSpec, heads: tuple[int, int]) -> ModuleSpec:
+    layer: Any = spec.submodules
+    attention: ModuleSpec = layer.self_attention
+    inner: Any = attention.submodules
+    assert inner.q_layernorm not in (None, IdentityOp), "built without qk_layernorm"
+    q, k = (partial(HeadsNorm, heads=count) for count in heads)
+    inner = replace(inner, q_layernorm=q, k_layernorm=k)
+    return replace(spec, submodules=replace(layer, self_attention=replace(attention, submodules=inner)))

@@ -1,0 +1,90 @@
+"""Looking into the routers of a Megatron trainer that replays routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from orhpc.train.actor import TrainerRank
+from orhpc.train.fetch import load_batch
+from orhpc.types import MiniBatch, Sample
+from tests.gpu import megatron_kit as kit
+
+
+class NoReplay:
+    """A trainer whose routers choose for themselves, as if it had been built without routing replay."""
+
+    def __init__(self, trainer: TrainerRank) -> None:
+        self.trainer = trainer
+        self.backend: Any = trainer.backend
+
+    def __enter__(self) -> None:
+        backend = self.backend
+        self.held = (backend._policy, backend._routers, self.trainer.load_batch)
+        self.replays = [(router, router.router_replay) for router in routers(self.trainer)]
+        for router, _ in self.replays:
+            router.router_replay = None
+        backend._policy, backend._routers = replace(backend._policy, routers=None), None
+        self.trainer.load_batch = partial(load_batch, routes=None)
+
+    def __exit__(self, *_: Any) -> None:
+        for router, replay in self.replays:
+            router.router_replay = replay
+        self.backend._policy, self.backend._routers, self.trainer.load_batch = self.held
+
+
+def routers(trainer: TrainerRank) -> Iterator[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    backend: Any = trainer.backend
+    for model in backend._policy.models:
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                yield module
+
+
+def own_routes(
+    trainer: TrainerRank, samples: Sequence[Sample]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the routers choose for samples that fit one micro-batch, and the log-probabilities that follow."""
+    maps: list[torch.Tensor] = []
+    hooks = [
+        r.register_forward_hook(lambda _m, _i, out: maps.append(out[1].clone())) for r in routers(trainer)
+    ]
+    try:
+        found = kit.trainer_logprobs(trainer, samples)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ((micro_batch,),) = kit.planned(samples, 1).ranks
+    chosen = torch.stack([m.int().topk(8, dim=1).indices for m in maps], 1).cpu().numpy().astype(np.uint8)
+    routes: dict[str, Any] = {}
+    at = 0
+    for sample in micro_batch.samples:
+        routes[sample.rollout_id] = chosen[at : at + sample.length - 1]
+        at += sample.length
+    return routes, found
+
+
+def wrong_choices(trainer: TrainerRank, minibatch: MiniBatch) -> tuple[int, int]:
+    """In one training step: choices that were not the recorded ones, and router passes looked at."""
+    wrong: list[int] = []
+
+    def check(router: Any, _inputs: Any, output: Any) -> None:
+        rows = router.router_replay.rows
+        if rows is not None and torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+            wanted = torch.zeros_like(output[1]).scatter(1, rows.experts_NK.long(), True)
+            wrong.append(int((output[1] != wanted)[rows.known_N].sum()))
+
+    hooks = [r.register_forward_hook(check) for r in routers(trainer)]
+    try:
+        trainer.step([minibatch], step=0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(wrong), len(wrong)
