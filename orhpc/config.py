@@ -21,6 +21,7 @@ from orhpc.engine_config import EngineSettings, SamplingSettings
 from orhpc.megatron_config import MegatronSettings
 from orhpc.memory import Layout
 from orhpc.placement_config import PlacementSettings
+from orhpc.precision import Precision, precision_problems
 from orhpc.slurm_config import SlurmSettings
 
 
@@ -195,8 +196,9 @@ class TrainSettings(Section):
     routing_replay: bool = False
     """Send every token to the experts that the engine chose for it (MoE models); needs
     ``rollout.record_routes``."""
-    logprob_chunk_tokens: Positive = 1024
-    """Rows of logits that exist at a time."""
+    logprob_chunk_tokens: Positive = 8192
+    """Rows of logits that exist at a time.  A micro-batch that needs no more keeps its logits for the
+    backward pass; of a longer one they are computed again, chunk by chunk."""
     threads: Positive | None = None
     """CPU threads of one trainer rank; null shares out the machine's."""
     replay_rollouts: str | None = None
@@ -251,6 +253,11 @@ class Config(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
+    precision: Precision = "bf16"
+    """``bf16``: nothing is quantised, engines and trainers compute in ``model.dtype``; ``fp8-rollout``:
+    engines hold block-wise e4m3 weights (128 x 128), quantised at every weight sync; ``fp8``: the
+    trainer's layers compute with the same blocks too (TransformerEngine).  Routers, norms, embeddings
+    and the head stay as they are."""
     placement: PlacementSettings = PlacementSettings()
     engine: EngineSettings = EngineSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -345,6 +352,7 @@ def _contradictions(c: Config) -> list[str]:
         problems += c.megatron.problems(c.placement.trainer_ranks)
     elif c.megatron != MegatronSettings():
         problems.append("megatron: has settings, but train.backend is not megatron")
+    problems += precision_problems(c)
     for name, splits in c.evaluation.splits.items():
         if name not in c.environments:
             problems.append(f"evaluation.splits: {name!r} is not one of the environments")

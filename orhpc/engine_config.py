@@ -13,6 +13,7 @@ SYNC_BUCKETS = 2
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it
 OWN_OPTIONS: dict[str, str] = {
     "model": "model.path",
+    "quantization": "precision",
     "model_path": "model.path",
     "host": "the node's address",
     "port": "a free port",
@@ -74,11 +75,8 @@ class EngineSettings(Section):
     """Longest context; null: ``rollout.max_total_tokens``."""
     dtype: Literal["bfloat16", "float32"] | None = None
     """Null: the model's."""
-    quantise: Literal["none", "fp8"] = "none"
-    """``fp8``: the engines hold block-wise e4m3 weights (128 x 128), quantised at every weight sync;
-    routers, norms, embeddings and the head stay as they are."""
     power_of_two_scales: bool = False
-    """``fp8``: round block scales up to powers of two, as DeepGEMM's UE8M0 kernels want them."""
+    """With FP8 (``precision``): round block scales up to powers of two, as DeepGEMM's UE8M0 kernels want them."""
     deterministic: bool = False
     """Batch-invariant kernels: a generation is then a function of prompt, weights and seed; slower."""
     speculative: SpeculativeSettings | None = None
@@ -110,11 +108,9 @@ class EngineSettings(Section):
             if (said := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
                 raise ValueError(f"extra.{name} is decided by {said}")
         if self.backend == "cpu":
-            for name in ("quantise", "power_of_two_scales", "deterministic", "speculative"):
+            for name in ("power_of_two_scales", "deterministic", "speculative"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: the cpu engine has no such thing")
-        if self.power_of_two_scales and self.quantise == "none":
-            raise ValueError("power_of_two_scales needs quantise: fp8")
         return self
 
 

@@ -162,7 +162,7 @@ async def compare(options: argparse.Namespace) -> int:
         print(f"  {name}: {rate:.0f} tokens/s", flush=True)
 
     try:
-        for name, settings in (("bf16", {}), ("fp8", {"quantise": "fp8"})):
+        for name, settings in (("bf16", {}), ("fp8", {"precision": "fp8-rollout"})):
             process = engine(name, options.model, options.concurrent, **settings)
             engines[name] = process
             try:

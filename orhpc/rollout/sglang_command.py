@@ -69,7 +69,7 @@ def sglang_options(
         options["ep_size"] = engine.ep
     if part.nnodes > 1:
         options |= {"nnodes": part.nnodes, "node_rank": part.node_rank, "dist_init_addr": part.rendezvous}
-    if engine.quantise == "fp8":
+    if config.precision != "bf16":
         options |= _fp8_options(config)
     options |= _speculative_options(config, part)
     return options | {name.replace("-", "_"): value for name, value in engine.extra.items()}

@@ -29,7 +29,7 @@ from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, rng_state, set_rng_state
 from orhpc.train.export import FILE_BYTES, write_hf_folder
 from orhpc.train.fetch import load_batch, prefetched
-from orhpc.train.fp8 import Quantise, quantiser, unchanged
+from orhpc.train.fp8 import Quantise, choose_scales, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
 from orhpc.train.residence import memory
 from orhpc.train.step_report import StepReport
@@ -74,9 +74,10 @@ class TrainerRank:
         self._stage: BucketStage | None = None
         self._parameters: list[BucketSpec] = []
         self._buckets: list[BucketSpec] | None = None
-        engine = config.engine
-        fp8 = engine.quantise == "fp8"
-        self._quantise = quantiser(power_of_two=engine.power_of_two_scales) if fp8 else unchanged
+        plain = config.precision == "bf16"
+        self._quantise = (
+            unchanged if plain else quantiser(power_of_two=config.engine.power_of_two_scales)
+        )
         self._stop = threading.Event()
 
     # --- starting -----------------------------------------------------------------------------
@@ -372,6 +373,7 @@ class TrainerRank:
 def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> Backend:
     """One rank of the backend that ``train.backend`` names; only that one's libraries are imported."""
     if config.train.backend == "megatron":
+        choose_scales(power_of_two=config.engine.power_of_two_scales)
         from orhpc.train.megatron.backend import MegatronBackend
 
         return MegatronBackend(config, model_dir, rank, world_size)

@@ -7,6 +7,7 @@ multiplied (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; 448 is e
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -23,6 +24,17 @@ _KEPT = re.compile(
     r"|eh_proj)\.weight$"
 )
 """Embeddings, head, norms, routers and DeepSeek-V3.2's indexer weights stay as they are."""
+
+_FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+
+
+def choose_scales(*, power_of_two: bool) -> None:
+    """Have TransformerEngine scale blocks as :func:`quantise_blocks` does; before its first import.
+
+    Left alone it rounds scales up to powers of two (``Float8BlockScaling`` of its recipes).
+    """
+    os.environ[_FLOAT_SCALES] = "0" if power_of_two else "1"
+
 
 Quantise = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 """From one tensor of a checkpoint to what travels in its place; also on the meta device."""

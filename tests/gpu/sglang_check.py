@@ -107,8 +107,10 @@ def engine_config(**engine: Any) -> Any:
     extra = KERNELS | engine.pop("extra", {})
     routes = engine.pop("record_routes", False)
     context = engine.pop("context", 1024)
+    precision = engine.pop("precision", "bf16")
     return Config.model_validate(
         {
+            "precision": precision,
             "engine": {"tp": 1, "extra": extra, **engine},
             "placement": {"devices_per_node": 1},
             "rollout": {"max_total_tokens": context, "max_response_tokens": 64, "record_routes": routes},

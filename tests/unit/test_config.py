@@ -132,6 +132,42 @@ def test_any_bytes_give_a_config_or_a_config_error(
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "others", "said"),
+    [
+        ("fp8", ["train.backend=fsdp"], "TransformerEngine: train.backend: megatron"),
+        (
+            "fp8",
+            ["train.backend=megatron", "placement.device=cpu"],
+            "TransformerEngine: placement.device: cuda",
+        ),
+        ("fp8-rollout", ["model.dtype=float32"], "model.dtype is float32"),
+        ("fp8-rollout", ["engine.dtype=float32"], "engine.dtype is float32"),
+        (
+            "fp8-rollout",
+            ["placement.device=cpu", "engine.backend=cpu", "engine.tp=1"],
+            "engine.backend: sglang",
+        ),
+        ("bf16", ["engine.power_of_two_scales=true"], "needs precision: fp8-rollout or fp8"),
+        ("bf16", ["engine.extra.quantization=fp8"], "extra.quantization is decided by precision"),
+        ("fp16", [], "precision: .*'bf16', 'fp8-rollout' or 'fp8'"),
+    ],
+)
+def test_nothing_runs_unquantised_in_silence(
+    tmp_path: Path, wanted: str, others: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(write(tmp_path, ENVIRONMENT), [f"precision={wanted}", *others])
+
+
+def test_every_precision_has_a_config_that_runs(tmp_path: Path) -> None:
+    path = write(tmp_path, ENVIRONMENT)
+    assert load_config(path).precision == "bf16"
+    scaled = ["precision=fp8-rollout", "engine.power_of_two_scales=true"]
+    assert load_config(path, scaled).engine.power_of_two_scales
+    assert load_config(path, ["precision=fp8", "train.backend=megatron"]).precision == "fp8"
+
+
 def test_a_resume_lists_what_may_change_and_refuses_the_rest(tmp_path: Path) -> None:
     path = write(tmp_path, ENVIRONMENT)
     before = load_config(path)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,15 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import nn
+from torch.nn import functional
 
 from orhpc.errors import ConfigError, ModelError
 from orhpc.memory import stages
 from orhpc.models import ModelShape
 from orhpc.train.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.families import Build
+from orhpc.train.megatron.layers import with_family_layers
 from orhpc.train.megatron.plain import plain_block, share_latent_projections
 from orhpc.train.megatron_names import Naming
 
@@ -78,6 +82,7 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "deterministic_mode": config.train.deterministic,
+        **_precision(config),
         **_recompute(config),
         **_windows(build, config.megatron),
     }
@@ -135,13 +140,24 @@ def _machine(engine: bool, build: Build) -> dict[str, Any]:
         "transformer_impl": "transformer_engine" if engine else "local",
         "perform_initialization": False,
         "use_cpu_initialization": not engine,
-        "bias_activation_fusion": engine,
+        "bias_activation_fusion": engine and build.values["activation_func"] is functional.silu,
         "bias_dropout_fusion": engine,
         "apply_rope_fusion": engine and not build.latent and not build.values["rotary_interleaved"],
         "moe_grouped_gemm": engine and "num_moe_experts" in build.values,
         "moe_permute_fusion": engine,
         "gradient_accumulation_fusion": False,
     }
+
+
+def _precision(config: Config) -> dict[str, Any]:
+    """FP8 in the blocks that the engines' weights are quantised in; the decoder's linear layers alone.
+
+    Set also when it is off, so that nothing else can switch it on: megatron-core's plain layers, or a
+    recipe of other blocks, would not be what the engines compute.
+    """
+    if config.precision != "fp8":
+        return {"fp8": None}
+    return {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}
 
 
 def _recompute(config: Config) -> dict[str, Any]:
@@ -201,6 +217,12 @@ def build_chunks(
         )
         if device.type != "cuda":
             block = plain_block(block)
+        block = with_family_layers(
+            block,
+            post_norm=build.sandwich,
+            near_frequencies=build.near_frequencies,
+            heads=(shape.heads, shape.kv_heads) if shape.qk_norm == "all" else None,
+        )
         model = GPTModel(
             config=mcore,
             transformer_layer_spec=block,  # type: ignore[arg-type]
@@ -217,8 +239,33 @@ def build_chunks(
         if device.type != "cuda":
             share_latent_projections(model, mcore)
         _set_frequencies(model, build.inverse_frequencies, device)
+        if mcore.fp8:
+            _check_quantised(model.decoder)
+        if part.first and build.embedding_scale != 1.0:
+            model.embedding.register_forward_hook(partial(_scaled, build.embedding_scale))
         chunks.append(Chunk(model.to(device), part))
     return chunks
+
+
+def _check_quantised(decoder: nn.Module) -> None:
+    """Refuse layers that would compute unquantised where FP8 was asked for.
+
+    Only TransformerEngine's linear layers look at the recipe; routers and gates are never quantised.
+    """
+    from transformer_engine.pytorch.module.base import (  # pyright: ignore[reportMissingImports]
+        TransformerEngineBaseModule,
+    )
+
+    for name, parameter in decoder.named_parameters():
+        kept = ".router." in name or name.endswith("gate_weight")
+        owner = decoder.get_submodule(name.rpartition(".")[0])
+        if parameter.dim() > 1 and not kept and not isinstance(owner, TransformerEngineBaseModule):
+            raise ModelError(f"precision: fp8 would leave {name} ({type(owner).__name__}) unquantised")
+
+
+def _scaled(scale: float, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """In the embedding's type, as transformers rounds it."""
+    return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
 
 
 def _set_frequencies(model: GPTModel, frequencies: torch.Tensor, device: torch.device) -> None:
