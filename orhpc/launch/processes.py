@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_FOLLOW_S = 3.0
+"""How long what a child had started may take to follow it."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,6 +52,22 @@ def stop(process: subprocess.Popen[bytes], grace_s: float) -> int:
         except subprocess.TimeoutExpired:
             process.kill()
     return process.wait()
+
+
+def stop_all(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a child like :func:`stop`, and see that everything it had started is gone too."""
+    import psutil  # on the nodes of a job, not on every login node
+
+    try:
+        below = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        below = []
+    stop(process, grace_s)
+    _, left = psutil.wait_procs(below, timeout=_FOLLOW_S)
+    for straggler in left:
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil tells a reused pid by its start time
+            straggler.kill()
+    psutil.wait_procs(left, timeout=_FOLLOW_S)
 
 
 def alive(pid: int) -> bool:

@@ -99,7 +99,7 @@ class RayNode:
     def stop(self) -> None:
         """End this node's Ray processes and remove what they left on it."""
         if self._process is not None:
-            processes.stop(self._process, grace_s=10.0)
+            processes.stop_all(self._process, grace_s=10.0)
         self._scratch.remove()
 
     def environment(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -29,6 +30,7 @@ class Scratch:
         if len(str(parent)) > _LONGEST_PARENT:
             parent = Path("/tmp")  # noqa: S108 - the folder inside has an unguessable name and mode 0700
         sweep(parent)
+        sweep_shared_memory()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = (self.path / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -41,6 +43,7 @@ class Scratch:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+        sweep_shared_memory()
 
 
 def sweep(parent: Path) -> list[Path]:
@@ -66,6 +69,43 @@ def _is_dead(folder: Path, age_s: float) -> bool:
         return False
     except FileNotFoundError:
         return age_s > _YOUNG_S
+
+
+def sweep_shared_memory(folder: Path = Path("/dev/shm")) -> list[Path]:  # noqa: S108 - where torch has it
+    """Remove memory that processes of this user shared through torch and that nobody has any more.
+
+    torch has a helper process remove such files with their maker, but what ends a job's processes ends
+    that one too, and the node's memory would stay taken.  A file goes when the process that it is named
+    after is gone and no other has it mapped.
+    """
+    found = {
+        f: int(m[1]) for f in folder.glob("torch_*") if (m := re.fullmatch(r"torch_(\d+)_\d+_\d+", f.name))
+    }
+    dead = [f for f, maker in found.items() if _is_own(f) and not Path(f"/proc/{maker}").exists()]
+    mapped = _mapped(folder) if dead else set()
+    removed = [f for f in dead if str(f) not in mapped]
+    for file in removed:
+        file.unlink(missing_ok=True)
+    return removed
+
+
+def _is_own(file: Path) -> bool:
+    try:
+        return file.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
+def _mapped(folder: Path) -> set[str]:
+    """Files of a folder that processes of this user have mapped."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text(errors="replace")
+        except OSError:
+            continue  # it has ended, or is another user's
+        found |= {line[line.index("/") :] for line in text.splitlines() if f" {folder}/" in line}
+    return found
 
 
 def sweep_job_folders(jobs: set[str], own: Path) -> None:

@@ -155,7 +155,7 @@ def assert_nothing_left(run: JobRun) -> None:
     """No process of any job on any node, no file of one in its own folders, no key."""
     cluster = run.cluster
     wait_until(lambda: not cluster.processes(), 45, f"left over: {cluster.processes()}")
-    assert cluster.files() == []
+    assert not (files := cluster.files()), files
     assert [f for f in run.run.attempts.glob("*/*") if f.name in SECRETS] == []
 
 
@@ -207,7 +207,7 @@ def assert_back(run: JobRun, attempt: int, what: str, *, fault: float | None = N
     cost = note_cost(run, attempt, what, fault)
     assert cost.steps_lost <= lost, cost
     began = _facts(run, attempt + 1)["script_started"] - 0.1
-    assert run.cluster.processes(began) == []
+    assert not (left := run.cluster.processes(began)), left
 
 
 def _facts(run: JobRun, attempt: int) -> dict[str, Any]:

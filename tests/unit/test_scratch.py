@@ -1,0 +1,74 @@
+"""What a dead attempt has left on a node goes; what somebody alive still has stays."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orhpc.launch import processes
+from orhpc.launch.scratch import Scratch, sweep, sweep_shared_memory
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_shared_memory_goes_with_its_maker_unless_somebody_has_it_mapped(
+    tmp_path: Path, dead_pid: int
+) -> None:
+    names = {
+        "left": f"torch_{dead_pid}_1_0",
+        "mapped": f"torch_{dead_pid}_1_1",
+        "of_a_living_process": f"torch_{os.getpid()}_1_0",
+        "of_something_else": f"torch_{dead_pid}_x",
+    }
+    for name in names.values():
+        (tmp_path / name).write_bytes(b"x" * 4096)
+    with (tmp_path / names["mapped"]).open("r+b") as stream, mmap.mmap(stream.fileno(), 4096):
+        assert sweep_shared_memory(tmp_path) == [tmp_path / names["left"]]
+    assert {f.name for f in tmp_path.iterdir()} == set(names.values()) - {names["left"]}
+    assert sweep_shared_memory(tmp_path) == [tmp_path / names["mapped"]]
+
+
+def test_a_killed_attempt_s_folder_is_swept_and_a_living_one_s_is_not() -> None:
+    living = Scratch()
+    code = "from orhpc.launch.scratch import Scratch; import time; held = Scratch(); "
+    code += "print(held.path, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        other = Path(process.stdout.readline().strip())
+        assert other not in sweep(other.parent)
+        process.kill()
+        process.wait()
+    assert other in sweep(other.parent)
+    assert not other.exists()
+    assert living.temporary.is_dir()
+    living.remove()
+    assert not living.path.exists()
+
+
+def test_stopping_a_child_ends_what_it_had_started(tmp_path: Path) -> None:
+    """One below ignores SIGTERM, in a session of its own."""
+    script = tmp_path / "tree.sh"
+    script.write_text(
+        'setsid bash -c \'trap "" TERM; echo $$ >stubborn.part; mv stubborn.part stubborn; '
+        "while :; do sleep 1; done' &\nwait\n"
+    )
+    child = processes.spawn(["bash", "-c", f"cd {tmp_path}; . ./tree.sh"], log=tmp_path / "log")
+    assert processes.wait_until((tmp_path / "stubborn").exists, 10)
+    stubborn = int((tmp_path / "stubborn").read_text())
+    start = time.monotonic()
+    processes.stop_all(child, grace_s=1.0)
+    assert time.monotonic() - start < 10
+    assert not processes.alive(stubborn)
+    assert child.returncode == -signal.SIGTERM
