@@ -12,8 +12,7 @@ from orhpc.config import Config
 from orhpc.config_files import dump_config, load_config
 from orhpc.errors import EXIT_OK, OrhpcError, policy_of
 from orhpc.launch import holder, prepare, slurm
-from orhpc.launch.local import local_node, run_local
-from orhpc.launch.placement import Node, plan
+from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words, without_flags
 
 
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             overrides.append(f"placement.nodes={options.nodes}")
         config = load_config(path, overrides)
         if options.local:
-            return show_local(config) if options.dry_run else run_local(config)
+            return show_local(config) if options.dry_run else _run_local(config)
         if options.dry_run:
             return dry_run(config, path, overrides)
         return submit(config, path, overrides)
@@ -62,6 +61,12 @@ def dry_run(config: Config, path: str, overrides: list[str]) -> int:
     print("# placement\n" + plan(config, nodes).to_yaml())
     print(f"# stops {lead} s before its time limit, to commit")
     return EXIT_OK
+
+
+def _run_local(config: Config) -> int:
+    from orhpc.launch.local import run_local  # its display is not worth waiting for elsewhere
+
+    return run_local(config)
 
 
 def show_local(config: Config) -> int:

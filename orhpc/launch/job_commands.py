@@ -14,8 +14,7 @@ from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError, PreflightError
 from orhpc.launch import holder, internet, ledger, prepare, scheduler, slurm
-from orhpc.launch.local import local_node
-from orhpc.launch.placement import Node, plan
+from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words
 from orhpc.rundir import RunDir
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,15 +13,8 @@ from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
 from orhpc.launch import holder, prepare
 from orhpc.launch.display import Display
 from orhpc.launch.first_node import run_first_node
-from orhpc.launch.placement import Node, plan
+from orhpc.launch.placement import local_node, plan
 from orhpc.rundir import RunDir
-
-LOOPBACK = "127.0.0.1"
-
-
-def local_node() -> Node:
-    """This machine as the only node; everything binds loopback."""
-    return Node(name="localhost", address=LOOPBACK, cpus=len(os.sched_getaffinity(0)))
 
 
 def run_local(config: Config) -> int:

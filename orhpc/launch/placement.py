@@ -6,6 +6,7 @@ ports are filled in by the node that starts a part, into ``attempts/NNN/placemen
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +25,11 @@ class Node:
     """Private address that the other nodes reach it under."""
     cpus: int
     """CPU cores the job has on it."""
+
+
+def local_node() -> Node:
+    """This machine as the only node; everything binds loopback."""
+    return Node(name="localhost", address="127.0.0.1", cpus=len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)
