@@ -76,7 +76,8 @@ class EngineSettings(Section):
     dtype: Literal["bfloat16", "float32"] | None = None
     """Null: the model's."""
     power_of_two_scales: bool = False
-    """With FP8 (``precision``): round block scales up to powers of two, as DeepGEMM's UE8M0 kernels want them."""
+    """With FP8 (``precision``): round block scales up to powers of two, as DeepGEMM's UE8M0 kernels
+    want them."""
     deterministic: bool = False
     """Batch-invariant kernels: a generation is then a function of prompt, weights and seed; slower."""
     speculative: SpeculativeSettings | None = None
