@@ -353,6 +353,8 @@ def _contradictions(c: Config) -> list[str]:
     elif c.megatron != MegatronSettings():
         problems.append("megatron: has settings, but train.backend is not megatron")
     problems += precision_problems(c)
+    if c.engine.deterministic and c.evaluation.sampling.min_p:
+        problems.append("evaluation.sampling.min_p: SGLang samples none with engine.deterministic")
     for name, splits in c.evaluation.splits.items():
         if name not in c.environments:
             problems.append(f"evaluation.splits: {name!r} is not one of the environments")

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -28,6 +28,8 @@ from orhpc.rundir import RunDir
 from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
+A = TypeVar("A")
+B = TypeVar("B")
 
 _WATCH_S = 2.0
 _CLOSE_S = 45.0
@@ -181,27 +183,33 @@ async def bring_up(
     model_dir = model_folder(config)
     folder = rundir.attempt(attempt)
     key = (folder / "engine.key").read_text().strip()
-    engines = None
-    if placement.engines:
-        engines = await Engines.start(config, placement, ids, model_dir, folder, key)
-        await engines.release()
-    trainers = await Trainers.start(config, placement, ids, model_dir)
-    if engines is None:
+    if not placement.engines:
+        trainers = await Trainers.start(config, placement, ids, model_dir)
+        await trainers.build()
         producer = ReplayProducer(str(config.train.replay_rollouts))
         return Parts(config, rundir, trainers, None, [], producer)
-    workers = await start_workers(
-        config,
-        placement,
-        ids,
-        lambda index: (
+    # Processes load their libraries for longer than models; memory on shared devices is taken in turn.
+    engines, trainers = await together(
+        Engines.start(config, placement, ids, model_dir, folder, key),
+        Trainers.start(config, placement, ids, model_dir),
+    )
+    await engines.release()
+    _, workers = await together(
+        trainers.build(),
+        start_workers(
             config,
-            model_dir,
-            index,
-            str(rundir.path),
-            attempt,
-            engines.urls,
-            key,
-            placement.environments_of(index),
+            placement,
+            ids,
+            lambda index: (
+                config,
+                model_dir,
+                index,
+                str(rundir.path),
+                attempt,
+                engines.urls,
+                key,
+                placement.environments_of(index),
+            ),
         ),
     )
     tasks = await task_sequence(config, workers[0])
@@ -214,6 +222,16 @@ async def bring_up(
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
     )
     return Parts(config, rundir, trainers, engines, workers, producer)
+
+
+async def together(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """Await both; when one fails the other is given up and the failure raised."""
+    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:

@@ -37,7 +37,10 @@ class Trainers:
     async def start(
         cls, config: Config, placement: Placement, ids: Sequence[str], model_dir: str
     ) -> Trainers:
-        """Spawn every rank, connect them and build the model."""
+        """Spawn every rank and connect them; :meth:`build` makes them trainers.
+
+        Hardly any device memory is taken, so engines that share the devices may start meanwhile.
+        """
         world = len(placement.trainers)
         ranks = [
             spawn(
@@ -52,8 +55,11 @@ class Trainers:
         self = cls(ranks, host)
         (port,) = free_ports(1, host)
         await self.all("connect", host, port, COLLECTIVE_TIMEOUT_S)
-        self.info = (await self.all("build"))[0]
         return self
+
+    async def build(self) -> None:
+        """Load the model on every rank."""
+        self.info = (await self.all("build"))[0]
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a method on every rank; returns their answers in order."""

@@ -7,7 +7,7 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,14 +47,14 @@ def dense_config() -> LlamaConfig:
     return LlamaConfig(**SHARED, tie_word_embeddings=True)
 
 
-def moe_config() -> Qwen3MoeConfig:
+def moe_config(dense_layers: Sequence[int] = (0,)) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         **SHARED,
         head_dim=16,
         moe_intermediate_size=32,
         num_experts=8,
         num_experts_per_tok=2,
-        mlp_only_layers=[0],
+        mlp_only_layers=list(dense_layers),
         tie_word_embeddings=False,
     )
 

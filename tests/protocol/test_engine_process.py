@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.errors import ConfigError, EngineUnavailable
+from orhpc.errors import EngineUnavailable
 from orhpc.rollout.engine import EngineProcess
 
 from .conftest import KEY, Server, engine_config, free_port
@@ -123,13 +123,6 @@ def test_a_deadline_holds_while_starting(folders: dict[str, tuple[Path, Path]], 
     finally:
         process.stop()
     assert not process.alive()
-
-
-def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:
-    config = engine_config()
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "sglang"})})
-    with pytest.raises(ConfigError, match=r"engine\.backend"):
-        EngineProcess(config, "model", "127.0.0.1", 1, KEY, str(tmp_path / "log"), 0)
 
 
 @pytest.mark.parametrize(

