@@ -41,11 +41,13 @@ def test_a_job_that_keeps_crashing_stops_with_the_reason(cluster: Cluster, root:
     (root / "sitecustomize.py").write_text(
         "import os, sys\nif 'orhpc.driver' in sys.orig_argv:\n    print('broken'); os._exit(1)\n"
     )
-    cluster.environment["PYTHONPATH"] = str(root)
+    before = cluster.environment
+    others = [before["PYTHONPATH"]] if "PYTHONPATH" in before else []
+    cluster.environment = {**before, "PYTHONPATH": ":".join([str(root), *others])}
     try:
         run = sbatch(cluster, root)
     finally:
-        del cluster.environment["PYTHONPATH"]
+        cluster.environment = before
     for attempt in (1, 2):
         run.comes_back(attempt + 1)
         assert run.wait_outcome(attempt).reason is Reason.CRASH
