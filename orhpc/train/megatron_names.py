@@ -120,9 +120,8 @@ def _attention(shape: ModelShape) -> Iterator[Rule]:
         parts = tuple(f"self_attn.{n}_proj.{kind}" for n in "qkv")
         yield Rule(f"{base}linear_qkv.{kind}", parts, Cut.QKV)
     yield from _output(base)
-    norm = Cut.ROWS if shape.qk_norm == "all" else Cut.COPIED
     for n in "qk":
-        yield Rule(f"{base}{n}_layernorm.weight", (f"self_attn.{n}_norm.weight",), norm)
+        yield Rule(f"{base}{n}_layernorm.weight", (f"self_attn.{n}_norm.weight",), Cut.COPIED)
 
 
 def _output(base: str) -> Iterator[Rule]:

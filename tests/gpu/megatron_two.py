@@ -25,13 +25,13 @@ def two(index: int, rank: int, port: int) -> Rows:
     """One layout of two ranks; both ranks come here, rank 1 (of the last stage) tells."""
     kind, layout = LAYOUTS[index]
     name = f"{kind} on two: {' '.join(f'{k}{v}' for k, v in layout.items()) or 'dp2'}"
+    saved = json.loads((kit.WORK / f"{kind}.json").read_text())
     content = {"dense": kit.DENSE, "moe": kit.MOE}[kind]
     folder, vocabulary = kit.WORK / kind, content["vocab_size"]
     config = kit.make_config(2, train={"gradient_checkpointing": False}, megatron=layout)
     trainer = kit.start(config, folder, rank, 2, port)
     samples = kit.make_samples(kit.SHORT, vocabulary)
     found = kit.trainer_logprobs(trainer, samples)
-    saved = json.loads((kit.WORK / f"{kind}.json").read_text())
     truth = {n: v for n, v in np.load(kit.WORK / f"{kind}-truth.npz").items() if n in found}
     norm = trainer.step([kit.planned(samples, config.data_ranks)], step=0)["grad_norm"]
     off = abs(norm / saved["norm"] - 1)
@@ -42,8 +42,8 @@ def two(index: int, rank: int, port: int) -> Rows:
         yield Row(name, mean <= ERROR_RATIO * saved["error"] and off <= 0.02, note)
     if not layout:
         minibatch = kit.planned(kit.make_samples(kit.LONG * 2, vocabulary), 2)
-        kit.timed_steps(trainer, minibatch, 3)
-        seconds = statistics.median(kit.timed_steps(trainer, minibatch, 10)[1])
+        kit.timed_steps(trainer, minibatch, 2)
+        seconds = statistics.median(kit.timed_steps(trainer, minibatch, 8)[1])
         scaling = saved["seconds"] / seconds
         tokens = sum(kit.LONG)
         note = f"{2 * tokens / seconds:.0f} tokens/s, one GPU {tokens / saved['seconds']:.0f}: {scaling:.3f}"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -86,30 +86,35 @@ def _angles(frequencies: Tensor, like: Tensor) -> Tensor:
 
 
 class HeadsNorm(nn.Module):
-    """RMSNorm over all heads of queries, or of keys, which tensor parallelism divides."""
+    """RMSNorm over all heads of queries, or of keys, which tensor parallelism divides.
+
+    Every rank holds the whole weight and uses its heads' part: megatron-core sums the gradients of what is
+    called ``q_layernorm`` or ``k_layernorm`` over tensor-parallel ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
         """``heads``: of all ranks; ``hidden_size``: of one."""
         super().__init__()
-        ways = config.tensor_model_parallel_size
-        if heads % ways:
+        self.ways = config.tensor_model_parallel_size
+        if heads % self.ways:
             raise ConfigError(
-                f"megatron.tp: {ways} does not divide {heads} heads that are normalised together"
+                f"megatron.tp: {self.ways} does not divide {heads} heads, which the model normalises together"
             )
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        own = heads // ways * hidden_size
-        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-        self.eps, self.width, self.ways = eps, heads * hidden_size, ways
+        self.width, self.eps = heads * hidden_size, eps
+        self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[positions, 1, heads of this rank, d]``."""
         wide = x.flatten(-2).float()
         squares = wide.square().sum(-1, keepdim=True)
-        if self.ways > 1:  # every rank's heads depend on the sum: so its gradient is summed, too
+        own = self.weight
+        if self.ways > 1:
+            # Every rank's heads depend on the sum: so its gradient is summed, too.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+            own = own.chunk(self.ways)[parallel_state.get_tensor_model_parallel_rank()]
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
-        return (self.weight * normed.to(x.dtype)).view_as(x)
+        return (own * normed.to(x.dtype)).view_as(x)
 
 
 def with_family_layers(
