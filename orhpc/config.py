@@ -332,6 +332,8 @@ def _contradictions(c: Config) -> list[str]:
         problems.append("train.routing_replay: needs rollout.record_routes: true")
     if c.engine.backend == "cpu" and c.engine.tp != 1:
         problems.append(f"engine.tp: the cpu engine is one process, so 1, not {c.engine.tp}")
+    if c.engine.router and c.rollout.record_routes:
+        problems.append("engine.router: sglang-router drops the expert routes of rollout.record_routes")
     if c.engine.backend == "cpu" and c.placement.device == "cuda":
         problems.append("engine.backend: cpu needs placement.device: cpu")
     if c.placement.rollout_devices % c.engine.tp:

@@ -209,6 +209,7 @@ async def bring_up(
                 engines.urls,
                 key,
                 placement.environments_of(index),
+                engines.router_url,
             ),
         ),
     )

@@ -23,6 +23,7 @@ from orhpc.ports import free_ports
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.engine import EngineProcess
 from orhpc.rollout.sglang_command import EnginePart
+from orhpc.rollout.sglang_router import RouterProcess, router_wanted
 
 SLEEP_TAGS = ("kv_cache", "weights", "cuda_graph")
 """What an engine gives back while it sleeps."""
@@ -76,6 +77,9 @@ class Engines:
             request_timeout_s=config.engine.request_timeout_s,
             transfer_timeout_s=config.engine.sync_timeout_s,
         )
+        self.router_url: str | None = None
+        """Of the router that workers send their requests to, if there is one."""
+        self._router: ActorHandle[Any] | None = None
         self.group_name: str | None = None
         """The group of the broadcasts, once formed."""
         self.group_backend = "gloo" if config.placement.device == "cpu" else "nccl"
@@ -98,7 +102,22 @@ class Engines:
         engines = [_engine(config, placement, ids, model_dir, logs, key, p, ports) for p in placement.engines]
         self = cls(engines, placement, config, key)
         await self._bring_up(self._engines)
+        if router_wanted(config, len(engines)):
+            await self._start_router(placement, ids, logs, key)
         return self
+
+    async def _start_router(self, placement: Placement, ids: Sequence[str], logs: Path, key: str) -> None:
+        """Start the router beside the first engine.  Raises EngineUnavailable when it does not come up."""
+        node = placement.engines[0].node
+        address = placement.nodes[node].address
+        find: Any = ray.remote(num_cpus=0, max_retries=0)(free_ports)
+        there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
+        (port,) = await call(there.remote(1, address), "router port", 60.0)
+        log, timeout = str(logs / "router.log"), self.config.engine.request_timeout_s
+        self._router = spawn(RouterProcess, ids[node], self.urls, address, port, key, log, timeout)
+        await call(self._router.start.remote(), "router start")
+        await call(self._router.wait_ready.remote(self._start_timeout_s), "router")
+        self.router_url = f"http://{address}:{port}"
 
     async def _bring_up(self, engines: Sequence[Engine]) -> None:
         for engine in engines:
@@ -199,6 +218,11 @@ class Engines:
 
     async def close(self) -> None:
         await self.pool.close()
+        if self._router is not None:
+            await asyncio.gather(
+                call(self._router.stop.remote(2.0), "router stop", 10.0), return_exceptions=True
+            )
+            ray.kill(self._router)
         await asyncio.gather(*(self._end(e) for e in self._engines))
 
 

@@ -24,39 +24,24 @@ _POLL_S = 0.25
 _TAIL_BYTES = 8192
 
 
-class EngineProcess:
+class ServerProcess:
     """Owns one server process and nothing else: only this process and its children are ever signalled.
 
-    ``index`` numbers the engines of a run and sets its default seed; ``threads`` limits a cpu engine's
-    threads (``engine.threads`` comes first); ``part`` says which of the node's GPUs it has.  Of an
-    engine of several nodes, each node has one of these, and only the first answers calls.  The process
-    ends when this one does.
+    The process reads the key from ``--api-key-file``, serves ``/health`` at ``url`` and ends when this
+    one does.
     """
 
+    what = "engine"
+
     def __init__(
-        self,
-        config: Config,
-        model_dir: str,
-        host: str,
-        port: int,
-        key: str | None,
-        log_path: str,
-        index: int,
-        threads: int | None = None,
-        part: EnginePart | None = None,
+        self, url: str, argv: list[str], environment: dict[str, str], key: str | None, log_path: str
     ) -> None:
-        self.url = f"http://{host}:{port}"
+        self.url = url
+        self._argv, self._environment = argv, environment
         self._key = key
         self._log_path = Path(log_path)
         self._process: subprocess.Popen[bytes] | None = None
         self._key_file: Path | None = None
-        self._part = part or EnginePart()
-        self._environment = _environment(config, self._part)
-        if config.engine.backend == "cpu":
-            self._argv = _cpu_command(config, model_dir, host, port, index, threads)
-        else:
-            options = sglang_options(config, model_dir, host, port, index, self._part)
-            self._argv = [sys.executable, "-m", "orhpc.rollout.sglang_server", *arguments(options)]
 
     @property
     def pid(self) -> int | None:
@@ -95,14 +80,17 @@ class EngineProcess:
                     assert self._process is not None
                     if self._process.returncode == EXIT_CONFIG:
                         raise ConfigError(self._last_words().removeprefix("orhpc: "))
-                    raise EngineUnavailable(f"engine {self.url} ended while starting: {self._last_words()}")
+                    raise EngineUnavailable(
+                        f"{self.what} {self.url} ended while starting: {self._last_words()}"
+                    )
                 try:
                     await client.health(timeout_s=5.0)
                     return
                 except EngineUnavailable as error:
                     if time.monotonic() > end:
+                        late = f"did not start within {deadline_s:g} s"
                         raise EngineUnavailable(
-                            f"engine {self.url} did not start within {deadline_s:g} s: {self._last_words()}"
+                            f"{self.what} {self.url} {late}: {self._last_words()}"
                         ) from error
                 await asyncio.sleep(_POLL_S)
         finally:
@@ -145,6 +133,35 @@ class EngineProcess:
             return f"its log {self._log_path} cannot be read: {error.strerror}"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return f"{lines[-1] if lines else 'it logged nothing'} (log: {self._log_path})"
+
+
+class EngineProcess(ServerProcess):
+    """An engine, or one node's part of one.
+
+    ``index`` numbers the engines of a run and sets its default seed; ``threads`` limits a cpu engine's
+    threads (``engine.threads`` comes first); ``part`` says which of the node's GPUs it has.  Of an
+    engine of several nodes, each node has one of these, and only the first answers calls.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_dir: str,
+        host: str,
+        port: int,
+        key: str | None,
+        log_path: str,
+        index: int,
+        threads: int | None = None,
+        part: EnginePart | None = None,
+    ) -> None:
+        part = part or EnginePart()
+        if config.engine.backend == "cpu":
+            argv = _cpu_command(config, model_dir, host, port, index, threads)
+        else:
+            options = sglang_options(config, model_dir, host, port, index, part)
+            argv = [sys.executable, "-m", "orhpc.rollout.sglang_server", *arguments(options)]
+        super().__init__(f"http://{host}:{port}", argv, _environment(config, part), key, log_path)
 
 
 def _cpu_command(

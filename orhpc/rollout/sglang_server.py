@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         key_file, words = split_key_file(arguments)
         key = read_key(key_file)
-        _end_with_parent()
+        end_with_parent()
         server_args = parse(words, key)
     except ConfigError as error:
         print(f"orhpc: {error}", file=sys.stderr, flush=True)
@@ -138,7 +138,7 @@ def redact(key: str) -> None:
     logging.setLogRecordFactory(record)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End when the process that started this one ends, however it does."""
     parent = os.getppid()
 

@@ -48,10 +48,12 @@ class RolloutWorker:
         engine_urls: Sequence[str],
         engine_key: str,
         environment_urls: dict[str, str],
+        router_url: str | None = None,
     ) -> None:
         """Args:
         index: of this worker in the run.
         engine_urls: every engine of the run.
+        router_url: of the router before them, if there is one.
         environment_urls: servers that the job runs itself, one for each such environment: all
             sessions of this worker stay on it.
         """
@@ -59,6 +61,7 @@ class RolloutWorker:
         self._model_dir = model_dir
         self._rundir = RunDir(rundir)
         self._engine_urls, self._engine_key = list(engine_urls), engine_key
+        self._router_url = router_url
         self._environment_urls = environment_urls
         self._environments: dict[str, Environment] = {}
         self._held: dict[int, list[Rollout]] = {}
@@ -81,6 +84,7 @@ class RolloutWorker:
             key=self._engine_key,
             request_timeout_s=self._config.engine.request_timeout_s,
             route_shape=self._agent.route_shape,
+            router=self._router_url,
         )
         self._route_layers = route_layers(self._config, self._model_dir)
         self._uploader = Uploader.from_config(self._config)

@@ -15,6 +15,8 @@ from orhpc.errors import EngineUnavailable
 
 BEGIN_UPDATE = "/begin_weight_update"
 END_UPDATE = "/end_weight_update"
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""Header by which sglang-router (0.3) keeps requests together."""
 
 
 def read_checksums(answer: dict[str, Any], url: str) -> dict[str, str]:

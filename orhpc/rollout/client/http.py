@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
-from orhpc.rollout.client.dialect import BEGIN_UPDATE, END_UPDATE, read_checksums
+from orhpc.rollout.client.dialect import BEGIN_UPDATE, END_UPDATE, ROUTING_KEY, read_checksums
 from orhpc.rollout.client.wire import TokenIds, generate_body, read_generation, read_version
 from orhpc.routes import RouteShape
 from orhpc.types import Generation, Sampling
@@ -88,18 +88,26 @@ class EngineClient:
     # --- generation -------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_start: int | None = None
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        *,
+        rid: str,
+        routes_start: int | None = None,
+        routing_key: str | None = None,
     ) -> Generation:
         """Sample one continuation of ``prompt_ids``.
 
-        ``routes_start`` asks for the expert routes of context positions from there on.  Raises
+        ``routes_start`` asks for the expert routes of context positions from there on.  A router sends
+        requests of one ``routing_key`` to one engine.  Raises
         PromptTooLong when prompt and ``max_new_tokens`` exceed the engine's context, and RoutesMissing.
         """
         if routes_start is not None and self.route_shape is None:
             raise ConfigError("expert routes were asked for without the model's route_shape")
         body = generate_body(prompt_ids, sampling, rid=rid, routes_start=routes_start)
         try:
-            data = await self._send("POST", "/generate", body, self._request_timeout_s)
+            headers = None if routing_key is None else {ROUTING_KEY: routing_key}
+            data = await self._send("POST", "/generate", body, self._request_timeout_s, headers)
         except _TimedOut:
             await self._abort_quietly(rid)
             raise
@@ -325,11 +333,20 @@ class EngineClient:
         except orjson.JSONDecodeError as error:
             raise EngineUnavailable(f"engine {self.url}: {path} did not answer with JSON") from error
 
-    async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        headers: dict[str, str] | None = None,
+    ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         session = self._connections.session()
         try:
-            async with session.request(method, self.url + path, data=body, timeout=timeout) as response:
+            async with session.request(
+                method, self.url + path, data=body, timeout=timeout, headers=headers
+            ) as response:
                 data = await response.read()
                 status = response.status
         except TimeoutError as error:

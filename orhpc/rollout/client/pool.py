@@ -18,6 +18,7 @@ from orhpc.types import Generation, Sampling
 
 log = logging.getLogger(__name__)
 
+_ROUTER_RESTS_S = 10.0
 _AFFINITIES = 1 << 16
 """Keys remembered; a rollout that lies further back has long ended."""
 
@@ -41,6 +42,9 @@ class EnginePool:
     ``published_version``.  An answer sampled from older weights than the version published when it was
     asked for is thrown away and counts as a failure of its engine.
 
+    With ``router``, the URL of an sglang-router before the same engines, a request's first attempt goes
+    there; what fails there, or comes back from old weights, is asked of the engines themselves.
+
     ``retries``: further attempts of a request.  ``recovery_s``: how long a request waits when no engine
     is up.  Nothing waits without a bound.  Use it within one event loop and :meth:`close` it there.
     """
@@ -57,6 +61,7 @@ class EnginePool:
         probe_interval_s: float = 1.0,
         control_timeout_s: float = 120.0,
         transfer_timeout_s: float = 600.0,
+        router: str | None = None,
     ) -> None:
         if not urls:
             raise ConfigError("an engine pool needs at least one engine")
@@ -73,6 +78,8 @@ class EnginePool:
             connections=self._connections,
         )
         self._members = [_Member(self._client(url)) for url in urls]
+        self._router = None if router is None else self._client(router)
+        self._router_rests_until = 0.0
         self._affinity: OrderedDict[str, _Member] = OrderedDict()
         self._retries = retries
         self._recovery_s = recovery_s
@@ -111,6 +118,12 @@ class EnginePool:
         up; PromptTooLong, ConfigError and RoutesMissing at once.
         """
         failure: EngineUnavailable | None = None
+        if self._router is not None and routes_start is None and time.monotonic() > self._router_rests_until:
+            try:
+                return await self._through(self._router, prompt_ids, sampling, rid, affinity)
+            except EngineUnavailable as error:
+                log.info("%s; asking the engines themselves", error)
+                rid = f"{rid}-direct"
         for attempt in range(self._retries + 1):
             member = await self._choose(affinity, failure)
             expected = self.published_version
@@ -136,6 +149,22 @@ class EnginePool:
             failure = EngineUnavailable(f"engine {url} serves version {generation.version}, not {expected}")
             self._take_down(member, str(failure))
         raise EngineUnavailable(f"request {rid} failed {self._retries + 1} times, the last time: {failure}")
+
+    async def _through(
+        self, router: EngineClient, prompt_ids: TokenIds, sampling: Sampling, rid: str, affinity: str
+    ) -> Generation:
+        """Ask the router, which rests after a failure of its own or of an engine behind it."""
+        expected = self.published_version
+        try:
+            got = await router.generate(prompt_ids, sampling, rid=rid, routing_key=affinity)
+        except EngineUnavailable:
+            self._router_rests_until = time.monotonic() + _ROUTER_RESTS_S
+            raise
+        if expected is None:
+            return got
+        if got.version < expected:
+            raise EngineUnavailable(f"through {router.url}: version {got.version} answers, not {expected}")
+        return replace(got, version=expected)
 
     async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> _Member:
         end = time.monotonic() + self._recovery_s
