@@ -18,6 +18,9 @@ from orhpc.commits import read_manifest
 from orhpc.config import Config
 from orhpc.config_files import changes_on_resume, dump_config, load_config
 from orhpc.errors import CheckpointError, ConfigError, ModelError, PreflightError
+from orhpc.memory import check_layout
+from orhpc.model_folders import find_model
+from orhpc.models import read_shape
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.secrets import resolve_secrets
 
@@ -34,7 +37,8 @@ def check_paths(config: Config) -> None:
     """Check what the config names on this machine, in milliseconds.
 
     Raises:
-        ConfigError: a model folder, record or checkpoint that is not there.
+        ConfigError: a model folder, record or checkpoint that is not there, or a layout of the trainer
+            that cannot be.
     """
     path = config.model.path
     if is_bundled(path):
@@ -44,6 +48,7 @@ def check_paths(config: Config) -> None:
             raise ModelError(f"model.path: {path} has no config.json")
     elif not _HUB_NAME.fullmatch(path) or path.startswith((".", "/")):
         raise ModelError(f"model.path: {path} is neither a folder nor a hub name")
+    _check_layout(config)
     if config.train.replay_rollouts is not None:
         _check_record(Path(config.train.replay_rollouts), config.train.steps)
     load = config.checkpoint.load
@@ -54,6 +59,17 @@ def check_paths(config: Config) -> None:
     for name, settings in config.environments.items():
         if settings.url and not re.match(r"https?://[^/]+", settings.url):
             raise ConfigError(f"environments.{name}.url: {settings.url!r} is not an http address")
+
+
+def _check_layout(config: Config) -> None:
+    """A Megatron layout that the model or the nodes cannot have is refused before a node is asked for."""
+    if config.train.backend != "megatron":
+        return
+    try:
+        folder = find_model(config.model.path, config.model.revision)
+    except ModelError:  # not on this machine (yet); the trainer checks it again
+        return
+    check_layout(read_shape(folder), config.trainer_layout, config.placement.devices_per_node)
 
 
 def _check_record(folder: Path, steps: int) -> None:

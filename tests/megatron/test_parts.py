@@ -1,0 +1,110 @@
+"""What a Megatron trainer is made of and can be tested without ranks: padding, refusals, memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError
+from orhpc.launch.prepare import check_paths
+from orhpc.memory import Demand, Layout, layer_activations, trainer_memory
+from orhpc.models import shape_of
+from orhpc.train.megatron.packing import own_slots, padded_places
+from tests.model_configs import REAL, TINY
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 16]),
+)
+def test_padding_keeps_every_token_once_and_gives_ranks_equal_shares(
+    lengths: list[int], tp: int, cp: int, multiple: int
+) -> None:
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    places, bounds = padded_places(cu, tp=tp, cp=cp, multiple=multiple)
+    assert [p for p in places.tolist() if p >= 0] == list(range(sum(lengths)))
+    assert len(places) == bounds[-1] and len(places) % (tp * cp * multiple) == 0
+    assert all(size % (2 * cp if cp > 1 else 1) == 0 for size in np.diff(bounds))
+    # Every sequence begins its own stretch of slots, so that positions count from 0.
+    assert [int(places[b]) for b in bounds[: len(lengths)]] == cu[:-1].tolist()
+    shares = [own_slots(bounds, cp, rank) for rank in range(cp)]
+    assert {len(share) for share in shares} == {len(places) // cp}
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(places)))
+
+
+@pytest.mark.parametrize(
+    ("megatron", "said"),
+    [
+        ({"tp": 4, "etp": 1}, None),
+        ({"tp": 8}, "tp = 8 does not divide 12 attention heads"),
+        ({"pp": 8}, "pp = 8 stages are more than 3 layers"),
+        ({"ep": 8}, "the model has no experts"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_before_a_node_is_asked_for(
+    megatron: dict[str, int], said: str | None, tmp_path: Path
+) -> None:
+    content = {**TINY["llama"], "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path)},
+            "placement": {"devices_per_node": 8},
+            "environments": {"a/b": {"serve": "letters"}},
+            "train": {"backend": "megatron"},
+            "megatron": megatron,
+        }
+    )
+    if said is None:
+        check_paths(config)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_paths(config)
+
+
+def test_fp8_is_refused_where_it_would_be_ignored() -> None:
+    with pytest.raises(ValueError, match="fp8"):
+        Config.model_validate(
+            {
+                "precision": "fp8",
+                "placement": {"device": "cpu", "devices_per_node": 1},
+                "engine": {"backend": "cpu", "tp": 1},
+                "environments": {"a/b": {"serve": "letters"}},
+                "train": {"backend": "megatron"},
+            }
+        )
+
+
+def test_the_head_and_a_recomputed_layer_are_never_there_at_once() -> None:
+    shape = shape_of(REAL["Qwen3-8B"][0])
+    for rows in (8192, 512):
+        kept = Demand(8192, 2, False, rows, False)
+        recomputed = Demand(8192, 2, True, rows, False)
+        head = trainer_memory(shape, Layout(1), kept).head
+        logits = 2 * rows * shape.vocabulary
+        summed = 2 if rows == 8192 else 6
+        assert head == logits + summed * shape.vocabulary * shape.hidden
+        both = trainer_memory(shape, Layout(1), recomputed)
+        layer = 8192 * layer_activations(shape, 0, 2, upcast_norms=False)
+        inputs = 8192 * len(shape.layers) * 2 * shape.hidden
+        assert both.activations + both.head == inputs + max(layer, head)
+        halves = trainer_memory(shape, Layout(2, tp=2), kept)
+        assert halves.head == head // 2
+
+
+def test_stages_hold_as_many_micro_batches_as_are_ahead_and_recompute_one_layer() -> None:
+    shape = shape_of(REAL["Qwen3-8B"][0])
+    demand = Demand(4096, 2, True, 4096, False, micro_batches=16)
+    memory = trainer_memory(shape, Layout(4, pp=4), demand)
+    layer = 4096 * layer_activations(shape, 0, 2, upcast_norms=False)
+    inputs = 4096 * (len(shape.layers) // 4) * 2 * shape.hidden
+    assert memory.activations in {waiting * inputs + layer for waiting in (1, 2, 3, 4)}
