@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.rollout.sglang_command import RENAMED
 
 _WATCH_S = 1.0
+_ALL_SPARSE = ("qwen2_moe", "qwen3_moe")
+"""Families of which SGLang does not read ``mlp_only_layers``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = read_key(key_file)
         end_with_parent()
         server_args = parse(words, key)
+        refuse_misread_models(Path(server_args.model_path))
     except ConfigError as error:
         print(f"orhpc: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
@@ -98,6 +102,18 @@ def parse(words: Sequence[str], key: str | None) -> Any:
         return ServerArgs.from_cli_args(raw)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"engine: SGLang {sglang.__version__}: {' '.join(str(error).split())}") from error
+
+
+def refuse_misread_models(folder: Path) -> None:
+    """Raises ConfigError for a model that SGLang (0.5.16, 0.5.23) would serve as another one, in silence."""
+    file = folder / "config.json"
+    if not file.exists():
+        return
+    config = json.loads(file.read_text())
+    if config.get("model_type") in _ALL_SPARSE and config.get("mlp_only_layers"):
+        raise ConfigError(
+            f"model.path: {folder} has dense layers (mlp_only_layers), which SGLang takes for sparse ones"
+        )
 
 
 def checked(words: Sequence[str], known: set[str], who: str) -> list[str]:

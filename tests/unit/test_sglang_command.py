@@ -155,6 +155,21 @@ def test_the_key_stays_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert "'api_key': '[redacted]'" in caplog.text
 
 
+@pytest.mark.parametrize(("family", "dense", "refused"), [
+    ("qwen3_moe", [0], True), ("qwen3_moe", [], False), ("llama", [0], False),
+])  # fmt: skip
+def test_models_that_sglang_would_misread_are_refused(
+    tmp_path: Path, family: str, dense: list[int], refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "mlp_only_layers": dense}))
+    if refused:
+        with pytest.raises(ConfigError, match="mlp_only_layers"):
+            sglang_server.refuse_misread_models(tmp_path)
+    else:
+        sglang_server.refuse_misread_models(tmp_path)
+    sglang_server.refuse_misread_models(tmp_path / "of the hub")
+
+
 def test_without_sglang_the_server_says_so_in_one_line() -> None:
     hide = "import sys; sys.modules['sglang'] = None; from orhpc.rollout.sglang_server import main; "
     run = subprocess.run(

@@ -1,0 +1,66 @@
+"""From a placement to what each node of an engine is started with."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from orhpc.config import Config
+from orhpc.fleet.engines import _engine
+from orhpc.launch.placement import Node, plan
+from orhpc.rollout.sglang_command import EnginePart
+
+HOSTS = tuple(Node(f"n{i}", f"10.0.0.{i + 1}", 16) for i in range(4))
+
+
+def parts_of(placement: dict[str, Any], tp: int) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """Of each engine its URL and, a node, what its process is made from."""
+    config = Config.model_validate(
+        {"placement": placement, "engine": {"tp": tp}, "environments": {"a/b": {"serve": "letters"}}}
+    )
+    placed = plan(config, HOSTS)
+    ports = {(e.index, n): (20000 + e.index, 21000 + e.index) for e in placed.engines for n in e.nodes}
+    ids = [f"id{i}" for i in range(len(HOSTS))]
+    found = []
+    for place in placed.engines:
+        engine = _engine(config, placed, ids, "/model", Path("/logs"), "key", place, ports)
+        started = []
+        for starter in engine.starters:
+            assert isinstance(starter, partial)
+            started.append(starter.args)
+        found.append((engine.url, started))
+    return found
+
+
+def test_an_engine_of_two_nodes_is_one_server_with_a_process_on_each() -> None:
+    first, second = parts_of({"nodes": 4, "devices_per_node": 4}, tp=8)
+    for number, (url, started) in enumerate((first, second)):
+        home = 2 * number
+        assert url == f"http://10.0.0.{home + 1}:{20000 + number}"
+        assert [args[1] for args in started] == [f"id{home}", f"id{home + 1}"]
+        for rank, args in enumerate(started):
+            _, _, _, model, address, port, key, log, index, _, part = args
+            assert (model, address, port, key, index) == (
+                "/model", f"10.0.0.{home + rank + 1}", 20000 + number, "key", number,
+            )  # fmt: skip
+            assert log == f"/logs/engine_{number:03d}{'_1' if rank else ''}.log"
+            assert part == EnginePart(
+                devices=(0, 1, 2, 3),
+                node_rank=rank,
+                nnodes=2,
+                rendezvous=f"10.0.0.{home + 1}:{21000 + number}",
+                shares=True,
+            )
+
+
+def test_engines_of_one_node_meet_nobody_and_have_their_own_devices() -> None:
+    found = parts_of({"nodes": 1, "devices_per_node": 4, "mode": "split", "engine_devices": 2}, tp=1)
+    parts = [args[-1] for _, started in found for args in started]
+    assert parts == [EnginePart(devices=(2,)), EnginePart(devices=(3,))]
+
+
+def test_where_some_devices_are_shared_only_their_engines_take_turns() -> None:
+    mixed = {"nodes": 1, "devices_per_node": 4, "mode": "mixed", "trainer_devices": 2, "engine_devices": 4}
+    parts = [args[-1] for _, started in parts_of(mixed, tp=2) for args in started]
+    assert [(p.devices, p.shares) for p in parts] == [((0, 1), True), ((2, 3), False)]
