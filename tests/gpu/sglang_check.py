@@ -30,7 +30,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-WORK = Path("/tmp/sglang_check")
+
+from tests.gpu.sglang_models import WORK, moe_30b_layers, perturbed, smollm2  # noqa: E402
+
 KERNELS = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
@@ -44,64 +46,6 @@ TF32 = "0.1"
 """Largest error of a log-probability: Triton multiplies float32 with ten bits of mantissa."""
 
 Row = tuple[str, bool, str]
-
-
-def smollm2(gguf: Path | None) -> Path:
-    """The bundled model; from a GGUF file that is here, where nothing can be downloaded."""
-    from orhpc import bundled
-
-    folder = bundled.folder_of("bundled:smollm2-135m-instruct")
-    if gguf is not None and not (folder / "config.json").exists():
-        bundled.from_gguf(gguf, folder)
-    return bundled.ensure("bundled:smollm2-135m-instruct")
-
-
-def perturbed(folder: Path) -> Path:
-    """The same model with other weights."""
-    from safetensors.torch import load_file, save_file
-
-    other = folder.with_name(folder.name + "-other")
-    if not other.exists():
-        shutil.copytree(folder, other)
-        weights = load_file(folder / "model.safetensors")
-        changed = {n: t.flip(0).contiguous() if "proj" in n else t for n, t in weights.items()}
-        save_file(changed, other / "model.safetensors", {"format": "pt"})
-    return other
-
-
-def moe_30b_layers(layers: int = 4) -> Path:
-    """A random model of Qwen3-30B-A3B's layer shapes with a byte tokenizer, 2.6e9 parameters for 4 layers."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    from orhpc.bundled import _byte_tokenizer
-    from orhpc.train.model import HfNames
-
-    folder = WORK / f"moe{layers}"
-    if (folder / "config.json").exists():
-        return folder
-    vocabulary = _byte_tokenizer(folder)
-    config = Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768,
-        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=4096,
-        rope_theta=1e6, tie_word_embeddings=False, eos_token_id=vocabulary - 1, bos_token_id=None,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    names, weights = HfNames(model), {}
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
-        if name.endswith("norm.weight"):
-            whole.fill_(1.0)
-        weights |= {n: t.cpu().contiguous() for n, t in names.split(name, whole).items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(folder)
-    return folder
 
 
 def engine_config(**engine: Any) -> Any:
@@ -291,10 +235,10 @@ def loop(options: argparse.Namespace) -> list[Row]:
     smollm2(options.gguf)
     root = WORK / "loop"
     overrides = [f"train.steps={options.steps}", *options.set]
-    first = launch(root, *overrides, stop_at=options.steps // 2, deadline_s=options.deadline / 2)
+    first = launch(root, *overrides, stop_at=options.steps // 2, deadline_s=options.deadline)
     print(f"   loop: first part ended with {first}", flush=True)
     keep(root, options.out)
-    second = launch(root, *overrides, deadline_s=options.deadline / 2) if first == 75 else -1
+    second = launch(root, *overrides, deadline_s=options.deadline) if first == 75 else -1
     keep(root, options.out)
     done = steps(root)
     if second != 0 or len(done) < options.steps:
@@ -354,6 +298,8 @@ def fp8(options: argparse.Namespace) -> list[Row]:
 
 def split(options: argparse.Namespace) -> list[Row]:
     """Two GPUs: trainer and engine apart, weights by broadcast."""
+    from tests.gpu.sglang_broadcast import broadcast_alone
+
     rows = broadcast_alone()
     rows += moe(
         options,
@@ -363,74 +309,6 @@ def split(options: argparse.Namespace) -> list[Row]:
         "placement.trainer_devices=1",
     )
     return rows
-
-
-def broadcast_alone(nbytes: int = 512 << 20, count: int = 10) -> list[Row]:
-    """Our sender's broadcast of a bucket beside a bare NCCL broadcast of the same bytes."""
-    import torch.multiprocessing as mp
-
-    from orhpc.ports import free_ports
-
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    ports = free_ports(2, "127.0.0.1")
-    ranks = [
-        context.Process(target=_broadcasting_rank, args=(rank, ports, nbytes, count, results))
-        for rank in (0, 1)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-    if any(rank.exitcode != 0 for rank in ranks):
-        for rank in ranks:
-            rank.kill()
-        return [("broadcast alone", False, f"exit codes {[r.exitcode for r in ranks]}")]
-    raw, ours = results.get()
-    note = f"ours {ours:.1f} GB/s, NCCL {raw:.1f} GB/s, ratio {ours / raw:.2f}"
-    return [("broadcast alone", ours / raw >= 0.7, note)]
-
-
-def _broadcasting_rank(rank: int, ports: list[int], nbytes: int, count: int, results: Any) -> None:
-    os.environ["NCCL_CUMEM_ENABLE"] = "0"
-    import torch
-    import torch.distributed as dist
-
-    from orhpc.train.weight_sender import WeightSender
-    from orhpc.weight_wire import join_weight_group
-
-    torch.cuda.set_device(rank)
-    flat = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    where = f"tcp://127.0.0.1:{ports[0]}"
-    dist.init_process_group("nccl", init_method=where, rank=rank, world_size=2)
-
-    def rate(once: Callable[[int], None]) -> float:
-        for i in range(2):
-            once(i)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for i in range(count):
-            once(i)
-        torch.cuda.synchronize()
-        return nbytes * count / (time.perf_counter() - started) / 1e9
-
-    raw = rate(lambda i: dist.broadcast(flat, src=0))
-    group = {"address": "127.0.0.1", "port": ports[1], "world_size": 2, "timeout_s": 60.0}
-    if rank == 0:
-        sender = WeightSender(device=torch.device("cuda", 0), group_name="check", **group)
-
-        def send(i: int) -> None:
-            sender.wait(i)
-            sender.send(i, flat)
-
-        ours = rate(send)
-        results.put((raw, ours))
-        sender.wait(0)
-        sender.wait(1)
-    else:
-        joined = join_weight_group(rank=1, name="check", backend="nccl", **group)
-        rate(lambda i: dist.broadcast(flat, group_src=0, group=joined))
-    os._exit(0)  # both groups are whole; what is left to say is nothing
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
