@@ -70,12 +70,14 @@ def test_from_disk(mutable: Server) -> None:
 def test_from_tensors_in_buckets(mutable: Server, load_format: str | None) -> None:
     async def send(client: EngineClient) -> None:
         parts = buckets(other_weights(mutable))
+        await client.begin_update()
         for i, part in enumerate(parts):
             await client.update_weights_from_tensor(
                 [serialize_named_tensors(part, load_format)],
                 load_format=load_format,
                 weight_version="5" if i == len(parts) - 1 else None,
             )
+        await client.end_update()
 
     mutable.use(send)
     assert_serves(mutable, mutable.other, 5)
@@ -95,7 +97,13 @@ def test_from_tensors_in_shared_memory(mutable: Server) -> None:
         buffer = io.BytesIO()
         ForkingPickler(buffer).dump(named)
         text = base64.b64encode(buffer.getvalue()).decode()
-        mutable.use(lambda c: c.update_weights_from_tensor([text], weight_version="6"))
+
+        async def send(client: EngineClient) -> None:
+            await client.begin_update()
+            await client.update_weights_from_tensor([text], weight_version="6")
+            await client.end_update()
+
+        mutable.use(send)
     finally:
         mp.set_sharing_strategy(strategy)
     assert_serves(mutable, mutable.other, 6)
@@ -173,12 +181,14 @@ class Sender:
             for _, tensor in named:
                 dist.broadcast(tensor.contiguous(), group_src=0, group=self.group)
 
-        self.beside(
-            ours,
-            lambda c: c.update_weights_from_distributed(
+        async def receive(client: EngineClient) -> None:
+            await client.begin_update()
+            await client.update_weights_from_distributed(
                 *specs(named), group_name=self.name, load_format=load_format, weight_version=version
-            ),
-        )
+            )
+            await client.end_update()
+
+        self.beside(ours, receive)
 
     def leave(self) -> None:
         if self.group is not None:
