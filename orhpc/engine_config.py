@@ -89,7 +89,7 @@ class EngineSettings(Section):
     """A generation that takes longer is aborted and sent to another engine."""
     router: bool | None = None
     """Requests of all workers through sglang-router, which spreads them by the engines' load; null: where
-    it is installed, engines are several and no expert routes are recorded (it drops those)."""
+    it is installed, SGLang engines are several and no expert routes are recorded (it drops those)."""
     sync: Literal["auto", "ipc", "broadcast", "disk"] = "auto"
     """How engines get the trainer's weights: ``ipc`` through memory that both map (same device),
     ``broadcast`` through a process group, ``disk`` through the run directory; ``auto`` is the first
@@ -112,7 +112,7 @@ class EngineSettings(Section):
             if (said := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
                 raise ValueError(f"extra.{name} is decided by {said}")
         if self.backend == "cpu":
-            for name in ("power_of_two_scales", "deterministic", "speculative", "router"):
+            for name in ("power_of_two_scales", "deterministic", "speculative"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: the cpu engine has no such thing")
         return self

@@ -29,7 +29,9 @@ def router_wanted(config: Config, engines: int) -> bool:
     Raises ConfigError where it was asked for and is not installed.
     """
     asked = config.engine.router
-    if asked is False or engines < 2 or config.rollout.record_routes or config.engine.backend == "cpu":
+    if asked is False or engines < 2 or config.rollout.record_routes:
+        return False
+    if asked is None and config.engine.backend == "cpu":
         return False
     installed = importlib.util.find_spec(PACKAGE) is not None
     if asked and not installed:

@@ -99,6 +99,11 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "lora_path": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
+    # As sglang-router spells them out in every request.
+    "model": (None,),
+    "background": (None, False),
+    "return_bytes": (None, False),
+    "return_entropy": (None, False),
 }
 _IGNORED_FIELDS = {
     "return_text_in_logprobs",
