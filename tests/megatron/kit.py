@@ -32,7 +32,7 @@ _GEMMA: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
     },
 }
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     # transformers gives the row of a padding token no gradient.
     name: content | {"pad_token_id": None}
     for name, content in (TINY | {"gemma3": TINY["gemma3"] | _GEMMA}).items()

@@ -21,7 +21,10 @@ from tests.trainer_kit import free_port, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-FAMILIES = ["qwen3", "llama", "qwen3-moe", "deepseek-v3", "glm4", "gemma3", "minimax-m2", "glm4-moe", "qwen2"]
+FAMILIES = [
+    "qwen3", "llama", "qwen3-moe", "deepseek-v3", "glm4", "gemma3", "minimax-m2", "glm4-moe", "glm4-moe-lite",
+    "qwen2", "qwen2-moe", "mistral", "mixtral",
+]  # fmt: skip
 CHECKPOINTING = {"gradient_checkpointing": True}
 ALONE = [Case(f, train=CHECKPOINTING) for f in FAMILIES]
 ON_TWO = [
