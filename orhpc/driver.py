@@ -243,6 +243,11 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
         except StopRequested:
             await saver.finish()
             raise
+        except NonFinite:
+            raise  # what is to be rolled back must not be committed
+        except Exception:
+            await saver.rescue()
+            raise
         await saver.finish()
     finally:
         await leave(run, parts)

@@ -104,6 +104,20 @@ class Saver:
             await self._begin(self.state)
             await self._wait()
 
+    async def rescue(self) -> None:
+        """Commit the last completed step after a failure, if the trainers still hold it.
+
+        What failed then costs no step, however long ago the last commit was.  Never raises: the failure
+        it follows is what counts.
+        """
+        if self._parent is not None and self._parent.step == self.state.step:
+            return
+        try:
+            if await self._trainers.hold_whole_step():
+                await self.finish()
+        except Exception:
+            log.exception("step %d could not be committed", self.state.step)
+
     async def _begin(self, state: State) -> None:
         await self._wait()  # a save still under way was begun a whole interval ago
         name = CommitName(state.step, self._attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from ray.actor import ActorHandle
 
 from orhpc.commits import ShardFile
 from orhpc.config import Config
-from orhpc.errors import CheckpointError
+from orhpc.errors import CheckpointError, OrhpcError
 from orhpc.fleet.actors import POLL_S, call, call_all, spawn
 from orhpc.launch.placement import Placement
 from orhpc.ports import free_ports
@@ -22,7 +23,11 @@ from orhpc.types import BatchPlan
 
 COLLECTIVE_TIMEOUT_S = 900.0
 """Ranks wait for each other in a collective at most this long."""
+ANSWER_S = 30.0
+"""A rank that answers nothing for so long is stuck, or dead."""
 _CONTROL = "control"
+
+log = logging.getLogger(__name__)
 
 
 class Trainers:
@@ -84,6 +89,23 @@ class Trainers:
                 await call(control.remote(), "trainer request_stop", 30.0)
                 break
         return (await stepping)[0]
+
+    async def hold_whole_step(self) -> bool:
+        """Whether all ranks hold the state after the last whole step, which may then be committed.
+
+        For the end of an attempt: ranks that wait for a failed one stop doing so, and none can take part
+        in any collective afterwards.  False when a rank is gone or does not answer soon.
+        """
+        breaking = [
+            call(r.break_off.options(concurrency_group=_CONTROL).remote(), "trainer break_off", ANSWER_S)
+            for r in self.ranks
+        ]
+        try:
+            await asyncio.gather(*breaking)
+            return all(await self.all("holds_whole_step", timeout_s=ANSWER_S))
+        except OrhpcError as error:
+            log.warning("the trainers cannot commit: %s", error)
+            return False
 
     async def sleep(self) -> dict[str, float]:
         """Move everything to host memory; returns ``freed_gb``, ``left_gb`` and ``seconds``.

@@ -5,6 +5,7 @@ Every method that says *collective* must be called on all ranks; the others conc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -20,20 +21,20 @@ from torch import Tensor
 from orhpc.config import Config
 from orhpc.devices import VARIABLE, visible_devices
 from orhpc.engine_config import SYNC_BUCKETS
-from orhpc.errors import CheckpointError, WeightSyncFailed
+from orhpc.errors import CheckpointError, NonFinite, WeightSyncFailed
 from orhpc.megatron_config import RankPlace
 from orhpc.route_shares import route_layers
 from orhpc.routes import RouteShare
-from orhpc.train.backend import Backend, Batches, Role, TrainingBatch, Update
+from orhpc.train.backend import Batches, Role, TrainingBatch, Update, make_backend
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, rng_state, set_rng_state
 from orhpc.train.export import FILE_BYTES, write_hf_folder
 from orhpc.train.fetch import load_batch, prefetched
-from orhpc.train.fp8 import Quantise, choose_scales, quantiser, unchanged
+from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
 from orhpc.train.residence import memory
 from orhpc.train.step_report import StepReport
-from orhpc.train.stopping import NeverStop, StopBetween
+from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
 from orhpc.train.weight_sender import BucketStage, WeightSender
 from orhpc.train.weights import BucketSpec, for_wire, plan_buckets, quantised
 from orhpc.types import MiniBatch
@@ -75,10 +76,9 @@ class TrainerRank:
         self._parameters: list[BucketSpec] = []
         self._buckets: list[BucketSpec] | None = None
         plain = config.precision == "bf16"
-        self._quantise = (
-            unchanged if plain else quantiser(power_of_two=config.engine.power_of_two_scales)
-        )
+        self._quantise = unchanged if plain else quantiser(power_of_two=config.engine.power_of_two_scales)
         self._stop = threading.Event()
+        self._whole_at = 0
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -112,6 +112,7 @@ class TrainerRank:
             reader.load(self.backend.shards())
         self.backend.set_progress(reader.progress)
         set_rng_state(reader.progress["rng"])
+        self._whole_at = self._optimiser_steps()
 
     def _route_share(self) -> RouteShare | None:
         """What this rank fetches of every rollout's expert routes."""
@@ -135,7 +136,7 @@ class TrainerRank:
         slowest rank's).  Raises NonFinite, OutOfMemory, StopRequested, InfraError, DataError.
         """
         report = StepReport()
-        with typed_failures(f"step {step}"):
+        with typed_failures(f"step {step}"), self._counting_steps():
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):
                 # Past the first optimiser step the state belongs to no version: finish the step.
@@ -144,6 +145,23 @@ class TrainerRank:
                 own = minibatch.ranks[self.backend.data_rank] if self.backend.reports else ()
                 report.add_update(update, packed_tokens=sum(m.tokens for m in own))
             return report.reduced()
+
+    @contextlib.contextmanager
+    def _counting_steps(self) -> Iterator[None]:
+        """Note at which optimiser step the last whole step ended; a skipped one is whole."""
+        try:
+            yield
+        except NonFinite:
+            self._whole_at = self._optimiser_steps()
+            raise
+        self._whole_at = self._optimiser_steps()
+
+    def _optimiser_steps(self) -> int:
+        return int(self.backend.progress()["optimiser_steps"])
+
+    def holds_whole_step(self) -> bool:
+        """Whether this rank's state is that after its last whole step, so that it may be committed."""
+        return self.backend.intact() and self._whole_at == self._optimiser_steps()
 
     def _prepare(
         self, minibatches: Sequence[MiniBatch], report: StepReport
@@ -198,6 +216,10 @@ class TrainerRank:
             return self.backend.update(
                 batches, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=between
             )
+
+    def break_off(self) -> None:
+        """Stop waiting for other ranks: one of them has failed, and the attempt is over."""
+        break_off_collectives()
 
     def request_stop(self) -> None:
         """Abandon the step under way at the next micro-batch, if no optimiser step was taken yet.
@@ -368,15 +390,3 @@ class TrainerRank:
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.backend.close()
-
-
-def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> Backend:
-    """One rank of the backend that ``train.backend`` names; only that one's libraries are imported."""
-    if config.train.backend == "megatron":
-        choose_scales(power_of_two=config.engine.power_of_two_scales)
-        from orhpc.train.megatron.backend import MegatronBackend
-
-        return MegatronBackend(config, model_dir, rank, world_size)
-    from orhpc.train.fsdp import FsdpBackend
-
-    return FsdpBackend(config, model_dir, rank, world_size)

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
+from orhpc.train.fp8 import choose_scales
 from orhpc.train.grpo import MetricSums
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
 
 
 class Role(Enum):
@@ -183,6 +187,10 @@ class Backend(Protocol):
         """Return the small part of the state: optimiser steps done."""
         ...
 
+    def intact(self) -> bool:
+        """Whether :meth:`shards` are the state after :meth:`progress`'s steps, and not of half a step."""
+        ...
+
     def set_progress(self, progress: dict[str, Any]) -> None:
         """Take up a state whose tensors have been written into :meth:`shards`."""
         ...
@@ -198,3 +206,15 @@ class Backend(Protocol):
     def close(self) -> None:
         """Drop all memory."""
         ...
+
+
+def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> Backend:
+    """One rank of the backend that ``train.backend`` names; only that one's libraries are imported."""
+    if config.train.backend == "megatron":
+        choose_scales(power_of_two=config.engine.power_of_two_scales)
+        from orhpc.train.megatron.backend import MegatronBackend
+
+        return MegatronBackend(config, model_dir, rank, world_size)
+    from orhpc.train.fsdp import FsdpBackend
+
+    return FsdpBackend(config, model_dir, rank, world_size)

@@ -72,6 +72,8 @@ class FsdpBackend:
         self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
         self.policy.check(self.device, self.dtype)
         self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
+        # Noted now: a step that failed midway may leave parameters gathered.
+        self._starts = {n: self._rows(p, self._shapes[n])[0] for n, p in self._named(self.policy)}
         return {"parameters": sum(torch.Size(shape).numel() for shape in self._shapes.values())}
 
     def _model_config(self) -> Any:
@@ -259,9 +261,8 @@ class FsdpBackend:
 
     def shards(self) -> list[Shard]:
         result: list[Shard] = []
-        for name, parameter in self._named(self.policy):
-            shape = self._shapes[name]
-            start, _ = self._rows(parameter, shape)
+        for name, _ in self._named(self.policy):
+            start, shape = self._starts[name], self._shapes[name]
             for kind, tensor in self.optimiser.local_state(name).items():
                 copy = self._asleep.get(storage_key(tensor)) if tensor.numel() else None
                 where = tensor if copy is None else copy.view_like(tensor)
@@ -270,6 +271,9 @@ class FsdpBackend:
 
     def progress(self) -> dict[str, Any]:
         return {"optimiser_steps": self.optimiser.steps}
+
+    def intact(self) -> bool:
+        return self.optimiser.intact
 
     def set_progress(self, progress: dict[str, Any]) -> None:
         self.optimiser.set_steps(int(progress["optimiser_steps"]))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from orhpc.errors import InfraError, OrhpcError, OutOfMemory
+from orhpc.train.stopping import collectives_begin
 
 _TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -73,6 +74,7 @@ def join_default_group(
     On CUDA, device tensors go through NCCL and host tensors (small agreements) through gloo.
     Raises :class:`~orhpc.errors.InfraError` past ``timeout_s``.
     """
+    collectives_begin()
     timeout = timedelta(seconds=timeout_s)
     use_interface_towards(address)
     if device.type == "cuda":

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from orhpc.errors import NonFinite
+from orhpc.train.stopping import agree
 
 if TYPE_CHECKING:
     from orhpc.config import TrainSettings
@@ -50,6 +50,8 @@ class Optimiser:
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainSettings) -> None:
         self.settings = settings
         self.steps = 0
+        self.intact = True
+        """Whether the state is that after :attr:`steps` steps: not while one is taken, or after it failed."""
         self._parameters = dict(parameters)
         self._locals = {name: nn.Parameter(local(p)) for name, p in self._parameters.items()}
         # A rank may hold no row of a small parameter.
@@ -110,7 +112,7 @@ class Optimiser:
             norms = torch.stack(torch._foreach_norm(gradients)).double()  # pyright: ignore[reportPrivateImportUsage]
             verdict[0] = norms.square().sum().cpu()
         verdict[1] = loss.detach().double().cpu()
-        dist.all_reduce(verdict)
+        agree(verdict)
         if not bool(verdict.isfinite().all()):
             self.clear()
             raise NonFinite(
@@ -124,8 +126,10 @@ class Optimiser:
         lr = learning_rate(self.settings, self.steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        self.intact = False
         self._adamw.step()
         self.steps += 1
+        self.intact = True
         self.clear()
         return norm, lr
 

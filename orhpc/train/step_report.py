@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from orhpc.train.backend import Update
 from orhpc.train.grpo import MetricSums
+from orhpc.train.stopping import agree
 
 TOKEN_MEANS = {
     "policy_loss": "policy_loss",
@@ -89,5 +90,5 @@ class StepReport:
 def _over_ranks(values: dict[str, float], how: dist.ReduceOp.RedOpType) -> dict[str, float]:
     names = sorted(values)
     vector = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(vector, op=how)
+    agree(vector, how)
     return dict(zip(names, vector.tolist(), strict=True))

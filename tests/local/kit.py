@@ -50,7 +50,7 @@ def wait_for(
     process: subprocess.Popen[str],
     rundir: RunDir,
     wanted: Callable[[dict[str, Any]], bool],
-    timeout: float = 120,
+    timeout: float = 240,
 ) -> dict[str, Any]:
     """Wait until an event is there; fails with the run's output when it never comes."""
     end = time.monotonic() + timeout

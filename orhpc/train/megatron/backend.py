@@ -229,6 +229,9 @@ class MegatronBackend:
     def progress(self) -> dict[str, Any]:
         return {"optimiser_steps": self.optimiser.steps}
 
+    def intact(self) -> bool:
+        return self.optimiser.intact
+
     def set_progress(self, progress: dict[str, Any]) -> None:
         self.optimiser.take_up(int(progress["optimiser_steps"]))
 

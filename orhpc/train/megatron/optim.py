@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from orhpc.errors import NonFinite
 from orhpc.train.megatron.model import Chunk
 from orhpc.train.optim import learning_rate
+from orhpc.train.stopping import agree
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -78,6 +78,8 @@ class MegatronOptimiser:
         train = config.train
         self.settings = train
         self.steps = 0
+        self.intact = True
+        """As :attr:`orhpc.train.optim.Optimiser.intact`."""
         self._wrapped = list(wrapped)
         share = config.megatron.offload_optimizer
         chained: Any = get_megatron_optimizer(
@@ -120,7 +122,7 @@ class MegatronOptimiser:
         self._chained.prepare_grads()
         norm = float(self._chained.get_grad_norm())
         verdict = torch.tensor([norm, float(loss)], dtype=torch.float64)
-        dist.all_reduce(verdict)
+        agree(verdict)
         if not bool(verdict.isfinite().all()):
             self.clear()
             raise NonFinite(
@@ -137,8 +139,10 @@ class MegatronOptimiser:
                 )
             for group in part.param_groups:
                 group["lr"] = lr
+        self.intact = False
         self._chained.step_with_ready_grads()
         self.steps += 1
+        self.intact = True
         return norm, lr
 
     def held(self) -> Iterator[HeldState]:
