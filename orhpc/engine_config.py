@@ -103,8 +103,16 @@ class EngineSettings(Section):
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further options by the engine's own names: ``mem_fraction_static`` or ``mem-fraction-static``."""
 
+    @property
+    def separate_drafter(self) -> bool:
+        """Whether tokens are drafted by a model of its own, which no weight sync may touch."""
+        return self.speculative is not None and self.speculative.draft_model is not None
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.separate_drafter and (self.sync == "disk" or self.check_weights):
+            name = "sync: disk" if self.sync == "disk" else "check_weights"
+            raise ValueError(f"{name} would load the policy into speculative.draft_model too")
         for name in ("dp", "ep"):
             if self.tp % getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)} does not divide tp={self.tp}")

@@ -76,6 +76,7 @@ class Engines:
             key=key,
             request_timeout_s=config.engine.request_timeout_s,
             transfer_timeout_s=config.engine.sync_timeout_s,
+            target_only=config.engine.separate_drafter,
         )
         self.router_url: str | None = None
         """Of the router that workers send their requests to, if there is one."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from orhpc.errors import EngineUnavailable
 
 BEGIN_UPDATE = "/begin_weight_update"
@@ -36,3 +38,24 @@ def read_checksums(answer: dict[str, Any], url: str) -> dict[str, str]:
     if not sums:
         raise EngineUnavailable(f"engine {url}: /weights_checker gave no checksums")
     return sums
+
+
+def target_only_fields(*, sessions: bool) -> dict[str, Any]:
+    """What keeps sent weights out of the drafter's model, of a release with sessions or without.
+
+    Either release loads what it reads from disk into both.
+    """
+    return {"selector": "target"} if sessions else {"disable_draft_model": True}
+
+
+def error_message(data: bytes) -> str:
+    """The one line that an error answer says, from any of the forms SGLang has."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        body = data.decode("utf-8", "replace")
+    if isinstance(body, dict):
+        error = body.get("error")
+        nested = error.get("message") if isinstance(error, dict) else error
+        body = nested or body.get("message") or body.get("detail") or body
+    return " ".join(str(body).split())[:500]

@@ -11,7 +11,14 @@ import aiohttp
 import orjson
 
 from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
-from orhpc.rollout.client.dialect import BEGIN_UPDATE, END_UPDATE, ROUTING_KEY, read_checksums
+from orhpc.rollout.client.dialect import (
+    BEGIN_UPDATE,
+    END_UPDATE,
+    ROUTING_KEY,
+    error_message,
+    read_checksums,
+    target_only_fields,
+)
 from orhpc.rollout.client.wire import TokenIds, generate_body, read_generation, read_version
 from orhpc.routes import RouteShape
 from orhpc.types import Generation, Sampling
@@ -57,6 +64,7 @@ class EngineClient:
 
     ``request_timeout_s`` bounds a generation, ``control_timeout_s`` a control call and
     ``transfer_timeout_s`` a weight transfer.  ``route_shape`` is needed to ask for expert routes.
+    ``target_only``: weights that are sent are none of the drafter's, which has a model of its own.
 
     Every call raises EngineUnavailable when the engine cannot be reached, answers with a server error
     or not in time; ConfigError when it refuses the request or the key.
@@ -72,7 +80,9 @@ class EngineClient:
         transfer_timeout_s: float = 600.0,
         route_shape: RouteShape | None = None,
         connections: Connections | None = None,
+        target_only: bool = False,
     ) -> None:
+        self._target_only = target_only
         self.url = url.rstrip("/")
         self.route_shape = route_shape
         self._request_timeout_s = request_timeout_s
@@ -213,13 +223,16 @@ class EngineClient:
         if not self._has_sessions:
             return
         try:
-            await self._transfer(BEGIN_UPDATE, {})
+            await self._transfer(BEGIN_UPDATE, self._selected())
         except _Unknown:
             self._has_sessions = False
         except WeightSyncFailed:
             # One that broke off is still open.
             await self._transfer(END_UPDATE, {})
-            await self._transfer(BEGIN_UPDATE, {})
+            await self._transfer(BEGIN_UPDATE, self._selected())
+
+    def _selected(self) -> dict[str, Any]:
+        return target_only_fields(sessions=self._has_sessions) if self._target_only else {}
 
     async def end_update(self) -> None:
         """Close what :meth:`begin_update` opened; the weights are in place after it."""
@@ -252,7 +265,9 @@ class EngineClient:
             "abort_all_requests": abort_all_requests,
             "weight_version": weight_version,
         }
-        await self._transfer("/update_weights_from_distributed", body)
+        # Without sessions a broadcast reaches the target alone.
+        selected = self._selected() if self._has_sessions else {}
+        await self._transfer("/update_weights_from_distributed", body | selected)
 
     async def update_weights_from_tensor(
         self,
@@ -271,7 +286,7 @@ class EngineClient:
             "abort_all_requests": abort_all_requests,
             "weight_version": weight_version,
         }
-        await self._transfer("/update_weights_from_tensor", body)
+        await self._transfer("/update_weights_from_tensor", body | self._selected())
 
     async def update_weights_from_disk(
         self,
@@ -358,7 +373,7 @@ class EngineClient:
         raise self._refusal(path, status, data)
 
     def _refusal(self, path: str, status: int, data: bytes) -> Exception:
-        message = _message(data)
+        message = error_message(data)
         said = f"engine {self.url}: {path} answered {status}: {message}"
         if status >= 500 or status in (408, 429):
             return EngineUnavailable(said)
@@ -381,16 +396,3 @@ class _TimedOut(EngineUnavailable):
 
 def _tags(tags: Sequence[str] | None) -> dict[str, Any]:
     return {} if tags is None else {"tags": list(tags)}
-
-
-def _message(data: bytes) -> str:
-    """The one line that an error answer says, from any of the forms SGLang has."""
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        body = data.decode("utf-8", "replace")
-    if isinstance(body, dict):
-        error = body.get("error")
-        nested = error.get("message") if isinstance(error, dict) else error
-        body = nested or body.get("message") or body.get("detail") or body
-    return " ".join(str(body).split())[:500]

@@ -62,6 +62,7 @@ class EnginePool:
         control_timeout_s: float = 120.0,
         transfer_timeout_s: float = 600.0,
         router: str | None = None,
+        target_only: bool = False,
     ) -> None:
         if not urls:
             raise ConfigError("an engine pool needs at least one engine")
@@ -76,6 +77,7 @@ class EnginePool:
             transfer_timeout_s=transfer_timeout_s,
             route_shape=route_shape,
             connections=self._connections,
+            target_only=target_only,
         )
         self._members = [_Member(self._client(url)) for url in urls]
         self._router = None if router is None else self._client(router)
