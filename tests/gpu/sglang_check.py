@@ -215,9 +215,12 @@ def steps(root: Path) -> dict[int, dict[str, Any]]:
 
 
 def keep(root: Path, out: Path) -> None:
-    """Bring back the events, and the ends of all logs when something failed."""
+    """Bring back the events and the curve."""
+    from tests.gpu.sglang_curve import write
+
     for found in root.glob("*/events.jsonl"):
         shutil.copy(found, out / f"{root.name}-events.jsonl")
+        write(found, out / f"{root.name}-curve")
 
 
 def show_failure(root: Path) -> None:
