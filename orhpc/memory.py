@@ -111,6 +111,8 @@ class Demand:
     """Whether a frozen second model is held."""
     micro_batches: int = 1
     """Of one mini-batch and rank: bounds what a pipeline holds at a time."""
+    offloaded: float = 0.0
+    """Share of the optimiser's state that lies in host memory (Megatron)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +184,14 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
     dense = sum(_up(t.elements, layout.share(t)) for t in held if t.part not in ("expert", "bias"))
     here, element = experts + dense, demand.element_bytes
     per_element = MASTER_BYTES + MOMENT_BYTES
+    optimiser = _up(per_element * dense, layout.dense_copies)
+    optimiser += _up(per_element * experts, layout.expert_copies)
     waiting = min(layout.pp - stage, demand.micro_batches)
     kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
     return TrainerMemory(
         weights=element * here,
         gradients=MASTER_BYTES * here,
-        optimiser=_up(per_element * dense, layout.dense_copies)
-        + _up(per_element * experts, layout.expert_copies),
+        optimiser=round(optimiser * (1 - demand.offloaded)),
         gathered=0,
         reference=element * here if demand.reference else 0,
         activations=kept + layer,

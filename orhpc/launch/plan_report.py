@@ -107,6 +107,7 @@ def _demand(config: Config) -> Demand:
         logits_rows=train.logprob_chunk_tokens,
         reference=config.algorithm.use_kl_loss,
         micro_batches=-(-train.global_batch_size // config.data_ranks),
+        offloaded=config.megatron.offload_optimizer if train.backend == "megatron" else 0.0,
     )
 
 

@@ -119,8 +119,8 @@ def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str,
             trainer.restore(case.load)
             result["next"] = trainer.step([planned(make_samples(8, seed=2), ranks)], step=3)
         elif case.save:
-            for step in range(2):
-                trainer.step([planned(make_samples(8, seed=step), ranks)], step=step)
+            steps = [trainer.step([planned(make_samples(8, seed=i), ranks)], step=i) for i in range(2)]
+            result["kl"] = [metrics.get("kl", 0.0) for metrics in steps]
             trainer.save_begin(case.save)
             result["next"] = trainer.step([planned(make_samples(8, seed=2), ranks)], step=3)
             while (files := trainer.save_poll()) is None:

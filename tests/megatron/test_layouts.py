@@ -132,21 +132,25 @@ def test_a_checkpoint_of_one_layout_continues_in_another(folder: Path, tmp_path:
     moe, dense = str(tmp_path / "moe"), str(tmp_path / "dense")
     for path in (moe, dense):
         Path(path).mkdir()
+    kl = {"use_kl_loss": True, "kl_coef": 0.1}
     first = launch(2, folder, [
-        Case("qwen3-moe", {"tp": 2, "ep": 2}, save=moe), Case("qwen3", {"pp": 2}, save=dense),
-        Case("qwen3-moe", {"pp": 2}, load=moe), Case("qwen3", {"tp": 2}, load=dense),
+        Case("qwen3-moe", {"tp": 2, "ep": 2}, save=moe), Case("qwen3", {"pp": 2}, algorithm=kl, save=dense),
+        Case("qwen3-moe", {"pp": 2}, load=moe), Case("qwen3", {"tp": 2}, algorithm=kl, load=dense),
     ])  # fmt: skip
     second = launch(4, folder, [
         Case("qwen3-moe", {"pp": 2, "ep": 2}, load=moe),
-        Case("qwen3", {"pp": 2, "vpp": 1, "tp": 2}, load=dense),
+        Case("qwen3", {"pp": 2, "vpp": 1, "tp": 2}, algorithm=kl, load=dense),
     ])  # fmt: skip
-    alone = launch(1, folder, [Case("qwen3-moe", load=moe), Case("qwen3", load=dense)])
+    alone = launch(1, folder, [Case("qwen3-moe", load=moe), Case("qwen3", algorithm=kl, load=dense)])
     saved = {"qwen3-moe": first["qwen3-moe tp2.ep2"][0], "qwen3": first["qwen3 pp2"][0]}
     for found in (first, second, alone):
         for name, ranks in found.items():
             wanted = saved[name.split()[0]]["next"]
             for result in ranks:
-                for key in ("loss", "grad_norm", "entropy", "tokens"):
+                for key in ("loss", "grad_norm", "entropy", "tokens", *(["kl"] if "kl" in wanted else [])):
                     assert result["next"][key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6), (name, key)
+    # The reference is the model that the run began with.
+    before, after = saved["qwen3"]["kl"]
+    assert abs(before) < 1e-7 < after
     for entry in [f for result in first["qwen3-moe tp2.ep2"] for f in result["files"]]:
         assert (Path(moe) / entry["name"]).stat().st_size == entry["size"]

@@ -108,3 +108,11 @@ def test_stages_hold_as_many_micro_batches_as_are_ahead_and_recompute_one_layer(
     layer = 4096 * layer_activations(shape, 0, 2, upcast_norms=False)
     inputs = 4096 * (len(shape.layers) // 4) * 2 * shape.hidden
     assert memory.activations in {waiting * inputs + layer for waiting in (1, 2, 3, 4)}
+
+
+def test_what_the_host_keeps_of_the_optimiser_is_not_on_the_device() -> None:
+    shape = shape_of(REAL["Qwen3-8B"][0])
+    whole = trainer_memory(shape, Layout(1), Demand(8192, 2, True, 8192, False))
+    half = trainer_memory(shape, Layout(1), Demand(8192, 2, True, 8192, False, offloaded=0.5))
+    assert half.optimiser == whole.optimiser // 2
+    assert half.weights == whole.weights
