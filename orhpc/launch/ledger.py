@@ -72,10 +72,14 @@ def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
     return Outcome(**{**record, "reason": Reason(record["reason"])})
 
 
-def read(rundir: RunDir) -> list[Outcome]:
-    """Every SLURM attempt's outcome, oldest first; the silent ones are judged and written down."""
+def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
+    """Every SLURM attempt's outcome, oldest first; the silent ones are judged and written down.
+
+    ``up_to``: the last attempt to look at.  Whoever is in an attempt gives its own: a newer one, if
+    there is any, is alive, and silent for that reason.
+    """
     found: list[Outcome] = []
-    for number in range(1, rundir.newest_attempt() + 1):
+    for number in range(1, (rundir.newest_attempt() if up_to is None else up_to) + 1):
         folder = rundir.attempt(number)
         try:
             facts = json.loads((folder / "attempt.json").read_text())

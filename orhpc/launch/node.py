@@ -173,7 +173,7 @@ class FirstNode:
         say(f"attempt {attempt} ended: {outcome.reason}, step {outcome.step} committed. {outcome.detail}")
         code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
         if code not in (EXIT_OK, EXIT_CONFIG) and (
-            spent := ledger.exhausted(ledger.read(self.rundir), self.job.chain)
+            spent := ledger.exhausted(ledger.read(self.rundir, attempt), self.job.chain)
         ):
             say(f"CrashLoop: {spent}")
             code = EXIT_CRASH_LOOP

@@ -107,6 +107,13 @@ def test_attempts_that_died_without_a_word_are_judged_once(
     assert ledger.read(rundir) == [judged]
 
 
+def test_a_stale_attempt_does_not_judge_the_one_that_replaced_it(rundir: RunDir) -> None:
+    stale = rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    newer = rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    assert [o.attempt for o in ledger.read(rundir, stale)] == [stale]
+    assert ledger.outcome_of(rundir, newer) is None
+
+
 def test_why_a_job_was_stopped() -> None:
     now = 1_000_000.0
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + 100))
