@@ -1,6 +1,6 @@
 """The reward curve of a run as data and as a picture.
 
-python tests/gpu/sglang_curve.py EVENTS.jsonl OUT      # writes OUT.csv, and OUT.png where matplotlib is installed
+python tests/gpu/sglang_curve.py EVENTS.jsonl OUT      # OUT.csv, and OUT.png where matplotlib is
 """
 
 from __future__ import annotations
