@@ -1,7 +1,8 @@
 """The known faults of the training examples that users come from, each shown absent.
 
 The environments are served by the real OpenReward server on loopback; only the policy is scripted.
-Faults 13 (Ray's dashboard), 14 and 15 (Weights & Biases) are the launcher's and the driver's.
+Of 13 Ray's side, 14 and the Weights & Biases side of 15 are the launcher's and the driver's: see
+tests/local and tests/slurm.
 """
 
 from __future__ import annotations
