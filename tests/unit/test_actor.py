@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,8 @@ from tests.trainer_kit import (
     make_config,
     make_samples,
     plan,
-    ranks_of,
     run_ranks,
-    save_tiny_model,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
-    with ranks_of(folder) as start:
-        yield start
 
 
 def state_of(rank: TrainerRank) -> dict[str, torch.Tensor]:

@@ -20,20 +20,8 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.fetch import fetch_arrays, load_batch, prefetched
 from orhpc.train.weights import BucketSpec
 from orhpc.types import Location, MicroBatch, Sample
-from tests.trainer_kit import add_root_to_path, free_port, make_config, plan, ranks_of, save_tiny_model
+from tests.trainer_kit import add_root_to_path, free_port, make_config, plan
 from tests.weight_receiver import receive
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
-    with ranks_of(folder) as start:
-        yield start
-
 
 # --- weight sync ----------------------------------------------------------------------------------
 

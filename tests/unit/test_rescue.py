@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,7 @@ import torch
 
 from orhpc.errors import InfraError, OutOfMemory
 from orhpc.train.actor import TrainerRank
-from tests.trainer_kit import make_config, plan, ranks_of, run_ranks, save_tiny_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
-    with ranks_of(folder) as start:
-        yield start
+from tests.trainer_kit import make_config, plan, run_ranks
 
 
 def state_of(rank: TrainerRank) -> dict[str, torch.Tensor]:

@@ -1,0 +1,23 @@
+"""Trainer ranks on a tiny random model, for every test of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from orhpc.train.actor import TrainerRank
+from tests.trainer_kit import ranks_of, save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama."""
+    return save_tiny_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
+    """Makes connected, built ranks of a one-rank trainer, one at a time; takes ``make_config``'s options."""
+    with ranks_of(folder) as start:
+        yield start
