@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orhpc.events import read_events
-from tests.slurm.cluster import Cluster, missing, running_cluster, wait_until
+from tests.slurm.cluster import Cluster, die_with_parent, missing, running_cluster, wait_until
 from tests.slurm.kit import ROOT, TABLE, assert_nothing_left, sbatch
 
 PORT = 15100
@@ -62,7 +62,7 @@ OBSERVER = """\
 import os, sys, time
 from pathlib import Path
 from ray._raylet import GcsClient
-place, token, nodes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+place, nodes = Path(sys.argv[1]), int(sys.argv[2])
 print("waiting", flush=True)
 while not place.exists():
     time.sleep(0.05)
@@ -70,7 +70,6 @@ text = place.read_text()
 if place.suffix == ".yaml":
     import yaml
     text = yaml.safe_load(text)["ray_address"]
-os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"] = "token", str(token)
 client, known = None, 0
 while known < nodes:
     try:
@@ -104,8 +103,17 @@ def load() -> str:
 @contextmanager
 def observer(place: Path, token: Path, nodes: int) -> Iterator[subprocess.Popen[str]]:
     """A process, its imports done, that says when a Ray cluster has so many nodes."""
-    words = [sys.executable, "-c", OBSERVER, str(place), str(token), str(nodes)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    words = [sys.executable, "-c", OBSERVER, str(place), str(nodes)]
+    # Ray reads them when it is imported, and complains loudly until the head answers.
+    variables = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    with subprocess.Popen(
+        words,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=die_with_parent,
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         yield process

@@ -205,7 +205,7 @@ class Cluster:
             self._daemons.append(
                 subprocess.Popen(
                     command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                    start_new_session=True, preexec_fn=_die_with_parent,
+                    start_new_session=True, preexec_fn=die_with_parent,
                 )
             )  # fmt: skip
 
@@ -215,7 +215,7 @@ class Cluster:
             shell = subprocess.Popen(
                 ["unshare", *_NAMESPACES, "bash", str(self.root / "init.sh"), f"n{i}"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )  # fmt: skip
         children = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
         init = int(str(wait_until(lambda: children.read_text().split(), 10, f"init of n{i}")[0]))  # type: ignore[index]
@@ -330,7 +330,7 @@ def _begun(process: Path) -> float:
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Nothing of a cluster outlives a test run, however that ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
