@@ -29,6 +29,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from orhpc.ports import free_ports  # noqa: E402
 from tests.gpu import megatron_kit as kit  # noqa: E402
 from tests.gpu.megatron_one import CHECKS, Row, leave_groups  # noqa: E402
 from tests.gpu.megatron_two import LAYOUTS, two  # noqa: E402
@@ -113,7 +114,7 @@ def run_single(step: tuple[set[str], set[str]], checks: list[str], gpus: int, un
 
 def run_two(layouts: list[int], until: float) -> None:
     while layouts and time.monotonic() < until:
-        port = kit.free_port()
+        port = free_ports(len(LAYOUTS), "127.0.0.1", consecutive=True)[0]
         more = ("--port", str(port), "--layouts", *map(str, layouts))
         names = [f"two{layouts[0]}-{rank}" for rank in (0, 1)]
         pair = [launch(r, names[r], "--worker", "--rank", str(r), *more) for r in (0, 1)]

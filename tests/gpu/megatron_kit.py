@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import orhpc.train.megatron.backend  # noqa: F401
 from orhpc.config import Config
 from orhpc.memory import GIB, Demand, Layout, trainer_memory
 from orhpc.models import read_shape
+from orhpc.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
@@ -165,15 +165,9 @@ def planned(samples: Sequence[Sample], ranks: int) -> MiniBatch:
 
 def start(config: Config, folder: Path, rank: int = 0, world: int = 1, port: int = 0) -> TrainerRank:
     trainer = TrainerRank(config, str(folder), rank, world, 4)
-    trainer.connect("127.0.0.1", port or free_port(), TIMEOUT_S)
+    trainer.connect("127.0.0.1", port or free_ports(1, "127.0.0.1")[0], TIMEOUT_S)
     trainer.build()
     return trainer
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def close(trainer: TrainerRank) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from orhpc.ports import free_ports
 from tests.megatron.kit import (
     Case,
     fsdp_gradients,
@@ -17,7 +18,7 @@ from tests.megatron.kit import (
     run_cases,
     save_model,
 )
-from tests.trainer_kit import free_port, run_ranks
+from tests.trainer_kit import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,6 +43,8 @@ ON_TWO = [
     Case("glm4", {"tp": 2}, CHECKPOINTING),
     Case("gemma3", {"pp": 2}),
     Case("minimax-m2", {"tp": 2}),
+    Case("qwen3", {"cp": 2}, CHECKPOINTING),
+    Case("deepseek-v3", {"cp": 2, "ep": 2}),
 ]
 ON_FOUR = [
     Case("qwen3-moe", {"pp": 2, "ep": 2}, CHECKPOINTING),
@@ -65,7 +68,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 def launch(world: int, folder: Path, cases: list[Case]) -> Results:
     """Results of every rank, by case: one start of the processes for all of them."""
-    ports = [free_port() for _ in cases]
+    ports = free_ports(len(cases), "127.0.0.1")
     found = run_ranks(run_cases, world, str(folder), cases, ports, timeout_s=600)
     return {case.name: [ranks[i] for ranks in found] for i, case in enumerate(cases)}
 

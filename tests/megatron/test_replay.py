@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from orhpc.config import Config
+from orhpc.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.types import Sample
 from tests.megatron.kit import Case, case_config, planned, save_model
-from tests.trainer_kit import free_port, make_samples, run_ranks, with_routes
+from tests.trainer_kit import make_samples, run_ranks, with_routes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -25,6 +26,7 @@ LAYOUTS = {
         Case("qwen3-moe", {"tp": 2, "ep": 2}, RECOMPUTED),
         Case("qwen3-moe", {"pp": 2}, RECOMPUTED),
         Case("deepseek-v3", {"pp": 2}),
+        Case("qwen3-moe", {"cp": 2}, RECOMPUTED),
     ],
     4: [Case("qwen3-moe", {"tp": 2, "pp": 2, "ep": 2}, RECOMPUTED), Case("deepseek-v3", {"pp": 2, "ep": 2})],
 }
@@ -90,7 +92,7 @@ def run_case(
 
 
 def launch(world: int, folder: Path, cases: list[Case], backend: str) -> list[list[dict[str, Any]]]:
-    ports = [free_port() for _ in cases]
+    ports = free_ports(len(cases), "127.0.0.1")
     ranks = run_ranks(run_case, world, str(folder), cases, ports, backend, timeout_s=600)
     return [list(of_case) for of_case in zip(*ranks, strict=True)]
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -20,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from orhpc.train.megatron.packing import own_slots
 from orhpc.train.packed_attention import Packing, packed_attention
 
 
@@ -96,6 +99,7 @@ class PlainAttention(MegatronModule):
         window = config.window_size
         near = is_layer_window_attention(window, config.window_attn_skip_freq, layer_number)  # type: ignore[arg-type]
         self.window = window[0] + 1 if near and window is not None else None
+        self.ways = config.context_parallel_size
 
     def forward(
         self,
@@ -108,6 +112,9 @@ class PlainAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """``[P, heads, d]`` each, keys and values with fewer heads; returns ``[P, heads x d_v]``."""
+        own: Tensor | None = None
+        if self.ways > 1:
+            query, key, value, own = self._whole(query, key, value, packed_seq_params)
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         output, _none = packed_attention(
             self,
@@ -119,7 +126,24 @@ class PlainAttention(MegatronModule):
             sliding_window=self.window,
             packing=packed_seq_params.packing,
         )
-        return output[0].flatten(1)
+        return output[0].flatten(1) if own is None else output[0].index_select(0, own).flatten(1)
+
+    def _whole(
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedParams
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All context-parallel ranks' slots in the order of the pack, and which of them are this rank's.
+
+        Every rank then computes all of the attention: for exactness where there is no other, not for speed.
+        """
+        group: Any = parallel_state.get_context_parallel_group()
+        bounds = params.cu_seqlens_q.cpu().numpy()
+        shares = [torch.from_numpy(own_slots(bounds, self.ways, rank)) for rank in range(self.ways)]
+        order = torch.cat(shares).argsort().to(query.device)
+        query, key, value = (
+            gather_from_sequence_parallel_region(t, group=group).index_select(0, order)
+            for t in (query, key, value)
+        )
+        return query, key, value, shares[group.rank()].to(query.device)
 
 
 def plain_block(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
