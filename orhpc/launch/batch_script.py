@@ -33,6 +33,7 @@ field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
 stop() {
   echo "orhpc: SIG$1 $(date +%FT%T), committing"
   [ -e "$job_folder/stop" ] || : >"$job_folder/stop"
+  rm -f "$job_folder/job" # what SLURM said at an earlier signal: a preempted job may be cancelled by now
   about_job >"$job_folder/job.part" && mv "$job_folder/job.part" "$job_folder/job"
 }
 trap 'stop USR2' USR2
