@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.errors import EngineUnavailable
+from orhpc.errors import ConfigError, EngineUnavailable
 from orhpc.rollout.engine import EngineProcess
 
 from .conftest import KEY, Server, engine_config, free_port
@@ -104,7 +104,7 @@ def test_a_failure_to_start_says_why(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     process = EngineProcess(engine_config(), str(empty), "127.0.0.1", free_port(), KEY, str(log), 0)
     process.start()
-    with pytest.raises(EngineUnavailable, match=r"config\.json") as failure:
+    with pytest.raises(ConfigError, match=r"config\.json") as failure:
         asyncio.run(process.wait_ready(240.0))
     assert str(log) in str(failure.value)
     process.stop()
