@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from transformers import (
 )
 
 from orhpc.config import Config
+from orhpc.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
@@ -172,9 +172,9 @@ def ranks_of(folder: str) -> Iterator[Callable[..., TrainerRank]]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ephemeral range: no outgoing connection of another test can take it meanwhile."""
+    (port,) = free_ports(1, "127.0.0.1")
+    return port
 
 
 def add_root_to_path() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
@@ -22,6 +21,7 @@ from orhpc.rollout.client import EngineClient
 from orhpc.rollout.engine import EngineProcess
 from orhpc.routes import RouteShape
 from orhpc.types import FinishReason, Generation, Sampling
+from tests.trainer_kit import free_port
 
 T = TypeVar("T")
 KEY = "key-of-the-protocol-tests"
@@ -218,12 +218,6 @@ class Server:
         )
         assert answer.status_code == 200, answer.text
         self.post("/continue_generation")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def engine_config(**engine: Any) -> Config:

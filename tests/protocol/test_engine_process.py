@@ -15,8 +15,9 @@ import pytest
 
 from orhpc.errors import ConfigError, EngineUnavailable
 from orhpc.rollout.engine import EngineProcess
+from tests.trainer_kit import free_port
 
-from .conftest import KEY, Server, engine_config, free_port
+from .conftest import KEY, Server, engine_config
 
 
 def gone(pid: int) -> bool:

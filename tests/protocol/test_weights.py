@@ -21,8 +21,9 @@ from orhpc.errors import EngineUnavailable, WeightSyncFailed
 from orhpc.rollout.client import EngineClient
 from orhpc.types import Generation, Sampling
 from orhpc.weight_wire import flatten_bucket, join_weight_group, leave_weight_group, serialize_named_tensors
+from tests.trainer_kit import free_port
 
-from .conftest import Server, free_port, get_going, prompt_of
+from .conftest import Server, get_going, prompt_of
 
 Named = list[tuple[str, torch.Tensor]]
 SAMPLING = Sampling(max_new_tokens=10, seed=7)
