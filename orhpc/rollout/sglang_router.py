@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError
@@ -76,7 +77,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     from sglang_router.router_args import RouterArgs  # pyright: ignore[reportMissingImports]
 
     try:
-        settings = RouterArgs(
+        settings: Any = RouterArgs(
             worker_urls=options.worker_urls,
             host=options.host,
             port=options.port,
