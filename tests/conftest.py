@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture(autouse=True)
+def _own_interfaces() -> Iterator[None]:
+    """A trainer rank in the test's own process chooses its network for good; the next test's is another."""
+    before = {name: os.environ.get(name) for name in _INTERFACES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,9 +31,11 @@ field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
 
 # The driver polls the stop file, commits, and leaves with exit code 75.
 stop() {
+  # What SLURM said at the first signal is kept: a preempted job may be cancelled by now.
+  mv -n "$job_folder/job" "$job_folder/first" 2>/dev/null
+  rm -f "$job_folder/job"
   echo "orhpc: SIG$1 $(date +%FT%T), committing"
   [ -e "$job_folder/stop" ] || : >"$job_folder/stop"
-  rm -f "$job_folder/job" # what SLURM said at an earlier signal: a preempted job may be cancelled by now
   about_job >"$job_folder/job.part" && mv "$job_folder/job.part" "$job_folder/job"
 }
 trap 'stop USR2' USR2

@@ -55,6 +55,11 @@ class Job:
         return self.folder / "stop"
 
     @property
+    def first_note(self) -> Path:
+        """The note of the first of several signals."""
+        return self.folder / "first"
+
+    @property
     def note(self) -> Path:
         """What SLURM said of the job when the batch shell was signalled."""
         return self.folder / "job"

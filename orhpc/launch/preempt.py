@@ -79,11 +79,19 @@ class LimitWatch:
         return left_s is not None and left_s <= lead_s
 
 
-def why_stopped(info: JobInfo | None, lead_s: float, restart: int = 0, now: float | None = None) -> Reason:
+def why_stopped(
+    info: JobInfo | None,
+    lead_s: float,
+    restart: int = 0,
+    now: float | None = None,
+    first: JobInfo | None = None,
+) -> Reason:
     """Why the job was told to stop, by what SLURM said of it at that time.
 
     ``restart``: how often it had been started again before.  SLURM counts one more as soon as it has
     requeued the job, for a node's failure or by hand; a job that is cancelled keeps its count.
+    ``first``: what it said at an earlier signal: a job that ends before the grace time which a
+    preemption gave it was cancelled in that time.
     """
     if info is None:
         return Reason.REQUEUED
@@ -92,7 +100,7 @@ def why_stopped(info: JobInfo | None, lead_s: float, restart: int = 0, now: floa
     if ending is not None:
         return ending
     requeued = info.restarts > restart or why not in ("None", "")
-    if info.state == "COMPLETING" and not requeued and not info.being_preempted:
+    if info.state == "COMPLETING" and not requeued and (not info.being_preempted or _cut_short(info, first)):
         return Reason.CANCELLED
     if info.being_preempted:
         return Reason.PREEMPTED
@@ -100,6 +108,16 @@ def why_stopped(info: JobInfo | None, lead_s: float, restart: int = 0, now: floa
     if info.state == "RUNNING" and left is not None and left <= lead_s + _SCAN_S:
         return Reason.TIME_LIMIT
     return Reason.REQUEUED
+
+
+def _cut_short(info: JobInfo, first: JobInfo | None) -> bool:
+    ends, granted = info.seconds_left(0), first.seconds_left(0) if first is not None else None
+    return ends is not None and granted is not None and ends < granted - 1
+
+
+def info_at_first_signal(job: Job) -> JobInfo | None:
+    """What SLURM said at the first of several signals; None where there was one at most."""
+    return JobInfo.parse(job.first_note.read_text()) if job.first_note.exists() else None
 
 
 def info_at_signal(job: Job) -> JobInfo | None:

@@ -25,6 +25,8 @@ import pytest
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 PACKAGES = "slurm-wlm munge iproute2"
 NODES = 4
+NOT_THE_JOBS = ("SLURM_", "SBATCH_", "GLOO_", "NCCL_")
+"""What of this process's environment no job gets: another test in it has trained over loopback."""
 _NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL"]
 _BRIDGE = "orhpc0"
 _NET = "10.78.0"
@@ -146,7 +148,7 @@ class Cluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._nodes: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
         self.environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))},
+            **{k: v for k, v in os.environ.items() if not k.startswith(NOT_THE_JOBS)},
             "SLURM_CONF": str(root / "slurm.conf"),
             "WANDB_MODE": "offline",
         }

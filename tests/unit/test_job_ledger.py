@@ -133,6 +133,16 @@ def test_why_a_job_was_stopped() -> None:
     assert why("JobState=COMPLETING Reason=BeginTime PreemptTime=None") is Reason.REQUEUED
     assert why_stopped(None, 120) is Reason.REQUEUED
 
+    def later(first: str, text: str) -> Reason:
+        return why_stopped(JobInfo.parse(text), 120, 1, now, JobInfo.parse(first))
+
+    granted = f"{running} PreemptTime={end}"
+    early = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + 40))
+    ending = f"JobState=COMPLETING Reason=None PreemptTime={end} Restarts=1"
+    assert later(granted, f"{ending} EndTime={early}") is Reason.CANCELLED  # within the grace time
+    assert later(granted, f"{ending} EndTime={end}") is Reason.PREEMPTED  # at its end
+    assert why(f"{ending} EndTime={early}") is Reason.PREEMPTED
+
 
 @pytest.mark.parametrize(
     ("commit_s", "minutes_left", "stops"), [(200, 6, True), (200, 8, False), (100, 1, False)]
