@@ -35,6 +35,7 @@ def random_model(config: Any, seed: int = 0) -> PreTrainedModel:
 # --- sampling -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_samples_follow_the_distribution() -> None:
     """Chi-square over a vocabulary of several blocks, the last one incomplete."""
     size, draws = BLOCK * 2 + 40, 40_000
@@ -158,6 +159,7 @@ events = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events)
 def test_any_history_gives_the_logprobs_of_a_forward_pass(

@@ -108,6 +108,7 @@ def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], bou
 # --- gradients ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("max_tokens", [24, 60, 10_000])
 def test_gradient_equals_plain_transformers_for_any_packing(
@@ -312,6 +313,7 @@ def test_a_failing_micro_batch_leaves_no_gradient_behind(folders: dict[str, str]
     assert all(p.grad is None for p in backend.policy.parameters())
 
 
+@pytest.mark.slow
 def test_two_runs_are_bit_equal(folders: dict[str, str]) -> None:
     results = []
     for _ in range(2):

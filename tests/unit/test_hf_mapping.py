@@ -115,6 +115,7 @@ def test_every_family_comes_back_bit_for_bit(name: str, naming: Naming) -> None:
         assert equal(exported(mapping, whole), original)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([1, 2, 3, 4, 6]),

@@ -65,6 +65,7 @@ def test_logits_and_gradients_equal_the_family_s_own(
         assert float((a.grad - b.grad).abs().max()) / scale < 1e-4, name
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=9),

@@ -62,6 +62,7 @@ def take(producer: Producer, version: int = 0) -> Taken:
     return asyncio.run(producer.take(version))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(1, 9), st.floats(0.1, 5)), min_size=1),
