@@ -30,13 +30,19 @@ about_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/nul
 field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
 
 # The driver polls the stop file, commits, and leaves with exit code 75.
+# What SLURM says at the first signal is kept: a preempted job may be cancelled before it has committed.
+# A signal that comes while SLURM is asked runs this inside of itself, hence a file each.
 stop() {
-  # What SLURM said at the first signal is kept: a preempted job may be cancelled by now.
-  mv -n "$job_folder/job" "$job_folder/first" 2>/dev/null
-  rm -f "$job_folder/job"
+  local note=first
+  if [ -e "$job_folder/stop" ]; then
+    note=again
+    rm -f "$job_folder/again"
+    : >"$job_folder/several"
+  else
+    : >"$job_folder/stop"
+  fi
   echo "orhpc: SIG$1 $(date +%FT%T), committing"
-  [ -e "$job_folder/stop" ] || : >"$job_folder/stop"
-  about_job >"$job_folder/job.part" && mv "$job_folder/job.part" "$job_folder/job"
+  about_job >"$job_folder/$note.part" && mv "$job_folder/$note.part" "$job_folder/$note"
 }
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM

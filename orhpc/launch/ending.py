@@ -78,7 +78,7 @@ class Ended:
         # The script may have been rendered before the first commit was measured, or not for this run.
         lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))
         reason = why_stopped(info, lead_s, self.job.restart, first=info_at_first_signal(self.job))
-        by_srun = info is not None and info.state == "RUNNING" and not self.job.note.exists()
+        by_srun = info is not None and info.state == "RUNNING" and not self.job.signalled
         if reason is Reason.REQUEUED and by_srun:
             # Nobody has told the batch script: srun ends every task once one has failed.
             return Reason.INFRASTRUCTURE, "another node's task ended; its own line says why", EXIT_REQUEUE

@@ -56,13 +56,19 @@ class Job:
 
     @property
     def first_note(self) -> Path:
-        """The note of the first of several signals."""
+        """What SLURM said of the job when the batch shell was first signalled."""
         return self.folder / "first"
 
     @property
-    def note(self) -> Path:
-        """What SLURM said of the job when the batch shell was signalled."""
-        return self.folder / "job"
+    def last_note(self) -> Path:
+        """What it said at the last signal; not there while it is being asked."""
+        several = (self.folder / "several").exists()
+        return self.folder / "again" if several else self.first_note
+
+    @property
+    def signalled(self) -> bool:
+        """Whether the batch shell has been signalled."""
+        return self.first_note.exists() or self.last_note.exists()
 
 
 def private_address(job: Job, interface: str | None) -> str:

@@ -116,14 +116,14 @@ def _cut_short(info: JobInfo, first: JobInfo | None) -> bool:
 
 
 def info_at_first_signal(job: Job) -> JobInfo | None:
-    """What SLURM said at the first of several signals; None where there was one at most."""
+    """What SLURM said at the first signal of the batch shell; None where there was none."""
     return JobInfo.parse(job.first_note.read_text()) if job.first_note.exists() else None
 
 
 def info_at_signal(job: Job) -> JobInfo | None:
     """What SLURM says of the job: asked now, or as the batch shell noted it; None: it does not say."""
-    if job.note.exists():
-        return JobInfo.parse(job.note.read_text())
+    if job.last_note.exists():
+        return JobInfo.parse(job.last_note.read_text())
     if not scheduler.available():
         return None
     try:

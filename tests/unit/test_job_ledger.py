@@ -170,12 +170,32 @@ def test_a_time_limit_is_told_by_the_script_s_own_lead(rundir: RunDir, tmp_path:
     log.close()
     (tmp_path / "stop").touch()
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 310))
-    (tmp_path / "job").write_text(f"JobId=7 JobState=RUNNING EndTime={end} Restarts=0")
+    (tmp_path / "first").write_text(f"JobId=7 JobState=RUNNING EndTime={end} Restarts=0")
     job = Job("7", 0, 0, 1, "n0", "7", tmp_path)
     config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
     outcome = Ended(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE).outcome()
     assert (outcome.reason, outcome.exit_code) == (Reason.TIME_LIMIT, EXIT_REQUEUE)
     assert outcome.signalled is not None
+
+
+def test_a_cancellation_in_the_grace_time_is_told_from_the_preemption_before_it(
+    rundir: RunDir, tmp_path: Path
+) -> None:
+    def at(seconds: float) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+
+    def reason() -> Reason:
+        job = Job("7", 0, 0, 1, "n0", "7", tmp_path)
+        config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
+        return Ended(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE).outcome().reason
+
+    about = f"JobId=7 Reason=None PreemptTime={at(0)} Restarts=0"
+    (tmp_path / "stop").touch()
+    (tmp_path / "first").write_text(f"{about} JobState=RUNNING EndTime={at(60)}")
+    assert reason() is Reason.PREEMPTED
+    (tmp_path / "several").touch()
+    (tmp_path / "again").write_text(f"{about} JobState=COMPLETING EndTime={at(5)}")
+    assert reason() is Reason.CANCELLED
 
 
 def test_one_job_holds_a_run(rundir: RunDir, squeue: Path) -> None:
