@@ -14,7 +14,7 @@ from orhpc.launch import ledger, preflight, slurm
 from orhpc.launch.job import Job
 from orhpc.launch.ledger import Outcome, Reason
 from orhpc.launch.placement import Node
-from orhpc.launch.preempt import info_at_first_signal, info_at_signal, why_stopped
+from orhpc.launch.preempt import await_notes, info_at_first_signal, info_at_signal, why_stopped
 from orhpc.rundir import RunDir
 
 _PROBE_S = 3.0
@@ -74,6 +74,7 @@ class Ended:
         return self._failure(code)
 
     def _why_signalled(self) -> tuple[Reason, str, int]:
+        await_notes(self.job)
         info = info_at_signal(self.job)
         # The script may have been rendered before the first commit was measured, or not for this run.
         lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))

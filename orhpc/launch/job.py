@@ -66,6 +66,12 @@ class Job:
         return self.folder / "again" if several else self.first_note
 
     @property
+    def asking(self) -> bool:
+        """Whether the batch shell, signalled several times, is still asking what SLURM says."""
+        notes = self.first_note.exists() and self.last_note.exists()
+        return (self.folder / "several").exists() and not notes
+
+    @property
     def signalled(self) -> bool:
         """Whether the batch shell has been signalled."""
         return self.first_note.exists() or self.last_note.exists()

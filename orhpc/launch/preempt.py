@@ -21,6 +21,7 @@ from orhpc.launch.slurm import DEFAULT_LEAD_S, signal_lead
 from orhpc.rundir import RunDir
 
 _ASK_S = 60.0
+_NOTES_S = 5.0
 _SCAN_S = 90.0
 """SLURM looks at time limits about twice a minute, and its signal may come that much early."""
 
@@ -113,6 +114,13 @@ def why_stopped(
 def _cut_short(info: JobInfo, first: JobInfo | None) -> bool:
     ends, granted = info.seconds_left(0), first.seconds_left(0) if first is not None else None
     return ends is not None and granted is not None and ends < granted - 1
+
+
+def await_notes(job: Job) -> None:
+    """Give the batch shell, which may have been signalled a moment ago, the time to note what SLURM says."""
+    end = time.monotonic() + _NOTES_S
+    while job.asking and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def info_at_first_signal(job: Job) -> JobInfo | None:
