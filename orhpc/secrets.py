@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from orhpc.errors import PreflightError
+from orhpc.errors import ConfigError, PreflightError
 
 REDACTED = "[secret]"
 
@@ -76,6 +76,21 @@ def _read_file(name: str, path: Path) -> str:
     if not value:
         raise PreflightError(f"secret {name!r}: {path} is empty")
     return value
+
+
+def read_engine_key(path: Path | None) -> str | None:
+    """The key of an engine, in a file that nobody else can read; None without a file; raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"--api-key-file {path} can be read by others: chmod 600 it")
+        key = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
+    if not key:
+        raise ConfigError(f"--api-key-file {path} is empty")
+    return key
 
 
 def remember_secrets(values: Iterable[str]) -> None:

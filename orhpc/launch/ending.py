@@ -14,7 +14,7 @@ from orhpc.launch import ledger, preflight, slurm
 from orhpc.launch.job import Job
 from orhpc.launch.ledger import Outcome, Reason
 from orhpc.launch.placement import Node
-from orhpc.launch.preempt import await_notes, info_at_first_signal, info_at_signal, why_stopped
+from orhpc.launch.preempt import await_notes, grace_ends, info_at_signal, why_stopped
 from orhpc.rundir import RunDir
 
 _PROBE_S = 3.0
@@ -78,7 +78,7 @@ class Ended:
         info = info_at_signal(self.job)
         # The script may have been rendered before the first commit was measured, or not for this run.
         lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))
-        reason = why_stopped(info, lead_s, self.job.restart, first=info_at_first_signal(self.job))
+        reason = why_stopped(info, lead_s, self.job.restart, granted_until=grace_ends(self.job))
         by_srun = info is not None and info.state == "RUNNING" and not self.job.signalled
         if reason is Reason.REQUEUED and by_srun:
             # Nobody has told the batch script: srun ends every task once one has failed.

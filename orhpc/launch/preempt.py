@@ -85,14 +85,14 @@ def why_stopped(
     lead_s: float,
     restart: int = 0,
     now: float | None = None,
-    first: JobInfo | None = None,
+    granted_until: float | None = None,
 ) -> Reason:
     """Why the job was told to stop, by what SLURM said of it at that time.
 
     ``restart``: how often it had been started again before.  SLURM counts one more as soon as it has
     requeued the job, for a node's failure or by hand; a job that is cancelled keeps its count.
-    ``first``: what it said at an earlier signal: a job that ends before the grace time which a
-    preemption gave it was cancelled in that time.
+    ``granted_until``: end of the grace time that an earlier preemption gave it, in seconds since the
+    epoch: a job that ends before was cancelled in that time.
     """
     if info is None:
         return Reason.REQUEUED
@@ -101,7 +101,11 @@ def why_stopped(
     if ending is not None:
         return ending
     requeued = info.restarts > restart or why not in ("None", "")
-    if info.state == "COMPLETING" and not requeued and (not info.being_preempted or _cut_short(info, first)):
+    if (
+        info.state == "COMPLETING"
+        and not requeued
+        and (not info.being_preempted or _cut_short(info, granted_until))
+    ):
         return Reason.CANCELLED
     if info.being_preempted:
         return Reason.PREEMPTED
@@ -111,9 +115,30 @@ def why_stopped(
     return Reason.REQUEUED
 
 
-def _cut_short(info: JobInfo, first: JobInfo | None) -> bool:
-    ends, granted = info.seconds_left(0), first.seconds_left(0) if first is not None else None
-    return ends is not None and granted is not None and ends < granted - 1
+def _cut_short(info: JobInfo, granted_until: float | None) -> bool:
+    ends = info.time_of("EndTime")
+    return ends is not None and granted_until is not None and ends < granted_until - 1
+
+
+def grace_ends(job: Job) -> float | None:
+    """When the grace time of the preemption that the batch shell was first told of ends, since the epoch.
+
+    SLURM brings the job's end forward to it, but shows no end of a job without a time limit before it
+    has ended: then it is reckoned from the partition's grace time.  None where there is none to know.
+    """
+    first = JobInfo.parse(job.first_note.read_text()) if job.first_note.exists() else None
+    if first is None or not first.being_preempted:
+        return None
+    if (end := first.time_of("EndTime")) is not None:
+        return end
+    preempted, partition = first.time_of("PreemptTime"), first.fields.get("Partition")
+    if preempted is None or partition is None or not scheduler.available():
+        return None
+    try:
+        grace_s = scheduler.grace_time_s(partition)
+    except PreflightError:
+        return None
+    return preempted + grace_s if grace_s else None
 
 
 def await_notes(job: Job) -> None:
@@ -121,11 +146,6 @@ def await_notes(job: Job) -> None:
     end = time.monotonic() + _NOTES_S
     while job.asking and time.monotonic() < end:
         time.sleep(0.1)
-
-
-def info_at_first_signal(job: Job) -> JobInfo | None:
-    """What SLURM said at the first signal of the batch shell; None where there was none."""
-    return JobInfo.parse(job.first_note.read_text()) if job.first_note.exists() else None
 
 
 def info_at_signal(job: Job) -> JobInfo | None:

@@ -47,9 +47,13 @@ class JobInfo:
 
     def seconds_left(self, now: float | None = None) -> float | None:
         """Seconds to the time limit; None when there is none."""
-        end = self.fields.get("EndTime", "Unknown")
+        end = self.time_of("EndTime")
+        return None if end is None else end - (time.time() if now is None else now)
+
+    def time_of(self, name: str) -> float | None:
+        """A field that holds a time, in seconds since the epoch; None where it names none."""
         try:
-            return datetime.fromisoformat(end).timestamp() - (time.time() if now is None else now)
+            return datetime.fromisoformat(self.fields.get(name, "")).timestamp()
         except ValueError:
             return None
 
@@ -95,6 +99,13 @@ def job_info(job_id: str) -> JobInfo | None:
     """Everything the controller says about a job; None when it knows it no more."""
     result = query("scontrol", "show", "job", "--oneliner", job_id)
     return JobInfo.parse(result.stdout) if result.returncode == 0 else None
+
+
+def grace_time_s(partition: str) -> float:
+    """How long a job in this partition may go on once it is preempted; 0 where the partition says nothing."""
+    result = query("scontrol", "show", "partition", "--oneliner", partition)
+    named = re.search(r"\bGraceTime=(\d+)", result.stdout)
+    return float(named[1]) if named else 0.0
 
 
 def cancel(job_id: str) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.rollout.engine import ServerProcess
-from orhpc.rollout.sglang_server import end_with_parent, read_key
+from orhpc.rollout.sglang_server import end_with_parent
+from orhpc.secrets import read_engine_key
 
 PACKAGE = "sglang_router"
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--api-key-file", type=Path)
     options = parser.parse_args(argv)
     try:
-        key = read_key(options.api_key_file)
+        key = read_engine_key(options.api_key_file)
         end_with_parent()
         _serve(options, key)
     except ConfigError as error:

@@ -23,6 +23,7 @@ from typing import Any
 
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.rollout.sglang_command import RENAMED
+from orhpc.secrets import read_engine_key
 
 _WATCH_S = 1.0
 _ALL_SPARSE = ("qwen2_moe", "qwen3_moe")
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         key_file, words = split_key_file(arguments)
-        key = read_key(key_file)
+        key = read_engine_key(key_file)
         end_with_parent()
         server_args = parse(words, key)
         refuse_misread_models(Path(server_args.model_path))
@@ -58,21 +59,6 @@ def split_key_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     parser.add_argument("--api-key-file", type=Path)
     known, rest = parser.parse_known_args(words)
     return known.api_key_file, rest
-
-
-def read_key(path: Path | None) -> str | None:
-    """The key in a file that nobody else can read; raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"--api-key-file {path} can be read by others: chmod 600 it")
-        key = path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
-    if not key:
-        raise ConfigError(f"--api-key-file {path} is empty")
-    return key
 
 
 def parse(words: Sequence[str], key: str | None) -> Any:

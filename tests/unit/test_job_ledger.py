@@ -133,14 +133,13 @@ def test_why_a_job_was_stopped() -> None:
     assert why("JobState=COMPLETING Reason=BeginTime PreemptTime=None") is Reason.REQUEUED
     assert why_stopped(None, 120) is Reason.REQUEUED
 
-    def later(first: str, text: str) -> Reason:
-        return why_stopped(JobInfo.parse(text), 120, 1, now, JobInfo.parse(first))
+    def later(text: str) -> Reason:
+        return why_stopped(JobInfo.parse(text), 120, 1, now, granted_until=now + 100)
 
-    granted = f"{running} PreemptTime={end}"
     early = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + 40))
     ending = f"JobState=COMPLETING Reason=None PreemptTime={end} Restarts=1"
-    assert later(granted, f"{ending} EndTime={early}") is Reason.CANCELLED  # within the grace time
-    assert later(granted, f"{ending} EndTime={end}") is Reason.PREEMPTED  # at its end
+    assert later(f"{ending} EndTime={early}") is Reason.CANCELLED  # within the grace time
+    assert later(f"{ending} EndTime={end}") is Reason.PREEMPTED  # at its end
     assert why(f"{ending} EndTime={early}") is Reason.PREEMPTED
 
 
@@ -178,9 +177,15 @@ def test_a_time_limit_is_told_by_the_script_s_own_lead(rundir: RunDir, tmp_path:
     assert outcome.signalled is not None
 
 
+@pytest.mark.parametrize("limited", [True, False])
 def test_a_cancellation_in_the_grace_time_is_told_from_the_preemption_before_it(
-    rundir: RunDir, tmp_path: Path
+    limited: bool, rundir: RunDir, tmp_path: Path, squeue: Path
 ) -> None:
+    grace_s = 60
+    scontrol = squeue.parent / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho PartitionName=$4 Default=NO GraceTime={grace_s} Hidden=NO\n")
+    scontrol.chmod(0o755)
+
     def at(seconds: float) -> str:
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
 
@@ -189,13 +194,16 @@ def test_a_cancellation_in_the_grace_time_is_told_from_the_preemption_before_it(
         config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
         return Ended(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE).outcome().reason
 
-    about = f"JobId=7 Reason=None PreemptTime={at(0)} Restarts=0"
+    about = f"JobId=7 Reason=None PreemptTime={at(0)} Restarts=0 Partition=low"
+    shown = at(grace_s) if limited else "Unknown"  # as SLURM does while the job runs
     (tmp_path / "stop").touch()
-    (tmp_path / "first").write_text(f"{about} JobState=RUNNING EndTime={at(60)}")
+    (tmp_path / "first").write_text(f"{about} JobState=RUNNING EndTime={shown}")
     assert reason() is Reason.PREEMPTED
     (tmp_path / "several").touch()
     (tmp_path / "again").write_text(f"{about} JobState=COMPLETING EndTime={at(5)}")
     assert reason() is Reason.CANCELLED
+    (tmp_path / "again").write_text(f"{about} JobState=COMPLETING EndTime={at(grace_s)}")
+    assert reason() is Reason.PREEMPTED
 
 
 def test_one_job_holds_a_run(rundir: RunDir, squeue: Path) -> None:

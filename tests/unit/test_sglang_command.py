@@ -18,6 +18,7 @@ from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.launch.words import split_words, without_flags
 from orhpc.rollout import sglang_server
 from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
+from orhpc.secrets import read_engine_key
 
 KNOWN = frozenset(
     [
@@ -130,18 +131,18 @@ def test_the_key_is_read_from_a_file_that_only_its_owner_can_read(tmp_path: Path
     key.write_text("secret\n")
     key.chmod(0o600)
     file, rest = sglang_server.split_key_file(["--port", "1", "--api-key-file", str(key), "--tp-size", "2"])
-    assert sglang_server.read_key(file) == "secret"
+    assert read_engine_key(file) == "secret"
     assert rest == ["--port", "1", "--tp-size", "2"]
     key.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        sglang_server.read_key(key)
+        read_engine_key(key)
     key.chmod(0o600)
     key.write_text("\n")
     with pytest.raises(ConfigError, match="empty"):
-        sglang_server.read_key(key)
+        read_engine_key(key)
     with pytest.raises(ConfigError, match="No such file"):
-        sglang_server.read_key(tmp_path / "none")
-    assert sglang_server.read_key(None) is None
+        read_engine_key(tmp_path / "none")
+    assert read_engine_key(None) is None
 
 
 def test_the_key_stays_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

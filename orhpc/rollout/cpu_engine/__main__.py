@@ -23,6 +23,7 @@ from orhpc.rollout.cpu_engine.model import SlotModel, load_model
 from orhpc.rollout.cpu_engine.scheduler import Scheduler
 from orhpc.rollout.cpu_engine.server import EngineServer, ServerInfo
 from orhpc.rollout.cpu_engine.weights import WeightStore
+from orhpc.secrets import read_engine_key
 
 log = logging.getLogger("orhpc.cpu_engine")
 
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     try:
-        key = _read_key(args.api_key_file)
+        key = read_engine_key(args.api_key_file)
         _check(args, key)
         # Only the compute thread may own a team of OpenMP threads.  A second team (this thread's) makes more
         # threads than cores, and libgomp then sleeps at every barrier: 1.5 times the time of a step.
@@ -93,20 +94,6 @@ def _die_with_parent() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     if os.getppid() != parent:
         os._exit(0)
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"--api-key-file {path} can be read by others: chmod 600 it")
-        key = path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
-    if not key:
-        raise ConfigError(f"--api-key-file {path} is empty")
-    return key
 
 
 def _check(args: argparse.Namespace, key: str | None) -> None:

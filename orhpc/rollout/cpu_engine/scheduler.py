@@ -207,12 +207,9 @@ class Scheduler:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
         while True:
-            can_step = self._can_step()
-            try:
-                self._calls.get(block=not can_step)()
+            if (call := self._next_call(wait=not self._can_step())) is not None:
+                call()
                 continue
-            except queue.Empty:
-                pass
             try:
                 self._answer(self.batcher.step())
             except Exception as error:
@@ -221,6 +218,12 @@ class Scheduler:
                 for request in (*self.batcher.running.values(), *self.batcher.waiting):
                     request.error = NotServing(self.failure)
                 self._abort(lambda _r: True, self.failure)
+
+    def _next_call(self, *, wait: bool) -> Callable[[], None] | None:
+        try:
+            return self._calls.get(block=wait)
+        except queue.Empty:
+            return None
 
     def _can_step(self) -> bool:
         return self.batcher.busy and not self.paused and self.not_serving is None
