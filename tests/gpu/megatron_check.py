@@ -1,14 +1,15 @@
-"""The Megatron trainer on one and two GPUs: many independent checks, a table at the end.
+"""The Megatron trainer on one to four GPUs: many independent checks, a table at the end.
 
     python tests/gpu/megatron_check.py [CHECK ...] [--seconds 240]
 
 On one GPU each: ``dense`` (log-probabilities against transformers, memory against the plan, tokens/s
 against bare megatron-core, on the layers of Qwen3-8B), ``head`` (log-probability and loss against one read
-of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``fp8``, and
-``families0`` and ``families1`` (small models of each family; weights back bit for bit).  On two GPUs:
-``two`` (TP, PP, CP, EP against one GPU's log-probabilities and gradient norm, and scaling over data), which
-needs what ``dense`` and ``moe`` found.  Where there are two GPUs, they share the checks of one.  Every check
-prints its own failure and has a deadline; the exit code is the number of failed rows.
+of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``fp8``, ``offload``
+(the optimiser in host memory), and ``families0`` and ``families1`` (small models of each family; weights
+back bit for bit).  On two and four GPUs: ``several`` (TP, PP, CP, EP against one GPU's log-probabilities
+and gradient norm, and scaling over data), which needs what ``dense`` and ``moe`` found.  The GPUs share the
+checks of one.  Every check prints its own failure and has a deadline; the exit code is the number of failed
+rows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,15 @@ sys.path.insert(0, str(ROOT))
 from orhpc.ports import free_ports  # noqa: E402
 from tests.gpu import megatron_kit as kit  # noqa: E402
 from tests.gpu.megatron_one import CHECKS, Row, leave_groups  # noqa: E402
-from tests.gpu.megatron_two import LAYOUTS, two  # noqa: E402
+from tests.gpu.megatron_several import CASES, compare, known  # noqa: E402
 
 DEADLINE_S = {"dense": 80}
-STEPS = (({"dense", "head"}, {"moe", "fp8"}), ({"families0"}, {"families1"}))
-"""What runs first, and then, on the first GPU and on the second; ``two`` between them."""
+PARTS = {
+    1: [["dense", "head", "moe", "fp8", "offload", "families0", "families1"]],
+    2: [["dense", "head", "families0"], ["moe", "fp8", "offload", "families1"]],
+    4: [["dense", "head"], ["moe", "fp8"], ["families0", "offload"], ["families1"]],
+}
+"""What each of so many GPUs does."""
 
 
 def work(options: argparse.Namespace) -> int:
@@ -60,22 +67,27 @@ def work(options: argparse.Namespace) -> int:
     return failed
 
 
-def work_two(options: argparse.Namespace) -> int:
-    """One of two ranks: the layouts in turn; a failure ends both, and the parent starts them again."""
-    for index in options.layouts:
-        began = time.monotonic()
+def work_together(options: argparse.Namespace) -> int:
+    """One of several ranks: the cases in turn; a failure ends all, and the parent starts them again."""
+    for index in options.cases:
+        began, case = time.monotonic(), CASES[index]
         if options.rank == 0:
-            (kit.WORK / "layout").write_text(str(index))
+            _reached(case.kind, case.world).write_text(str(index))
         try:
-            for row in two(index, options.rank, options.port + index):
-                if options.rank == 1:
+            for row in compare(case, options.rank, options.port + index):
+                if options.rank == case.world - 1:
                     _append(row)
         except Exception as error:
             traceback.print_exc()
-            _append(Row(f"two, rank {options.rank} {LAYOUTS[index]}", False, f"{error!r}"[:300]))
+            _append(Row(f"{case.name}, rank {options.rank}", False, f"{error!r}"[:300]))
             os._exit(1)
-        print(f"== {LAYOUTS[index]}: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"== {case.name}: {time.monotonic() - began:.0f} s", flush=True)
     return 0
+
+
+def _reached(kind: str, world: int) -> Path:
+    """A file with the case that ranks which run together have come to."""
+    return kit.WORK / f"reached-{kind}-{world}"
 
 
 def _too_late(*_: Any) -> None:
@@ -88,8 +100,9 @@ def _append(row: Row) -> None:
     print(f"{'ok  ' if row.ok else 'FAIL'} {row.name}: {row.note}", flush=True)
 
 
-def launch(gpu: int, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "4"}
+def launch(gpus: Sequence[int], name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    visible = ",".join(map(str, gpus))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "4"}
     with (kit.WORK / f"{name}.log").open("w") as log:
         command = [sys.executable, __file__, *arguments]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -105,50 +118,66 @@ def wait(processes: list[subprocess.Popen[bytes]], until: float, *, together: bo
         time.sleep(0.2)
 
 
-def run_single(step: tuple[set[str], set[str]], checks: list[str], gpus: int, until: float) -> None:
-    halves = [[c for c in checks if c in half] for half in step]
-    parts = halves if gpus > 1 else [halves[0] + halves[1]]
-    running = [launch(gpu, "-".join(part), "--worker", *part) for gpu, part in enumerate(parts) if part]
+def run_alone(checks: list[str], gpus: int, until: float) -> None:
+    parts = [[c for c in part if c in checks] for part in PARTS[max(n for n in PARTS if n <= gpus)]]
+    running = [launch([gpu], "-".join(part), "--worker", *part) for gpu, part in enumerate(parts) if part]
     wait(running, until)
 
 
-def run_two(layouts: list[int], until: float) -> None:
-    while layouts and time.monotonic() < until:
-        port = free_ports(len(LAYOUTS), "127.0.0.1", consecutive=True)[0]
-        more = ("--port", str(port), "--layouts", *map(str, layouts))
-        names = [f"two{layouts[0]}-{rank}" for rank in (0, 1)]
-        pair = [launch(r, names[r], "--worker", "--rank", str(r), *more) for r in (0, 1)]
-        wait(pair, until, together=True)
-        if all(process.returncode == 0 for process in pair):
+def run_together(kind: str, gpus: Sequence[int], cases: list[int], until: float) -> None:
+    """Cases of one model on the GPUs named; what follows a failed one is started anew."""
+    while cases and time.monotonic() < until:
+        port = free_ports(len(CASES), "127.0.0.1", consecutive=True)[0]
+        more = ("--port", str(port), "--cases", *map(str, cases))
+        ranks = range(len(gpus))
+        names = [f"{kind}{len(gpus)}-{cases[0]}-{rank}" for rank in ranks]
+        running = [launch([gpus[r]], names[r], "--worker", "--rank", str(r), *more) for r in ranks]
+        wait(running, until, together=True)
+        if all(process.returncode == 0 for process in running):
             return
-        reached = int((kit.WORK / "layout").read_text()) if (kit.WORK / "layout").exists() else layouts[0]
-        _append(Row(f"two {LAYOUTS[reached]}", False, "did not finish"))
-        layouts = [index for index in layouts if index > reached]
+        mark = _reached(kind, len(gpus))
+        reached = int(mark.read_text()) if mark.exists() else cases[0]
+        _append(Row(CASES[reached].name, False, "did not finish"))
+        cases = [index for index in cases if index > reached]
+
+
+def run_several(wanted: list[int], gpus: int, until: float) -> None:
+    """On pairs, both kinds of model beside each other where there are two pairs; then on all four."""
+    for index in wanted:
+        if CASES[index].world <= gpus and not known(CASES[index]):
+            _append(Row(CASES[index].name, False, "one GPU left nothing to compare with"))
+    able = [i for i in wanted if CASES[i].world <= gpus and known(CASES[i])]
+    for world in (2, 4):
+        with ThreadPoolExecutor() as pool:
+            # Each kind has GPUs of its own where there are enough; a pool of one at a time where not.
+            apart = gpus >= 2 * world
+            for at, kind in enumerate(("dense", "moe")):
+                mine = [i for i in able if CASES[i].kind == kind and CASES[i].world == world]
+                first = at * world if apart else 0
+                done = pool.submit(run_together, kind, range(first, first + world), mine, until)
+                if not apart:
+                    done.result()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("checks", nargs="*", help=", ".join([*CHECKS, "two"]))
+    parser.add_argument("checks", nargs="*", help=", ".join([*CHECKS, "several"]))
     parser.add_argument("--seconds", type=float, default=240.0, help="all of it")
-    parser.add_argument("--layouts", type=int, nargs="*", default=list(range(len(LAYOUTS))), help="of two")
+    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="of several")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for name in ("--rank", "--port"):
         parser.add_argument(name, type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     kit.WORK.mkdir(parents=True, exist_ok=True)
     if options.worker:
-        return work_two(options) if options.port else work(options)
-    for old in (*kit.WORK.glob("*.log"), kit.WORK / "results.jsonl", kit.WORK / "layout"):
+        return work_together(options) if options.port else work(options)
+    for old in (*kit.WORK.glob("*.log"), *kit.WORK.glob("reached-*"), kit.WORK / "results.jsonl"):
         old.unlink(missing_ok=True)
-    checks = options.checks or [*CHECKS, "two"]
+    checks = options.checks or [*CHECKS, "several"]
     until, gpus = time.monotonic() + options.seconds, torch.cuda.device_count()
-    run_single(STEPS[0], checks, gpus, until)
-    if "two" in checks and gpus > 1:
-        known = [i for i in options.layouts if (kit.WORK / f"{LAYOUTS[i][0]}.json").exists()]
-        for index in set(options.layouts) - set(known):
-            _append(Row(f"two {LAYOUTS[index]}", False, "one GPU left nothing to compare with"))
-        run_two(known, until)
-    run_single(STEPS[1], checks, gpus, until)
+    run_alone(checks, gpus, until)
+    if "several" in checks:
+        run_several(options.cases, gpus, until)
     return report()
 
 

@@ -277,7 +277,7 @@ def leave_groups() -> None:
 
 def fp8() -> Rows:
     """Blockwise FP8 products, small and dense."""
-    folder = kit.make_folder("family-llama", {**kit.SMALL, **kit.FAMILIES["llama"]}, "cuda")
+    folder = kit.make_folder("fp8", {**kit.SMALL, **kit.FAMILIES["llama"]}, "cuda")
     samples = kit.make_samples(kit.SHORT, kit.SMALL["vocab_size"])
     theirs = kit.reference(folder, samples, "cuda")
     trainer = kit.start(kit.make_config(precision="fp8"), folder)
@@ -289,11 +289,32 @@ def fp8() -> Rows:
     yield Row("fp8: blockwise", floor < mean < 0.2 and norm > 0, note)
 
 
+def offload() -> Rows:
+    """Optimiser state in host memory: the same steps, and the memory that it gives back."""
+    folder = kit.make_folder("offload", {**kit.SMALL, "hidden_size": 2048, "model_type": "llama"}, "cuda")
+    minibatch = kit.planned(kit.make_samples(kit.SHORT, kit.SMALL["vocab_size"]), 1)
+    norms: list[list[float]] = []
+    held: list[float] = []
+    for share in (0.0, 1.0):
+        trainer = kit.start(
+            kit.make_config(megatron={"offload_optimizer": share}, train={"lr": 1e-3}), folder
+        )
+        norms.append([trainer.step([minibatch], step=i)["grad_norm"] for i in range(4)])
+        held.append(torch.cuda.memory_allocated() / 2**30)
+        kit.close(trainer)
+    off = max(abs(b / a - 1) for a, b in zip(*norms, strict=True))
+    moved = abs(norms[0][3] / norms[0][0] - 1)
+    note = f"gradient norms off by {off:.4f} over 4 steps (they move by {moved:.2f}); "
+    note += f"{held[0]:.2f} GiB held on the GPU, {held[1]:.2f} with the optimiser in host memory"
+    yield Row("offload: the same steps", off < 0.02 < moved and held[1] < 0.7 * held[0], note)
+
+
 CHECKS: dict[str, Callable[[], Rows]] = {
     "dense": dense,
     "head": head,
     "moe": moe,
     "fp8": fp8,
+    "offload": offload,
     "families0": partial(families, 0),
     "families1": partial(families, 1),
 }
