@@ -18,6 +18,10 @@ from torch import Tensor
 
 BLOCK = 4096
 WARPS = 8
+DEEP = 2
+"""Loads of 16 bytes that a thread has under way in the statistics' loop."""
+WIDE = 8
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -31,6 +35,19 @@ def _scaled(x, scale, cap, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 @triton.jit
+def _taken_in(x, peak, total, weighted, scale, cap, inside, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
+    """Each thread's own statistics (powers of two) with one more tile, of which it holds axes 0 and 2."""
+    z = tl.where(inside, _scaled(x.to(tl.float32), scale, cap, CAPPED) * LOG2_E, -1.0e30)
+    higher = tl.maximum(peak, tl.max(tl.max(z, 2), 0))
+    shifted = z - higher[None, :, None]
+    e = tl.exp2(shifted)
+    # Of what has been summed, every term's z - peak grows by the peaks' difference.
+    shrunk = tl.exp2(peak - higher)
+    weighted = shrunk * (weighted + total * (peak - higher)) + tl.sum(tl.sum(e * shifted, 2), 0)
+    return higher, total * shrunk + tl.sum(tl.sum(e, 2), 0), weighted
+
+
+@triton.jit
 def _statistics(  # noqa: ANN202
     logits,  # noqa: ANN001
     targets,  # noqa: ANN001
@@ -41,32 +58,37 @@ def _statistics(  # noqa: ANN202
     scale,  # noqa: ANN001
     cap,  # noqa: ANN001
     CAPPED: tl.constexpr,
-    SIZE: tl.constexpr,
+    DEEP: tl.constexpr,
+    THREADS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
+    size: tl.constexpr = DEEP * THREADS * WIDE
+    # Threads meet only once a row: within the loop each keeps a largest logit and sums of its own.
+    deep = tl.arange(0, DEEP)[:, None, None] * (THREADS * WIDE)
+    at = deep + tl.arange(0, THREADS)[None, :, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
+    peak = tl.full([THREADS], -1.0e30, tl.float32)
+    total = tl.zeros([THREADS], tl.float32)
+    weighted = tl.zeros([THREADS], tl.float32)
+    whole = columns // size * size
+    for start in range(0, whole, size):
+        x = tl.load(base + start + at)
+        peak, total, weighted = _taken_in(x, peak, total, weighted, scale, cap, at >= 0, CAPPED)
+    if whole < columns:
+        inside = whole + at < columns
+        x = tl.load(base + whole + at, mask=inside, other=0.0)
+        peak, total, weighted = _taken_in(x, peak, total, weighted, scale, cap, inside, CAPPED)
+    higher = tl.max(peak, 0)
+    shrunk = tl.exp2(peak - higher)
+    weighted = tl.sum(shrunk * (weighted + total * (peak - higher)), 0)
     target = tl.load(targets + row)
-    peak = -1.0e30
-    total = 0.0
-    weighted = 0.0
-    for start in range(0, columns, SIZE):
-        at = start + tl.arange(0, SIZE)
-        x = tl.load(base + at, mask=at < columns, other=0.0).to(tl.float32)
-        z = tl.where(at < columns, _scaled(x, scale, cap, CAPPED), -1.0e30)
-        higher = tl.maximum(peak, tl.max(z, 0))
-        shrunk = tl.exp(peak - higher)
-        shifted = z - higher
-        e = tl.exp(shifted)
-        # Of what has been summed, every term's z - peak grows by the peaks' difference.
-        weighted = shrunk * (weighted + total * (peak - higher)) + tl.sum(e * shifted, 0)
-        total = total * shrunk + tl.sum(e, 0)
-        peak = higher
     here = (target >= 0) & (target < columns)
     x = tl.load(base + target, mask=here, other=0.0).to(tl.float32)
     chosen = tl.where(here, _scaled(x, scale, cap, CAPPED), 0.0)
-    tl.store(out + row, peak)
-    tl.store(out + rows + row, total)
-    tl.store(out + 2 * rows + row, weighted)
+    tl.store(out + row, higher / LOG2_E)
+    tl.store(out + rows + row, tl.sum(total * shrunk, 0))
+    tl.store(out + 2 * rows + row, weighted / LOG2_E)
     tl.store(out + 3 * rows + row, chosen)
 
 
@@ -119,7 +141,7 @@ def row_statistics(logits: Tensor, targets: Tensor, scaling: Any) -> Tensor:
         factor, cap = _factors(scaling.scale, scaling.softcap, scaling.temperature)
         _statistics[(rows,)](
             logits, targets, out, logits.stride(0), columns, rows, factor, cap,
-            CAPPED=scaling.softcap is not None, SIZE=BLOCK, num_warps=WARPS,
+            CAPPED=scaling.softcap is not None, DEEP=DEEP, THREADS=32 * WARPS, WIDE=WIDE, num_warps=WARPS,
         )  # fmt: skip
     return out
 

@@ -52,9 +52,9 @@ def own_routes(
     trainer: TrainerRank, samples: Sequence[Sample]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What the routers choose for samples that fit one micro-batch, and the log-probabilities that follow."""
-    maps: list[torch.Tensor] = []
+    chances: list[torch.Tensor] = []
     hooks = [
-        r.register_forward_hook(lambda _m, _i, out: maps.append(out[1].clone())) for r in routers(trainer)
+        r.register_forward_hook(lambda _m, _i, out: chances.append(out[0].clone())) for r in routers(trainer)
     ]
     try:
         found = kit.trainer_logprobs(trainer, samples)
@@ -62,7 +62,8 @@ def own_routes(
         for hook in hooks:
             hook.remove()
     ((micro_batch,),) = kit.planned(samples, 1).ranks
-    chosen = torch.stack([m.int().topk(8, dim=1).indices for m in maps], 1).cpu().numpy().astype(np.uint8)
+    # In the order of their weights, as an engine gives them: the sum over experts then rounds alike.
+    chosen = torch.stack([p.topk(8, dim=1).indices for p in chances], 1).cpu().numpy().astype(np.uint8)
     routes: dict[str, Any] = {}
     at = 0
     for sample in micro_batch.samples:

@@ -18,6 +18,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -159,14 +160,11 @@ class MegatronOptimiser:
         """Continue after ``steps`` steps, from what has been written into :meth:`held`."""
         self.steps = steps
         for part in self._parts:
-            inner: Any = part.optimizer
-            for optimiser in (inner, *getattr(inner, "sub_optimizers", ())):
-                for group in optimiser.param_groups:
-                    group["step"] = steps
-                for state in optimiser.state.values():
-                    if isinstance(state.get("step"), Tensor):
-                        state["step"].fill_(float(steps))
-            part._copy_main_params_to_model_params()
+            _set_steps(part.optimizer, steps)
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                _weights_from_masters(part.optimizer)
+            else:
+                part._copy_main_params_to_model_params()
         for model in self._wrapped:
             model.start_param_sync(force_sync=True)
 
@@ -183,10 +181,45 @@ class MegatronOptimiser:
 def _start_state(part: DistributedOptimizer) -> None:
     """Make the moments now: a checkpoint may be loaded, or written, before the first step."""
     inner: Any = part.optimizer
-    if part.init_state_fn is not None:
+    if isinstance(inner, HybridDeviceOptimizer):
+        _start_state_on_host(inner)
+    elif part.init_state_fn is not None:
         part.init_state_fn(inner, part.config)
-    elif hasattr(inner, "dummy_step"):
-        inner.dummy_step()
     if isinstance(inner, torch.optim.AdamW):
         for state in inner.state.values():
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _start_state_on_host(inner: HybridDeviceOptimizer) -> None:
+    """A step of length 0 on gradients of 0; its own ``dummy_step`` is a true one on random gradients."""
+    rates = [group["lr"] for group in inner.param_groups]
+    for group in inner.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    inner.step()
+    inner.zero_grad()
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = rate
+    _set_steps(inner, 0)
+
+
+def _set_steps(optimiser: Any, steps: int) -> None:
+    """Count as if so many had been made; torch counts by parameter, TransformerEngine by group."""
+    if isinstance(optimiser, HybridDeviceOptimizer):
+        # What its own groups say is written over the parts' before every step: a count would stand still.
+        for each in optimiser.sub_optimizers:
+            _set_steps(each, steps)
+        return
+    for group in optimiser.param_groups:
+        group["step"] = steps
+    for state in optimiser.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(float(steps))
+
+
+def _weights_from_masters(inner: HybridDeviceOptimizer) -> None:
+    """megatron-core leaves this to the optimiser, which does it in its steps alone."""
+    for weight, master in inner.param_to_inner_param.items():
+        if master is not weight:
+            weight.data.copy_(master.data)
