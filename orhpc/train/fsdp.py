@@ -38,7 +38,7 @@ from orhpc.train.model import (
 )
 from orhpc.train.optim import Optimiser, local
 from orhpc.train.replay import RouterReplay
-from orhpc.train.residence import HostCopy, storage_key
+from orhpc.train.residence import Residence
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -58,7 +58,7 @@ class FsdpBackend:
         self.dtype = DTYPES[config.model.dtype]
         self.data_rank = rank
         self.reports = True
-        self._asleep: dict[int, HostCopy] = {}
+        self._residence = Residence(self.device)
 
     # --- building -----------------------------------------------------------------------------
 
@@ -264,9 +264,7 @@ class FsdpBackend:
         for name, _ in self._named(self.policy):
             start, shape = self._starts[name], self._shapes[name]
             for kind, tensor in self.optimiser.local_state(name).items():
-                copy = self._asleep.get(storage_key(tensor)) if tensor.numel() else None
-                where = tensor if copy is None else copy.view_like(tensor)
-                result.append(Shard(f"{kind}/{name}", where, shape, start))
+                result.append(Shard(f"{kind}/{name}", self._residence.view(tensor), shape, start))
         return result
 
     def progress(self) -> dict[str, Any]:
@@ -282,7 +280,7 @@ class FsdpBackend:
 
     def sleep(self) -> int:
         """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
-        if self.device.type == "cpu" or self._asleep:
+        if self.device.type == "cpu" or self._residence.asleep:
             return 0
         models = [self.policy] if self.reference is None else [self.policy, self.reference]
         tensors = self.optimiser.tensors()
@@ -290,23 +288,14 @@ class FsdpBackend:
             if isinstance(model, FSDPModule):
                 model.reshard()
             tensors += [local(p) for p in model.parameters()]
-        self._asleep = {storage_key(t): HostCopy(t) for t in tensors if t.numel()}
-        torch.cuda.synchronize()
-        freed = sum(copy.release() for copy in self._asleep.values())
-        torch.cuda.empty_cache()
-        return freed
+        return self._residence.sleep(tensors)
 
     def wake(self) -> None:
-        if not self._asleep:
-            return
-        for copy in self._asleep.values():
-            copy.bring_back()
-        torch.cuda.synchronize()
-        self._asleep = {}
+        if self._residence.asleep:
+            self._residence.wake()
 
     def close(self) -> None:
-        self._asleep = {}
-        for name in ("policy", "reference", "optimiser"):
+        for name in ("policy", "reference", "optimiser", "_residence"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ from orhpc.train.megatron.replay import StageReplay, refuse_dense
 from orhpc.train.megatron.schedule import Head, Pipeline
 from orhpc.train.megatron.state import state_shards
 from orhpc.train.model import DTYPES, load_model_config, logit_scaling_of
-from orhpc.train.residence import HostCopy, storage_key
+from orhpc.train.residence import Residence
 from orhpc.train.stopping import MESSAGE
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class MegatronBackend:
         self.data_rank = place.dp
         self.reports = place.tp == 0 and place.cp == 0 and place.pp == config.megatron.pp - 1
         self.world_size = world_size
-        self._asleep: dict[int, HostCopy] = {}
+        self._residence = Residence(self.device)
 
     # --- building -----------------------------------------------------------------------------
 
@@ -219,12 +220,7 @@ class MegatronBackend:
 
     def shards(self) -> list[Shard]:
         shards = state_shards(self.optimiser.held(), self._targets, self._mapping.shape)
-        if not self._asleep:
-            return shards
-        return [
-            Shard(s.name, self._asleep[storage_key(s.tensor)].view_like(s.tensor), s.shape, s.start, s.column)
-            for s in shards
-        ]
+        return [replace(s, tensor=self._residence.view(s.tensor)) for s in shards]
 
     def progress(self) -> dict[str, Any]:
         return {"optimiser_steps": self.optimiser.steps}
@@ -239,31 +235,18 @@ class MegatronBackend:
 
     def sleep(self) -> int:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
-        if self.device.type == "cpu" or self._asleep:
+        if self.device.type == "cpu" or self._residence.asleep:
             return 0
         kept = [p.detach() for model in self._models for p in model.parameters()]
         kept += self.optimiser.tensors()
-        self._asleep = {storage_key(t): HostCopy(t) for t in kept if t.numel()}
-        torch.cuda.synchronize()
-        freed = sum(copy.release() for copy in self._asleep.values())
-        for buffer in self.optimiser.gradient_buffers():
-            freed += buffer.untyped_storage().nbytes()
-            buffer.untyped_storage().resize_(0)
-        torch.cuda.empty_cache()
-        return freed
+        return self._residence.sleep(kept, self.optimiser.gradient_buffers())
 
     def wake(self) -> None:
-        if not self._asleep:
-            return
-        for copy in self._asleep.values():
-            copy.bring_back()
-        for buffer in self.optimiser.gradient_buffers():
-            buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
-        torch.cuda.synchronize()
-        self._asleep = {}
+        if self._residence.asleep:
+            self._residence.wake()
 
     def close(self) -> None:
-        self._asleep = {}
+        self.__dict__.pop("_residence", None)
         for name in ("_policy", "_reference", "optimiser", "_exporter", "_targets", "_models"):
             self.__dict__.pop(name, None)
         if parallel_state.model_parallel_is_initialized():
