@@ -23,9 +23,13 @@ from orhpc.launch.served import ServedEnvironments
 from orhpc.rundir import RunDir, write_atomic
 
 TICK_S = 0.2
+RAYLETS_S = 60.0
+"""How long servers and driver stay behind the raylets; the driver names the nodes that are still missing."""
 Urls = dict[str, list[str]]
 Gather = Callable[[Urls], tuple[tuple[Node, ...], Urls]]
 """From this node's environment servers to all nodes of the attempt and all servers."""
+Settle = Callable[[RayNode], None]
+"""Waits, within limits, for the raylets of all nodes; given this node's."""
 SECRETS = ("engine.key", "ray.token")
 
 
@@ -37,6 +41,7 @@ def run_first_node(
     stop_file: Path,
     *,
     gather: Gather | None = None,
+    settle: Settle | None = None,
     max_tokens: int | None = None,
     tick: Callable[[], None] = lambda: None,
     kill: Callable[[], bool] = lambda: False,
@@ -46,6 +51,7 @@ def run_first_node(
 
     Args:
         gather: waits for the other nodes; none where this is the only one.
+        settle: waits for their raylets; none where this is the only one.
         max_tokens: token budget of a micro-batch, where the last attempt ran out of memory.
         stop_file: the driver commits and leaves once it exists.
         tick: called a few times a second while the driver runs.
@@ -62,7 +68,7 @@ def run_first_node(
     """
     parts = _Parts(rundir, attempt, config, node)
     try:
-        driver = parts.bring_up(stop_file, gather, max_tokens)
+        driver = parts.bring_up(stop_file, gather, settle, max_tokens)
         while driver.poll() is None:
             tick()
             parts.environments.keep_up()
@@ -86,20 +92,32 @@ class _Parts:
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
 
-    def bring_up(self, stop_file: Path, gather: Gather | None, max_tokens: int | None) -> Popen[bytes]:
-        """Start everything; Ray's head comes up while the other nodes are waited for."""
+    def bring_up(
+        self, stop_file: Path, gather: Gather | None, settle: Settle | None, max_tokens: int | None
+    ) -> Popen[bytes]:
+        """Start everything; Ray's head comes up while the other nodes are waited for.
+
+        Raylets come first: environment servers and the driver take seconds of Python to load, and
+        would compete with them for the cores before Ray is there on all nodes.
+        """
         config, node, folder = self._config, self._node, self._folder
         write_secret(folder / "engine.key")
+        urls = self.environments.reserve()
         ray = self._ray = RayNode(
             node.name, node.address, make_token(folder), folder / "ray.log",
             cpus=plan(config, (node,) * config.placement.nodes).processes_on(0),
             object_store_bytes=object_store_bytes(),
         )  # fmt: skip
-        ray.begin_head()
-        urls = self.environments.start()
+        address = ray.begin_head()
+        if settle is None:
+            self.environments.start()
         nodes, urls = gather(urls) if gather else ((node,), urls)
-        placement = replace(plan(config, nodes), environments=urls, ray_address=ray.await_head())
+        placement = replace(plan(config, nodes), environments=urls, ray_address=address)
         write_atomic(folder / "placement.yaml", placement.to_yaml())
+        ray.await_head()
+        if settle is not None:
+            settle(ray)
+            self.environments.start()
         self._driver = _start_driver(self._rundir, self._attempt, stop_file, ray.environment(), max_tokens)
         return self._driver
 

@@ -27,13 +27,14 @@ from orhpc.errors import (
 )
 from orhpc.launch import holder, ledger, preflight, prepare, rendezvous, slurm
 from orhpc.launch.ending import Ended
-from orhpc.launch.first_node import SECRETS, Urls, run_first_node
+from orhpc.launch.first_node import RAYLETS_S, SECRETS, TICK_S, Urls, run_first_node
 from orhpc.launch.job import Job, this_node
 from orhpc.launch.ledger import Reason
 from orhpc.launch.memory_limit import MemoryWatch
 from orhpc.launch.other_node import other_node
 from orhpc.launch.placement import Node
 from orhpc.launch.preempt import LimitWatch, Signals, info_at_signal, why_stopped
+from orhpc.launch.ray_cluster import RayNode
 from orhpc.launch.scratch import sweep_job_folders
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.words import split_words
@@ -153,6 +154,7 @@ class FirstNode:
             bypass_proxies((self._node,))
             run_first_node(
                 self.rundir, attempt, self.config, self._node, self.job.stop_file, gather=self._gather,
+                settle=self._settle if self.job.nodes > 1 else None,
                 max_tokens=self.max_tokens, tick=self._tick, driver_ended=self._conclude,
             )  # fmt: skip
         except OrhpcError as error:
@@ -206,6 +208,21 @@ class FirstNode:
                 # srun ends every task once one has failed.
                 raise PreflightError("another node gave up before the attempt began; its own line says why")
             raise StopRequested("asked to stop before the attempt began")
+
+    def _settle(self, ray_node: RayNode) -> None:
+        """Wait until the raylets of all nodes are up, but not forever: the driver says whose are not."""
+        end = time.monotonic() + RAYLETS_S
+        joined = False
+        while rendezvous.raylets_up(self.rundir, self._attempt) < self.job.nodes and time.monotonic() < end:
+            self._tick()
+            if self.signals.came or self.job.stop_file.exists():
+                raise StopRequested("asked to stop before the driver began")
+            if not ray_node.alive():
+                return
+            if not joined and ray_node.joined():
+                rendezvous.raylet_up(self.rundir, self._attempt, 0)
+                joined = True
+            time.sleep(TICK_S)
 
     def _gather(self, urls: Urls) -> tuple[tuple[Node, ...], Urls]:
         timeout_s = self.config.slurm.start_timeout_s

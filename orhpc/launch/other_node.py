@@ -8,10 +8,10 @@ from collections.abc import Callable
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, NodeLost, OrhpcError, RayLost
 from orhpc.launch import preflight, prepare, rendezvous
-from orhpc.launch.first_node import TICK_S, object_store_bytes
+from orhpc.launch.first_node import RAYLETS_S, TICK_S, object_store_bytes
 from orhpc.launch.job import Job, this_node
 from orhpc.launch.memory_limit import MemoryWatch
-from orhpc.launch.placement import Node, Placement
+from orhpc.launch.placement import Node, Placement, plan
 from orhpc.launch.preempt import Signals
 from orhpc.launch.ray_cluster import RayNode
 from orhpc.launch.rendezvous import Joined
@@ -56,39 +56,63 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
     environments = ServedEnvironments(config, node.address, folder, node.name)
     ray_node: RayNode | None = None
     try:
-        urls = environments.start()
+        urls = environments.reserve()
+        ray_node = RayNode(
+            node.name, node.address, folder / "ray.token", folder / f"ray_{job.rank:03d}.log",
+            cpus=plan(config, (node,) * job.nodes).processes_on(job.rank),
+            object_store_bytes=object_store_bytes(),
+        )  # fmt: skip
+        ray_node.load()
         rendezvous.join(rundir, attempt, Joined(job.rank, node.name, node.address, node.cpus, urls))
         placed = folder / "placement.yaml"
         timeout_s = 2 * config.slurm.start_timeout_s
         if not _wait_for(lambda: placed.exists() or rendezvous.ended(rundir, attempt), timeout_s):
-            raise NodeLost(f"{node.name}: the first node did not bring Ray up")
+            raise NodeLost(f"{node.name}: the first node did not gather the others")
         if rendezvous.ended(rundir, attempt):
             return EXIT_OK
         placement = Placement.from_yaml(placed.read_text())
         bypass_proxies(placement.nodes)
-        ray_node = RayNode(
-            node.name, node.address, folder / "ray.token", folder / f"ray_{job.rank:03d}.log",
-            cpus=placement.processes_on(job.rank), object_store_bytes=object_store_bytes(),
-        )  # fmt: skip
-        ray_node.start_worker(placement.ray_address)
-        watch = MemoryWatch()
-        restarts = 0
-        while not rendezvous.ended(rundir, attempt):
-            environments.keep_up()
-            if line := watch.verdict(node.name):
-                rendezvous.complain(rundir, attempt, job.rank, line)
-            if not ray_node.alive():
-                restarts += 1
-                if restarts > _RAY_RESTARTS:
-                    raise RayLost(f"the raylet ended {restarts} times; see its log")
-                time.sleep(1.0)
-                ray_node.start_worker(placement.ray_address)
-            time.sleep(TICK_S)
+        ray_node.join(placement.ray_address)
+        _keep_up(job, rundir, attempt, ray_node, environments, placement)
         return EXIT_OK
     finally:
         if ray_node is not None:
             ray_node.stop()
         environments.stop()
+
+
+def _keep_up(
+    job: Job,
+    rundir: RunDir,
+    attempt: int,
+    ray_node: RayNode,
+    environments: ServedEnvironments,
+    placement: Placement,
+) -> None:
+    """Bring up what runs on this node, raylets before servers, and keep it up until the attempt is over."""
+    watch = MemoryWatch()
+    restarts = 0
+    joined = serving = False
+    servers_at = time.monotonic() + RAYLETS_S
+    while not rendezvous.ended(rundir, attempt):
+        if not joined and ray_node.joined():
+            rendezvous.raylet_up(rundir, attempt, job.rank)
+            joined = True
+        if not serving and (
+            rendezvous.raylets_up(rundir, attempt) == job.nodes or time.monotonic() > servers_at
+        ):
+            environments.start()
+            serving = True
+        environments.keep_up()
+        if line := watch.verdict(job.node_name):
+            rendezvous.complain(rundir, attempt, job.rank, line)
+        if not ray_node.alive():
+            restarts += 1
+            if restarts > _RAY_RESTARTS:
+                raise RayLost(f"the raylet ended {restarts} times; see its log")
+            time.sleep(1.0)
+            ray_node.join(placement.ray_address)
+        time.sleep(TICK_S)
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:

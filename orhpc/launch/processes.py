@@ -22,18 +22,24 @@ def _die_with_parent() -> None:
 
 
 def spawn(
-    command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, own_session: bool = True
+    command: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    own_session: bool = True,
+    piped: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a child whose output goes to a log file.
 
     The kernel kills it when the thread that called this ends, so call it from a thread that lives
-    as long as the process.  ``own_session`` keeps a terminal's Ctrl-C from reaching it.
+    as long as the process.  ``own_session`` keeps a terminal's Ctrl-C from reaching it; ``piped``
+    gives it an input to write to.
     """
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log.open("ab") as stream:
         return subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=dict(env) if env is not None else None,

@@ -4,13 +4,15 @@ Ray only spawns and carries; devices come from our placement.  Every port lies b
 range, the dashboard is off, and the temporary folder and the token are the job's own, so that
 nothing here can meet another job's Ray on the same node.  ``ray start --block`` keeps a reaper:
 when its process dies, by whatever signal, the cluster's processes on that node die with it.
+It runs in :mod:`orhpc.launch.ray_start`, whose libraries may be loaded ahead of time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,11 +20,25 @@ from pathlib import Path
 
 from orhpc.errors import RayLost
 from orhpc.launch import processes
+from orhpc.launch.ray_start import accepts
 from orhpc.launch.scratch import Scratch
+from orhpc.launch.traffic import NO_PROXY
 from orhpc.ports import free_ports
 
-_PORTS = 202
-"""Ports of one node beside the head's own: node manager, object manager, and 200 for workers."""
+_SERVERS = (
+    "node-manager",
+    "object-manager",
+    "runtime-env-agent",
+    "dashboard-agent-listen",
+    "dashboard-agent-grpc",
+    "metrics-export",
+)
+"""Servers of every node; each has an option for its port."""
+_WORKERS = 200
+_PORTS = len(_SERVERS) + _WORKERS
+"""Ports of one node beside the head's own."""
+_JOINED = "ray_current_cluster"
+"""File in Ray's temporary folder: ``ray start`` writes it once its node is in the cluster."""
 
 
 def make_token(folder: Path) -> Path:
@@ -63,35 +79,47 @@ class RayNode:
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
-    def begin_head(self) -> None:
-        """Start GCS and raylet; :meth:`await_head` says when they are up."""
+    def begin_head(self) -> str:
+        """Start GCS and raylet; returns the address that others join once :meth:`await_head` is over."""
         # One block for all: a port found by itself may lie in the range of those found next.
         self._port, clients, *others = free_ports(2 + _PORTS, self.address, consecutive=True)
         role = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
         # The server for Ray clients cannot be left out; at its default port two jobs would meet.
         role += ["--ray-client-server-port", str(clients)]
+        # Its monitor is for clusters that grow by themselves, and listens on all interfaces.
+        role += ["--no-monitor"]
         self._start(role, others)
+        return f"{self.address}:{self._port}"
 
-    def await_head(self, timeout_s: float = 120.0) -> str:
-        """Wait for the head; returns the address that others join.
+    def await_head(self, timeout_s: float = 120.0) -> None:
+        """Wait until the head can be joined.
 
         Raises:
             RayLost: it did not come up in time, with the log's last line.
         """
 
         def up() -> bool:
-            return not self.alive() or _accepts(self.address, self._port)
+            return not self.alive() or accepts(self.address, self._port)
 
         if not processes.wait_until(up, timeout_s) or not self.alive():
             self.stop()
             raise RayLost(
                 f"Ray's head did not start on {self.address}: {processes.last_line(self._log)} ({self._log})"
             )
-        return f"{self.address}:{self._port}"
 
-    def start_worker(self, head: str) -> None:
-        """Join the head at ``address:port``."""
-        self._start(["--address", head], free_ports(_PORTS, self.address, consecutive=True))
+    def load(self) -> None:
+        """Have ``ray start`` load its libraries; it starts nothing yet."""
+        env = {**os.environ, **self.environment()}
+        command = [sys.executable, "-m", "orhpc.launch.ray_start"]
+        self._process = processes.spawn(command, log=self._log, env=env, piped=True)
+
+    def join(self, head: str) -> None:
+        """Join the head at ``address:port``, as soon as it answers there."""
+        self._start(["--address", head], free_ports(_PORTS, self.address, consecutive=True), head)
+
+    def joined(self) -> bool:
+        """Whether this node has been in the cluster."""
+        return (self._scratch.ray / _JOINED).exists()
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -114,21 +142,23 @@ class RayNode:
             "TORCHINDUCTOR_CACHE_DIR": caches,
         }
 
-    def _start(self, role: list[str], ports: list[int]) -> None:
-        manager, objects, *workers = ports
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        command += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._scratch.ray)]
+    def _start(self, role: list[str], ports: list[int], head: str | None = None) -> None:
+        servers, workers = ports[: len(_SERVERS)], ports[len(_SERVERS) :]
+        words = ["start", "--block", "--disable-usage-stats"]
+        words += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._scratch.ray)]
         # Ray puts the machine's own address in the place of a loopback one, so nodes go by name.
-        command += ["--node-name", self._name]
-        command += ["--num-cpus", str(max(self._cpus, 1)), "--num-gpus", "0"]
-        command += ["--object-store-memory", str(self._object_store_bytes)]
-        command += ["--node-manager-port", str(manager), "--object-manager-port", str(objects)]
-        command += ["--min-worker-port", str(workers[0]), "--max-worker-port", str(workers[-1])]
-        env = {**os.environ, **self.environment()}
-        self._process = processes.spawn(command, log=self._log, env=env)
-
-
-def _accepts(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex((host, port)) == 0
+        words += ["--node-name", self._name]
+        words += ["--num-cpus", str(max(self._cpus, 1)), "--num-gpus", "0"]
+        words += ["--object-store-memory", str(self._object_store_bytes)]
+        for server, port in zip(_SERVERS, servers, strict=True):
+            words += [f"--{server}-port", str(port)]
+        words += ["--min-worker-port", str(workers[0]), "--max-worker-port", str(workers[-1])]
+        if not self.alive():
+            self.load()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        variables = {name: os.environ[name] for name in NO_PROXY if name in os.environ}
+        order = json.dumps({"words": words, "variables": variables, "head": head})
+        # One that has ended in the meantime is no longer alive, which is looked at all the time.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
+            stream.write(order.encode() + b"\n")

@@ -1,8 +1,9 @@
 """How the nodes of an attempt find each other: small atomic files in the run directory.
 
 The first node says which attempt it is in ``jobs/JOB.RESTART.json``; each node then lays its
-address into ``attempts/NNN/nodes/``; ``placement.yaml`` says that Ray's head is up, and
-``ended.json`` that the attempt is over.  A file that never appears on another node is how a
+address into ``attempts/NNN/nodes/``; ``placement.yaml`` says who they all are and where Ray's head
+will answer, ``nodes/NNN.raylet`` that a node is in Ray's cluster, and ``ended.json`` that the attempt
+is over.  A file that never appears on another node is how a
 filesystem shows that it is not shared, so every wait has a deadline.
 """
 
@@ -93,6 +94,18 @@ def gather(
             "may be broken, or run.root is not on a filesystem that all nodes share"
         )
     return [Joined(**json.loads((folder / f"{rank:03d}.json").read_text())) for rank in range(1, nodes)]
+
+
+def raylet_up(rundir: RunDir, attempt: int, rank: int) -> None:
+    """Tell the other nodes that this one is in Ray's cluster."""
+    folder = rundir.attempt(attempt) / "nodes"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_atomic(folder / f"{rank:03d}.raylet", "")
+
+
+def raylets_up(rundir: RunDir, attempt: int) -> int:
+    """How many nodes are in Ray's cluster."""
+    return len(list((rundir.attempt(attempt) / "nodes").glob("*.raylet")))
 
 
 def complain(rundir: RunDir, attempt: int, rank: int, problem: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -24,26 +25,32 @@ class ServedEnvironments:
     def __init__(self, config: Config, address: str, logs: Path, node: str) -> None:
         self._config, self._address, self._logs, self._node = config, address, logs, node
         self._commands: dict[str, tuple[list[str], Path]] = {}
+        self._held: list[socket.socket] = []
         self._running: dict[str, Popen[bytes]] = {}
         self._started: dict[str, float] = {}
 
-    def start(self) -> dict[str, list[str]]:
-        """Start every replica; returns base URLs by environment.  They may still be loading."""
+    def reserve(self) -> dict[str, list[str]]:
+        """Choose every replica's port and hold it; returns base URLs by environment."""
         urls: dict[str, list[str]] = {}
         for name, settings in self._config.environments.items():
             if settings.serve is None:
                 continue
             for replica in range(settings.replicas):
-                (port,) = free_ports(1, self._address)
+                port = self._hold_port()
                 command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
                 command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
                 if settings.serve_options:
                     command += ["--options-json", json.dumps(settings.serve_options)]
                 label = f"{name.replace('/', '_')}_{replica}"
                 self._commands[label] = command, self._logs / f"environment_{label}_{self._node}.log"
-                self._spawn(label)
                 urls.setdefault(name, []).append(f"http://{self._address}:{port}")
         return urls
+
+    def start(self) -> None:
+        """Start every replica; they may still be loading afterwards."""
+        self._release()
+        for label in self._commands:
+            self._spawn(label)
 
     def keep_up(self) -> None:
         """Start again whatever has ended; its sessions are lost, and the rollouts retried.
@@ -65,8 +72,26 @@ class ServedEnvironments:
                 self._spawn(label)
 
     def stop(self) -> None:
+        self._release()
         for process in self._running.values():
             processes.stop(process, grace_s=3.0)
+
+    def _hold_port(self) -> int:
+        """A port that nobody else can bind, or finds free, until it is released."""
+        while True:
+            (port,) = free_ports(1, self._address)
+            holder = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
+            try:
+                holder.bind((self._address, port))
+            except OSError:  # somebody else was faster
+                holder.close()
+            else:
+                self._held.append(holder)
+                return port
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop().close()
 
     def _spawn(self, label: str) -> None:
         command, log = self._commands[label]

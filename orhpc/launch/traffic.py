@@ -11,6 +11,9 @@ from orhpc.launch import internet
 from orhpc.launch.job import interface_of
 from orhpc.launch.placement import Node
 
+NO_PROXY = ("no_proxy", "NO_PROXY")
+"""Variables that list what is reached without a proxy: clients differ in which they read."""
+
 
 def say(line: str) -> None:
     """One line to the job's output."""
@@ -30,7 +33,7 @@ def use_address(address: str) -> None:
 
 def bypass_proxies(nodes: Sequence[Node]) -> None:
     """Traffic between the job's own nodes never goes through a proxy."""
-    for variable in ("no_proxy", "NO_PROXY"):
+    for variable in NO_PROXY:
         known = [os.environ[variable]] if os.environ.get(variable) else []
         os.environ[variable] = ",".join([*known, "127.0.0.1", "localhost", *(n.address for n in nodes)])
 

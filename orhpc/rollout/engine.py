@@ -204,4 +204,9 @@ def _environment(config: Config, part: EnginePart) -> dict[str, str]:
     environment["NCCL_CUMEM_ENABLE"] = "0"
     # An idle engine is asked for its health while it sleeps, when it could compute no token.
     environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    # FP8 kernels for every number of rows up to 16,384 take a quarter of an hour at a first start.
+    environment.setdefault("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
+    if (config.engine.dtype or config.model.dtype) == "float32":
+        # Triton multiplies float32 with TF32's ten bits of mantissa unless told otherwise.
+        environment.setdefault("TRITON_F32_DEFAULT", "ieee")
     return environment

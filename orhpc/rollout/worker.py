@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -22,13 +22,15 @@ from orhpc.errors import BadTask, InfraError
 from orhpc.record import RolloutFile, record_path, write_rollouts
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
-from orhpc.rollout.environment import Environment
 from orhpc.rollout.rewards import with_group_score
 from orhpc.rollout.upload import Uploader
 from orhpc.route_shares import route_layers
 from orhpc.rundir import RunDir
 from orhpc.secrets import install_redaction, resolve_secrets
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
+
+if TYPE_CHECKING:
+    from orhpc.rollout.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ class RolloutWorker:
         )
         self._route_layers = route_layers(self._config, self._model_dir)
         self._uploader = Uploader.from_config(self._config)
+        from orhpc.rollout.environment import Environment  # seconds, which the driver need not spend
+
         for name, settings in self._config.environments.items():
             self._environments[name] = await Environment.open(
                 name,

@@ -28,7 +28,6 @@ from orhpc.routes import RouteShare
 from orhpc.train.backend import Batches, Role, TrainingBatch, Update, make_backend
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, rng_state, set_rng_state
-from orhpc.train.export import FILE_BYTES, write_hf_folder
 from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
@@ -323,6 +322,8 @@ class TrainerRank:
         ``for_engines``: quantised as the engines hold them.  Returns the weight files' names, sizes and
         hashes on rank 0.  Raises CheckpointError.
         """
+        from orhpc.train.export import FILE_BYTES, write_hf_folder  # seconds, which the driver need not spend
+
         quantise = self._quantise if for_engines else unchanged
         buckets = self._plan(FILE_BYTES)
         tensors = self._all_tensors(buckets, quantise)

@@ -37,7 +37,7 @@ from tests.gpu import megatron_kit as kit  # noqa: E402
 from tests.gpu.megatron_one import CHECKS, Row, leave_groups  # noqa: E402
 from tests.gpu.megatron_several import CASES, compare, known  # noqa: E402
 
-DEADLINE_S = {"dense": 80}
+DEADLINE_S = {"dense": 80, "moe": 80}
 PARTS = {
     1: [["dense", "head", "moe", "fp8", "offload", "families0", "families1"]],
     2: [["dense", "head", "families0"], ["moe", "fp8", "offload", "families1"]],
