@@ -50,7 +50,7 @@ options="--block --disable-usage-stats --num-cpus {PROCESSES} --num-gpus 0 --obj
 options+=" --min-worker-port 15200 --max-worker-port 15400"
 if [ $SLURM_PROCID = 0 ]; then
   echo $head:{PORT} >address.part && mv address.part address
-  exec $python -m ray.scripts.scripts start --head --port {PORT} --include-dashboard false \\
+  exec $python -m ray.scripts.scripts start --head --port {PORT} --include-dashboard false --no-monitor \\
     --node-ip-address $head $options
 fi
 until (exec 3<>/dev/tcp/$head/{PORT}) 2>/dev/null; do sleep 0.1; done

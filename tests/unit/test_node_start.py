@@ -1,0 +1,91 @@
+"""What a node does while the others are still meeting: libraries loaded, ports held, nothing started."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.launch import rendezvous
+from orhpc.launch.served import ServedEnvironments
+from orhpc.ports import free_ports, is_free
+from orhpc.rundir import RunDir
+
+HOST = "127.0.0.1"
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(Path("configs/tiny.yaml"), overrides)
+
+
+def test_ports_of_servers_are_held_until_they_start(tmp_path: Path) -> None:
+    servers = ServedEnvironments(config_of("environments.orhpc/letters.replicas=3"), HOST, tmp_path, "n0")
+    (urls,) = servers.reserve().values()
+    ports = [int(url.rpartition(":")[2]) for url in urls]
+    assert len(set(ports)) == 3
+    assert not any(is_free(HOST, port) for port in ports)
+    assert not set(ports) & set(free_ports(12_000, HOST))
+    servers.keep_up()  # which starts none that was not running
+    assert list(tmp_path.iterdir()) == []
+    servers.stop()
+    assert all(is_free(HOST, port) for port in ports)
+
+
+def test_servers_start_on_the_ports_that_were_held(tmp_path: Path) -> None:
+    servers = ServedEnvironments(
+        config_of("environments.orhpc/letters.serve=no_such_module:Environment"), HOST, tmp_path, "n0"
+    )
+    (url,) = servers.reserve()["orhpc/letters"]
+    servers.start()
+    try:
+        (process,) = servers._running.values()
+        assert is_free(HOST, int(url.rpartition(":")[2]))
+        assert process.wait(30) == EXIT_CONFIG
+        with pytest.raises(ConfigError, match="no_such_module"):
+            servers.keep_up()
+    finally:
+        servers.stop()
+
+
+def test_nodes_count_the_raylets_that_are_up(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    attempt = rundir.begin_attempt(kind="slurm")
+    assert rendezvous.raylets_up(rundir, attempt) == 0
+    for rank in (2, 0, 2):
+        rendezvous.raylet_up(rundir, attempt, rank)
+    assert rendezvous.raylets_up(rundir, attempt) == 2
+    assert rendezvous.raylets_up(rundir, rundir.begin_attempt(kind="slurm")) == 0
+
+
+@pytest.mark.slow
+def test_ray_start_waits_for_its_orders_and_then_for_the_head(tmp_path: Path) -> None:
+    (port,) = free_ports(1, HOST)
+    order = {"words": ["start", "--help"], "variables": {"COLUMNS": "70"}, "head": f"{HOST}:{port}"}
+    said = tmp_path / "said"
+    command = [sys.executable, "-m", "orhpc.launch.ray_start"]
+    with said.open("wb") as log, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.close()
+        time.sleep(4.0)
+        assert process.poll() is None
+        assert said.read_bytes() == b""
+        with socket.create_server((HOST, port)):
+            assert process.wait(60) == 0
+    assert "Start Ray processes manually" in said.read_text()
+
+
+@pytest.mark.slow
+def test_ray_start_without_orders_ends() -> None:
+    command = [sys.executable, "-m", "orhpc.launch.ray_start"]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, b"")
