@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ NOT_THE_JOBS = ("SLURM_", "SBATCH_", "GLOO_", "NCCL_")
 _NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL"]
 _BRIDGE = "orhpc0"
 _NET = "10.78.0"
+_LOCK = Path("/tmp/orhpc-slurm.lock")
+"""Held while a cluster runs: two would take each other's network away."""
 
 _CONF = """\
 ClusterName=orhpc
@@ -352,13 +355,15 @@ def can_limit_memory() -> bool:
 
 @contextlib.contextmanager
 def running_cluster(root: Path, **settings: bool) -> Iterator[Cluster]:
-    """Start a cluster; it is gone when the block ends."""
-    cluster = Cluster(root, **settings)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+    """Start a cluster, once no other runs on this machine; it is gone when the block ends."""
+    with _LOCK.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cluster = Cluster(root, **settings)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
 
 
 if __name__ == "__main__":  # a cluster to try things on:  python -m tests.slurm.cluster FOLDER
