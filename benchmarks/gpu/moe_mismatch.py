@@ -1,0 +1,393 @@
+"""Do engine and trainer compute the same mixture of experts? Real SGLang beside TransformerEngine, one GPU.
+
+    python benchmarks/gpu/moe_mismatch.py --out DIR [--layers 8] [--seconds 90] [--responses 512]
+
+A model of Qwen3-30B-A3B's layer shapes (128 experts, 8 a token) is trained on Python source for a while, by
+the Megatron trainer itself, because random routers prove nothing.  SGLang servers, in bfloat16 and in
+block-wise FP8, get its weights as in a weight sync and sample with log-probabilities and routes; the trainer
+computes the same tokens with routing replay off and on, in bfloat16 and in FP8.  What is compared is what
+every training step reports (:func:`orhpc.train.grpo.mismatch`), with 95 % intervals by bootstrap over
+responses.  Results are written to ``DIR/moe_mismatch.json`` as they come; the table is printed last.
+``--device cpu`` runs all of it but FP8 on a small model, to try the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.gpu import mismatch_kit as kit  # noqa: E402
+
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 2048, "intermediate_size": 6144,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 4096,
+    "rope_theta": 1e6, "tie_word_embeddings": False, "eos_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+"""Qwen3-30B-A3B's layers over bytes."""
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+PUBLISHED = "published, Qwen3-30B-A3B: KL 1.5e-3 without replay, 7.5e-4 with it (0.50); dense 8B: 6.4e-4"
+BALANCE = 0.01
+"""Weight of the load-balancing loss in that first training (Switch Transformer, arXiv:2101.03961)."""
+TARGET = 0.5
+PRECISIONS = {"bf16": "bf16", "fp8-rollout": "fp8", "fp8": "fp8"}
+"""``precision`` to the engine that samples under it."""
+
+
+# --- routers --------------------------------------------------------------------------------------------
+
+
+def routers(trainer: Any) -> list[Any]:
+    from tests.gpu.megatron_replay import routers as found
+
+    return list(found(trainer))
+
+
+def balanced(trainer: Any, tokens: int) -> None:
+    """Add the load-balancing loss to the routers; ``tokens`` of a step, by which nobody divides it here."""
+    for router in routers(trainer):
+        router.routing_type = "aux_loss"
+        router.config.moe_aux_loss_coeff = BALANCE / tokens
+
+
+def usage(trainer: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """Held-out loss, and how routers that choose for themselves spread the tokens over experts."""
+    from tests.gpu.megatron_replay import NoReplay
+
+    with NoReplay(trainer):
+        found = routers(trainer)
+        counts: dict[int, torch.Tensor] = {}
+        largest: list[torch.Tensor] = []
+
+        def look(router: Any, _inputs: Any, output: Any) -> None:
+            own = output[1].sum(0).double()
+            counts[id(router)] = counts.get(id(router), torch.zeros_like(own)) + own
+            largest.append(output[0].max(-1).values.float().mean())
+
+        hooks = [router.register_forward_hook(look) for router in found]
+        try:
+            values = kit.logprobs(trainer, samples)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    shares = torch.stack([counts[id(router)] for router in found])
+    shares = shares / shares.sum(-1, keepdim=True)
+    entropy = -(shares * shares.clamp(min=1e-12).log()).sum(-1)
+    experts = shares.shape[1]
+    return {
+        "nats_a_byte": float(-np.concatenate(list(values.values())).mean()),
+        "experts_in_use": [round(float(e), 1) for e in entropy.exp()],
+        "busiest_over_even": [round(float(s) * experts, 2) for s in shares.max(-1).values],
+        "largest_weight": round(float(torch.stack(largest).mean()), 3),
+    }
+
+
+class Watched:
+    """The routers of a trainer, replaying or only counting, and what they hand each token to."""
+
+    def __init__(self, trainer: Any, *, replay: bool) -> None:
+        self.trainer = trainer
+        self.found = routers(trainer)
+        for router in self.found:
+            router.router_replay.replay = replay
+        self.others: list[torch.Tensor] = []
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> Watched:
+        def look(router: Any, _inputs: Any, output: Any) -> None:
+            rows = router.router_replay.rows
+            wanted = torch.zeros_like(output[1]).scatter(1, rows.experts_NK.long(), True)
+            self.others.append((output[1] & ~wanted).sum(-1) * rows.known_N)
+
+        self.hooks = [router.register_forward_hook(look) for router in self.found]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def pass_over(self, micro_batch: Any) -> Iterator[tuple[str, np.ndarray, dict[str, float]]]:
+        """Log-probabilities, and counts of choices, of each response of one micro-batch."""
+        batch = self.trainer.load_batch(micro_batch)
+        self.others.clear()
+        values = kit.batch_logprobs(self.trainer, batch)
+        others_LP = torch.stack(self.others)[:, : len(batch.input_ids_P)].cpu().numpy()
+        topk = batch.routes_PLK.shape[2]
+        for s, name in enumerate(batch.sample_ids):
+            here = others_LP[:, (batch.segments_P == s) & batch.routes_known_P]
+            layers, tokens = here.shape
+            yield name, values[name], {
+                "rerouted_tokens": float((here > 0).any(0).sum()), "routed_tokens": tokens,
+                "rerouted_pairs": float((here > 0).sum()), "routed_pairs": tokens * layers,
+                "other_choices": float(here.sum()), "choices": tokens * layers * topk,
+            }  # fmt: skip
+
+
+def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -> tuple[kit.Sums, float]:
+    """What a training step would report of these responses, by response."""
+    found: dict[str, np.ndarray] = {}
+    counts: dict[str, dict[str, float]] = {}
+    minibatch = kit.planned(trainer, [response.sample() for response in responses])
+    with Watched(trainer, replay=replay) as watched:
+        for micro_batch in minibatch.ranks[0]:
+            for name, values, own in watched.pass_over(micro_batch):
+                found[name], counts[name] = values, own
+    sums, largest = kit.differences(responses, found)
+    for what in next(iter(counts.values())):
+        sums[what] = np.array([counts[response.name][what] for response in responses])
+    return sums, largest
+
+
+def compare(report: kit.Report, precision: str, trainer: Any, responses: Sequence[kit.Response]) -> None:
+    """Both rows of one precision, and the ratio of their KL."""
+    began = time.monotonic()
+    resampled: dict[bool, dict[str, np.ndarray]] = {}
+    rows: dict[bool, dict[str, Any]] = {}
+    for replay in (False, True):
+        sums, largest = measured(trainer, responses, replay=replay)
+        row, resampled[replay] = kit.with_intervals(sums)
+        rows[replay] = row | {"logprob_diff_max": largest, "tokens": int(sums["tokens"].sum())}
+        report.put(f"{precision}, replay {'on' if replay else 'off'}", rows[replay])
+    kl = "rollout_kl"
+    low, high = np.percentile(resampled[True][kl] / resampled[False][kl], [2.5, 97.5])
+    report.put(f"{precision}, KL on / off", [rows[True][kl][0] / rows[False][kl][0], float(low), float(high)])
+    report.put(f"{precision}, seconds", round(time.monotonic() - began, 1))
+
+
+# --- the run --------------------------------------------------------------------------------------------
+
+
+def config_of(options: argparse.Namespace, precision: str) -> Any:
+    cpu = options.device == "cpu"
+    train = {
+        "backend": "megatron", "routing_replay": True, "gradient_checkpointing": True,
+        "lr": 3e-3 if cpu else 5e-4, "max_tokens_per_gpu": options.tokens,
+    }  # fmt: skip
+    rollout = {"record_routes": True}
+    dtype = "float32" if cpu else "bfloat16"
+    return kit.trainer_config(options.device, dtype=dtype, precision=precision, train=train, rollout=rollout)
+
+
+def start_engines(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    engines: dict[str, Any] = {}
+    context = options.prompt + options.response + 16
+    for name, precision in (("bf16", "bf16"), ("fp8", "fp8-rollout")):
+        if all(PRECISIONS[p] != name for p in options.precisions):
+            continue
+        extra = {
+            "max_total_tokens": context * options.concurrent, "disable_decode_cuda_graph": True,
+            # As configs/gpu-smollm2.yaml has it: log-probabilities are not rounded to bfloat16.
+            "enable_fp32_lm_head": True,
+        }  # fmt: skip
+        if name == "fp8":
+            extra["fp8_gemm_backend"] = "triton"  # DeepGEMM compiles for two minutes on a new machine
+        engines[name] = kit.start_engine(
+            f"moe-{name}", folder, options.device, record_routes=True, precision=precision,
+            max_running=options.concurrent, context=context, extra=extra,
+        )  # fmt: skip
+    return engines
+
+
+def train(options: argparse.Namespace, report: kit.Report, folder: Path, text: kit.Text) -> Any:
+    """A trainer of the model, after a while of next-token training."""
+    from tests.gpu.megatron_replay import NoReplay
+
+    precision = "fp8-rollout" if options.device == "cuda" else "bf16"
+    trainer = kit.start_trainer(config_of(options, precision), folder)
+    held = kit.plain_samples(list(kit.pieces(text.held_N, np.random.default_rng(2), 32, 1024)))
+    report.put("before training", usage(trainer, held))
+    with NoReplay(trainer):
+        balanced(trainer, options.tokens)
+        losses = kit.pretrain(trainer, text, seconds=options.seconds, tokens=options.tokens)
+        for router in routers(trainer):
+            router.routing_type = "none"
+    report.put("training", {"steps": len(losses), "tokens_a_step": options.tokens, "losses": losses[::10]})
+    report.put("after training", usage(trainer, held))
+    return trainer
+
+
+async def sampled(
+    options: argparse.Namespace,
+    report: kit.Report,
+    engines: dict[str, Any],
+    trainer: Any,
+    folder: Path,
+    text: kit.Text,
+) -> dict[str, list[kit.Response]]:
+    """Every engine's responses to the same prompts, from the trainer's weights."""
+    rng = np.random.default_rng(3)
+    prompts = list(kit.pieces(text.held_N, rng, options.responses, options.prompt))
+    clients: dict[str, Any] = {}
+    for name, engine in engines.items():
+        try:
+            await engine.wait_ready(options.patience)
+            clients[name] = kit.client_of(engine, folder)
+            seconds = await kit.give_weights(trainer, clients[name], quantised=name == "fp8", version=1)
+            report.put(f"engine {name}: seconds of its weights", round(seconds, 2))
+        except Exception as error:
+            traceback.print_exc()
+            report.failed(f"engine {name}", error)
+            clients.pop(name, None)
+
+    async def one(name: str) -> list[kit.Response]:
+        began = time.monotonic()
+        found = await kit.ask(
+            clients[name], prompts, options.response, concurrent=options.concurrent, routes=True
+        )
+        tokens = sum(len(response.tokens_N) for response in found)
+        report.put(
+            f"engine {name}: sampled", {"tokens": tokens, "seconds": round(time.monotonic() - began, 1)}
+        )
+        return found
+
+    answers = await asyncio.gather(*(one(name) for name in clients), return_exceptions=True)
+    responses: dict[str, list[kit.Response]] = {}
+    for name, answer in zip(clients, answers, strict=True):
+        if isinstance(answer, BaseException):
+            report.failed(f"sampling from {name}", answer)
+        else:
+            responses[name] = answer
+        await clients[name].close()
+    return responses
+
+
+def run(options: argparse.Namespace, report: kit.Report) -> None:
+    shape = SHAPE | {"num_hidden_layers": options.layers} | (SMALL if options.device == "cpu" else {})
+    folder = kit.write_config(kit.WORK / "moe", shape)
+    if options.device == "cpu":
+        kit.write_weights(folder, "cpu", spread=0.1)
+    engines = start_engines(options, folder)
+    report.put("model", shape)
+    try:
+        # TransformerEngine before anything uses cuDNN: where a machine has two, it must load its own.
+        importlib.import_module("tests.gpu.megatron_kit")
+        if options.device == "cuda":
+            kit.write_weights(folder, "cuda")
+            report.put("weights written", True)
+        text = kit.read_text()
+        trainer = train(options, report, folder, text)
+        responses = asyncio.run(sampled(options, report, engines, trainer, folder, text))
+    finally:
+        for name, engine in engines.items():
+            engine.stop()
+            kit.log_tail(f"moe-{name}", options.out)
+    for precision, name in PRECISIONS.items():
+        if precision not in options.precisions or name not in responses:
+            continue
+        try:
+            if precision == "fp8":
+                trainer = in_fp8(options, report, trainer)
+            compare(report, precision, trainer, responses[name])
+        except Exception as error:
+            traceback.print_exc()
+            report.failed(precision, error)
+    kit.close_trainer(trainer)
+
+
+def in_fp8(options: argparse.Namespace, report: kit.Report, trainer: Any) -> Any:
+    """Another trainer, whose layers compute in FP8, of what this one has learnt."""
+    folder = kit.WORK / "moe-trained"
+    began = time.monotonic()
+    trainer.export_hf(str(folder))
+    report.put("seconds of the export", round(time.monotonic() - began, 1))
+    kit.close_trainer(trainer)
+    began = time.monotonic()
+    trainer = kit.start_trainer(config_of(options, "fp8"), folder)
+    report.put("seconds of the FP8 trainer's start", round(time.monotonic() - began, 1))
+    return trainer
+
+
+# --- the table ------------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "tokens rerouted": ("token_mismatch_fraction", "{:.4f}"),
+    "token-layers": ("router_mismatch_fraction", "{:.5f}"),
+    "choices": ("choice_mismatch_fraction", "{:.5f}"),
+    "mean difference": ("logprob_diff_mean", "{:.5f}"),
+    "largest": ("logprob_diff_max", "{:.3f}"),
+    "KL k1": ("rollout_kl_k1", "{:.2e}"),
+    "KL k3": ("rollout_kl", "{:.2e}"),
+    "extreme tokens": ("extreme_token_fraction", "{:.2e}"),
+    "ESS": ("effective_sample_size", "{:.5f}"),
+}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown, values with their intervals."""
+    lines = ["| precision, replay | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for precision in PRECISIONS:
+        for replay in ("off", "on"):
+            row = found.get(f"{precision}, replay {replay}")
+            if row is None:
+                continue
+            cells = []
+            for name, form in COLUMNS.values():
+                value = row[name]
+                if isinstance(value, float):
+                    cells.append(form.format(value))
+                else:
+                    cells.append("{} ({} to {})".format(*(form.format(v) for v in value)))
+            lines.append(f"| {precision}, {replay} | " + " | ".join(cells) + " |")
+    for precision in PRECISIONS:
+        if ratio := found.get(f"{precision}, KL on / off"):
+            text = "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
+            lines.append(f"{precision}: KL with replay over without {text}, target <= {TARGET}")
+    return "\n".join([*lines, PUBLISHED])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=90.0, help="of training")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a training step")
+    parser.add_argument("--responses", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=192, help="tokens")
+    parser.add_argument("--response", type=int, default=256, help="tokens")
+    parser.add_argument("--concurrent", type=int, default=256, help="requests an engine decodes together")
+    parser.add_argument("--patience", type=float, default=150.0, help="seconds for engines after training")
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    options = parser.parse_args()
+    if options.device == "cpu":
+        options.precisions = ["bf16"]
+    kit.WORK.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = kit.Report(options.out / "moe_mismatch.json")
+    try:
+        run(options, report)
+    except Exception as error:
+        traceback.print_exc()
+        report.failed("run", error)
+    text = table(report.found)
+    (options.out / "moe_mismatch.md").write_text(text + "\n")
+    print(text)
+    failed = [name for name in report.found if name.startswith("failed")]
+    for precision in options.precisions:
+        on, off = (report.found.get(f"{precision}, replay {r}", {}) for r in ("on", "off"))
+        if not on or on["choice_mismatch_fraction"][0] != 0 or off["choice_mismatch_fraction"][0] <= 0:
+            failed.append(f"{precision}: experts")
+    print(f"failed: {failed or 'nothing'}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
