@@ -59,6 +59,8 @@ def ray_environment(token: Path) -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
         "RAY_DEDUP_LOGS": "0",
+        # Ray's workers, so trainers and engines, run at nice 15 else: any other process comes before them.
+        "RAY_worker_niceness": "0",
     }
 
 

@@ -50,8 +50,9 @@ class Residence:
     """Moves the memory behind device tensors to the host and back, without new tensors.
 
     The tensor objects, and every view of them that FSDP or an optimiser holds, stay valid.  All of it
-    goes into one pinned buffer, which is kept for the next time, and neighbours on the device go in one
-    copy, so that a model of many small tensors moves at the speed of the bus.
+    goes into one pinned buffer, which is kept for the next time.  Once it has slept, it lies in one piece
+    of device memory, of which neighbours go in one copy, so that a model of many small tensors moves at
+    the speed of the bus.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,6 +60,8 @@ class Residence:
         self._host = torch.empty(0, dtype=torch.uint8)
         self._blocks: dict[int, _Block] = {}
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
+        self._piece = range(0)
+        """Addresses of the device memory that was taken in one piece."""
 
     @property
     def asleep(self) -> bool:
@@ -110,11 +113,11 @@ class Residence:
 
     def _runs(self) -> Iterator[tuple[int, Tensor]]:
         """Place on the host and bytes on the device of blocks that are neighbours on both."""
-        # What lies between neighbours on a CUDA device is the first one's own; on a CPU it is malloc's.
-        merged = self._device.type == "cuda"
 
         def neighbourhood(block: _Block) -> tuple[int, int]:
-            return block.storage.data_ptr() - block.place, 0 if merged else block.place
+            # Elsewhere neighbours may belong to different pieces, and CUDA refuses a copy across those.
+            address = block.storage.data_ptr()
+            return address - block.place, -1 if address in self._piece else block.place
 
         for (shift, _), run in itertools.groupby(self._blocks.values(), neighbourhood):
             blocks = list(run)
@@ -125,7 +128,8 @@ class Residence:
         """One request to the driver, which the allocator then divides, instead of one for every tensor."""
         if self._device.type == "cuda":
             large = sum(_rounded(size) for size in sizes if size > _SMALL)
-            torch.empty(large, dtype=torch.uint8, device=self._device)
+            first = torch.empty(large, dtype=torch.uint8, device=self._device).data_ptr()
+            self._piece = range(first, first + large)
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
