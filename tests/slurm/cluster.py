@@ -134,11 +134,14 @@ def leave_out(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def wait_until(condition: Callable[[], object], timeout: float, what: str) -> object:
+def wait_until(
+    condition: Callable[[], object], timeout: float, what: str, report: Callable[[], str] = str
+) -> object:
+    """Poll until a condition is true; ``report`` is asked what else to say when it never was."""
     end = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > end:
-            raise AssertionError(f"not within {timeout:.0f} s: {what}")
+            raise AssertionError(f"not within {timeout:.0f} s: {what}\n{report()}")
         time.sleep(0.2)
     return value
 
@@ -203,7 +206,7 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-c")
         for i in range(NODES):
             self.power_on(i)
-        wait_until(lambda: self.node_states() == ["idle"] * NODES, 30, "idle nodes")
+        wait_until(lambda: self.node_states() == ["idle"] * NODES, 30, "idle nodes", self.report)
 
     def _daemon(self, *command: str) -> None:
         with (self.root / f"log/{command[0]}.out").open("wb") as log:
@@ -288,6 +291,12 @@ class Cluster:
     def state(self, job: str) -> str:
         match = re.search(r"JobState=(\S+)", self.run("scontrol", "show", "job", "-o", job).stdout)
         return match[1] if match else "GONE"
+
+    def report(self) -> str:
+        """What the controller knows, for the message of a failed test."""
+        queue = self.run("squeue", "--states=all", "--format=%i %P %T %r %S %e %N").stdout
+        log = (self.root / "log/slurmctld.log").read_text(errors="replace")[-3000:]
+        return f"nodes: {self.node_states()}\n{queue}\n{log}"
 
     def processes(self, begun_before: float = float("inf")) -> list[str]:
         """Command lines of what runs on the nodes beside SLURM's and the nodes' own processes.

@@ -43,7 +43,8 @@ class JobRun:
             wait_until(
                 lambda: (s := self.cluster.state(self.job)) in states and s,
                 timeout,
-                f"{states}: {self.report()}",
+                str(states),
+                self.report,
             )
         )
 
@@ -71,7 +72,7 @@ class JobRun:
 
     def wait_outcome(self, attempt: int, timeout: float = 150) -> Outcome:
         outcome = wait_until(
-            lambda: ledger.outcome_of(self.run, attempt), timeout, f"outcome {attempt}: {self.report()}"
+            lambda: ledger.outcome_of(self.run, attempt), timeout, f"outcome {attempt}", self.report
         )
         assert isinstance(outcome, Outcome)
         return outcome
@@ -83,7 +84,7 @@ class JobRun:
 
     def comes_back(self, attempt: int) -> None:
         """Wait until SLURM has started the job again, without any help, and the attempt has begun."""
-        wait_until(lambda: self.run.newest_attempt() >= attempt, 240, f"attempt {attempt}: {self.report()}")
+        wait_until(lambda: self.run.newest_attempt() >= attempt, 240, f"attempt {attempt}", self.report)
 
     def pid_of(self, module: str) -> int:
         """Process id, as this machine sees it, of the run's process that runs a module."""
@@ -119,7 +120,7 @@ class JobRun:
         driver = self.run.attempts / "latest/driver.log"
         if driver.exists():
             output.append(driver.read_text(errors="replace")[-3000:])
-        return "\n".join([self.cluster.state(self.job), *output])
+        return "\n".join([self.cluster.state(self.job), self.cluster.report(), *output])
 
 
 def orhpc(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:

@@ -163,9 +163,9 @@ def cancelled_in_grace(run: JobRun) -> None:
     driver = run.pid_of("orhpc.driver")
     os.kill(driver, signal.SIGSTOP)  # a commit that takes long
     preempt(run.cluster)
-    wait_until(lambda: "SIGUSR2" in run.output(), 40, "the signal")
+    wait_until(lambda: "SIGUSR2" in run.output(), 40, "the signal", run.report)
     run.cluster.run("scancel", run.job)
-    wait_until(lambda: "SIGTERM" in run.output(), 40, "the cancellation's signal")
+    wait_until(lambda: "SIGTERM" in run.output(), 40, "the cancellation's signal", run.report)
     os.kill(driver, signal.SIGCONT)
     outcome = run.wait_outcome(5)
     run.wait_state("CANCELLED")
