@@ -1,0 +1,149 @@
+"""Where the time of a trainer's sleep and wake goes, on one GPU: small tensors and large ones.
+
+    python tests/gpu/residence_check.py
+
+Takes a quarter of a minute.  Each phase's median of five rounds after the first, beside the time that
+the bytes take over the bus (one pinned copy of the same size); the exit code is the number of misses of
+four fifths of its speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from orhpc.train import residence  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+SMOLLM2 = [
+    (576, 576),
+    (192, 576),
+    (192, 576),
+    (576, 576),
+    (1536, 576),
+    (1536, 576),
+    (576, 1536),
+    (576,),
+    (576,),
+]
+"""Parameters of one of SmolLM2-135M's thirty layers."""
+
+Times = dict[str, list[float]]
+
+
+class Timed(residence.Residence):
+    """Says how long each phase took, which a synchronisation after each makes a little longer."""
+
+    def __init__(self, times: Times) -> None:
+        super().__init__(DEVICE)
+        self.times = times
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self.times.setdefault(name, []).append(time.perf_counter() - began)
+
+    def _reserve(self, sizes: object) -> None:
+        with self.phase("reserve"):
+            super()._reserve(sizes)  # type: ignore[arg-type]
+
+    def _runs(self) -> Iterator[tuple[int, torch.Tensor]]:
+        with self.phase("find runs"):
+            found = list(super()._runs())
+        self.times.setdefault("runs", []).append(len(found))
+        return iter(found)
+
+
+def bus(size: int) -> tuple[float, float]:
+    """Seconds that so many bytes take to the host and back."""
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    found: list[float] = []
+    for target, source in ((host, device), (device, host)):
+        rounds: list[float] = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            rounds.append(time.perf_counter() - began)
+        found.append(statistics.median(rounds[1:]))
+    return found[0], found[1]
+
+
+def compare(name: str, shapes: list[tuple[int, ...]]) -> int:
+    tensors = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    check = [t[..., :1].clone() for t in tensors]
+    times: Times = {}
+    whole: Times = {"sleep": [], "wake": []}
+    plain, timed = residence.Residence(DEVICE), Timed(times)
+    for each in (plain, timed):
+        for _ in range(6):
+            for what in ("sleep", "wake"):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                each.sleep(tensors) if what == "sleep" else each.wake()
+                if each is plain:
+                    whole[what].append(time.perf_counter() - began)
+    assert all(torch.equal(t[..., :1], was) for t, was in zip(tensors, check, strict=True))
+    size = sum(t.nbytes for t in tensors)
+    down, up = bus(size)
+    wanted = {"sleep": down, "wake": up}
+    print(f"{name}: {len(tensors)} tensors, {size / 1e9:.2f} GB")
+    missed = 0
+    for what, seconds in whole.items():
+        median = statistics.median(seconds[1:])
+        share = wanted[what] / median
+        missed += share < 0.8
+        took = f"{median:.4f} s (first {seconds[0]:.2f})"
+        print(f"  {what}: {took}, {share:.2f} of the speed of the bus, which takes {wanted[what]:.4f} s")
+    for phase, values in times.items():
+        print(f"    {phase}: {statistics.median(values[1:]):.4f}")
+    print(f"    resize to nothing and back: {resizing(tensors):.4f}; empty_cache {emptying(size):.4f}")
+    return missed
+
+
+def resizing(tensors: list[torch.Tensor]) -> float:
+    """Seconds for the storages alone, from memory that the allocator holds."""
+    storages = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in tensors]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for storage, _ in storages:
+        storage.resize_(0)
+    for storage, size in storages:
+        storage.resize_(size)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def emptying(size: int) -> float:
+    """Seconds to give one piece of memory back to the driver."""
+    torch.cuda.empty_cache()
+    torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    torch.cuda.empty_cache()
+    return time.perf_counter() - began
+
+
+def main() -> int:
+    torch.cuda.set_device(DEVICE)
+    states = 3  # weight, and AdamW's two moments
+    missed = compare("SmolLM2-135M", [(49152, 576)] * states + SMOLLM2 * 30 * states)
+    return missed + compare("large", [(4096, 4096)] * 128)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
