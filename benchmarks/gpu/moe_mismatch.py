@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import shutil
 import sys
 import time
 import traceback
@@ -303,6 +304,7 @@ def run(options: argparse.Namespace, report: kit.Report) -> None:
 def in_fp8(options: argparse.Namespace, report: kit.Report, trainer: Any) -> Any:
     """Another trainer, whose layers compute in FP8, of what this one has learnt."""
     folder = kit.WORK / "moe-trained"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     began = time.monotonic()
     trainer.export_hf(str(folder))
     report.put("seconds of the export", round(time.monotonic() - began, 1))

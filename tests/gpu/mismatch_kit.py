@@ -224,7 +224,7 @@ def start_engine(name: str, folder: Path, device: str, **engine: Any) -> EngineP
             "placement": {"device": device, "devices_per_node": 1},
             "rollout": {
                 "max_total_tokens": context,
-                "max_response_tokens": 64,
+                "max_response_tokens": 1,
                 "record_routes": record_routes,
             },
             "environments": {"none": {"url": "http://127.0.0.1:9"}},
