@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
 from orhpc.train.fp8 import choose_scales
-from orhpc.train.grpo import MetricSums
+from orhpc.train.grpo import LossInputs, MetricSums
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -54,6 +54,21 @@ class Batches(Generic[T]):
             yield self._taken[index]
 
 
+class LossSlots(Protocol):
+    """The sampled slots of a micro-batch that one rank computes the loss of; see :class:`LossInputs`."""
+
+    @property
+    def rollout_logprobs_P(self) -> Tensor: ...
+    @property
+    def advantages_P(self) -> Tensor: ...
+    @property
+    def mask_P(self) -> Tensor: ...
+    @property
+    def segments_P(self) -> Tensor: ...
+    @property
+    def n_segments(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """One micro-batch with what earlier passes of the step computed for it; ``[P]`` float32."""
@@ -61,6 +76,20 @@ class TrainingBatch:
     batch: PackedBatch
     old_logprobs_P: Tensor | None = None
     reference_logprobs_P: Tensor | None = None
+
+    def loss_inputs(self, slots: LossSlots, logprobs_P: Tensor, entropy_P: Tensor) -> LossInputs:
+        """With ``slots``, this rank's part of :attr:`batch` on its device, and what the model says of it."""
+        return LossInputs(
+            logprobs_P=logprobs_P,
+            old_logprobs_P=self.old_logprobs_P,
+            rollout_logprobs_P=slots.rollout_logprobs_P,
+            advantages_P=slots.advantages_P,
+            mask_P=slots.mask_P,
+            segments_P=slots.segments_P,
+            n_segments=slots.n_segments,
+            entropy_P=entropy_P,
+            reference_logprobs_P=self.reference_logprobs_P,
+        )
 
 
 @dataclass(frozen=True, slots=True)

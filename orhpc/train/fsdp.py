@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from orhpc.errors import ModelError
 from orhpc.train.backend import Batches, Role, Shard, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
-from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
+from orhpc.train.grpo import MetricSums, packed_loss
 from orhpc.train.model import (
     DTYPES,
     DeviceBatch,
@@ -214,17 +214,7 @@ class FsdpBackend:
         batch = DeviceBatch.of(training.batch, self.device)
         settings = self.config.algorithm
         logprobs_P, entropy_P = self.policy(batch, entropy_gradient=settings.entropy_coef != 0)
-        inputs = LossInputs(
-            logprobs_P=logprobs_P,
-            old_logprobs_P=training.old_logprobs_P,
-            rollout_logprobs_P=batch.rollout_logprobs_P,
-            advantages_P=batch.advantages_P,
-            mask_P=batch.mask_P,
-            segments_P=batch.segments_P,
-            n_segments=batch.n_segments,
-            entropy_P=entropy_P,
-            reference_logprobs_P=training.reference_logprobs_P,
-        )
+        inputs = training.loss_inputs(batch, logprobs_P, entropy_P)
         loss, metrics = packed_loss(inputs, settings, n_samples=n_samples, n_tokens=n_tokens)
         # The normaliser already counts all ranks; FSDP averages gradients, so it is taken out again.
         (loss * self.world_size).backward()

@@ -172,17 +172,7 @@ class MegatronBackend:
         def loss(logprobs_P: Tensor, entropy_P: Tensor, training: TrainingBatch, batch: RankBatch) -> Tensor:
             if not training.batch.sample_ids:
                 return (logprobs_P + entropy_P).sum() * 0.0
-            inputs = LossInputs(
-                logprobs_P=logprobs_P,
-                old_logprobs_P=training.old_logprobs_P,
-                rollout_logprobs_P=batch.rollout_logprobs_P,
-                advantages_P=batch.advantages_P,
-                mask_P=batch.mask_P,
-                segments_P=batch.segments_P,
-                n_segments=batch.n_segments,
-                entropy_P=entropy_P,
-                reference_logprobs_P=training.reference_logprobs_P,
-            )
+            inputs = training.loss_inputs(batch, logprobs_P, entropy_P)
             value, found = packed_loss(inputs, self.config.algorithm, n_samples=n_samples, n_tokens=n_tokens)
             if self.reports:
                 metrics.add(found)
