@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from orhpc.errors import ModelError
 from orhpc.train.backend import Batches, Role, Shard, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
+from orhpc.train.gather import ELEMENTS, gathered
 from orhpc.train.grpo import MetricSums, packed_loss
 from orhpc.train.model import (
     DTYPES,
@@ -238,16 +240,28 @@ class FsdpBackend:
     def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self._named(self.policy))
         buffers = dict(saved_buffers(self.policy.hf))
+        for group in self._groups(names):
+            whole = self._whole({n: local(parameters[n]) for n in group if n in parameters})
+            for name in group:
+                tensor = buffers[name] if name in buffers else whole.pop(name)
+                yield from self._hf_names.split(name, tensor).items()
+
+    def _groups(self, names: Iterable[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        size = 0
         for name in names:
-            if name in buffers:
-                yield from self._hf_names.split(name, buffers[name]).items()
-                continue
-            parameter = parameters[name].detach()
-            # Converted before it is gathered: half the bytes in half precision.
-            converted = parameter.to(self.dtype)
-            full_tensor = getattr(converted, "full_tensor", None)
-            whole = full_tensor() if full_tensor is not None else converted
-            yield from self._hf_names.split(name, whole).items()
+            group.append(name)
+            size += prod(self._shapes.get(name, ()))
+            if size >= ELEMENTS:
+                yield group
+                group, size = [], 0
+        yield group
+
+    def _whole(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters as the model computes with them, out of what each rank holds (collective)."""
+        if self.world_size > 1:
+            return gathered(rows, self._shapes, self.dtype, self.world_size)
+        return {name: whole.to(self.dtype) for name, whole in rows.items()}
 
     def shards(self) -> list[Shard]:
         result: list[Shard] = []
