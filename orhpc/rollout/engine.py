@@ -161,7 +161,7 @@ class EngineProcess(ServerProcess):
         else:
             options = sglang_options(config, model_dir, host, port, index, part)
             argv = [sys.executable, "-m", "orhpc.rollout.sglang_server", *arguments(options)]
-        super().__init__(f"http://{host}:{port}", argv, _environment(config, part), key, log_path)
+        super().__init__(f"http://{host}:{port}", argv, server_environment(config, part), key, log_path)
 
 
 def _cpu_command(
@@ -194,7 +194,7 @@ def _thread_share(config: Config) -> int:
     return max(1, len(os.sched_getaffinity(0)) // on_this_node)
 
 
-def _environment(config: Config, part: EnginePart) -> dict[str, str]:
+def server_environment(config: Config, part: EnginePart) -> dict[str, str]:
     """Variables of the server's process: its GPUs, and what SGLang reads from nowhere else."""
     environment = dict(os.environ)
     if config.placement.device == "cpu":

@@ -6,9 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from orhpc.config import Config
 from orhpc.fleet.engines import _engine
 from orhpc.launch.placement import Node, plan
+from orhpc.rollout.engine import server_environment
 from orhpc.rollout.sglang_command import EnginePart
 
 HOSTS = tuple(Node(f"n{i}", f"10.0.0.{i + 1}", 16) for i in range(4))
@@ -64,3 +67,20 @@ def test_where_some_devices_are_shared_only_their_engines_take_turns() -> None:
     mixed = {"nodes": 1, "devices_per_node": 4, "mode": "mixed", "trainer_devices": 2, "engine_devices": 4}
     parts = [args[-1] for _, started in parts_of(mixed, tp=2) for args in started]
     assert [(p.devices, p.shares) for p in parts] == [((0, 1), True), ((2, 3), False)]
+
+
+def test_what_a_server_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(**model: str) -> dict[str, str]:
+        environments = {"a/b": {"serve": "letters"}}
+        config = Config.model_validate({"model": model, "environments": environments})
+        return server_environment(config, EnginePart(devices=(2,)))
+
+    for name in ("CUDA_VISIBLE_DEVICES", "TRITON_F32_DEFAULT", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"):
+        monkeypatch.delenv(name, raising=False)
+    usual = given()
+    assert usual["CUDA_VISIBLE_DEVICES"] == "2"
+    assert usual["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
+    assert "TRITON_F32_DEFAULT" not in usual
+    assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")  # whoever sets it knows better
+    assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "tf32x3"
