@@ -84,13 +84,14 @@ class RayNode:
     def begin_head(self) -> str:
         """Start GCS and raylet; returns the address that others join once :meth:`await_head` is over."""
         # One block for all: a port found by itself may lie in the range of those found next.
-        self._port, clients, *others = free_ports(2 + _PORTS, self.address, consecutive=True)
+        self._port, clients, metrics, *others = free_ports(3 + _PORTS, self.address, consecutive=True)
         role = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
         # The server for Ray clients cannot be left out; at its default port two jobs would meet.
         role += ["--ray-client-server-port", str(clients)]
         # Its monitor is for clusters that grow by themselves, and listens on all interfaces.
         role += ["--no-monitor"]
-        self._start(role, others)
+        # The dashboard's process runs even where it serves nothing but its own metrics.
+        self._start(role, others, variables={"DASHBOARD_METRIC_PORT": str(metrics)})
         return f"{self.address}:{self._port}"
 
     def await_head(self, timeout_s: float = 120.0) -> None:
@@ -117,7 +118,9 @@ class RayNode:
 
     def join(self, head: str) -> None:
         """Join the head at ``address:port``, as soon as it answers there."""
-        self._start(["--address", head], free_ports(_PORTS, self.address, consecutive=True), head)
+        ports = free_ports(_PORTS, self.address, consecutive=True)
+        proxies = {name: os.environ[name] for name in NO_PROXY if name in os.environ}
+        self._start(["--address", head], ports, head=head, variables=proxies)
 
     def joined(self) -> bool:
         """Whether this node has been in the cluster."""
@@ -144,7 +147,9 @@ class RayNode:
             "TORCHINDUCTOR_CACHE_DIR": caches,
         }
 
-    def _start(self, role: list[str], ports: list[int], head: str | None = None) -> None:
+    def _start(
+        self, role: list[str], ports: list[int], *, variables: dict[str, str], head: str | None = None
+    ) -> None:
         servers, workers = ports[: len(_SERVERS)], ports[len(_SERVERS) :]
         words = ["start", "--block", "--disable-usage-stats"]
         words += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._scratch.ray)]
@@ -159,7 +164,6 @@ class RayNode:
             self.load()
         assert self._process is not None
         assert self._process.stdin is not None
-        variables = {name: os.environ[name] for name in NO_PROXY if name in os.environ}
         order = json.dumps({"words": words, "variables": variables, "head": head})
         # One that has ended in the meantime is no longer alive, which is looked at all the time.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:

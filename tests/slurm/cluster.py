@@ -245,9 +245,12 @@ class Cluster:
     def kill_slurmd(self, i: int) -> None:
         """SIGKILL to slurmd alone; the tasks on the node live on."""
         inner = (self.root / f"slurmd.n{i}.inner").read_text().strip()
-        subprocess.run(
-            ["nsenter", "-t", str(self._nodes[i][1]), "-p", "-m", "kill", "-KILL", inner], check=True
-        )
+        self.on_node(i, "kill", "-KILL", inner)
+
+    def on_node(self, i: int, *command: str) -> str:
+        """Run a command on a node, outside any job; returns what it prints."""
+        enter = ["nsenter", "-t", str(self._nodes[i][1]), "-n", "-p", "-m"]
+        return subprocess.run([*enter, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def start_slurmd(self, i: int) -> None:
         """Start slurmd again on a node where it was killed."""

@@ -19,7 +19,7 @@ from orhpc.launch import ledger
 from orhpc.launch.first_node import SECRETS
 from orhpc.launch.ledger import Outcome
 from orhpc.rundir import RunDir
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import NODES, Cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("placement.devices_per_node=1", "rollout.batch_size=4")
@@ -158,6 +158,15 @@ def assert_nothing_left(run: JobRun) -> None:
     wait_until(lambda: not cluster.processes(), 45, f"left over: {cluster.processes()}")
     assert not (files := cluster.files()), files
     assert [f for f in run.run.attempts.glob("*/*") if f.name in SECRETS] == []
+
+
+def assert_no_server_on_an_ephemeral_port(cluster: Cluster) -> None:
+    """What jobs serve on all interfaces of a node has ports that no outgoing connection can have taken."""
+    for node in range(NODES):
+        floor = cluster.on_node(node, "cat", "/proc/sys/net/ipv4/ip_local_port_range").split()[0]
+        listed = cluster.on_node(node, "ss", "-ltnpH", f"sport >= :{floor}").splitlines()
+        everywhere = [line for line in listed if line.split()[3].startswith(("0.0.0.0:", "*:", "[::]:"))]
+        assert [line for line in everywhere if '"srun"' not in line] == []
 
 
 @dataclass(frozen=True)

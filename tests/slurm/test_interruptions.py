@@ -18,6 +18,7 @@ from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import (
     JobRun,
     assert_back,
+    assert_no_server_on_an_ephemeral_port,
     assert_nothing_left,
     assert_one_wandb_run,
     assert_whole,
@@ -38,6 +39,7 @@ def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
     split = ("placement.mode=split", "placement.trainer_devices=2")
     run = sbatch(cluster, root, *LONG, *split, options=("--partition=low", "--nodes=4"))
     run.wait_step(1, 2)
+    assert_no_server_on_an_ephemeral_port(cluster)
     preempt(cluster)
     first = run.wait_outcome(1)
     assert first.reason is Reason.PREEMPTED
