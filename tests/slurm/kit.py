@@ -233,7 +233,9 @@ def assert_one_wandb_run(run: JobRun) -> None:
 
 
 def preempt(cluster: Cluster) -> str:
-    """Submit a job that takes the whole cluster for a moment."""
+    """Submit a job that takes the whole cluster for a moment, once every node can be taken."""
+    usable = {"idle", "allocated", "mixed"}  # one whose slurmd was lost may be completing for a while
+    wait_until(lambda: usable.issuperset(cluster.node_states()), 150, "nodes that work", cluster.report)
     command = ["sbatch", "--parsable", "-p", "high", "--nodes=4", "--exclusive", "--output=/dev/null"]
     return cluster.run(*command, "--wrap=sleep 1").stdout.strip()
 
