@@ -2,14 +2,17 @@
 
     python tests/gpu/residence_check.py
 
-Takes a quarter of a minute.  Each phase's median of five rounds after the first, beside the time that
-the bytes take over the bus (one pinned copy of the same size); the exit code is the number of misses of
-four fifths of its speed.
+Takes half a minute.  Each phase's median of five rounds after the first, beside the time that the bytes
+take over the bus (one pinned copy of the same size), with torch's usual device memory and with
+``expandable_segments``, which the driver maps in another way; the exit code is the number of misses of
+four fifths of the bus's speed.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -138,7 +141,18 @@ def emptying(size: int) -> float:
     return time.perf_counter() - began
 
 
+def apart(kind: str) -> int:
+    """Run the comparison with one kind of device memory in a process of its own."""
+    print(f"== {kind}", flush=True)
+    settings = {} if kind == "usual" else {"PYTORCH_CUDA_ALLOC_CONF": kind}
+    return subprocess.run(
+        [sys.executable, __file__, kind], env={**os.environ, **settings}, check=False
+    ).returncode
+
+
 def main() -> int:
+    if len(sys.argv) == 1:
+        return sum(apart(kind) for kind in ("usual", "expandable_segments:True"))
     torch.cuda.set_device(DEVICE)
     states = 3  # weight, and AdamW's two moments
     missed = compare("SmolLM2-135M", [(49152, 576)] * states + SMOLLM2 * 30 * states)
