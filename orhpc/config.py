@@ -210,8 +210,9 @@ class TrainSettings(Section):
 class CheckpointSettings(Section):
     """What is kept, and where a run starts."""
 
-    save_interval: Positive = 10
-    """Steps between commits."""
+    save_interval: Positive | None = 10
+    """Steps between commits; null: none is ever made, also not at the end, so a resume starts from nothing.
+    For measurements of models whose commits no disk here would hold."""
     keep: Positive = 2
     """Newest commits kept."""
     keep_every: Positive | None = None

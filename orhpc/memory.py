@@ -18,6 +18,8 @@ GIB = 1 << 30
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
 """Adam's two moments of one element, float32."""
+OFFLOADED_BYTES = MASTER_BYTES + MOMENT_BYTES + 4
+"""Of one offloaded element in host memory: megatron-core keeps a copy of its gradient there too."""
 RESERVED_BYTES = 3 * GIB
 """Device memory that no tensor gets: the CUDA context, communication buffers, fragmentation."""
 
@@ -128,9 +130,13 @@ class TrainerMemory:
     activations: int
     head: int
     """Beyond a recomputed layer's activations, which are not there at the same time."""
+    offloaded: int = 0
+    """In host memory, for the share of the optimiser that lives there; no part of the device's.  What is
+    pinned of it may take up to twice its size: torch's pinned memory comes in powers of two."""
 
     def parts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Of the device."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "offloaded"}
 
     @property
     def total(self) -> int:
@@ -196,6 +202,7 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
         reference=element * here if demand.reference else 0,
         activations=kept + layer,
         head=max(0, _head(shape, layout, demand) - layer) if last else 0,
+        offloaded=round(optimiser / per_element * OFFLOADED_BYTES * demand.offloaded),
     )
 
 

@@ -80,7 +80,8 @@ class Saver:
         """Note a completed step, finalise a finished save, begin one when it is due."""
         self.state = state
         await self.poll()
-        if state.step % self._settings.save_interval == 0:
+        interval = self._settings.save_interval
+        if interval is not None and state.step % interval == 0:
             await self._begin(state)
 
     async def poll(self) -> None:
@@ -100,6 +101,8 @@ class Saver:
     async def finish(self) -> None:
         """Commit the last completed step, unless it is, and wait until it is durable."""
         await self._wait()
+        if self._settings.save_interval is None:
+            return
         if self._parent is None or self._parent.step < self.state.step:
             await self._begin(self.state)
             await self._wait()
@@ -110,6 +113,8 @@ class Saver:
         What failed then costs no step, however long ago the last commit was.  Never raises: the failure
         it follows is what counts.
         """
+        if self._settings.save_interval is None:
+            return
         if self._parent is not None and self._parent.step == self.state.step:
             return
         try:

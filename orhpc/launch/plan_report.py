@@ -207,9 +207,24 @@ def lines(run: RunPlan) -> Iterator[str]:
     yield from _engine_lines(run)
     yield _lead_line(run.config)
     if p.mode == "colocated" and run.placement.engines and p.device == "cuda":
-        here = min(p.devices_per_node, run.layout.ranks)
-        yield f"host memory a node while engines have the devices: {_gib(run.trainer.kept * here)} GiB"
+        yield f"host memory a node while engines have the devices: {_gib(asleep_bytes(run))} GiB"
+    if run.trainer.offloaded:
+        yield f"host memory a node for the offloaded optimiser: at least {_gib(offloaded_bytes(run))} GiB"
     yield f"limit: {limit(run)}"
+
+
+def asleep_bytes(run: RunPlan) -> int:
+    """Host memory of one node for what its trainers hold while engines have their devices."""
+    return run.trainer.kept * _ranks_of_a_node(run)
+
+
+def offloaded_bytes(run: RunPlan) -> int:
+    """Host memory of one node for the share of the optimiser that is offloaded, without its rounding."""
+    return run.trainer.offloaded * _ranks_of_a_node(run)
+
+
+def _ranks_of_a_node(run: RunPlan) -> int:
+    return min(run.config.placement.devices_per_node, run.layout.ranks)
 
 
 def _lead_line(config: Config) -> str:

@@ -132,9 +132,10 @@ class TrainerRank:
         then one optimiser step a mini-batch.  Returns metrics over all ranks and mini-batches:
         ``loss``, ``grad_norm``, ``lr``, ``clip_fraction``, ``entropy``, ``kl``,
         ``logprob_diff_mean`` and ``_max`` (train against rollout), ``tokens``, ``seconds_*`` (the
-        slowest rank's).  Raises NonFinite, OutOfMemory, StopRequested, InfraError, DataError.
+        slowest rank's), on GPUs ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
+        InfraError, DataError.
         """
-        report = StepReport()
+        report = StepReport(self.device)
         with typed_failures(f"step {step}"), self._counting_steps():
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):

@@ -33,6 +33,19 @@ def memory(device: torch.device) -> dict[str, float]:
     return {"own_bytes": float(own), "other_bytes": float(total - free - own)}
 
 
+def start_peak(device: torch.device) -> None:
+    """From here on :func:`peak_gb` counts anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gb(device: torch.device) -> dict[str, float]:
+    """The most that tensors of this process held at once, in 10^9 bytes; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"memory_trainer_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """The memory behind some tensors, and its place in the host's buffer."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from orhpc.train.backend import Update
 from orhpc.train.grpo import MetricSums
+from orhpc.train.residence import peak_gb, start_peak
 from orhpc.train.stopping import agree
 
 TOKEN_MEANS = {
@@ -34,7 +35,9 @@ ROUTE_FRACTIONS = {"pairs": "router_mismatch_fraction", "tokens": "token_mismatc
 class StepReport:
     """Collects one rank's numbers of a step and reduces them over all ranks at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        start_peak(device)
+        self._device = device
         self._metrics = MetricSums()
         self._seconds: dict[str, float] = {"fetch": 0.0, "old_logprobs": 0.0, "reference": 0.0}
         self._updates: list[Update] = []
@@ -60,8 +63,9 @@ class StepReport:
         """Return the step's metrics over all ranks (collective).
 
         Means are over sampled tokens of all mini-batches; ``loss``, ``grad_norm`` and ``lr`` are means
-        over optimiser steps; ``seconds_*`` are the slowest rank's.  A step without any optimiser step
-        has only ``optimiser_steps`` 0 and its times.
+        over optimiser steps; ``seconds_*`` are the slowest rank's, ``memory_trainer_peak_gb`` (10^9 bytes,
+        on GPUs) is the fullest rank's.  A step without any optimiser step has only ``optimiser_steps`` 0,
+        its times and its memory.
         """
         sums = {name: float(value) for name, value in self._metrics.sums.items()}
         sums["packed_tokens"] = float(self._packed_tokens)
@@ -69,6 +73,7 @@ class StepReport:
         self._seconds["total"] = time.perf_counter() - self._started
         maxima = {name: float(value) for name, value in self._metrics.maxima.items()}
         maxima |= {f"seconds_{name}": value for name, value in self._seconds.items()}
+        maxima |= peak_gb(self._device)
         sums, maxima = _over_ranks(sums, dist.ReduceOp.SUM), _over_ranks(maxima, dist.ReduceOp.MAX)
         steps = len(self._updates)
         result = {**maxima, "optimiser_steps": float(steps), "packed_tokens": sums["packed_tokens"]}

@@ -240,3 +240,20 @@ def test_planning_loads_neither_torch_nor_ray(config: str) -> None:
     subprocess.run(
         [sys.executable, "-c", code, "plan", config, "--nodes", "8"], check=True, capture_output=True
     )
+
+
+def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of 12 bytes an element goes; in host memory they are 16, with the gradient's copy."""
+    words = ["plan", config, "--device-memory", "139", "train.backend=megatron", "megatron.ep=4"]
+    split = ["placement.devices_per_node=8", "placement.mode=split", "placement.trainer_devices=4"]
+    assert main([*words, *split, "megatron.offload_optimizer=0.5"]) == EXIT_OK
+    out = capsys.readouterr().out
+    found = re.search(r"for the offloaded optimiser: at least ([\d.]+) GiB", out)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(QWEN.parameters * 16 / 2 / 2**30, rel=0.01)
+    rows = dict(re.findall(r"^  (\w+) +([\d.]+)", out, re.MULTILINE))
+    assert float(rows["optimiser"]) == pytest.approx(QWEN.parameters * 12 / 2 / 4 / 2**30, rel=0.02)
+    assert main([*words, *split]) == EXIT_CONFIG
+    assert "offloaded optimiser" not in capsys.readouterr().out
