@@ -1,0 +1,391 @@
+"""Qwen3-30B-A3B's shapes at full size on one node: the whole loop by the ordinary entry, and what it costs.
+
+    python benchmarks/gpu/one_node.py --out DIR [--cases bf16 fp8 split restart plain] [--seconds 560]
+
+Weights are random, rollouts are those of a bundled environment, and every run is
+``python -m orhpc.launch --local configs/qwen3-30b-a3b-node*.yaml`` with overrides: ``bf16`` and ``fp8``
+(co-located on all GPUs), ``split`` (half train with an offloaded optimiser, half serve), ``restart``
+(fewer layers, so that commits fit the disk: SIGTERM in the middle, then the same command again) and
+``plain`` (``bf16`` without routing replay, for its KL).  A case that was measured before, by
+``DIR/one_node.json``, is left out, so that the same command goes on where a time limit ended it.  Events are
+copied to DIR as they come; the report, beside published figures, is printed last and by ``--report DIR``.
+
+``--gpus``, ``--layers``, ``--tp``, ``--ep`` and ``--engine-tp`` fit it to fewer GPUs; ``--device cpu --size
+tiny`` (with ``PYTHONPATH=tests/megatron/site``) tries it without any.  What each case would take is checked
+against the machine first, GPU memory, host memory and disk, and what does not fit is not started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu import one_node_report as figures  # noqa: E402
+from orhpc.config import Config  # noqa: E402
+from orhpc.config_files import load_config  # noqa: E402
+from orhpc.errors import OrhpcError  # noqa: E402
+from orhpc.events import read_events, steps_of  # noqa: E402
+from orhpc.launch.plan_report import asleep_bytes, check_fit, make_plan, offloaded_bytes  # noqa: E402
+from orhpc.memory import GIB, MASTER_BYTES, MOMENT_BYTES  # noqa: E402
+from tests.gpu.random_model import model_config, write_model  # noqa: E402
+from tests.gpu.sglang_check import KERNELS  # noqa: E402
+
+COLOCATED, SPLIT = "configs/qwen3-30b-a3b-node.yaml", "configs/qwen3-30b-a3b-node-split.yaml"
+PROMPT_TOKENS = 256
+"""Room for the prompt: the environment's are about 100 bytes."""
+GRAPHS = [1, 8, 32, 64, 128, 256]
+PROCESS_BYTES = 5 * GIB
+"""Host memory of one trainer rank or engine rank beside weights: libraries, CUDA, NCCL."""
+OFFLOAD_ROUNDING = 1.5
+"""torch's pinned memory comes in powers of two: this model's experts take 4/3 of their size."""
+LEAVE_S = 30.0
+_WEIGHT_BYTES = 2
+CPU = (
+    "placement.device=cpu", "engine.backend=cpu", "engine.max_running=32", "engine.threads=1",
+    "engine.extra={load_format: dummy}", "model.dtype=float32", "rollout.workers_per_node=1",
+    "environments.orhpc/arithmetic.replicas=1", "train.threads=1", "train.max_tokens_per_gpu=1024",
+    "train.logprob_chunk_tokens=1024",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, or two where it is stopped in the middle."""
+
+    name: str
+    config: str
+    layers: int
+    overrides: tuple[str, ...]
+    stop_at: int | None = None
+    """SIGTERM when so many steps are done; then the same command again."""
+
+
+@dataclass
+class Outcome:
+    """What is known of a case; written as it comes."""
+
+    name: str
+    overrides: list[str]
+    machine: str
+    gpus: int
+    trainer_gpus: int
+    engine_gpus: int
+    layers: int
+    exits: list[int] = field(default_factory=list)
+    began: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+    stopped: float | None = None
+    """When SIGTERM was sent; seconds since the epoch, like the others."""
+    planned_gb: float = 0.0
+    """Largest trainer memory by ``orhpc plan``."""
+    parameters: int = 0
+    flops: dict[str, float] = field(default_factory=dict)
+    """Of one token's training without recomputation, at the mean length ``length``."""
+    problem: str = ""
+
+
+def cases(options: argparse.Namespace) -> dict[str, Case]:
+    """Every case on the devices of the options."""
+    steps, half = options.steps, max(1, options.gpus // 2)
+    cut = min(options.cut_layers, options.layers)
+    colocated = layout(options, options.gpus, options.gpus)
+    split = (
+        *layout(options, half, options.gpus - half), f"placement.trainer_devices={half}",
+        f"megatron.offload_optimizer={options.offload if options.device == 'cuda' else 0}",
+    )  # fmt: skip
+    every = max(1, steps // 2)
+    saving = (f"checkpoint.save_interval={every}", "checkpoint.keep=1")
+    found = [
+        Case("bf16", COLOCATED, options.layers, (*colocated, f"train.steps={steps}")),
+        Case("fp8", COLOCATED, options.layers, (*colocated, f"train.steps={steps}", "precision=fp8")),
+        Case("split", SPLIT, options.layers, (*split, f"train.steps={steps}")),
+        Case("restart", COLOCATED, cut, (*colocated, f"train.steps={steps}", *saving), stop_at=every + 1),
+        Case(
+            "plain",
+            COLOCATED,
+            options.layers,
+            (*colocated, f"train.steps={min(steps, 3)}", "train.routing_replay=false"),
+        ),
+    ]
+    return {case.name: case for case in found}
+
+
+def layout(options: argparse.Namespace, trainers: int, engines: int) -> tuple[str, ...]:
+    """How the model is divided over so many GPUs of each side."""
+    wanted = {
+        "megatron.tp": min(options.tp, trainers),
+        "megatron.ep": min(options.ep, trainers),
+        "engine.tp": 1 if options.device == "cpu" else min(options.engine_tp, engines),
+    }
+    return tuple(f"{name}={value}" for name, value in wanted.items())
+
+
+def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[str]:
+    """All overrides of a case: the machine's, the model's, its own, then the user's."""
+    rollouts = options.groups * options.samples
+    words = [
+        f"run.root={options.work / 'runs'}", f"run.name={case.name}", "wandb.enabled=false",
+        f"model.path={folder}", f"placement.devices_per_node={options.gpus}",
+        f"rollout.batch_size={options.groups}", f"rollout.n_samples={options.samples}",
+        f"rollout.max_response_tokens={options.response}",
+        f"rollout.max_total_tokens={options.response + PROMPT_TOKENS}",
+        "rollout.custom_reward=tests.gpu.random_model:even_tokens",
+        f"train.global_batch_size={rollouts}", "checkpoint.save_interval=null",
+    ]  # fmt: skip
+    if options.device == "cpu":
+        words += CPU
+    elif not options.own_kernels:
+        kernels = KERNELS | {"cuda_graph_bs_decode": GRAPHS}
+        words += [f"engine.extra.{name}={json.dumps(value)}" for name, value in kernels.items()]
+    return [*words, *case.overrides, *options.set]
+
+
+def model_folder(case: Case, options: argparse.Namespace) -> Path:
+    return options.work / f"{options.size}-{case.layers}"
+
+
+def config_of(case: Case, options: argparse.Namespace) -> Config:
+    """The run's config, over a folder that holds no more of the model than its shape."""
+    folder = options.work / f"{options.size}-{case.layers}-shape"
+    if not (folder / "config.json").exists():
+        model_config(case.layers, options.size).save_pretrained(folder)
+    return load_config(ROOT / case.config, overrides_of(case, options, folder))
+
+
+# --- what fits ------------------------------------------------------------------------------------------
+
+
+def machine() -> tuple[str, float]:
+    """Name of the first GPU and the GiB of its memory; no CUDA context is made for it."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "cpu", 0.0
+    name, mib = said.rsplit(",", 1)
+    return name.strip(), float(mib) / 1024
+
+
+def host_bytes() -> int:
+    """Memory that this machine, or the control group this runs in, has."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return pages
+    return pages if limit == "max" else min(pages, int(limit))
+
+
+def check(case: Case, options: argparse.Namespace, outcome: Outcome) -> str:
+    """What a case takes, as text.
+
+    Raises:
+        OrhpcError: the layout cannot be, or a GPU would not hold its part.
+        MemoryError, OSError: host memory, or the disk, would not do.
+    """
+    config = config_of(case, options)
+    gib = options.gpu_gib or 1.0
+    plan = make_plan(config, gib)
+    check_fit(plan)
+    length = options.response + PROMPT_TOKENS // 2
+    outcome.planned_gb, outcome.parameters = plan.trainer.total / 1e9, plan.shape.parameters
+    outcome.flops = {"length": float(length), "token": plan.shape.training_flops(length)}
+    ranks = config.placement.trainer_ranks + config.placement.rollout_devices
+    asleep = asleep_bytes(plan) if config.placement.shared_devices and options.device == "cuda" else 0
+    host = asleep + OFFLOAD_ROUNDING * offloaded_bytes(plan) + ranks * PROCESS_BYTES
+    state = plan.shape.parameters * (MASTER_BYTES + MOMENT_BYTES)
+    disk = 0 if model_folder(case, options).exists() else plan.shape.parameters * _WEIGHT_BYTES
+    commits = 0
+    if config.checkpoint.save_interval is not None:
+        commits, host = (config.checkpoint.keep + 1) * state, host + state  # a copy is written in peace
+    if options.device == "cuda" and host > options.host_gib * GIB:
+        raise MemoryError(f"host memory: about {host / GIB:.0f} GiB wanted, {options.host_gib:.0f} there")
+    free = shutil.disk_usage(options.work).free
+    if disk + commits > free:
+        raise OSError(
+            f"disk: model {disk / 1e9:.0f} GB, commits {commits / 1e9:.0f} GB, free {free / 1e9:.0f} GB"
+        )
+    return (
+        f"{case.name}: trainer {plan.trainer.total / GIB:.1f} GiB a GPU of {gib:.0f}, engine weights "
+        f"{plan.engine_weights / GIB:.1f}; host about {host / GIB:.0f} GiB; commits {commits / 1e9:.0f} GB"
+    )
+
+
+# --- running --------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, options: argparse.Namespace, outcome: Outcome, until: float) -> None:
+    """Make the model, then run until the steps are done, or the deadline."""
+    began = time.monotonic()
+    folder = write_model(model_folder(case, options), case.layers, options.size)
+    print(f"   {folder.name}: there after {time.monotonic() - began:.1f} s", flush=True)
+    runs = options.work / "runs" / case.name
+    shutil.rmtree(runs, ignore_errors=True)
+    stop_at = case.stop_at
+    while True:
+        code = launch(case, options, outcome, runs, stop_at, until)
+        outcome.exits.append(code)
+        save(options, outcome)
+        if code != 75 or stop_at is None:
+            break
+        stop_at = None
+    if code != 0:
+        keep_failure(case, options, runs)
+    shutil.rmtree(runs, ignore_errors=True)
+
+
+def launch(
+    case: Case, options: argparse.Namespace, outcome: Outcome, run: Path, stop_at: int | None, until: float
+) -> int:
+    """One start of the run by the ordinary entry; 124 when the deadline ended it."""
+    command = [sys.executable, "-m", "orhpc.launch", "--local", case.config]
+    # Ray ends processes at 95 % of memory, page cache of the model's files included.
+    env = {**os.environ, "RAY_memory_monitor_refresh_ms": "0"}
+    outcome.began.append(time.time())
+    with (options.work / f"{case.name}.log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, *overrides_of(case, options, model_folder(case, options))], cwd=ROOT, env=env,
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    late = False
+    try:
+        while process.poll() is None:
+            time.sleep(1.0)
+            done = max(steps_of(copy_events(case, options, run)), default=0)
+            late = time.monotonic() > until
+            if late:
+                break
+            if stop_at is not None and done >= stop_at:
+                stop_at, outcome.stopped = None, time.time()
+                process.send_signal(signal.SIGTERM)
+                save(options, outcome)
+    finally:
+        leave(process)
+        outcome.ended.append(time.time())
+        copy_events(case, options, run)
+    return 124 if late else process.returncode
+
+
+def leave(process: subprocess.Popen[bytes]) -> None:
+    """End what still runs: asked twice it leaves without a commit."""
+    for _ in range(2):
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(1.0)
+    try:
+        process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # what it started ends with it
+        process.wait()
+
+
+def copy_events(case: Case, options: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
+    source = run / "events.jsonl"
+    if not source.exists():
+        return []
+    shutil.copy(source, options.out / f"{case.name}-events.jsonl")
+    return read_events(source)
+
+
+def keep_failure(case: Case, options: argparse.Namespace, run: Path) -> None:
+    """The ends of a failed case's logs, for all cases in one file."""
+    with (options.out / "failures.txt").open("a") as file:
+        for log in [options.work / f"{case.name}.log", *sorted(run.glob("attempts/*/*.log"))]:
+            lines = log.read_text(errors="replace").splitlines()[-60:]
+            file.write(f"--- {case.name}: {log.name}\n" + "\n".join(lines)[-12000:] + "\n")
+
+
+def save(options: argparse.Namespace, outcome: Outcome) -> None:
+    path = options.out / figures.OUTCOMES
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[outcome.name] = asdict(outcome)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(known, indent=1))
+    part.replace(path)
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    numbers = {
+        "gpus": 8, "layers": 48, "tp": 2, "ep": 8, "engine-tp": 2, "steps": 10, "groups": 32, "samples": 16,
+        "response": 256, "cut-layers": 8,
+    }  # fmt: skip
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    parser.add_argument("--cases", nargs="*", default=["bf16", "split", "restart", "fp8", "plain"])
+    parser.add_argument("--seconds", type=float, default=560.0, help="of all, the report included (560)")
+    parser.add_argument("--case-seconds", type=float, default=420.0, help="of one case at most (420)")
+    parser.add_argument("--offload", type=float, default=0.5, help="share of the optimiser, of split (0.5)")
+    parser.add_argument("--out", type=Path, help="small files: events, figures, ends of logs")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/one_node"), help="models and runs: large")
+    parser.add_argument("--size", choices=["30b", "tiny"], default="30b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--own-kernels", action="store_true", help="SGLang's defaults, not the kit's")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--check", action="store_true", help="only say what each case would take")
+    parser.add_argument("--gpu-gib", type=float, help="of one GPU; else nvidia-smi's word")
+    parser.add_argument("--host-gib", type=float, default=host_bytes() / GIB, help="of the node's memory")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="print the report of DIR and end")
+    options = parser.parse_args()
+    if options.report is None and options.out is None:
+        parser.error("--out DIR")
+    return options
+
+
+def outcome_of(case: Case, options: argparse.Namespace, name: str) -> Outcome:
+    p = config_of(case, options).placement
+    words = [*options.set, *case.overrides]
+    return Outcome(case.name, words, name, p.devices, p.trainer_ranks, p.rollout_devices, layers=case.layers)
+
+
+def main() -> int:
+    options = parse()
+    if options.report is not None:
+        print(figures.report(options.report))
+        return 0
+    until = time.monotonic() + options.seconds
+    for folder in (options.out, options.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    name, gib = machine()
+    options.gpu_gib = options.gpu_gib or gib
+    failed = 0
+    for case in (cases(options)[n] for n in options.cases):
+        if case.name in figures.measured(options.out) and not options.check:
+            print(f"{case.name}: measured before", flush=True)
+            continue
+        outcome = outcome_of(case, options, name)
+        try:
+            print(check(case, options, outcome), flush=True)
+            if options.check:
+                continue
+            run_case(case, options, outcome, min(until, time.monotonic() + options.case_seconds))
+        except (OrhpcError, OSError, MemoryError) as error:
+            outcome.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            print(f"{case.name}: {outcome.problem}", flush=True)
+        failed += not (outcome.exits and outcome.exits[-1] == 0)
+        save(options, outcome)
+    if options.check:
+        return 0
+    text = figures.report(options.out)
+    (options.out / "report.md").write_text(text)
+    print(text)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
