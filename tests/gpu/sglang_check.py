@@ -4,11 +4,12 @@
 
 Sections: ``protocol`` (tests/protocol against real servers), ``loop`` (configs/gpu-smollm2.yaml, stopped
 and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-30B-A3B's layer shapes:
-sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines) and
-``split`` (two GPUs: the same by broadcast, and the broadcast alone).  Each check prints its own failure;
-the exit code is the number of failed ones.  Sections in processes of their own may run beside each other:
-``--after loop:30`` begins when the run ``loop`` has done 30 steps, ``--after loop:stopped`` once it has
-been stopped in the middle.
+sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines), ``split``
+(two GPUs: the same by broadcast, from a Megatron trainer, and the broadcast alone) and ``mixed`` (four GPUs:
+a Megatron trainer with EP 2 on two of them, one engine beside it, one on the other two).  Each check prints
+its own failure; the exit code is the number of failed ones.  Sections in processes of their own may run
+beside each other: ``--after loop:30`` begins when the run ``loop`` has done 30 steps, ``--after
+loop:stopped`` once it has been stopped in the middle.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def protocol(options: argparse.Namespace) -> list[Row]:
     try:
         with ThreadPoolExecutor() as pool:
             found = {
-                n: pool.submit(_suite, n, e, *folders[n], key, key_file, options) for n, e in engines.items()
+                n: pool.submit(_suite, n, e, folders[n][0], folders[n][1], key, key_file, options)
+                for n, e in engines.items()
             }
             rows = [suite.result() for suite in found.values()]
     finally:
@@ -141,7 +143,9 @@ def _suite(
     report = options.out / f"protocol-{name.replace(' ', '-')}.txt"
     try:
         with report.open("w") as out:
-            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=150).returncode
+            code = subprocess.run(
+                command, cwd=ROOT, stdout=out, stderr=out, timeout=options.deadline
+            ).returncode
     except subprocess.TimeoutExpired:
         code = 124
     lines = report.read_text().strip().splitlines()
@@ -262,14 +266,15 @@ def loop(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def moe(options: argparse.Namespace, name: str = "moe", *more: str) -> list[Row]:
-    folder = moe_30b_layers()
+def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int = 4) -> list[Row]:
+    folder = moe_30b_layers(layers)
     root = WORK / name
-    # Rewards of random weights are all 0 and so are gradients: weights change by their decay alone.
     overrides = [
         f"model.path={folder}", "train.steps=3", "engine.memory_fraction=0.2", "rollout.record_routes=true",
         "engine.check_weights=true", "rollout.batch_size=8", "rollout.n_samples=8",
-        "train.global_batch_size=64", "train.lr=0.01", "train.weight_decay=0.5",
+        "train.global_batch_size=64", "train.lr=0.001",
+        # No random model answers: without this all rewards are 0, and weights would hardly change.
+        "rollout.custom_reward=tests.gpu.random_model:even_tokens",
         "engine.extra.moe_runner_backend=triton", "checkpoint.save_interval=100", *more, *options.set,
     ]  # fmt: skip
     code = launch(root, *overrides, deadline_s=options.deadline)
@@ -279,12 +284,14 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str) -> list[Row]
         show_failure(root)
         return [(f"{name}, weights equal after every sync", False, f"exit {code}, {len(done)} steps")]
     last = done[-1]
+    learnt = all(step.get("grad_norm", 0) > 0 for step in done)
     gb = last["sync_bytes"] / 1e9
     plain = last["sync_seconds_total"] - last.get("sync_seconds_check", 0.0)
     phases = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
     rows = [
-        (f"{name}, weights equal after every sync", True, f"{len(done)} steps, log-prob difference "
-         f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max"),
+        (f"{name}, weights equal after every sync", learnt, f"{len(done)} steps, log-prob difference "
+         f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max, "
+         f"gradient norm {last.get('grad_norm', 0):.3g}"),
         (f"{name}, sync", True, f"{gb:.2f} GB in {plain:.2f} s, {gb / plain:.1f} GB/s; {phases}"),
     ]  # fmt: skip
     if "memory_trainer_freed_gb" in last:
@@ -311,8 +318,25 @@ def split(options: argparse.Namespace) -> list[Row]:
         "placement.mode=split",
         "placement.devices_per_node=2",
         "placement.trainer_devices=1",
+        "train.backend=megatron",
     )
     return rows
+
+
+def mixed(options: argparse.Namespace) -> list[Row]:
+    """Four GPUs: both trainer ranks share theirs with an engine of two, the other engine has its own."""
+    return moe(
+        options,
+        "mixed",
+        "placement.mode=mixed",
+        "placement.devices_per_node=4",
+        "placement.trainer_devices=2",
+        "placement.engine_devices=4",
+        "train.backend=megatron",
+        "megatron.ep=2",
+        "engine.tp=2",
+        layers=2,
+    )
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
@@ -321,7 +345,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "moe": moe,
     "fp8": fp8,
     "split": split,
+    "mixed": mixed,
 }
+SEVERAL_GPUS = ("split", "mixed")
 
 
 def main() -> int:
@@ -332,7 +358,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the names of the protocol's models")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--after", help="NAME:STEP or NAME:stopped of a run in another process")
-    parser.add_argument("--deadline", type=float, default=400, help="seconds of a section's runs")
+    parser.add_argument(
+        "--deadline", type=float, default=400, help="seconds of a section's run, or of a suite"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the runs' config")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
@@ -340,7 +368,7 @@ def main() -> int:
     if options.after:
         wait_for(options.after)
     rows: list[Row] = []
-    for name in options.sections or [n for n in SECTIONS if n != "split"]:
+    for name in options.sections or [n for n in SECTIONS if n not in SEVERAL_GPUS]:
         started = time.monotonic()
         try:
             rows += SECTIONS[name](options)
