@@ -48,6 +48,9 @@ PROMPT_TOKENS = 256
 GRAPHS = [1, 8, 32, 64, 128, 256]
 PROCESS_BYTES = 5 * GIB
 """Host memory of one trainer rank or engine rank beside weights: libraries, CUDA, NCCL."""
+HOST_GIB = 70
+"""Of a GPU's share of the node's memory.  What the system calls its total says too little on machines whose
+memory grows as it is used."""
 OFFLOAD_ROUNDING = 1.5
 """torch's pinned memory comes in powers of two: this model's experts take 4/3 of their size."""
 LEAVE_S = 30.0
@@ -178,16 +181,6 @@ def machine() -> tuple[str, float]:
     return name.strip(), float(mib) / 1024
 
 
-def host_bytes() -> int:
-    """Memory that this machine, or the control group this runs in, has."""
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return pages
-    return pages if limit == "max" else min(pages, int(limit))
-
-
 def check(case: Case, options: argparse.Namespace, outcome: Outcome) -> str:
     """What a case takes, as text.
 
@@ -251,7 +244,7 @@ def launch(
 ) -> int:
     """One start of the run by the ordinary entry; 124 when the deadline ended it."""
     command = [sys.executable, "-m", "orhpc.launch", "--local", case.config]
-    # Ray ends processes at 95 % of memory, page cache of the model's files included.
+    # Ray ends processes at 95 % of what the system calls its memory, which may grow, page cache included.
     env = {**os.environ, "RAY_memory_monitor_refresh_ms": "0"}
     outcome.began.append(time.time())
     with (options.work / f"{case.name}.log").open("a") as log:
@@ -329,7 +322,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     parser.add_argument("--cases", nargs="*", default=["bf16", "split", "restart", "fp8", "plain"])
     parser.add_argument("--seconds", type=float, default=560.0, help="of all, the report included (560)")
-    parser.add_argument("--case-seconds", type=float, default=420.0, help="of one case at most (420)")
+    parser.add_argument("--case-seconds", type=float, default=540.0, help="of one case at most (540)")
     parser.add_argument("--offload", type=float, default=0.5, help="share of the optimiser, of split (0.5)")
     parser.add_argument("--out", type=Path, help="small files: events, figures, ends of logs")
     parser.add_argument("--work", type=Path, default=Path("/tmp/one_node"), help="models and runs: large")
@@ -339,7 +332,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--check", action="store_true", help="only say what each case would take")
     parser.add_argument("--gpu-gib", type=float, help="of one GPU; else nvidia-smi's word")
-    parser.add_argument("--host-gib", type=float, default=host_bytes() / GIB, help="of the node's memory")
+    parser.add_argument("--host-gib", type=float, help=f"of the node's memory ({HOST_GIB} a GPU)")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print the report of DIR and end")
     options = parser.parse_args()
     if options.report is None and options.out is None:
@@ -363,6 +356,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     name, gib = machine()
     options.gpu_gib = options.gpu_gib or gib
+    options.host_gib = options.host_gib or HOST_GIB * options.gpus
     failed = 0
     for case in (cases(options)[n] for n in options.cases):
         if case.name in figures.measured(options.out) and not options.check:

@@ -1,0 +1,110 @@
+#!/bin/bash
+# The GPU checks that belong together, each on GPUs of its own, within a number of seconds:
+#
+#   tests/gpu/lease.sh PLAN SECONDS OUT [GGUF]        # GGUF: SmolLM2-135M-Instruct, for the protocol's suite
+#
+# OUT gets results.tgz (results and ends of logs, no weights, no keys; packed anew every 15 s and at the end)
+# and table.txt (what ended when, and how).  The environment is the caller's: PYTHONPATH, caches.
+#
+# Plans, in the order of what they tell for their time; a command may take 600 s, so SECONDS is 560 at most.
+# Servers need 75 s to start on a machine that has compiled their kernels, 130 s on a fresh one.
+#
+#   plan      GPUs  s    what it answers
+#   four      4     560  one GPU's experts (80 s, GPU 0), then EP 4 against them (40 s, all four while the
+#                        others' servers start); split on 2 and 3 meanwhile (250 s: bare broadcast, weights
+#                        equal after every sync); protocol suites on 1 (2 x 250 s); mixed on all (200 s)
+#   one       1     560  sleep and wake of small and large tensors (15 s, quiet); sync, sleep and wake of 6 GB
+#                        of experts (moe: 250 s at most); rollouts against SGLang's benchmark, FP8 against
+#                        bf16 (200 s); if a minute is left, sync in FP8
+#   mismatch  1     560  mixture of experts in engine and trainer, replay off and on (300 s); exact mode (250 s)
+#   two       2     560  where four are not to be had: residence and moe on GPU 0, suites on GPU 1, then split
+#                        on both (from 270 s on, or when the suites are through)
+#   node      4, 8  560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
+#                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8
+#
+# 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
+#   A  four GPUs: four (660); then one GPU: mismatch, one (2 x 560 + 140 = 1260 held, 844 counted): 1504
+#   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS
+#      before, on four: LAYERS=24 of everything but the size (120 + 540), which shows whether B can work
+set -u
+PLAN=$1 OUT=$3 GGUF=${4:-}
+END=$((SECONDS + $2))
+ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+W=${LEASE_WORK:-/tmp/lease} L=$W/logs R=$W/results
+mkdir -p "$L" "$R" "$OUT"
+cd "$ROOT" || exit 2
+# Multicast over NVLink has put shared hosts out of service.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
+PY=${PYTHON:-python3} MARGIN=45 CHECK="tests/gpu/sglang_check.py --out $R"
+
+left() { echo $((END - SECONDS - 10 > 1 ? END - SECONDS - 10 : 1)); }
+least() { echo $(($1 < $2 ? $1 : $2)); }
+
+job() { # NAME GPUS SECONDS WORDS...: in the foreground; {} becomes MARGIN s less than it may take, so that
+  # a run ends what it started before it is killed itself
+  local name=$1 gpus=$2 seconds began=$SECONDS code
+  seconds=$(least "$3" "$(left)")
+  shift 3
+  [ "$seconds" -lt 60 ] && { echo "$name: no time left" | tee -a "$OUT/table.txt"; return 1; }
+  CUDA_VISIBLE_DEVICES=$gpus timeout -k 10 "$seconds" "$PY" ${@//\{\}/$((seconds - MARGIN))} >"$L/$name.log" 2>&1
+  code=$?
+  echo "$name: exit $code after $((SECONDS - began)) s, at $((SECONDS))" | tee -a "$OUT/table.txt"
+  grep -E '^(ok  |FAIL)' "$L/$name.log" | cut -c1-300 | tee -a "$OUT/table.txt"
+  return $code
+}
+
+pack() {
+  local log name
+  for log in "$L"/*.log /tmp/{sglang,megatron}_check/*.log /tmp/sglang_check/*/*/attempts/*/*.log; do
+    name=${log#/tmp/}
+    [ -f "$log" ] && tail -c 100000 "$log" >"$R/${name//\//_}.txt"
+  done
+  cp /tmp/megatron_check/results.jsonl "$R/" 2>/dev/null
+  tar -C "$W" -czf "$OUT/results.part" --exclude='*key*' --exclude='*.safetensors' results &&
+    mv "$OUT/results.part" "$OUT/results.tgz"
+}
+
+suites() { # GPU: one model at a time
+  [ -n "$GGUF" ] && job suite-smollm2 "$1" 280 $CHECK protocol --gguf "$GGUF" --only smollm2 --deadline 240
+  job suite-tiny-moe "$1" 280 $CHECK protocol --only moe --deadline 240
+}
+moe() { job moe "$1" 295 $CHECK moe --deadline {}; }
+split() { job split "$1" 325 $CHECK split --deadline {}; }
+megatron() { job "$1" "$2" "$3" tests/gpu/megatron_check.py --seconds {} "${@:4}"; }
+
+four() {
+  split 2,3 & local pair=$!
+  suites 1 & local suites=$!
+  megatron experts 0 150 moe
+  megatron ep4 0,1,2,3 150 several --cases 9 10
+  wait $pair
+  job mixed 0,1,2,3 325 $CHECK mixed --deadline {}
+  wait $suites
+}
+one() {
+  job residence 0 60 tests/gpu/residence_check.py
+  moe 0
+  job rollout 0 300 benchmarks/gpu/sglang_rollout.py
+  job fp8 0 295 $CHECK fp8 --deadline {}
+}
+mismatch() {
+  job mismatch 0 310 benchmarks/gpu/moe_mismatch.py --out "$R"
+  job exact 0 260 tests/gpu/exact_mode.py --out "$R"
+}
+two() {
+  suites 1 & local suites=$!
+  job residence 0 60 tests/gpu/residence_check.py
+  moe 0
+  wait $suites
+  split 0,1
+}
+node() {
+  local gpus=${GPUS:-8} cases=${CASES:-bf16}
+  job "node-${cases// /-}" "$(seq -s, 0 $((gpus - 1)))" 600 benchmarks/gpu/one_node.py --out "$R" --seconds {} \
+    --cases $cases --gpus "$gpus" --layers "${LAYERS:-48}" --steps "${STEPS:-10}"
+}
+
+case $PLAN in four | one | mismatch | two | node) ;; *) echo "no plan $PLAN" >&2; exit 2 ;; esac
+(while sleep 15; do pack; done) & PACKER=$!
+trap 'kill $PACKER; pack; cat "$OUT/table.txt"' EXIT
+"$PLAN"
