@@ -257,3 +257,19 @@ def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     assert float(rows["optimiser"]) == pytest.approx(QWEN.parameters * 12 / 2 / 4 / 2**30, rel=0.02)
     assert main([*words, *split]) == EXIT_CONFIG
     assert "offloaded optimiser" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3-30b-a3b-node", "while engines have the devices: 406.94 GiB"),
+        ("qwen3-30b-a3b-node-split", "for the offloaded optimiser: at least 227.58 GiB"),
+    ],
+)
+def test_one_node_of_eight_h200_holds_qwen3_30b(
+    model: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures are those in the files' comments."""
+    path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    assert main(["plan", str(path), "--device-memory", "139", f"model.path={model}"]) == EXIT_OK
+    assert said in capsys.readouterr().out
