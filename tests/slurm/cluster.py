@@ -33,6 +33,7 @@ _BRIDGE = "orhpc0"
 _NET = "10.78.0"
 _LOCK = Path("/tmp/orhpc-slurm.lock")
 """Held while a cluster runs: two would take each other's network away."""
+_RESTART_S = 5.0
 
 _CONF = """\
 ClusterName=orhpc
@@ -253,8 +254,25 @@ class Cluster:
         return subprocess.run([*enter, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def start_slurmd(self, i: int) -> None:
-        """Start slurmd again on a node where it was killed."""
-        os.kill(self._nodes[i][1], signal.SIGHUP)
+        """Start slurmd again on a node where it was killed, as a service manager does: until it stays up.
+
+        One that starts while the killed one's tasks still end may leave at once.
+        """
+        asked = -_RESTART_S
+
+        def works() -> bool:
+            nonlocal asked
+            if time.monotonic() > asked + _RESTART_S and not self._slurmd_runs(i):
+                asked = time.monotonic()
+                os.kill(self._nodes[i][1], signal.SIGHUP)
+            return self.node_states()[i] in ("idle", "allocated", "mixed")
+
+        wait_until(works, 90, f"slurmd of n{i}", self.report)
+
+    def _slurmd_runs(self, i: int) -> bool:
+        inner = (self.root / f"slurmd.n{i}.inner").read_text().strip()
+        inside = ["nsenter", "-t", str(self._nodes[i][1]), "-p", "-m", "kill", "-0", inner]
+        return subprocess.run(inside, capture_output=True, check=False).returncode == 0
 
     def stop(self) -> None:
         with contextlib.suppress(subprocess.SubprocessError):
@@ -299,7 +317,10 @@ class Cluster:
         """What the controller knows, for the message of a failed test."""
         queue = self.run("squeue", "--states=all", "--format=%i %P %T %r %S %e %N").stdout
         log = (self.root / "log/slurmctld.log").read_text(errors="replace")[-3000:]
-        return f"nodes: {self.node_states()}\n{queue}\n{log}"
+        daemons = [
+            f"{p.name}: {p.read_text(errors='replace')[-600:]}" for p in self.root.glob("log/slurmd.*.out")
+        ]
+        return "\n".join([f"nodes: {self.node_states()}", queue, log, *daemons])
 
     def processes(self, begun_before: float = float("inf")) -> list[str]:
         """Command lines of what runs on the nodes beside SLURM's and the nodes' own processes.
