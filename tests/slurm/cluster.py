@@ -103,12 +103,13 @@ while ! ip -4 addr show dev eth0 2>/dev/null | grep -q inet; do sleep 0.02; done
 export SLURM_CONF={root}/slurm.conf
 set +e
 trap 'kill -TERM $(cat {root}/slurmd.$1.inner)' TERM
-# The node lives on when slurmd alone is killed, as a real one does; HUP starts it again.
+# The node lives on when slurmd alone is killed, as a real one does; USR1 starts it again.  Not HUP: a shell
+# cannot trap what it was started to ignore, as everything under nohup is.
 slurm() {{
   slurmd -D -N $1 >>{root}/log/slurmd.$1.out 2>&1 &
   echo $! >{root}/slurmd.$1.inner
 }}
-trap "slurm $1" HUP
+trap "slurm $1" USR1
 slurm $1
 while :; do sleep 0.5 & wait $!; done
 """
@@ -264,7 +265,7 @@ class Cluster:
             nonlocal asked
             if time.monotonic() > asked + _RESTART_S and not self._slurmd_runs(i):
                 asked = time.monotonic()
-                os.kill(self._nodes[i][1], signal.SIGHUP)
+                os.kill(self._nodes[i][1], signal.SIGUSR1)
             return self.node_states()[i] in ("idle", "allocated", "mixed")
 
         wait_until(works, 90, f"slurmd of n{i}", self.report)
