@@ -48,22 +48,33 @@ def routers(trainer: TrainerRank) -> Iterator[Any]:
                 yield module
 
 
+class _Recorder:
+    """In a router's place for replay: notes what it chooses, in its order."""
+
+    chosen_NK: torch.Tensor
+
+    def get_replay_topk(
+        self, scores: Any, topk: int, num_groups: Any, group_topk: Any, compute: Any
+    ) -> tuple[Any, Any]:
+        values, self.chosen_NK = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return values, self.chosen_NK
+
+
 def own_routes(
     trainer: TrainerRank, samples: Sequence[Sample]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What the routers choose for samples that fit one micro-batch, and the log-probabilities that follow."""
-    chances: list[torch.Tensor] = []
-    hooks = [
-        r.register_forward_hook(lambda _m, _i, out: chances.append(out[0].clone())) for r in routers(trainer)
-    ]
-    try:
-        found = kit.trainer_logprobs(trainer, samples)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    """What the routers choose for samples that fit one micro-batch, and the log-probabilities that follow.
+
+    Within :class:`NoReplay`.  Experts are in the order of megatron-core's top k, which is not sorted
+    without gradients: weights are normalised by a sum, which rounds in that order.
+    """
+    recorders: list[_Recorder] = []
+    for router in routers(trainer):
+        router.router_replay = _Recorder()
+        recorders.append(router.router_replay)
+    found = kit.trainer_logprobs(trainer, samples)
     ((micro_batch,),) = kit.planned(samples, 1).ranks
-    # In the order of their weights, as an engine gives them: the sum over experts then rounds alike.
-    chosen = torch.stack([p.topk(8, dim=1).indices for p in chances], 1).cpu().numpy().astype(np.uint8)
+    chosen = torch.stack([r.chosen_NK for r in recorders], 1).cpu().numpy().astype(np.uint8)
     routes: dict[str, Any] = {}
     at = 0
     for sample in micro_batch.samples:
