@@ -7,8 +7,9 @@ the Megatron trainer itself, because random routers prove nothing.  SGLang serve
 block-wise FP8, get its weights as in a weight sync and sample with log-probabilities and routes; the trainer
 computes the same tokens with routing replay off and on, in bfloat16 and in FP8.  What is compared is what
 every training step reports (:func:`orhpc.train.grpo.mismatch`), with 95 % intervals by bootstrap over
-responses.  Results are written to ``DIR/moe_mismatch.json`` as they come; the table is printed last.
-``--device cpu`` (with ``PYTHONPATH=tests/megatron/site``) runs all of it but FP8 on a small model, with a
+responses.  On the way, a weight sync is timed beside SGLang's straight calls.  Results are written to
+``DIR/moe_mismatch.json`` as they come; the table is printed last.  ``--device cpu`` (with
+``PYTHONPATH=tests/megatron/site``) runs all of it but FP8 and the straight calls on a small model, with a
 cpu engine in float32 beside a trainer in bfloat16.
 """
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu import mismatch_kit as kit  # noqa: E402
+from tests.gpu import straight_sync  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 2048, "intermediate_size": 6144,
@@ -239,8 +241,13 @@ async def sampled(
         try:
             await engine.wait_ready(options.patience)
             clients[name] = kit.client_of(engine, folder)
-            seconds = await kit.give_weights(trainer, clients[name], quantised=name == "fp8", version=1)
-            report.put(f"engine {name}: seconds of its weights", round(seconds, 2))
+            seconds = [
+                round(await kit.give_weights(trainer, clients[name], quantised=name == "fp8", version=1), 3)
+                for _ in range(4)
+            ]
+            report.put(f"engine {name}: seconds of its weights", seconds)
+            if name == "bf16" and options.device == "cuda":
+                await straight_sync.compare(report, trainer, clients[name], version=1)
         except Exception as error:
             traceback.print_exc()
             report.failed(f"engine {name}", error)

@@ -136,11 +136,16 @@ async def sglang_side(url: str, model: Path, prompt_tokens: int, rollouts: int, 
     return said["output_throughput"]
 
 
-def engine(name: str, model: Path, concurrent: int, **settings: Any) -> Any:
-    extra = {"weight_version": "0", "load_format": "dummy", "cuda_graph_max_bs_decode": concurrent}
-    extra |= {"disable_radix_cache": True, "max_total_tokens": 1024 * concurrent}
+def engine(
+    name: str, model: Path, concurrent: int, more: Mapping[str, Any] | None = None, **settings: Any
+) -> Any:
+    extra = {**(more or {})}
+    extra |= {"weight_version": "0", "load_format": "dummy", "disable_radix_cache": True}
+    extra |= {"cuda_graph_bs_decode": sorted({*range(32, concurrent + 1, 32), 1, 8, concurrent})}
+    # Two servers that start at once see each other's memory; what each takes is bound by its tokens.
+    extra |= {"max_total_tokens": 1024 * concurrent}
     config = kit.engine_config(
-        memory_fraction=0.15, max_running=concurrent, context=1024, extra=extra, **settings
+        memory_fraction=0.95, max_running=concurrent, context=1024, extra=extra, **settings
     )
     return kit.start_engine(f"bench-{name}", config, model, KEY)
 
@@ -162,9 +167,11 @@ async def compare(options: argparse.Namespace) -> int:
         print(f"  {name}: {rate:.0f} tokens/s", flush=True)
 
     try:
-        for name, settings in (("bf16", {}), ("fp8", {"precision": "fp8-rollout"})):
-            process = engine(name, options.model, options.concurrent, **settings)
-            engines[name] = process
+        # Triton's FP8 products: DeepGEMM compiles for minutes on a new machine.
+        fp8 = {"precision": "fp8-rollout", "more": {"fp8_gemm_backend": "triton"}}
+        for name, settings in (("bf16", {}), ("fp8", fp8)):
+            engines[name] = engine(name, options.model, options.concurrent, **settings)
+        for name, process in list(engines.items()):
             try:
                 await process.wait_ready(240.0)
             except EngineUnavailable as error:

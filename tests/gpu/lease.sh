@@ -17,13 +17,15 @@
 #                        of experts (moe: 250 s at most); rollouts against SGLang's benchmark, FP8 against
 #                        bf16 (200 s); if a minute is left, sync in FP8
 #   mismatch  1     560  mixture of experts in engine and trainer, replay off and on (300 s); exact mode (250 s)
-#   two       2     560  where four are not to be had: residence and moe on GPU 0, suites on GPU 1, then split
-#                        on both (from 270 s on, or when the suites are through)
+#   two       2     560  where four are not to be had: mismatch on GPU 0, then one GPU's experts and EP 4 by
+#                        four processes on it; on GPU 1 rollouts, the suite of tiny experts, exact mode
+#   pair      2     450  on both: split (170 s), experts divided in trainer and engine (170 s), mixed (150 s)
 #   node      4, 8  560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8
 #
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
 #   A  four GPUs: four (660); then one GPU: mismatch, one (2 x 560 + 140 = 1260 held, 844 counted): 1504
+#      two GPUs: two, pair (120 + 560 + 450 = 1130)
 #   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS
 #      before, on four: LAYERS=24 of everything but the size (120 + 540), which shows whether B can work
 set -u
@@ -92,11 +94,18 @@ mismatch() {
   job exact 0 260 tests/gpu/exact_mode.py --out "$R"
 }
 two() {
-  suites 1 & local suites=$!
-  job residence 0 60 tests/gpu/residence_check.py
-  moe 0
-  wait $suites
+  (job rollout 1 300 benchmarks/gpu/sglang_rollout.py
+    suites 1
+    job exact 1 260 tests/gpu/exact_mode.py --out "$R") & local second=$!
+  job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R"
+  megatron experts 0 150 moe
+  megatron ep4 0 150 several --cases 9 10 --share
+  wait $second
+}
+pair() {
   split 0,1
+  job experts-divided 0,1 300 $CHECK experts --deadline {}
+  job mixed 0,1 300 $CHECK mixed --deadline {}
 }
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}
@@ -104,7 +113,7 @@ node() {
     --cases $cases --gpus "$gpus" --layers "${LAYERS:-48}" --steps "${STEPS:-10}"
 }
 
-case $PLAN in four | one | mismatch | two | node) ;; *) echo "no plan $PLAN" >&2; exit 2 ;; esac
+case $PLAN in four | one | mismatch | two | pair | node) ;; *) echo "no plan $PLAN" >&2; exit 2 ;; esac
 (while sleep 15; do pack; done) & PACKER=$!
 trap 'kill $PACKER; pack; cat "$OUT/table.txt"' EXIT
 "$PLAN"

@@ -7,9 +7,10 @@ against bare megatron-core, on the layers of Qwen3-8B), ``head`` (log-probabilit
 of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``fp8``, ``offload``
 (the optimiser in host memory), and ``families0`` and ``families1`` (small models of each family; weights
 back bit for bit).  On two and four GPUs: ``several`` (TP, PP, CP, EP against one GPU's log-probabilities
-and gradient norm, and scaling over data), which needs what ``dense`` and ``moe`` found.  The GPUs share the
-checks of one.  Every check prints its own failure and has a deadline; the exit code is the number of failed
-rows.
+and gradient norm, and scaling over data), which needs what ``dense`` and ``moe`` found; with ``--share``,
+cases that ask for more GPUs than there are have several ranks on each: their NCCL goes through sockets, and
+their speed says nothing.  The GPUs share the checks of one.  Every check prints its own failure and has a
+deadline; the exit code is the number of failed rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,11 @@ def _append(row: Row) -> None:
     print(f"{'ok  ' if row.ok else 'FAIL'} {row.name}: {row.note}", flush=True)
 
 
-def launch(gpus: Sequence[int], name: str, *arguments: str) -> subprocess.Popen[bytes]:
+def launch(
+    gpus: Sequence[int], name: str, *arguments: str, settings: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     visible = ",".join(map(str, gpus))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "4"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "4", **(settings or {})}
     with (kit.WORK / f"{name}.log").open("w") as log:
         command = [sys.executable, __file__, *arguments]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -131,7 +134,10 @@ def run_together(kind: str, gpus: Sequence[int], cases: list[int], until: float)
         more = ("--port", str(port), "--cases", *map(str, cases))
         ranks = range(len(gpus))
         names = [f"{kind}{len(gpus)}-{cases[0]}-{rank}" for rank in ranks]
-        running = [launch([gpus[r]], names[r], "--worker", "--rank", str(r), *more) for r in ranks]
+        running = [
+            launch([gpus[r]], names[r], "--worker", "--rank", str(r), *more, settings=_apart(gpus, r))
+            for r in ranks
+        ]
         wait(running, until, together=True)
         if all(process.returncode == 0 for process in running):
             return
@@ -141,12 +147,19 @@ def run_together(kind: str, gpus: Sequence[int], cases: list[int], until: float)
         cases = [index for index in cases if index > reached]
 
 
-def run_several(wanted: list[int], gpus: int, until: float) -> None:
+def _apart(gpus: Sequence[int], rank: int) -> dict[str, str]:
+    """NCCL's settings for ranks that share a GPU, which it accepts only of what seem to be several hosts."""
+    if len(set(gpus)) == len(gpus):
+        return {}
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def run_several(wanted: list[int], gpus: int, until: float, *, share: bool) -> None:
     """On pairs, both kinds of model beside each other where there are two pairs; then on all four."""
     for index in wanted:
-        if CASES[index].world <= gpus and not known(CASES[index]):
+        if (share or CASES[index].world <= gpus) and not known(CASES[index]):
             _append(Row(CASES[index].name, False, "one GPU left nothing to compare with"))
-    able = [i for i in wanted if CASES[i].world <= gpus and known(CASES[i])]
+    able = [i for i in wanted if (share or CASES[i].world <= gpus) and known(CASES[i])]
     for world in (2, 4):
         with ThreadPoolExecutor() as pool:
             # Each kind has GPUs of its own where there are enough; a pool of one at a time where not.
@@ -154,7 +167,8 @@ def run_several(wanted: list[int], gpus: int, until: float) -> None:
             for at, kind in enumerate(("dense", "moe")):
                 mine = [i for i in able if CASES[i].kind == kind and CASES[i].world == world]
                 first = at * world if apart else 0
-                done = pool.submit(run_together, kind, range(first, first + world), mine, until)
+                own = [rank % gpus for rank in range(first, first + world)]
+                done = pool.submit(run_together, kind, own, mine, until)
                 if not apart:
                     done.result()
 
@@ -164,6 +178,7 @@ def main() -> int:
     parser.add_argument("checks", nargs="*", help=", ".join([*CHECKS, "several"]))
     parser.add_argument("--seconds", type=float, default=240.0, help="all of it")
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="of several")
+    parser.add_argument("--share", action="store_true", help="several ranks on a GPU where there are too few")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for name in ("--rank", "--port"):
         parser.add_argument(name, type=int, default=0, help=argparse.SUPPRESS)
@@ -177,7 +192,7 @@ def main() -> int:
     until, gpus = time.monotonic() + options.seconds, torch.cuda.device_count()
     run_alone(checks, gpus, until)
     if "several" in checks:
-        run_several(options.cases, gpus, until)
+        run_several(options.cases, gpus, until, share=options.share)
     return report()
 
 

@@ -5,11 +5,12 @@
 Sections: ``protocol`` (tests/protocol against real servers), ``loop`` (configs/gpu-smollm2.yaml, stopped
 and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-30B-A3B's layer shapes:
 sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines), ``split``
-(two GPUs: the same by broadcast, from a Megatron trainer, and the broadcast alone) and ``mixed`` (four GPUs:
-a Megatron trainer with EP 2 on two of them, one engine beside it, one on the other two).  Each check prints
-its own failure; the exit code is the number of failed ones.  Sections in processes of their own may run
-beside each other: ``--after loop:30`` begins when the run ``loop`` has done 30 steps, ``--after
-loop:stopped`` once it has been stopped in the middle.
+(two GPUs: the same by broadcast, from a Megatron trainer, and the broadcast alone), ``mixed`` (four GPUs:
+a Megatron trainer with EP 2 on two of them, one engine beside it, one on the other two; on two GPUs one
+trainer rank) and ``experts`` (two GPUs: EP 2 in trainer and engine, taking turns, with routing replay).
+Each check prints its own failure; the exit code is the number of failed ones.  Sections in processes of
+their own may run beside each other: ``--after loop:30`` begins when the run ``loop`` has done 30 steps,
+``--after loop:stopped`` once it has been stopped in the middle.
 """
 
 from __future__ import annotations
@@ -275,7 +276,8 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
         "train.global_batch_size=64", "train.lr=0.001",
         # No random model answers: without this all rewards are 0, and weights would hardly change.
         "rollout.custom_reward=tests.gpu.random_model:even_tokens",
-        "engine.extra.moe_runner_backend=triton", "checkpoint.save_interval=100", *more, *options.set,
+        "engine.extra.moe_runner_backend=triton", "engine.extra.cuda_graph_bs_decode=[16,64]",
+        "checkpoint.save_interval=null", *more, *options.set,
     ]  # fmt: skip
     code = launch(root, *overrides, deadline_s=options.deadline)
     keep(root, options.out)
@@ -324,17 +326,38 @@ def split(options: argparse.Namespace) -> list[Row]:
 
 
 def mixed(options: argparse.Namespace) -> list[Row]:
-    """Four GPUs: both trainer ranks share theirs with an engine of two, the other engine has its own."""
+    """Four GPUs: both trainer ranks share theirs with an engine of two, the other engine has its own.
+
+    On two GPUs: one trainer rank, beside one of two engines.
+    """
+    import torch
+
+    several = torch.cuda.device_count() >= 4
     return moe(
         options,
         "mixed",
         "placement.mode=mixed",
-        "placement.devices_per_node=4",
-        "placement.trainer_devices=2",
-        "placement.engine_devices=4",
+        f"placement.devices_per_node={4 if several else 2}",
+        f"placement.trainer_devices={2 if several else 1}",
+        f"placement.engine_devices={4 if several else 2}",
         "train.backend=megatron",
+        f"megatron.ep={2 if several else 1}",
+        f"engine.tp={2 if several else 1}",
+        layers=2,
+    )
+
+
+def experts(options: argparse.Namespace) -> list[Row]:
+    """Two GPUs, experts divided among them: in the Megatron trainer, and in the engine beside it."""
+    return moe(
+        options,
+        "experts",
+        "placement.devices_per_node=2",
+        "train.backend=megatron",
+        "train.routing_replay=true",
         "megatron.ep=2",
         "engine.tp=2",
+        "engine.ep=2",
         layers=2,
     )
 
@@ -346,8 +369,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "fp8": fp8,
     "split": split,
     "mixed": mixed,
+    "experts": experts,
 }
-SEVERAL_GPUS = ("split", "mixed")
+SEVERAL_GPUS = ("split", "mixed", "experts")
 
 
 def main() -> int:
