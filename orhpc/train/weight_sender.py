@@ -11,10 +11,13 @@ A rank holds two buckets: while the engines take one, the next is gathered into 
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -145,7 +148,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
         self._store = None
-        self._under_way: list[tuple[Any, float] | None] = [None] * SYNC_BUCKETS
+        self._under_way: list[tuple[Future[Any], float] | None] = [None] * SYNC_BUCKETS
         timeout = timedelta(seconds=timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
         with failing_as(f"weight-sync group {group_name} did not come up"):
@@ -163,14 +166,25 @@ class WeightSender:
             assert isinstance(group, ProcessGroup)
             _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
             self._group = group
+        self._broadcasts = _InOrder()
 
     def send(self, index: int, flat: Tensor) -> None:
-        """Start to broadcast a bucket; its memory must stay as it is until :meth:`wait` has returned."""
-        if self._group is None:
+        """Start to broadcast a bucket; its memory must stay as it is until :meth:`wait` has returned.
+
+        Returns at once.  NCCL connects in a group's first broadcast, which waits there for the engines, and
+        those are told to receive only once the bucket is announced.
+        """
+        group = self._group
+        if group is None:
             raise WeightSyncFailed("weights sent after the weight-sync group was left")
-        with failing_as("weights did not reach every engine"):
-            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        self._under_way[index % SYNC_BUCKETS] = (work, time.monotonic() + self._timeout_s)
+
+        def start() -> Any:
+            if flat.is_cuda:
+                torch.cuda.set_device(flat.device)
+            return dist.broadcast(flat, src=0, group=group, async_op=True)
+
+        started = self._broadcasts.submit(start)
+        self._under_way[index % SYNC_BUCKETS] = (started, time.monotonic() + self._timeout_s)
 
     def wait(self, index: int) -> None:
         """Return once the broadcast from this bucket's slot is done; harmless when there is none.
@@ -182,15 +196,15 @@ class WeightSender:
         self._under_way[index % SYNC_BUCKETS] = None
         if entry is None:
             return
-        work, deadline = entry
+        started, deadline = entry
         with failing_as("weights did not reach every engine"):
-            while not work.is_completed():
+            while not (started.done() and started.result().is_completed()):
                 # NCCL's own wait only orders streams, and a lost receiver would hang them.
                 if time.monotonic() > deadline:
                     self._abort()
                     raise WeightSyncFailed(f"weights did not reach every engine within {self._timeout_s:g} s")
                 time.sleep(_POLL_S)
-            work.wait()
+            started.result().wait()
 
     def _abort(self) -> None:
         group, self._group = self._group, None
@@ -207,11 +221,38 @@ class WeightSender:
         self._under_way = [None] * SYNC_BUCKETS
         if broken:
             self._abort()
+        self._broadcasts.end()
         group, self._group = self._group, None
         self._store = None
         if group is not None:
             with failing_as("the weight-sync group could not be left"):
                 dist.destroy_process_group(group)
+
+
+class _InOrder:
+    """Runs what it is given one after the other, in a thread that ends with the process."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # Blocked in a collective whose other side is gone, a thread of a pool would keep the process alive.
+        threading.Thread(target=self._run, daemon=True, name="weight broadcasts").start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        result: Future[Any] = Future()
+        self._waiting.put((call, result))
+        return result
+
+    def end(self) -> None:
+        """Take nothing more; harmless when repeated."""
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            call, result = entry
+            try:
+                result.set_result(call())
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits
+                result.set_exception(error)
 
 
 class failing_as(AbstractContextManager[None]):

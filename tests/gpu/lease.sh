@@ -19,13 +19,14 @@
 #   mismatch  1     560  mixture of experts in engine and trainer, replay off and on (300 s); exact mode (250 s)
 #   two       2     560  where four are not to be had: mismatch on GPU 0, then one GPU's experts and EP 4 by
 #                        four processes on it; on GPU 1 rollouts, the suite of tiny experts, exact mode
-#   pair      2     450  on both: split (170 s), experts divided in trainer and engine (170 s), mixed (150 s)
+#   pair      2     170  split, mixed, and experts divided in trainer and engine, of a small model, beside each
+#                        other on both
 #   node      4, 8  560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8
 #
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
 #   A  four GPUs: four (660); then one GPU: mismatch, one (2 x 560 + 140 = 1260 held, 844 counted): 1504
-#      two GPUs: two, pair (120 + 560 + 450 = 1130)
+#      two GPUs: two, pair (120 + 560 + 170 = 850)
 #   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS
 #      before, on four: LAYERS=24 of everything but the size (120 + 540), which shows whether B can work
 set -u
@@ -37,7 +38,7 @@ mkdir -p "$L" "$R" "$OUT"
 cd "$ROOT" || exit 2
 # Multicast over NVLink has put shared hosts out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-PY=${PYTHON:-python3} MARGIN=45 CHECK="tests/gpu/sglang_check.py --out $R"
+PY=${PYTHON:-python3} MARGIN=${MARGIN:-45} CHECK="tests/gpu/sglang_check.py --out $R"
 
 left() { echo $((END - SECONDS - 10 > 1 ? END - SECONDS - 10 : 1)); }
 least() { echo $(($1 < $2 ? $1 : $2)); }
@@ -103,9 +104,12 @@ two() {
   wait $second
 }
 pair() {
-  split 0,1
-  job experts-divided 0,1 300 $CHECK experts --deadline {}
-  job mixed 0,1 300 $CHECK mixed --deadline {}
+  local each waiting=()
+  for each in split mixed experts; do
+    job "$each" 0,1 300 $CHECK $each --deadline {} --size small --set engine.extra.disable_decode_cuda_graph=true &
+    waiting+=($!)
+  done
+  wait "${waiting[@]}"
 }
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}

@@ -40,7 +40,12 @@ TINY: dict[str, Any] = LAYERS_30B | {
     "num_experts_per_tok": 2,
 }  # fmt: skip
 """To try programs on CPUs."""
-SIZES = {"30b": LAYERS_30B, "tiny": TINY}
+SMALL: dict[str, Any] = LAYERS_30B | {
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+    "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
+}  # fmt: skip
+"""To try GPUs in little time: kernels compile and weights are compared in seconds."""
+SIZES = {"30b": LAYERS_30B, "small": SMALL, "tiny": TINY}
 POOL = 16_777_259
 """Numbers in the pool: a prime, so that rows of 2048 begin alike only after as many rows."""
 SPREAD = 0.02

@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests.gpu.random_model import SIZES  # noqa: E402
 from tests.gpu.sglang_models import WORK, moe_30b_layers, perturbed, smollm2  # noqa: E402
 
 KERNELS = {
@@ -268,10 +269,12 @@ def loop(options: argparse.Namespace) -> list[Row]:
 
 
 def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int = 4) -> list[Row]:
-    folder = moe_30b_layers(layers)
+    folder = moe_30b_layers(layers, options.size)
     root = WORK / name
+    # Runs beside each other see each other's memory; what an engine takes is bound by its tokens.
+    room = ["engine.memory_fraction=0.8", "engine.extra.max_total_tokens=262144"]
     overrides = [
-        f"model.path={folder}", "train.steps=3", "engine.memory_fraction=0.2", "rollout.record_routes=true",
+        f"model.path={folder}", "train.steps=3", *room, "rollout.record_routes=true",
         "engine.check_weights=true", "rollout.batch_size=8", "rollout.n_samples=8",
         "train.global_batch_size=64", "train.lr=0.001",
         # No random model answers: without this all rewards are 0, and weights would hardly change.
@@ -313,7 +316,7 @@ def split(options: argparse.Namespace) -> list[Row]:
     """Two GPUs: trainer and engine apart, weights by broadcast."""
     from tests.gpu.sglang_broadcast import broadcast_alone
 
-    rows = broadcast_alone()
+    rows = broadcast_alone() if options.size == "30b" else []
     rows += moe(
         options,
         "split",
@@ -358,7 +361,7 @@ def experts(options: argparse.Namespace) -> list[Row]:
         "megatron.ep=2",
         "engine.tp=2",
         "engine.ep=2",
-        layers=2,
+        layers=3,
     )
 
 
@@ -381,6 +384,7 @@ def main() -> int:
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--only", default="", help="part of the names of the protocol's models")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--size", choices=SIZES, default="30b", help="of the experts' layers")
     parser.add_argument("--after", help="NAME:STEP or NAME:stopped of a run in another process")
     parser.add_argument(
         "--deadline", type=float, default=400, help="seconds of a section's run, or of a suite"

@@ -31,8 +31,11 @@ def perturbed(folder: Path) -> Path:
     return other
 
 
-def moe_30b_layers(layers: int = 4) -> Path:
-    """A random model of Qwen3-30B-A3B's layer shapes with a byte tokenizer, 3.1e9 parameters for 4 layers."""
+def moe_30b_layers(layers: int = 4, size: str = "30b") -> Path:
+    """A random model of Qwen3-30B-A3B's layer shapes with a byte tokenizer, 3.1e9 parameters for 4 layers.
+
+    ``size``: another of :data:`tests.gpu.random_model.SIZES`.
+    """
     from tests.gpu.random_model import write_model
 
-    return write_model(WORK / f"moe{layers}", layers)
+    return write_model(WORK / f"moe{layers}-{size}", layers, size)

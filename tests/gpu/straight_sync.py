@@ -63,9 +63,7 @@ def buckets_of(trainer: Any) -> list[list[NamedTensor]]:
 
 async def compare(report: kit.Report, trainer: Any, client: EngineClient, version: int) -> None:
     """Medians of both sides, and their ratio; the engine holds the same weights before and after."""
-    _sglang(
-        "utils.patch_torch"
-    ).monkey_patch_torch_reductions()  # names GPUs by UUID
+    _sglang("utils.patch_torch").monkey_patch_torch_reductions()  # names GPUs by UUID
     await kit.give_weights(trainer, client, quantised=False, version=version)
     buckets = buckets_of(trainer)
     ours: list[float] = []

@@ -79,6 +79,33 @@ def test_weights_reach_every_engine(
         rank.stage_bucket(0, handle=False, broadcast=True)
 
 
+@pytest.mark.slow
+def test_a_bucket_is_announced_before_its_broadcast_connects(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's first broadcast waits for the engines; those are told to receive when a bucket is staged."""
+    rank = make()
+    specs = rank.weight_buckets()
+    told, port = threading.Event(), free_port()
+    broadcast = dist.broadcast
+
+    def connecting(*arguments: Any, **options: Any) -> Any:
+        if not told.wait(30):
+            raise RuntimeError("the engine was not told")
+        return broadcast(*arguments, **options)
+
+    with engines(1, port, specs) as (pipe,):
+        rank.join_weight_group("127.0.0.1", port, 2, "weights", 60)
+        monkeypatch.setattr("orhpc.train.weight_sender.dist.broadcast", connecting)
+        for index in range(len(specs)):
+            rank.stage_bucket(index, handle=False, broadcast=True)
+            told.set()
+        rank.finish_sync()
+        assert pipe.poll(60)
+        assert pipe.recv()[0] is None
+    rank.leave_weight_group()
+
+
 def test_an_engine_that_never_joins_is_a_failed_sync_within_the_deadline(
     make: Callable[..., TrainerRank],
 ) -> None:
