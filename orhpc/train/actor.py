@@ -337,8 +337,7 @@ class TrainerRank:
 
     def _all_tensors(self, buckets: Sequence[BucketSpec], quantise: Quantise) -> Iterator[tuple[str, Tensor]]:
         for bucket in buckets:
-            for name, tensor in self.backend.export(bucket.parameters):
-                yield from quantise(name, tensor)
+            yield from quantise(self.backend.export(bucket.parameters))
 
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.

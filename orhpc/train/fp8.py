@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ _KEPT = re.compile(
 )
 """Embeddings, head, norms, routers and DeepSeek-V3.2's indexer weights stay as they are."""
 
+_TOGETHER = 1 << 25
+"""Elements that are quantised together, unless a weight has more: 0.13 GB in float32, and some copies."""
+
 _FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 
@@ -36,8 +41,9 @@ def choose_scales(*, power_of_two: bool) -> None:
     os.environ[_FLOAT_SCALES] = "0" if power_of_two else "1"
 
 
-Quantise = Callable[[str, Tensor], list[tuple[str, Tensor]]]
-"""From one tensor of a checkpoint to what travels in its place; also on the meta device."""
+NamedTensor = tuple[str, Tensor]
+Quantise = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
+"""From a checkpoint's tensors to what travels in their place, in their order; also on the meta device."""
 
 
 def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
@@ -46,45 +52,84 @@ def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def quantiser(*, power_of_two: bool) -> Quantise:
-    """Return what turns a tensor into ``[(name, values), (name + "_scale_inv", scales)]``, or leaves it."""
+    """Return what turns a weight into ``(name, values), (name + "_scale_inv", scales)``, or leaves it.
 
-    def quantise(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        if not is_quantised(name, tuple(tensor.shape)):
-            return [(name, tensor)]
-        values, scales = quantise_blocks(tensor, power_of_two=power_of_two)
-        return [(name, values), (name + SCALE, scales)]
+    Weights of one shape are quantised together: the experts of one layer are hundreds of small ones.
+    """
+
+    def quantise(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        for window in _windows(tensors):
+            alike: defaultdict[Any, list[int]] = defaultdict(list)
+            for i, (name, tensor) in enumerate(window):
+                if is_quantised(name, tuple(tensor.shape)):
+                    alike[tensor.shape, tensor.dtype, tensor.device].append(i)
+            found: dict[int, tuple[Tensor, Tensor]] = {}
+            for places in alike.values():
+                weights = [window[i][1] for i in places]
+                found |= zip(places, _quantised_alike(weights, power_of_two), strict=True)
+            for i, (name, tensor) in enumerate(window):
+                if i in found:
+                    values, scales = found[i]
+                    yield name, values
+                    yield name + SCALE, scales
+                else:
+                    yield name, tensor
 
     return quantise
 
 
-def unchanged(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def unchanged(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """The quantiser of engines that hold weights in the model's own type."""
-    return [(name, tensor)]
+    yield from tensors
+
+
+def _quantised_alike(weights: list[Tensor], power_of_two: bool) -> Iterable[tuple[Tensor, Tensor]]:
+    """Values and scales of each of some weights of one shape."""
+    if len(weights) == 1 or weights[0].is_meta:  # to stack costs a copy, and on the meta device time alone
+        return [quantise_blocks(weight, power_of_two=power_of_two) for weight in weights]
+    return zip(*quantise_blocks(torch.stack(weights), power_of_two=power_of_two), strict=True)
+
+
+def _windows(tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Neighbours, as many as may be quantised together."""
+    window: list[NamedTensor] = []
+    size = 0
+    for name, tensor in tensors:
+        if window and size + tensor.numel() > _TOGETHER:
+            yield window
+            window, size = [], 0
+        window.append((name, tensor))
+        size += tensor.numel()
+    if window:
+        yield window
 
 
 @torch.no_grad()
 def quantise_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise ``[N, K]`` to e4m3 ``[N, K]`` and float32 scales ``[ceil(N / 128), ceil(K / 128)]``.
+    """Quantise ``[..., N, K]`` to e4m3 and float32 scales ``[..., ceil(N / 128), ceil(K / 128)]``.
 
     ``power_of_two`` rounds scales up to powers of two (UE8M0), which loses up to one bit of range and
     none of the values' precision.
     """
-    rows, columns = weight.shape
+    *several, rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    if weight.is_meta:  # a plan of thousands of tensors asks for their shapes only
+        values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device="meta")
+        return values, torch.empty((*several, down, across), dtype=torch.float32, device="meta")
     padded = weight.float()
     if rows % BLOCK or columns % BLOCK:
         padded = torch.nn.functional.pad(padded, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
-    blocks = padded.view(down, BLOCK, across, BLOCK)
+    blocks = padded.view(*several, down, BLOCK, across, BLOCK)
     # A block of zeros needs a scale too; any will do.
-    amax = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12)
+    amax = blocks.abs().amax(dim=(-3, -1)).clamp(min=1e-12)
     scales = amax / LARGEST
     if power_of_two:
         mantissa, exponent = torch.frexp(scales)
         # frexp's mantissa is 0.5 for a power of two, which is to stay itself.
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
-    scaled = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
-    values = scaled.to(torch.float8_e4m3fn).view(down * BLOCK, across * BLOCK)[:rows, :columns]
-    return values.contiguous(), scales
+    scaled = (blocks / scales[..., :, None, :, None]).clamp(-LARGEST, LARGEST)
+    values = scaled.to(torch.float8_e4m3fn).view(*several, down * BLOCK, across * BLOCK)
+    return values[..., :rows, :columns].contiguous(), scales
 
 
 def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:

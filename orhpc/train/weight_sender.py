@@ -82,16 +82,15 @@ class BucketStage:
         places = {m.name: m for m in metadata_of(spec)}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for whole_name, whole in stream:
-            for name, tensor in self._quantise(whole_name, whole.to(self._device)):
-                m = places.pop(name, None)
-                if m is None or m.shape != tensor.shape or m.dtype != tensor.dtype:
-                    raise WeightSyncFailed(f"{name} {tensor.dtype} {tuple(tensor.shape)} was not announced")
-                targets.append(flat[m.start_idx : m.end_idx])
-                sources.append(tensor.detach().contiguous().flatten().view(torch.uint8))
-                if len(targets) >= _COPIES:
-                    _copy(targets, sources)
-                    targets, sources = [], []
+        for name, tensor in self._quantise((name, whole.to(self._device)) for name, whole in stream):
+            m = places.pop(name, None)
+            if m is None or m.shape != tensor.shape or m.dtype != tensor.dtype:
+                raise WeightSyncFailed(f"{name} {tensor.dtype} {tuple(tensor.shape)} was not announced")
+            targets.append(flat[m.start_idx : m.end_idx])
+            sources.append(tensor.detach().contiguous().flatten().view(torch.uint8))
+            if len(targets) >= _COPIES:
+                _copy(targets, sources)
+                targets, sources = [], []
         if targets:
             _copy(targets, sources)
         if places:

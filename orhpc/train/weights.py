@@ -74,11 +74,13 @@ def plan_buckets(
 
 def quantised(spec: BucketSpec, quantise: Quantise) -> BucketSpec:
     """What a bucket becomes when each of its tensors is quantised, in the same order."""
-    parts: list[tuple[str, str, tuple[int, ...]]] = []
-    for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for part, value in quantise(name, tensor):
-            parts.append((part, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
+    whole = (
+        (name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+        for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True)
+    )
+    parts = [
+        (name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in quantise(whole)
+    ]
     names, dtypes, shapes = zip(*parts, strict=True) if parts else ((), (), ())
     return BucketSpec(names, dtypes, shapes, spec.parameters)
 

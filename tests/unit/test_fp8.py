@@ -1,0 +1,126 @@
+"""Block-wise FP8: against a table of e4m3's values, and many weights at once against one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from orhpc.train import fp8
+from orhpc.train.fp8 import dequantise_blocks, quantise_blocks, quantiser
+
+BLOCK = fp8.BLOCK
+
+
+def e4m3_values() -> np.ndarray:
+    """All finite values >= 0 by definition: four bits of exponent with bias 7, three of mantissa, one NaN."""
+    found = []
+    for code in range(0x7F):
+        exponent, mantissa = code >> 3, code & 7
+        normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        found.append(normal if exponent else mantissa / 8 * 2.0**-6)
+    return np.array(found)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """To the nearest, ties to the even code."""
+    table = e4m3_values()
+    above = np.clip(np.searchsorted(table, np.abs(values)), 1, len(table) - 1)
+    low, high = table[above - 1], table[above]
+    down, up = np.abs(values) - low, high - np.abs(values)
+    take_low = (down < up) | ((down == up) & ((above - 1) % 2 == 0))
+    return np.copysign(np.where(take_low, low, high), values)
+
+
+def blocks_of(weight: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
+    rows, columns = weight.shape
+    return [
+        (i // BLOCK, j // BLOCK, weight[i : i + BLOCK, j : j + BLOCK])
+        for i in range(0, rows, BLOCK)
+        for j in range(0, columns, BLOCK)
+    ]
+
+
+def some_weight(rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.rand((rows, 1), generator=generator) * 3
+    return (torch.randn((rows, columns), generator=generator) * spread).bfloat16()
+
+
+@given(rows=st.integers(1, 300), columns=st.integers(1, 300), seed=st.integers(0, 1000), power=st.booleans())
+def test_every_block_is_scaled_to_the_format_and_rounded(
+    rows: int, columns: int, seed: int, power: bool
+) -> None:
+    weight = some_weight(rows, columns, seed)
+    values, scales = quantise_blocks(weight, power_of_two=power)
+    assert values.dtype == torch.float8_e4m3fn
+    got = values.float().numpy()
+    for i, j, block in blocks_of(weight.float().numpy()):
+        scale = scales[i, j].item()
+        needed = float(np.abs(block).max()) / 448
+        if power:
+            assert np.log2(scale) % 1 == 0
+            assert needed <= scale < max(2 * needed, 1e-11)
+        else:
+            assert scale == pytest.approx(needed, rel=1e-6)
+        scaled = block / np.float32(scale)
+        here = got[i * BLOCK : i * BLOCK + BLOCK, j * BLOCK : j * BLOCK + BLOCK]
+        assert np.array_equal(here, rounded(np.clip(scaled, -448, 448)))
+    # e4m3 keeps four significant bits: the nearest is at most a sixteenth away, above its smallest numbers.
+    error = (dequantise_blocks(values, scales) - weight.float()).abs()
+    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    assert (error <= weight.float().abs() / 16 * 1.001 + spread * 2.0**-10).all()
+
+
+def test_zeros_stay_zeros() -> None:
+    values, scales = quantise_blocks(torch.zeros(130, 5))
+    assert (values.float() == 0).all()
+    assert (scales > 0).all()
+
+
+def checkpoint() -> list[tuple[str, Tensor]]:
+    """A layer of experts and what is kept, in a checkpoint's order."""
+    found = [("model.embed_tokens.weight", some_weight(40, 64, 0))]
+    for e in range(5):
+        shapes = {"gate_proj": (96, 160), "up_proj": (96, 160), "down_proj": (160, 96)}
+        for k, (name, shape) in enumerate(shapes.items()):
+            found.append((f"model.layers.0.mlp.experts.{e}.{name}.weight", some_weight(*shape, 10 * e + k)))
+    found += [
+        ("model.layers.0.mlp.gate.weight", some_weight(5, 160, 90)),
+        ("model.layers.0.self_attn.q_proj.weight", some_weight(96, 160, 91)),
+        ("model.layers.0.self_attn.q_proj.bias", torch.arange(96.0)),
+        ("model.layers.0.input_layernorm.weight", torch.ones(160)),
+        ("lm_head.weight", some_weight(40, 64, 92)),
+    ]
+    return found
+
+
+@pytest.mark.parametrize("together", [1, 40_000, 1 << 25])
+@pytest.mark.parametrize("power", [False, True])
+def test_weights_quantised_together_are_those_quantised_alone(
+    monkeypatch: pytest.MonkeyPatch, together: int, power: bool
+) -> None:
+    monkeypatch.setattr(fp8, "_TOGETHER", together)
+    expected: list[tuple[str, Tensor]] = []
+    for name, tensor in checkpoint():
+        if "proj.weight" in name:
+            values, scales = quantise_blocks(tensor, power_of_two=power)
+            expected += [(name, values), (name + "_scale_inv", scales)]
+        else:
+            expected.append((name, tensor))
+    got = list(quantiser(power_of_two=power)(checkpoint()))
+    assert [name for name, _ in got] == [name for name, _ in expected]
+    for (name, mine), (_, theirs) in zip(got, expected, strict=True):
+        assert mine.dtype == theirs.dtype, name
+        assert torch.equal(mine.float(), theirs.float()), name
+
+
+def test_a_plan_has_the_shapes_of_what_will_travel() -> None:
+    quantise = quantiser(power_of_two=False)
+    planned = list(quantise((name, tensor.to("meta")) for name, tensor in checkpoint()))
+    real = list(quantise(checkpoint()))
+    assert [(n, t.shape, t.dtype) for n, t in planned] == [(n, t.shape, t.dtype) for n, t in real]
+    assert all(tensor.is_meta for _, tensor in planned)
