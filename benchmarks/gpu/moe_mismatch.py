@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu import mismatch_kit as kit  # noqa: E402
+from tests.gpu import mismatch_routers as routing  # noqa: E402
 from tests.gpu import straight_sync  # noqa: E402
 
 SHAPE: dict[str, Any] = {
@@ -47,100 +49,12 @@ SMALL: dict[str, Any] = {
     "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
 }  # fmt: skip
 PUBLISHED = "published, Qwen3-30B-A3B: KL 1.5e-3 without replay, 7.5e-4 with it (0.50); dense 8B: 6.4e-4"
-BALANCE = 0.01
-"""Weight of the load-balancing loss in that first training (Switch Transformer, arXiv:2101.03961)."""
 TARGET = 0.5
 PRECISIONS = {"bf16": "bf16", "fp8-rollout": "fp8", "fp8": "fp8"}
 """``precision`` to the engine that samples under it."""
 
 
-# --- routers --------------------------------------------------------------------------------------------
-
-
-def routers(trainer: Any) -> list[Any]:
-    from tests.gpu.megatron_replay import routers as found
-
-    return list(found(trainer))
-
-
-def balanced(trainer: Any, tokens: int) -> None:
-    """Add the load-balancing loss to the routers; ``tokens`` of a step, by which nobody divides it here."""
-    for router in routers(trainer):
-        router.routing_type = "aux_loss"
-        router.config.moe_aux_loss_coeff = BALANCE / tokens
-
-
-def usage(trainer: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Held-out loss, and how routers that choose for themselves spread the tokens over experts."""
-    from tests.gpu.megatron_replay import NoReplay
-
-    with NoReplay(trainer):
-        found = routers(trainer)
-        counts: dict[int, torch.Tensor] = {}
-        largest: list[torch.Tensor] = []
-
-        def look(router: Any, _inputs: Any, output: Any) -> None:
-            own = output[1].sum(0).double()
-            counts[id(router)] = counts.get(id(router), torch.zeros_like(own)) + own
-            largest.append(output[0].max(-1).values.float().mean())
-
-        hooks = [router.register_forward_hook(look) for router in found]
-        try:
-            values = kit.logprobs(trainer, samples)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    shares = torch.stack([counts[id(router)] for router in found])
-    shares = shares / shares.sum(-1, keepdim=True)
-    entropy = -(shares * shares.clamp(min=1e-12).log()).sum(-1)
-    experts = shares.shape[1]
-    return {
-        "nats_a_byte": float(-np.concatenate(list(values.values())).mean()),
-        "experts_in_use": [round(float(e), 1) for e in entropy.exp()],
-        "busiest_over_even": [round(float(s) * experts, 2) for s in shares.max(-1).values],
-        "largest_weight": round(float(torch.stack(largest).mean()), 3),
-    }
-
-
-class Watched:
-    """The routers of a trainer, replaying or only counting, and what they hand each token to."""
-
-    def __init__(self, trainer: Any, *, replay: bool) -> None:
-        self.trainer = trainer
-        self.found = routers(trainer)
-        for router in self.found:
-            router.router_replay.replay = replay
-        self.others: list[torch.Tensor] = []
-        self.hooks: list[Any] = []
-
-    def __enter__(self) -> Watched:
-        def look(router: Any, _inputs: Any, output: Any) -> None:
-            rows = router.router_replay.rows
-            wanted = torch.zeros_like(output[1]).scatter(1, rows.experts_NK.long(), True)
-            self.others.append((output[1] & ~wanted).sum(-1) * rows.known_N)
-
-        self.hooks = [router.register_forward_hook(look) for router in self.found]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def pass_over(self, micro_batch: Any) -> Iterator[tuple[str, np.ndarray, dict[str, float]]]:
-        """Log-probabilities, and counts of choices, of each response of one micro-batch."""
-        batch = self.trainer.load_batch(micro_batch)
-        self.others.clear()
-        values = kit.batch_logprobs(self.trainer, batch)
-        others_LP = torch.stack(self.others)[:, : len(batch.input_ids_P)].cpu().numpy()
-        topk = batch.routes_PLK.shape[2]
-        for s, name in enumerate(batch.sample_ids):
-            here = others_LP[:, (batch.segments_P == s) & batch.routes_known_P]
-            layers, tokens = here.shape
-            yield name, values[name], {
-                "rerouted_tokens": float((here > 0).any(0).sum()), "routed_tokens": tokens,
-                "rerouted_pairs": float((here > 0).sum()), "routed_pairs": tokens * layers,
-                "other_choices": float(here.sum()), "choices": tokens * layers * topk,
-            }  # fmt: skip
+# --- differences ----------------------------------------------------------------------------------------
 
 
 def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -> tuple[kit.Sums, float]:
@@ -148,7 +62,7 @@ def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -
     found: dict[str, np.ndarray] = {}
     counts: dict[str, dict[str, float]] = {}
     minibatch = kit.planned(trainer, [response.sample() for response in responses])
-    with Watched(trainer, replay=replay) as watched:
+    with routing.Watched(trainer, replay=replay) as watched:
         for micro_batch in minibatch.ranks[0]:
             for name, values, own in watched.pass_over(micro_batch):
                 found[name], counts[name] = values, own
@@ -159,7 +73,15 @@ def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -
 
 
 def compare(report: kit.Report, precision: str, trainer: Any, responses: Sequence[kit.Response]) -> None:
-    """Both rows of one precision, and the ratio of their KL."""
+    """Both rows of one precision, and the ratio of their KL; a failure is a row too."""
+    try:
+        _compare(report, precision, trainer, responses)
+    except Exception as error:
+        traceback.print_exc()
+        report.failed(precision, error)
+
+
+def _compare(report: kit.Report, precision: str, trainer: Any, responses: Sequence[kit.Response]) -> None:
     began = time.monotonic()
     resampled: dict[bool, dict[str, np.ndarray]] = {}
     rows: dict[bool, dict[str, Any]] = {}
@@ -214,14 +136,14 @@ def train(options: argparse.Namespace, report: kit.Report, folder: Path, text: k
     precision = "fp8-rollout" if options.device == "cuda" else "bf16"
     trainer = kit.start_trainer(config_of(options, precision), folder)
     held = kit.plain_samples(list(kit.pieces(text.held_N, np.random.default_rng(2), 32, 1024)))
-    report.put("before training", usage(trainer, held))
+    report.put("before training", routing.usage(trainer, held))
     with NoReplay(trainer):
-        balanced(trainer, options.tokens)
+        routing.balanced(trainer, options.tokens)
         losses = kit.pretrain(trainer, text, seconds=options.seconds, tokens=options.tokens)
-        for router in routers(trainer):
+        for router in routing.routers(trainer):
             router.routing_type = "none"
     report.put("training", {"steps": len(losses), "tokens_a_step": options.tokens, "losses": losses[::10]})
-    report.put("after training", usage(trainer, held))
+    report.put("after training", routing.usage(trainer, held))
     return trainer
 
 
@@ -241,13 +163,10 @@ async def sampled(
         try:
             await engine.wait_ready(options.patience)
             clients[name] = kit.client_of(engine, folder)
-            seconds = [
-                round(await kit.give_weights(trainer, clients[name], quantised=name == "fp8", version=1), 3)
-                for _ in range(4)
-            ]
-            report.put(f"engine {name}: seconds of its weights", seconds)
+            seconds = await kit.give_weights(trainer, engine.url, quantised=name == "fp8", rounds=4)
+            report.put(f"engine {name}: seconds of its weights", [round(s, 3) for s in seconds])
             if name == "bf16" and options.device == "cuda":
-                await straight_sync.compare(report, trainer, clients[name], version=1)
+                await straight_sync.compare(report, trainer, engine.url)
         except Exception as error:
             traceback.print_exc()
             report.failed(f"engine {name}", error)
@@ -295,27 +214,35 @@ def run(options: argparse.Namespace, report: kit.Report) -> None:
         for name, engine in engines.items():
             engine.stop()
             kit.log_tail(f"moe-{name}", options.out)
-    for precision, name in PRECISIONS.items():
-        if precision not in options.precisions or name not in responses:
-            continue
-        try:
-            if precision == "fp8":
-                trainer = in_fp8(options, report, trainer)
-            compare(report, precision, trainer, responses[name])
-        except Exception as error:
-            traceback.print_exc()
-            report.failed(precision, error)
+    wanted = {p: responses[n] for p, n in PRECISIONS.items() if p in options.precisions and n in responses}
+    for precision in wanted:
+        if precision != "fp8":
+            compare(report, precision, trainer, wanted[precision])
+    if "fp8" not in wanted:
+        return kit.close_trainer(trainer)
+    folder = exported(report, trainer)
+    del trainer  # or its memory would stay taken beside the next one's
+    trainer = in_fp8(options, report, folder)
+    compare(report, "fp8", trainer, wanted["fp8"])
     kit.close_trainer(trainer)
 
 
-def in_fp8(options: argparse.Namespace, report: kit.Report, trainer: Any) -> Any:
-    """Another trainer, whose layers compute in FP8, of what this one has learnt."""
+def exported(report: kit.Report, trainer: Any) -> Path:
+    """Write what a trainer has learnt, and close it."""
     folder = kit.WORK / "moe-trained"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     began = time.monotonic()
     trainer.export_hf(str(folder))
     report.put("seconds of the export", round(time.monotonic() - began, 1))
     kit.close_trainer(trainer)
+    return folder
+
+
+def in_fp8(options: argparse.Namespace, report: kit.Report, folder: Path) -> Any:
+    """A trainer of those weights whose layers compute in FP8."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    report.put("GB that the trainer before has left", round(torch.cuda.memory_allocated() / 1e9, 2))
     began = time.monotonic()
     trainer = kit.start_trainer(config_of(options, "fp8"), folder)
     report.put("seconds of the FP8 trainer's start", round(time.monotonic() - began, 1))

@@ -40,8 +40,8 @@ SMALL: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
 }  # fmt: skip
-BOUND = 1e-3
-"""Largest difference of a log-probability under ``configs/exact.yaml``, in nats."""
+BOUND = 1e-4
+"""Largest difference of a log-probability under ``configs/exact.yaml``, in nats; float32 leaves about 5e-6."""
 REPEATED = 16
 """Responses asked for again, few at a time."""
 GRAPHS_OFF = {"disable_decode_cuda_graph": True}
@@ -72,9 +72,6 @@ def documented() -> Setting:
 
 SETTINGS = {
     "exact": documented(),
-    "float32, torch attention": Setting(
-        "float32", {"extra": {"attention_backend": "torch_native", **GRAPHS_OFF}}
-    ),
     "bfloat16, float32 head": Setting(
         "bfloat16", {"deterministic": True, "extra": {"enable_fp32_lm_head": True, **GRAPHS_OFF}}
     ),

@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from orhpc.config import Config
+from orhpc.fleet.weight_sync import WeightSync
 from orhpc.ports import free_ports
-from orhpc.rollout.client import EngineClient
+from orhpc.rollout.client import EngineClient, EnginePool
 from orhpc.rollout.engine import EngineProcess
 from orhpc.rollout.sglang_command import EnginePart
 from orhpc.routes import RouteShape
@@ -244,22 +246,30 @@ def client_of(process: EngineProcess, folder: Path) -> EngineClient:
     return EngineClient(process.url, key=KEY, request_timeout_s=240.0, route_shape=shape)
 
 
-async def give_weights(trainer: TrainerRank, client: EngineClient, *, quantised: bool, version: int) -> float:
-    """What a weight sync by handles does with one engine; returns its seconds."""
+class _OneTrainer:
+    """What a weight sync asks of a run's trainers, of one rank in this process."""
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self._rank = rank
+
+    async def all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        call = asyncio.to_thread(getattr(self._rank, method), *args, **kwargs)
+        return [await asyncio.wait_for(call, timeout_s)]
+
+
+async def give_weights(trainer: TrainerRank, url: str, *, quantised: bool, rounds: int = 1) -> list[float]:
+    """Weight syncs by handle, as a run makes them, to one engine; returns the seconds of each."""
     inside: Any = trainer
     inside._quantise = quantiser(power_of_two=False) if quantised else unchanged
     inside._buckets = inside._stage = None
-    began = time.monotonic()
-    await client.begin_update()
-    for index in range(len(trainer.weight_buckets())):
-        handle = trainer.stage_bucket(index, handle=True, broadcast=False)
-        assert handle is not None
-        await client.update_weights_from_tensor([handle], load_format="flattened_bucket", flush_cache=False)
-    trainer.finish_sync()
-    await client.end_update()
-    await client.flush_cache()
-    await client.update_weight_version(str(version))
-    return time.monotonic() - began
+    trainer.weight_buckets()
+    async with EnginePool([url], key=KEY, request_timeout_s=240.0) as pool:
+        engines = SimpleNamespace(
+            pool=pool, config=trainer.config, by_handle={url: [0]}, by_broadcast={}, group_name=None
+        )
+        trainers: Any = _OneTrainer(trainer)
+        sync = WeightSync(trainers, cast(Any, engines), WORK)
+        return [(await sync.send(1))["sync_seconds_total"] for _ in range(rounds)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import torch
 
-from orhpc.rollout.client import EngineClient
 from tests.gpu import mismatch_kit as kit
 
 ROUNDS = 7
@@ -61,16 +60,15 @@ def buckets_of(trainer: Any) -> list[list[NamedTensor]]:
     ]
 
 
-async def compare(report: kit.Report, trainer: Any, client: EngineClient, version: int) -> None:
+async def compare(report: kit.Report, trainer: Any, url: str) -> None:
     """Medians of both sides, and their ratio; the engine holds the same weights before and after."""
     _sglang("utils.patch_torch").monkey_patch_torch_reductions()  # names GPUs by UUID
-    await kit.give_weights(trainer, client, quantised=False, version=version)
     buckets = buckets_of(trainer)
     ours: list[float] = []
     straight: list[float] = []
     for _ in range(ROUNDS):
-        straight.append(await straight_sync(client.url, buckets))
-        ours.append(await kit.give_weights(trainer, client, quantised=False, version=version))
+        straight.append(await straight_sync(url, buckets))
+        ours += await kit.give_weights(trainer, url, quantised=False)
     size = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket) / 1e9
     medians = statistics.median(ours[1:]), statistics.median(straight[1:])
     report.put(
