@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from orhpc.rollout.client import EngineClient
 from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
 
 _POLL_S = 0.25
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 16384
+_EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)\b")
+"""The line of a Python traceback that says what was raised; servers go on telling how they end."""
 
 
 class ServerProcess:
@@ -69,7 +72,7 @@ class ServerProcess:
     async def wait_ready(self, deadline_s: float) -> None:
         """Return once the server answers; of a part that is not the first, once its process is up.
 
-        Raises, with the log's last line, ConfigError when the server refuses its options and
+        Raises, with what the log says last, ConfigError when the server refuses its options and
         EngineUnavailable when it ends or takes too long.
         """
         client = EngineClient(self.url, key=self._key, request_timeout_s=deadline_s)
@@ -81,7 +84,7 @@ class ServerProcess:
                     if self._process.returncode == EXIT_CONFIG:
                         raise ConfigError(self._last_words().removeprefix("orhpc: "))
                     raise EngineUnavailable(
-                        f"{self.what} {self.url} ended while starting: {self._last_words()}"
+                        f"{self.what} {self.url} ended while starting: {self._last_words(_EXCEPTION)}"
                     )
                 try:
                     await client.health(timeout_s=5.0)
@@ -123,8 +126,8 @@ class ServerProcess:
             self._key_file.unlink(missing_ok=True)
             self._key_file = None
 
-    def _last_words(self) -> str:
-        """The log's last line that says something, and where the log is."""
+    def _last_words(self, telling: re.Pattern[str] | None = None) -> str:
+        """The last line of the log that is ``telling``, or that says anything; and where the log is."""
         try:
             with self._log_path.open("rb") as file:
                 file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
@@ -132,7 +135,9 @@ class ServerProcess:
         except OSError as error:
             return f"its log {self._log_path} cannot be read: {error.strerror}"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return f"{lines[-1] if lines else 'it logged nothing'} (log: {self._log_path})"
+        told = [line for line in lines if telling.match(line)] if telling is not None else []
+        said = told or lines or ["it logged nothing"]
+        return f"{said[-1]} (log: {self._log_path})"
 
 
 class EngineProcess(ServerProcess):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from orhpc.errors import ConfigError, EngineUnavailable
-from orhpc.rollout.engine import EngineProcess
+from orhpc.rollout.engine import EngineProcess, ServerProcess
 from tests.trainer_kit import free_port
 
 from .conftest import KEY, Server, engine_config
@@ -109,6 +109,25 @@ def test_a_failure_to_start_says_why(tmp_path: Path) -> None:
         asyncio.run(process.wait_ready(240.0))
     assert str(log) in str(failure.value)
     process.stop()
+
+
+def test_a_crash_while_starting_is_told_by_its_exception(tmp_path: Path) -> None:
+    """SGLang's last lines tell how it ends its processes, not why."""
+    crash = (
+        "import traceback\n"
+        "try: raise RuntimeError('rmsnorm failed to dispatch data type Float')\n"
+        "except RuntimeError: traceback.print_exc()\n"
+        "raise SystemExit('kill_process_tree called: parent_pid=7')"
+    )
+    log = tmp_path / "engine.log"
+    url = f"http://127.0.0.1:{free_port()}"
+    process = ServerProcess(url, [sys.executable, "-c", crash], dict(os.environ), None, str(log))
+    process.start()
+    with pytest.raises(
+        EngineUnavailable, match="ended while starting: RuntimeError: rmsnorm failed"
+    ) as failure:
+        asyncio.run(process.wait_ready(60.0))
+    assert str(log) in str(failure.value)
 
 
 @pytest.mark.slow
