@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
 }  # fmt: skip
 BOUND = 1e-4
-"""Largest difference of a log-probability under ``configs/exact.yaml``, in nats; float32 leaves about 5e-6."""
+"""Largest difference of a log-probability under ``configs/exact.yaml``, in nats; float32 leaves 5e-6."""
 REPEATED = 16
 """Responses asked for again, few at a time."""
 GRAPHS_OFF = {"disable_decode_cuda_graph": True}

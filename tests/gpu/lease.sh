@@ -1,10 +1,11 @@
 #!/bin/bash
 # The GPU checks that belong together, each on GPUs of its own, within a number of seconds:
 #
-#   tests/gpu/lease.sh PLAN SECONDS OUT [GGUF]        # GGUF: SmolLM2-135M-Instruct, for the protocol's suite
+#   [KERNELS=FILE] tests/gpu/lease.sh PLAN SECONDS OUT [GGUF]   # GGUF: SmolLM2-135M-Instruct, for the suite
 #
-# OUT gets results.tgz (results and ends of logs, no weights, no keys; packed anew every 15 s and at the end)
-# and table.txt (what ended when, and how).  The environment is the caller's: PYTHONPATH, caches.
+# OUT gets results.tgz (results and ends of logs, no weights, no keys; packed anew every 15 s and at the end),
+# table.txt (what ended when, and how) and kernels.tar.xz: what Triton and SGLang compiled, which as KERNELS
+# spares the next machine of the same kind up to 75 s a server.  PYTHONPATH is the caller's.
 #
 # Plans, in the order of what they tell for their time; a command may take 600 s, so SECONDS is 560 at most.
 # Servers need 75 s to start on a machine that has compiled their kernels, 130 s on a fresh one.
@@ -34,7 +35,9 @@ PLAN=$1 OUT=$3 GGUF=${4:-}
 END=$((SECONDS + $2))
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
 W=${LEASE_WORK:-/tmp/lease} L=$W/logs R=$W/results
-mkdir -p "$L" "$R" "$OUT"
+mkdir -p "$L" "$R" "$OUT" "$W/home"
+export HOME=$W/home # where compiled kernels go
+[ -n "${KERNELS:-}" ] && tar -C "$HOME" -xJf "$KERNELS"
 cd "$ROOT" || exit 2
 # Multicast over NVLink has put shared hosts out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
@@ -119,5 +122,6 @@ node() {
 
 case $PLAN in four | one | mismatch | two | pair | node) ;; *) echo "no plan $PLAN" >&2; exit 2 ;; esac
 (while sleep 15; do pack; done) & PACKER=$!
-trap 'kill $PACKER; pack; cat "$OUT/table.txt"' EXIT
+keep_kernels() { tar -C "$HOME" -cJf "$OUT/kernels.tar.xz" .; }
+trap 'kill $PACKER; pack; keep_kernels; cat "$OUT/table.txt"' EXIT
 "$PLAN"
