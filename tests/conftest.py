@@ -31,3 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--engine-other", help="folder of other weights for it; without it, its weights stay")
     group.addoption("--engine-tolerance", default="1e-4", help="how far its log-probabilities may be off")
+    group.addoption(
+        "--engine-router-margin",
+        default="1e-5",
+        help="how much better, in a router's logits, an expert may be that it did not take",
+    )

@@ -7,27 +7,33 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from orhpc.config import Config
 from orhpc.rollout.client import EngineClient
+from orhpc.rollout.client.wire import TokenIds
 from orhpc.rollout.engine import EngineProcess
-from orhpc.routes import RouteShape
+from orhpc.routes import RouteArray, RouteShape
 from orhpc.types import FinishReason, Generation, Sampling
 from tests.trainer_kit import free_port
+
+from .reference import Reference, Scored
 
 T = TypeVar("T")
 KEY = "key-of-the-protocol-tests"
 VOCABULARY = 512
 EOS = 1
 CONTEXT = 192
+EXACT_MARGIN = 1e-5
+"""In logits: what float32 may turn between the cpu engine's packed rows and one plain pass."""
 SHARED = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -110,6 +116,23 @@ def send(url: str, data: bytes | None, key: str | None) -> Answer:
         return Answer(error.code, error.read())
 
 
+class RecordingClient(EngineClient):
+    """Asks for all expert routes where a test does not say which; see :meth:`Server.assert_logprobs`."""
+
+    async def generate(
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        *,
+        rid: str,
+        routes_start: int | None = 0,
+        routing_key: str | None = None,
+    ) -> Generation:
+        return await super().generate(
+            prompt_ids, sampling, rid=rid, routes_start=routes_start, routing_key=routing_key
+        )
+
+
 @dataclass
 class Server:
     """A server under test and what is known of its model."""
@@ -126,13 +149,18 @@ class Server:
     context: int
     tolerance: float
     """Largest difference of a log-probability from the reference's."""
-    _models: dict[Path, PreTrainedModel]
+    router_margin: float
+    """How much better, in a router's logits, an expert may be that the engine did not take."""
+    device: str
+    """Where the reference computes."""
+    references: dict[Path, Reference] = field(default_factory=dict)
 
     def client(self, request_timeout_s: float = 60.0) -> EngineClient:
         shape = None
         if self.moe and self.folder:
             shape = RouteShape.of_config(json.loads((self.folder / "config.json").read_text()))
-        return EngineClient(
+        kind = EngineClient if shape is None else RecordingClient
+        return kind(
             self.url,
             key=self.key,
             request_timeout_s=request_timeout_s,
@@ -167,29 +195,45 @@ class Server:
         options.setdefault("rid", f"t{id(prompt)}")
         return self.use(lambda c: c.generate(prompt, sampling, **options))
 
-    def model(self, folder: Path | None = None) -> PreTrainedModel:
-        """The reference: transformers, float32."""
+    def reference(self, folder: Path | None = None) -> Reference:
+        """Its model, or that of another folder, in transformers."""
         folder = folder or self.folder
         if folder is None:
             pytest.skip("needs --engine-model")
-        if folder not in self._models:
-            self._models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return self._models[folder]
+        if folder not in self.references:
+            self.references[folder] = Reference(folder, self.device)
+        return self.references[folder]
 
-    def reference_logprobs(
-        self, prompt: list[int], output: np.ndarray, temperature: float, folder: Path | None = None
-    ) -> np.ndarray:
-        """Log-probabilities of ``output`` after ``prompt`` from one plain forward pass."""
-        ids = torch.tensor([[*prompt, *output.tolist()]])
-        with torch.no_grad():
-            logits = self.model(folder)(input_ids=ids).logits[0].double() / temperature
-        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-        return rows.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    def other_logprobs(
+        self, prompt: list[int], got: Generation, folder: Path | None = None
+    ) -> NDArray[np.float64]:
+        """What a model gives ``got`` that is not the one that sampled all of it; by its own experts."""
+        return self.reference(folder).score(prompt, got.tokens_N.tolist(), 1.0).logprobs_N
+
+    def assert_logprobs(
+        self, got: Generation, prompt: list[int], temperature: float = 1.0, folder: Path | None = None
+    ) -> Scored:
+        """``got`` has the log-probabilities that the reference gives it after ``prompt``.
+
+        Every comparison with the reference is made here.  Of a mixture of experts the reference takes the
+        engine's, which must be its own but for near ties; see :mod:`tests.protocol.reference`.
+        """
+        reference = self.reference(folder)
+        if self.moe:
+            assert got.routes is not None and got.routes_start == 0
+        scored = reference.score(prompt, got.tokens_N.tolist(), temperature, got.routes)
+        scored.routing.check(self.router_margin)
+        np.testing.assert_allclose(got.logprobs_N, scored.logprobs_N, atol=self.tolerance, rtol=0)
+        return scored
+
+    def assert_routes(self, routes: RouteArray | None, tokens: list[int]) -> None:
+        """``routes`` are those of a forward pass over the first tokens, but for near ties."""
+        assert routes is not None and len(routes)
+        self.reference().routing(tokens[: len(routes)], routes).check(self.router_margin)
 
     def assert_sampled(self, got: Generation, prompt: list[int], limit: int) -> None:
         """``got`` is what the model samples after ``prompt``, up to ``limit`` tokens or its end."""
-        wanted = self.reference_logprobs(prompt, got.tokens_N, 1.0)
-        np.testing.assert_allclose(got.logprobs_N, wanted, atol=self.tolerance, rtol=0)
+        self.assert_logprobs(got, prompt)
         at_limit = got.finish_reason is FinishReason.LENGTH
         assert at_limit or got.finish_reason is FinishReason.STOP
         assert len(got.tokens_N) == limit if at_limit else len(got.tokens_N) <= limit
@@ -270,7 +314,10 @@ def servers(
             config, str(folder), "127.0.0.1", port, KEY, str(logs / f"{name}.log"), index, threads=1
         )
         processes.append(process)
-        found[name] = Server(process.url, KEY, folder, other, True, name == "moe", CONTEXT, 1e-4, {})
+        found[name] = Server(
+            process.url, KEY, folder, other, own=True, moe=name == "moe", context=CONTEXT,
+            tolerance=1e-4, router_margin=EXACT_MARGIN, device="cpu",
+        )  # fmt: skip
         process.start()
     try:
         for process in processes:
@@ -289,7 +336,14 @@ def _external(option: Callable[[str], Any]) -> Server:
     moe = bool(info.get("enable_return_routed_experts"))
     other = Path(option("--engine-other")) if option("--engine-other") else None
     context = int(info.get("context_length") or 2048)
-    return Server(url, key, folder, other, False, moe, context, float(option("--engine-tolerance")), {})
+    # Suites and servers share the cores: with a team of threads each, the reference of SmolLM2 takes minutes.
+    torch.set_num_threads(1)
+    return Server(
+        url, key, folder, other, own=False, moe=moe, context=context,
+        tolerance=float(option("--engine-tolerance")),
+        router_margin=float(option("--engine-router-margin")),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )  # fmt: skip
 
 
 @pytest.fixture(params=["dense", "moe"])

@@ -6,7 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
 
 from orhpc.errors import ConfigError
 from orhpc.rollout.client import EngineClient
@@ -16,33 +15,6 @@ from orhpc.types import Generation, Sampling
 from .conftest import Server, get_going, prompt_of
 
 
-def reference_routes(server: Server, tokens: list[int], folder: object = None) -> np.ndarray:
-    """Experts that transformers' routers choose, ``[len(tokens), layers, topk]``; dense layers 0."""
-    model = server.model(folder)  # type: ignore[arg-type]
-    config = model.config
-    routes = np.zeros((len(tokens), config.num_hidden_layers, config.num_experts_per_tok), dtype=np.int64)
-    hooks = []
-    for index, layer in enumerate(model.model.layers):
-        gate = getattr(layer.mlp, "gate", None)
-        if gate is None:
-            continue
-
-        def keep(_m: object, _i: object, out: tuple[torch.Tensor, ...], index: int = index) -> None:
-            routes[:, index] = out[2].numpy()
-
-        hooks.append(gate.register_forward_hook(keep))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([tokens]))
-    for hook in hooks:
-        hook.remove()
-    return routes
-
-
-def same_experts(got: np.ndarray, wanted: np.ndarray) -> None:
-    """The same experts, in any order."""
-    np.testing.assert_array_equal(np.sort(got, -1), np.sort(wanted, -1))
-
-
 def test_routes_are_those_of_a_forward_pass(moe: Server) -> None:
     prompt = prompt_of(30, 50)
     got = moe.generate(prompt, Sampling(max_new_tokens=12, seed=1), routes_start=0)
@@ -50,22 +22,23 @@ def test_routes_are_those_of_a_forward_pass(moe: Server) -> None:
     assert got.routes is not None
     assert got.routes.dtype == np.uint8
     assert got.routes.shape[0] == len(whole) - 1
-    if moe.model().config.mlp_only_layers:
+    if moe.reference().model.config.mlp_only_layers:
         assert got.routes[:, 0].max() == 0, "the first layer is dense"
-    same_experts(got.routes, reference_routes(moe, whole[:-1]))
+    moe.assert_routes(got.routes, whole)
 
 
 def test_only_the_rows_asked_for_come(moe: Server) -> None:
     prompt = prompt_of(30, 51)
     sampling = Sampling(max_new_tokens=6, seed=1)
-    everything = moe.generate(prompt, sampling, routes_start=0).routes
+    got = moe.generate(prompt, sampling, routes_start=0)
     rest = moe.generate(prompt, sampling, routes_start=25).routes
-    assert everything is not None and rest is not None
+    assert got.routes is not None and rest is not None
+    assert rest.shape == got.routes[25:].shape
     if moe.own:
-        np.testing.assert_array_equal(rest, everything[25:])
+        np.testing.assert_array_equal(rest, got.routes[25:])
     else:  # the second prefill reused the first one's cache: other pieces, other rounding of the weights
-        same_experts(rest, everything[25:])
-    assert moe.generate(prompt, sampling).routes is None
+        moe.assert_routes(np.concatenate([got.routes[:25], rest]), [*prompt, *got.tokens_N.tolist()])
+    assert moe.generate(prompt, sampling, routes_start=None).routes is None
 
 
 def test_turns_add_up_to_the_whole(moe: Server) -> None:
@@ -81,7 +54,7 @@ def test_turns_add_up_to_the_whole(moe: Server) -> None:
         context += prompt_of(5, 60 + turn)
     whole = log.array()
     assert whole is not None
-    same_experts(whole, reference_routes(moe, context[: log.rows]))
+    moe.assert_routes(whole, context)
 
 
 def test_a_group_that_shares_a_prefill_has_all_rows(moe: Server) -> None:
@@ -96,8 +69,9 @@ def test_a_group_that_shares_a_prefill_has_all_rows(moe: Server) -> None:
         return await asyncio.gather(*jobs)
 
     for got in moe.use(group):
-        assert got.routes is not None
-        same_experts(got.routes, reference_routes(moe, [*prompt, *got.tokens_N.tolist()][:-1]))
+        whole = [*prompt, *got.tokens_N.tolist()]
+        assert got.routes is not None and len(got.routes) == len(whole) - 1
+        moe.assert_routes(got.routes, whole)
 
 
 def test_rows_recorded_before_a_retraction_stay(moe: Server) -> None:
@@ -119,7 +93,7 @@ def test_rows_recorded_before_a_retraction_stay(moe: Server) -> None:
         got = moe.use(run)
         whole = [*prompt, *got.tokens_N.tolist()]
         assert got.routes is not None and len(got.routes) == len(whole) - 1
-        old = np.sort(reference_routes(moe, whole[:-1]), -1)
+        old = np.sort(moe.reference().routing(whole[:-1]).experts_TLK, -1)
         same = (np.sort(got.routes, -1) == old).all(axis=(1, 2))
         # The prompt was computed under the old weights, the end under the new ones.
         assert same[: len(prompt)].all()
@@ -130,6 +104,7 @@ def test_rows_recorded_before_a_retraction_stay(moe: Server) -> None:
 
 def test_an_aborted_request_keeps_its_rows(moe: Server) -> None:
     prompt = prompt_of(24, 55)
+    before = moe.generate(prompt, Sampling(max_new_tokens=1)).routes
 
     async def run(client: EngineClient) -> Generation:
         job = asyncio.create_task(
@@ -141,8 +116,10 @@ def test_an_aborted_request_keeps_its_rows(moe: Server) -> None:
 
     got = moe.use(run)
     assert len(got.tokens_N)
-    assert got.routes is not None
-    same_experts(got.routes, reference_routes(moe, [*prompt, *got.tokens_N.tolist()][:-1])[10:])
+    assert before is not None and got.routes is not None
+    whole = [*prompt, *got.tokens_N.tolist()]
+    assert got.routes_start == 10 and len(got.routes) == len(whole) - 1 - 10
+    moe.assert_routes(np.concatenate([before[:10], got.routes]), whole)
 
 
 def test_a_start_beyond_the_prompt_is_refused(moe: Server) -> None:

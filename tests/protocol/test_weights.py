@@ -51,11 +51,8 @@ def assert_serves(server: Server, folder: Path | None, version: int) -> Generati
     """What the server samples now has exactly the log-probabilities of that folder's model."""
     got = server.generate(PROMPT, SAMPLING)
     assert got.version == version
-    wanted = server.reference_logprobs(PROMPT, got.tokens_N, 1.0, folder)
-    np.testing.assert_allclose(got.logprobs_N, wanted, atol=server.tolerance, rtol=0)
-    other = server.reference_logprobs(
-        PROMPT, got.tokens_N, 1.0, server.other if folder == server.folder else server.folder
-    )
+    server.assert_logprobs(got, PROMPT, folder=folder)
+    other = server.other_logprobs(PROMPT, got, server.other if folder == server.folder else server.folder)
     assert np.abs(got.logprobs_N - other).max() > 0.05
     return got
 
@@ -382,7 +379,7 @@ def test_an_update_under_running_requests_needs_a_pause_that_empties_the_batch(o
 
     got = ours.use(run)
     assert got.version == 1
-    under_old = ours.reference_logprobs(PROMPT, got.tokens_N, 1.0)
+    under_old = ours.other_logprobs(PROMPT, got)
     differs = np.abs(got.logprobs_N - under_old) > 1e-3
     assert not differs[0]
     assert differs[-1]
