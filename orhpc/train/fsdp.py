@@ -198,7 +198,7 @@ class FsdpBackend:
     ) -> Update:
         metrics = MetricSums()
         if self.policy.routers is not None:
-            self.policy.routers.metrics()  # only the update's own passes are counted
+            self.policy.routers.forget()  # what an update that was abandoned has counted
         try:
             for training in batches:
                 between()

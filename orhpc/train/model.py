@@ -182,7 +182,8 @@ class LogprobModel(nn.Module):
         if probe:
             return self._probe(batch)
         if self.routers is not None:
-            self.routers.start(batch.routed)
+            # A pass without gradient comes before the update's own, over the same tokens.
+            self.routers.start(batch.routed, counted=torch.is_grad_enabled())
         hidden_PH = self._hidden(batch.input_ids_P, batch.position_ids_P, batch.packing)
         head = self._head()
         logprobs_R, entropy_R = token_logprobs(

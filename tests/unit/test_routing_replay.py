@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -19,7 +21,8 @@ from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import pack, plan_batches
 from orhpc.train.fetch import fetch_arrays, load_batch
 from orhpc.train.fsdp import FsdpBackend
-from orhpc.train.replay import RoutedRows, RouterReplay, weight_form
+from orhpc.train.model import DeviceBatch
+from orhpc.train.replay import RoutedRows, RouterReplay, chose_recorded, weight_form
 from orhpc.types import Location, MiniBatch, Sample
 from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model, with_routes
 
@@ -150,6 +153,67 @@ def test_without_replay_differences_are_counted_and_nothing_changes() -> None:
     sums = routers.metrics().sums
     assert 0 < float(sums["rerouted_tokens"]) <= TOKENS
     assert float(sums["rerouted_pairs"]) >= float(sums["rerouted_tokens"])
+
+
+@given(data=st.data(), topk=st.integers(1, 4), rows=st.integers(1, 6))
+@settings(deadline=None)
+def test_the_same_experts_in_any_order_are_the_same_and_no_others(
+    data: st.DataObject, topk: int, rows: int
+) -> None:
+    """Recorded experts need not even be distinct: an engine's fault must not pass for agreement."""
+    index = st.integers(0, EXPERTS - 1)
+    own = data.draw(
+        st.lists(st.lists(index, min_size=topk, max_size=topk, unique=True), min_size=rows, max_size=rows)
+    )
+    others = st.lists(index, min_size=topk, max_size=topk)
+    recorded = [data.draw(st.one_of(st.permutations(row), others)) for row in own]
+    out_N = torch.zeros(rows, dtype=torch.bool)
+    chose_recorded(torch.tensor(own), torch.tensor(recorded), EXPERTS, out_N)
+    assert out_N.tolist() == [sorted(a) == sorted(b) for a, b in zip(own, recorded, strict=True)]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_counts_are_those_of_sets_of_experts_token_by_token(family: str, replay: bool) -> None:
+    model = tiny(family)
+    own: dict[int, list[list[int]]] = {}
+
+    def keep(layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        own[layer] = output[2].tolist()
+
+    for name, module in model.named_modules():  # before replay's own hooks: what the router gives them
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(partial(keep, int(name.split("layers.")[1].split(".")[0])))
+    routers = RouterReplay(model, replay=replay)
+    expected = dict.fromkeys(("rerouted_pairs", "routed_pairs", "rerouted_tokens", "routed_tokens"), 0)
+    for seed in (6, 7):  # two micro-batches
+        routes, known = random_routes(seed), torch.arange(TOKENS) % 6 != seed % 6
+        routers.start(rows_of(routes, known))
+        logits_of(model).sum().backward()
+        for token in known.nonzero()[:, 0].tolist():
+            differ = [set(own[at][token]) != set(routes[token, at].tolist()) for at in routers.layers]
+            expected["rerouted_pairs"] += sum(differ)
+            expected["routed_pairs"] += len(differ)
+            expected["rerouted_tokens"] += any(differ)
+            expected["routed_tokens"] += 1
+    assert {name: int(value) for name, value in routers.metrics().sums.items()} == expected
+    assert 0 < expected["rerouted_pairs"] < expected["routed_pairs"]
+
+
+def test_only_the_updates_own_passes_are_counted(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    backend = FsdpBackend(replaying_config(), folder, 0, 1)
+    backend.build()
+    samples = samples_with_routes(4)
+    batch = pack(samples, [s.location.arrays for s in samples], routes=True)
+    backend.logprobs(Batches([batch], 1), Role.POLICY)
+    routers = backend.policy.routers
+    assert routers is not None
+    assert float(routers.metrics().sums["routed_tokens"]) == 0
+    backend.policy(DeviceBatch.of(batch, torch.device("cpu")))
+    sums = routers.metrics().sums
+    assert float(sums["routed_tokens"]) == batch.routes_known_P.sum()
+    assert float(sums["routed_pairs"]) == 2 * batch.routes_known_P.sum()
 
 
 def test_routes_of_other_shapes_are_refused() -> None:

@@ -12,7 +12,7 @@ parallelism), and of its own layers (pipeline parallelism), and nothing else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,19 +28,22 @@ from orhpc.train.batch import PackedBatch
 from orhpc.train.grpo import MetricSums
 from orhpc.train.megatron.model import Chunk
 from orhpc.train.megatron.packing import moved
+from orhpc.train.replay import chose_recorded
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rows:
     """One router's routes of one micro-batch, ``_N`` counting the rank's own rows."""
 
     experts_NK: Tensor
     known_N: Tensor
-    n_known: int
-    differs_N: Tensor
-    """Bool, shared by the routers of a micro-batch: some router would have chosen otherwise."""
+    same_N: Tensor | None
+    """Bool, written by the forward pass: the router chose the recorded experts by itself.  None in a pass
+    that is not counted."""
+    used_NK: Tensor | None = None
+    """What the forward pass replayed, for its recomputation: recorded experts, its own where none are."""
 
 
 @dataclass(slots=True)
@@ -54,8 +57,6 @@ class _Router:
     """Set by megatron-core."""
     rows: _Rows | None = None
     in_flight: deque[_Rows | None] = field(default_factory=deque)
-    pairs: int = 0
-    rerouted: list[Tensor] = field(default_factory=list)
 
     def get_replay_topk(
         self,
@@ -66,27 +67,34 @@ class _Router:
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         recomputing = torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
         rows = self.in_flight.popleft() if recomputing else self.rows
+        if recomputing and rows is not None and rows.used_NK is not None:
+            again = rows.used_NK.long()
+            return scores.gather(1, again), again
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if rows is None:
             return values, own
         if len(own) != len(rows.known_N):
             raise RoutesMissing(f"routes of {len(rows.known_N)} tokens for a forward pass of {len(own)}")
         recorded = rows.experts_NK.to(own.dtype)
-        if not recomputing:
-            self._count(recorded, own, rows)
+        if rows.same_N is not None and not recomputing:
+            chose_recorded(own, recorded, scores.shape[1], rows.same_N)
         if not self.replay:
             return values, own
         chosen = torch.where(rows.known_N[:, None], recorded, own)
+        rows.used_NK = chosen.to(rows.experts_NK.dtype)
         return scores.gather(1, chosen), chosen
 
-    @torch.no_grad()
-    def _count(self, recorded: Tensor, own: Tensor, rows: _Rows) -> None:
-        differs_N = (recorded.sort(-1).values != own.sort(-1).values).any(-1) & rows.known_N
-        rows.differs_N.logical_or_(differs_N)
-        self.rerouted.append(differs_N.sum())
-        self.pairs += rows.n_known
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """One micro-batch in one chunk."""
+
+    same_MN: Tensor
+    """Of the chunk's routers: whether each chose the recorded experts by itself."""
+    known_N: Tensor
+    n_known: int
 
 
 class StageReplay:
@@ -94,8 +102,7 @@ class StageReplay:
 
     def __init__(self, chunks: Iterable[Chunk], *, replay: bool) -> None:
         self._routers: dict[nn.Module, list[_Router]] = {}
-        self._differs: dict[nn.Module, list[Tensor]] = {}
-        self._known: dict[nn.Module, list[int]] = {}
+        self._counted: dict[nn.Module, list[_Counted]] = {}
         chunks = list(chunks)
         held = sorted(layer for chunk in chunks for layer in chunk.part.layers)
         self._columns = {layer: column for column, layer in enumerate(held)}
@@ -124,53 +131,58 @@ class StageReplay:
         at = np.where(real, own, 0)
         known = real & batch.routes_known_P[at]
         known_N = moved(known, device)
-        differs_N = torch.zeros_like(known_N)
-        self._differs[model].append(differs_N)
-        self._known[model].append(int(known.sum()))
         experts_NMK = _own_routes(batch, at, [self._columns[router.layer] for router in routers])
         experts = None if experts_NMK is None else moved(experts_NMK, device)
+        # A pass without gradient comes before the update's own, over the same tokens.
+        same_MN = None
+        if torch.is_grad_enabled():
+            same_MN = torch.ones((len(routers), size), dtype=torch.bool, device=device)
+            self._counted[model].append(_Counted(same_MN, known_N, int(known.sum())))
         for index, router in enumerate(routers):
-            rows = None if experts is None else _Rows(experts[:, index], known_N, int(known.sum()), differs_N)
+            same_N = None if same_MN is None else same_MN[index]
+            rows = None if experts is None else _Rows(experts[:, index], known_N, same_N)
             router.rows = rows
             router.in_flight.append(rows)
 
     def forget(self) -> None:
         """Drop the routes and counts of all micro-batches: a pass over them is over, or was abandoned."""
         for model, routers in self._routers.items():
-            self._differs[model], self._known[model] = [], []
+            self._counted[model] = []
             for router in routers:
-                router.rows, router.pairs = None, 0
+                router.rows = None
                 router.in_flight.clear()
-                router.rerouted.clear()
 
     def metrics(self) -> MetricSums:
         """Take the sums since :meth:`forget` (collective): see :class:`orhpc.train.replay.RouterReplay`.
 
         A token's routers are spread over the stages of the pipeline, so the last one counts tokens.
         """
-        routers = [router for routers in self._routers.values() for router in routers]
-        rerouted = sum((count for router in routers for count in router.rerouted), torch.tensor(0))
+        differs = {
+            model: [~of.same_MN & of.known_N for of in counted] for model, counted in self._counted.items()
+        }
+        pairs = [of.n_known * len(of.same_MN) for counted in self._counted.values() for of in counted]
+        rerouted = [each.sum() for found in differs.values() for each in found]
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        tokens, of = self._tokens()
+        tokens, of = self._tokens(differs)
         sums = {
-            "rerouted_pairs": rerouted,
-            "routed_pairs": torch.tensor(sum(router.pairs for router in routers)),
+            "rerouted_pairs": sum(rerouted, torch.tensor(0)),
+            "routed_pairs": torch.tensor(sum(pairs)),
             "rerouted_tokens": tokens if last else torch.tensor(0),
             "routed_tokens": torch.tensor(of if last else 0),
         }
         self.forget()
         return MetricSums({name: value.double().cpu() for name, value in sums.items()})
 
-    def _tokens(self) -> tuple[Tensor, int]:
-        chunks = list(self._routers)
-        whole = [torch.cat(self._differs[model]) for model in chunks if self._differs[model]]
+    def _tokens(self, differs: Mapping[nn.Module, Sequence[Tensor]]) -> tuple[Tensor, int]:
+        whole = [torch.cat([each.any(0) for each in found]) for found in differs.values() if found]
         if not whole:
             return torch.tensor(0), 0
-        differs = torch.stack(whole).any(0).to(torch.uint8)
+        differs_N = torch.stack(whole).any(0).to(torch.uint8)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
-            dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
-        return differs.sum(dtype=torch.int64), sum(self._known[chunks[0]])
+            dist.all_reduce(differs_N, op=dist.ReduceOp.MAX, group=group)
+        first = next(iter(self._counted.values()))
+        return differs_N.sum(dtype=torch.int64), sum(of.n_known for of in first)
 
 
 def _routers_of(chunk: Chunk, replay: bool) -> list[_Router]:
@@ -191,7 +203,10 @@ def _own_routes(batch: PackedBatch, at: np.ndarray, columns: Sequence[int]) -> n
         return None
     if max(columns) >= routes.shape[1]:
         raise RoutesMissing(f"expert routes of {routes.shape[1]} layers, where this stage computes more")
-    own = routes[at][:, list(columns)]
+    first, behind = columns[0], columns[-1] + 1
+    # The layers first, as a view where they follow each other: the rows are then copied once.
+    whole = list(columns) == list(range(first, behind))
+    own = (routes[:, first:behind] if whole else routes[:, list(columns)])[at]
     # Few operations know torch's uint16; an expert's index fits int16.
     return own if own.dtype == np.uint8 else own.astype(np.int16)
 
