@@ -18,16 +18,16 @@
 #                        of experts (moe: 250 s at most); rollouts against SGLang's benchmark, FP8 against
 #                        bf16 (200 s); if a minute is left, sync in FP8
 #   mismatch  1     560  mixture of experts in engine and trainer, replay off and on (300 s); exact mode (250 s)
-#   two       2     560  where four are not to be had: mismatch on GPU 0, then one GPU's experts and EP 4 by
-#                        four processes on it; on GPU 1 rollouts, the suite of tiny experts, exact mode
-#   pair      2     170  split, mixed, and experts divided in trainer and engine, of a small model, beside each
-#                        other on both
+#   two       2     400  where four are not to be had: mismatch on GPU 0 (250 s), then one GPU's experts and
+#                        replay (70 s) and EP 4 by four processes on it (80 s); the suites on GPU 1 (2 x 150 s)
+#   pair      2     250  split, mixed, and experts divided in trainer and engine, of a small model, beside each
+#                        other on both; servers are up after 150 s on a fresh machine
 #   node      4, 8  560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8
 #
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
 #   A  four GPUs: four (660); then one GPU: mismatch, one (2 x 560 + 140 = 1260 held, 844 counted): 1504
-#      two GPUs: two, pair (120 + 560 + 170 = 850)
+#      two GPUs: pair, two (120 + 250 + 400 = 770), one GPU: one
 #   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS
 #      before, on four: LAYERS=24 of everything but the size (120 + 540), which shows whether B can work
 set -u
@@ -98,13 +98,11 @@ mismatch() {
   job exact 0 260 tests/gpu/exact_mode.py --out "$R"
 }
 two() {
-  (job rollout 1 300 benchmarks/gpu/sglang_rollout.py
-    suites 1
-    job exact 1 260 tests/gpu/exact_mode.py --out "$R") & local second=$!
+  suites 1 & local suites=$!
   job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R"
   megatron experts 0 150 moe
   megatron ep4 0 150 several --cases 9 10 --share
-  wait $second
+  wait $suites
 }
 pair() {
   local each waiting=()
