@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -67,6 +69,9 @@ def tiny_model(family: str) -> PreTrainedModel:
         more = {"sliding_window": 5, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 5}
         types = ["sliding_attention", "sliding_attention", "full_attention"]
         return Gemma3ForCausalLM(Gemma3TextConfig(**shape, **more, layer_types=types))
+    if family == "gemma2":  # soft-capped scores, small enough to matter; every second layer a window
+        more = {"sliding_window": 5, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 5}
+        return Gemma2ForCausalLM(Gemma2Config(**_SHAPE, **more, final_logit_softcapping=4.0))
     raise ValueError(family)
 
 

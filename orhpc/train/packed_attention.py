@@ -8,23 +8,28 @@ down to every attention layer, through gradient checkpointing too.
 On CUDA in half precision, ``torch.nn.attention.varlen`` does the work.  Elsewhere sequences of
 similar length are stacked, padded at their ends, and run through one causal
 ``scaled_dot_product_attention``: no token attends to what comes after it, so padding changes nothing.
+Soft-capped scores, which neither can do, are :mod:`orhpc.train.softcap`'s.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from orhpc.errors import ModelError
+from orhpc.train.softcap import softcapped_attention
+
+Kept = TypeVar("Kept")
 
 NAME = "orhpc_packed"
 
@@ -33,7 +38,7 @@ MAX_STACK_WASTE = 0.2
 WINDOW_BLOCK = 1024
 """Queries at a time under a sliding window, which bounds the mask to block x (block + window)."""
 
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "sinks")
+UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "sinks")
 """What some families hand to attention and this implementation does not do."""
 
 
@@ -47,27 +52,43 @@ class Stack:
     longest: int
 
 
-@dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of one pack begin and end, worked out once for all layers."""
+    """Where the sequences of one pack begin and end; what attention needs of it is worked out once for
+    all layers, when the first one asks."""
 
-    cu_seqlens: Tensor
-    """int32 ``[S + 1]`` on the model's device."""
-    longest: int
-    stacks: tuple[Stack, ...]
-    unstack: Tensor | None
-    """int64 ``[P]``: where in the concatenated stacks each slot of the pack went; None when the
-    pack is one sequence, or sequences of one length."""
+    def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
+        """``bounds``: ``S + 1`` increasing positions from 0."""
+        self.bounds = tuple(int(b) for b in bounds)
+        self.device = device
+        self.lengths = [b - a for a, b in itertools.pairwise(self.bounds)]
+        self.longest = max(self.lengths)
+        self._kept: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, cu_seqlens: Sequence[int], device: torch.device) -> Packing:
-        """Plan the stacks for ``cu_seqlens`` (``S + 1`` increasing positions from 0)."""
-        bounds = [int(b) for b in cu_seqlens]
-        lengths = [b - a for a, b in itertools.pairwise(bounds)]
-        cu = torch.tensor(bounds, dtype=torch.int32, device=device)
+        return cls(cu_seqlens, device)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 ``[S + 1]``."""
+        return torch.tensor(self.bounds, dtype=torch.int32, device=self.device)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        return self._stacking[0]
+
+    @property
+    def unstack(self) -> Tensor | None:
+        """int64 ``[P]``: where in the concatenated stacks each slot of the pack went; None when the
+        pack is one sequence, or sequences of one length."""
+        return self._stacking[1]
+
+    @cached_property
+    def _stacking(self) -> tuple[tuple[Stack, ...], Tensor | None]:
+        bounds, lengths, device = self.bounds, self.lengths, self.device
         if len(set(lengths)) == 1:
             slots = torch.arange(bounds[-1], device=device)
-            return cls(cu, lengths[0], (Stack(slots, len(lengths), lengths[0]),), None)
+            return (Stack(slots, len(lengths), lengths[0]),), None
         stacks: list[Stack] = []
         unstack = torch.empty(bounds[-1], dtype=torch.int64)
         base = 0
@@ -80,7 +101,20 @@ class Packing:
                 unstack[bounds[s] : bounds[s + 1]] = base + row * longest + steps[: lengths[s]]
             base += rows.numel()
             stacks.append(Stack(rows.flatten().to(device), len(members), longest))
-        return cls(cu, max(lengths), tuple(stacks), unstack.to(device))
+        return tuple(stacks), unstack.to(device)
+
+    def first_keys(self, window: int | None) -> np.ndarray:
+        """int32 ``[P]`` on the host: the first slot that each slot attends to; it never decreases."""
+        starts = np.repeat(np.asarray(self.bounds[:-1], np.int32), self.lengths)
+        if window is None:
+            return starts
+        return np.maximum(starts, np.arange(len(starts), dtype=np.int32) - (window - 1))
+
+    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What ``make`` returned when it was first asked for ``key``."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
@@ -108,14 +142,15 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, by transformers' attention-function contract.
 
     ``query`` is ``[1, heads, P, d]``, ``key`` and ``value`` ``[1, kv_heads, P, d]``; returns
-    ``[1, P, heads, d_v]``.  Raises :class:`~orhpc.errors.ModelError` for anything that it would
-    have to leave out.
+    ``[1, P, heads, d_v]``.  ``softcap`` bounds the scores, see :mod:`orhpc.train.softcap`.  Raises
+    :class:`~orhpc.errors.ModelError` for anything that it would have to leave out.
     """
     _refuse_unsupported(module, attention_mask, dropout, kwargs)
     if packing is None:
@@ -123,7 +158,18 @@ def packed_attention(
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelError(f"{type(module).__name__} changes the shape of a packed batch before attention")
     q_PHD, k_PHD, v_PHD = (t[0].transpose(0, 1) for t in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen() is not None:
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if softcap is not None:
+        output_PHD = softcapped_attention(
+            *(q_PHD, k_PHD, v_PHD),
+            scale=q_PHD.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            window=sliding_window,
+            packing=packing,
+            fused=half,
+        )
+        return output_PHD[None], None
+    if half and _varlen() is not None:
         return _varlen_attention(q_PHD, k_PHD, v_PHD, scaling, sliding_window, packing)[None], None
     return _stacked_attention(q_PHD, k_PHD, v_PHD, scaling, sliding_window, packing)[None], None
 
@@ -243,8 +289,6 @@ def check_family(model_class: type[PreTrainedModel], config: Any) -> None:
         raise ModelError(f"{name} cannot be packed: it has layers of type {', '.join(sorted(other))}")
     if getattr(config, "attention_chunk_size", None):
         raise ModelError(f"{name} cannot be packed: its attention is chunked")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ModelError(f"{name} cannot be packed: its attention scores are soft-capped")
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(f"{name} cannot be packed: its layers carry a state along the sequence")
 

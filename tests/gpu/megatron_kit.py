@@ -74,6 +74,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "minimax_m2", "num_local_experts": 16, "num_experts_per_tok": 4,
         "intermediate_size": 256,
     },
+    # Scores are of about the cap's size; flex attention at Gemma's own width of a head.
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 256, "attn_logit_softcapping": 0.5, "sliding_window": 100,
+    },
 }  # fmt: skip
 
 

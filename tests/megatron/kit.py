@@ -32,10 +32,18 @@ _GEMMA: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
     },
 }
+_GEMMA2: dict[str, Any] = {
+    # Half of the scores' spread, so that capping matters.
+    "attn_logit_softcapping": 1.5,
+    "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 4.0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     # transformers gives the row of a padding token no gradient.
     name: content | {"pad_token_id": None}
-    for name, content in (TINY | {"gemma3": TINY["gemma3"] | _GEMMA}).items()
+    for name, content in (
+        TINY | {"gemma2": TINY["gemma2"] | _GEMMA2, "gemma3": TINY["gemma3"] | _GEMMA}
+    ).items()
 }
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Llama4TextConfig
 
 from orhpc.errors import ModelError
-from orhpc.train import packed_attention
+from orhpc.train import packed_attention, softcap
 from orhpc.train.packed_attention import Packing
 from orhpc.train.packed_attention import packed_attention as attend
 from tests.trainer_kit import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3"]
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gemma2"]
 
 
 def bounds_of(lengths: list[int]) -> list[int]:
@@ -72,16 +74,22 @@ def test_logits_and_gradients_equal_the_family_s_own(
     st.none() | st.integers(1, 12),
     st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     st.none() | st.floats(0.05, 0.5),
+    st.none() | st.floats(0.3, 3.0),
 )
 def test_attention_equals_a_dense_mask(
-    lengths: list[int], window: int | None, heads: tuple[int, int], scale: float | None
+    lengths: list[int],
+    window: int | None,
+    heads: tuple[int, int],
+    scale: float | None,
+    softcap: float | None,
 ) -> None:
     total = sum(lengths)
     generator = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(1, h, total, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
     module = torch.nn.Module()
     packing = Packing.of(bounds_of(lengths), CPU)
-    out, _ = attend(module, q, k, v, None, scaling=scale, sliding_window=window, packing=packing)
+    options: dict[str, Any] = {"scaling": scale, "sliding_window": window, "softcap": softcap}
+    out, _ = attend(module, q, k, v, None, packing=packing, **options)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     at = torch.arange(total)
     visible = (segment[:, None] == segment[None]) & (at[:, None] >= at[None])
@@ -89,6 +97,8 @@ def test_attention_equals_a_dense_mask(
         visible &= at[:, None] - at[None] < window
     repeats = heads[0] // heads[1]
     scores = q @ k.repeat_interleave(repeats, 1).transpose(-1, -2) * (8**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     dense = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v.repeat_interleave(repeats, 1)
     torch.testing.assert_close(out, dense.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
@@ -100,6 +110,49 @@ def test_a_long_window_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(packed_attention, "WINDOW_BLOCK", 8)
     blocks, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=7, packing=packing)
     torch.testing.assert_close(blocks, whole)
+
+
+def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same values and gradients whatever the blocks, with and without a window."""
+    q, k, v = inputs = [torch.randn(1, heads, 61, 8, requires_grad=True) for heads in (4, 2, 2)]
+    weights = torch.randn(1, 61, 4, 8)
+    packing = Packing.of([0, 3, 40, 61], CPU)
+
+    def run(window: int | None) -> list[torch.Tensor]:
+        out, _ = attend(torch.nn.Module(), q, k, v, None, softcap=1.5, sliding_window=window, packing=packing)
+        return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+    for window in (None, 7):
+        whole = run(window)
+        for block in (1, 8, 32):
+            monkeypatch.setattr(softcap, "QUERY_BLOCK", block)
+            for a, b in zip(run(window), whole, strict=True):
+                torch.testing.assert_close(a, b)
+        monkeypatch.setattr(softcap, "QUERY_BLOCK", 512)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("bounds", [[0, 5], [0, 256], [0, 90, 91, 300, 301, 700], [0, 128, 256, 400]])
+def test_what_flex_attention_is_given_means_the_same(bounds: list[int], window: int | None) -> None:
+    """Uncompiled on a CPU, which uses the two functions; the blocks against those that torch finds."""
+    packing, total = Packing.of(bounds, CPU), bounds[-1]
+    q, k, v = (torch.randn(total, heads, 16) for heads in (4, 2, 2))
+    options: dict[str, Any] = {"scale": 0.3, "softcap": 0.8, "window": window, "packing": packing}
+    ours = softcap.softcapped_attention(q, k, v, fused=False, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow without a compiler
+        theirs = softcap.flex_attention_of(flex_attention, q, k, v, **options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    mask = softcap.block_mask(packing, window)
+    wanted = create_block_mask(mask.mask_mod, None, None, total, total, "cpu")
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, name), getattr(wanted, name)), name
+    assert torch.equal(mask.to_dense(), wanted.to_dense())
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(mask, f"{kind}_num_blocks")[0, 0].tolist()
+        listed, expected = (getattr(m, f"{kind}_indices")[0, 0] for m in (mask, wanted))
+        for row, count in enumerate(counts):
+            assert torch.equal(listed[row, :count], expected[row, :count]), kind
 
 
 def test_changing_one_sequence_leaves_the_others_bit_equal(pairs: dict[str, tuple[Any, Any]]) -> None:
@@ -127,7 +180,6 @@ def test_changing_one_sequence_leaves_the_others_bit_equal(pairs: dict[str, tupl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"softcap": 30.0}, "softcap"),
         ({"s_aux": torch.zeros(2)}, "s_aux"),
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "mask"),
         ({"is_causal": False}, "causal"),

@@ -22,7 +22,6 @@ Values = dict[str, Any]
 
 NOT_BUILT = {
     "deepseek_v32": "sparse attention with an indexer needs packed input, which megatron-core's lacks",
-    "gemma2": "soft-capped attention logits, which no attention kernel of megatron-core computes",
     "gemma3": "it also sees images; its language part alone (gemma3_text) can be built",
     "llama4": "chunked attention and query scaling by position, which megatron-core has no module for",
     "llama4_text": "chunked attention and query scaling by position, which megatron-core has no module for",
@@ -49,6 +48,8 @@ class Build:
     near_frequencies: torch.Tensor | None = None
     """In layers that see a window, where theirs are others."""
     embedding_scale: float = 1.0
+    softcap: float | None = None
+    """Bound of attention's scores."""
 
 
 def build_of(config: Any, shape: ModelShape) -> Build:
@@ -63,8 +64,8 @@ def build_of(config: Any, shape: ModelShape) -> Build:
     values = _common(config, shape)
     gemma = family.startswith("gemma")
     values["layernorm_zero_centered_gamma"] = gemma
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ModelError(f"train.backend=megatron cannot build {family}: {NOT_BUILT['gemma2']}")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ModelError(f"train.backend=megatron cannot build {family}: its attention is not causal")
     if shape.experts:
         values |= _experts(config, shape)
     frequencies, scaling, near = _rotary(config)
@@ -90,6 +91,8 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         rotary_share=share,
         near_frequencies=near,
         embedding_scale=shape.hidden**0.5 if gemma else 1.0,
+        # Gemma 3's config has the setting too, and its attention does not use it.
+        softcap=config.attn_logit_softcapping if family == "gemma2" else None,
     )
 
 

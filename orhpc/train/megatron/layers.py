@@ -1,7 +1,8 @@
 """What some families' layers have and megatron-core's do not, put around its own modules.
 
 GLM-4 and Gemma also normalise what attention and the MLP return; Gemma rotates by other frequencies in
-the layers that see a window; MiniMax-M2 normalises queries and keys over all heads at once.
+the layers that see a window; Gemma 2 bounds attention's scores; MiniMax-M2 normalises queries and keys
+over all heads at once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from orhpc.errors import ConfigError
+from orhpc.train.megatron.attention import PackedAttention
 
 Added = tuple[Tensor, Tensor | None]
 """What a sub-layer returns: its output and a bias still to be added."""
@@ -123,19 +125,29 @@ def with_family_layers(
     post_norm: bool,
     near_frequencies: Tensor | None,
     heads: tuple[int, int] | None,
+    softcap: float | None,
 ) -> TransformerBlockSubmodules:
     """Put them into a block's specification.
 
     ``post_norm``: outputs are normalised.  ``heads``: of queries and of keys that are normalised together;
-    null: head by head, or not at all.
+    null: head by head, or not at all.  ``softcap``: bound of attention's scores.
     """
     specs = list(block.layer_specs or [])
+    if softcap is not None:
+        specs = [_attending(spec, partial(PackedAttention, softcap=softcap)) for spec in specs]
     if heads is not None:
         specs = [_normalising_heads(spec, heads) for spec in specs]
     if post_norm:
         params = {"post_norm": block.layer_norm, "near_frequencies": near_frequencies}
         specs = [replace(spec, module=FamilyLayer, params={**spec.params, **params}) for spec in specs]
     return replace(block, layer_specs=specs)
+
+
+def _attending(spec: ModuleSpec, core_attention: Callable[..., nn.Module]) -> ModuleSpec:
+    layer: Any = spec.submodules
+    attention: ModuleSpec = layer.self_attention
+    inner = replace(attention.submodules, core_attention=core_attention)  # type: ignore[type-var]
+    return replace(spec, submodules=replace(layer, self_attention=replace(attention, submodules=inner)))
 
 
 def _normalising_heads(spec: ModuleSpec, heads: tuple[int, int]) -> ModuleSpec:

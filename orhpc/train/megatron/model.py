@@ -176,7 +176,7 @@ def _windows(build: Build, m: MegatronSettings) -> dict[str, Any]:
         raise ModelError(
             f"train.backend=megatron: windows of {sorted(spans)} tokens, where one length is known"
         )
-    if m.cp > 1:
+    if m.cp > 1 and build.softcap is None:  # our own attention gathers the sequence
         raise ConfigError("megatron.cp: attention within a sliding window cannot be divided over ranks")
     return {
         "window_size": (spans.pop() - 1, 0),
@@ -222,6 +222,7 @@ def build_chunks(
             post_norm=build.sandwich,
             near_frequencies=build.near_frequencies,
             heads=(shape.heads, shape.kv_heads) if shape.qk_norm == "all" else None,
+            softcap=build.softcap,
         )
         model = GPTModel(
             config=mcore,

@@ -29,8 +29,8 @@ class RankBatch:
     cu_seqlens: Tensor
     """int32 ``[S + 1]`` of the padded sequences, whole, as attention is told them."""
     longest: int
-    packing: Packing | None
-    """For the plain attention, which computes whole sequences; None on a device."""
+    packing: Packing
+    """The same for our own attention: free until that asks for something."""
     places_L: np.ndarray
     """On the host: where in the pack each of this rank's slots comes from; -1: padding."""
     rows_R: Tensor
@@ -72,7 +72,7 @@ def rank_batch(
         position_ids_L=move(positions[own]),
         cu_seqlens=move(cu.astype(np.int32)),
         longest=int(np.diff(cu).max()),
-        packing=Packing.of(cu.tolist(), device) if device.type == "cpu" else None,
+        packing=Packing.of(cu.tolist(), device),
         places_L=places_L,
         rows_R=move(rows_R),
         targets_R=move(batch.targets_P[places_R]),
