@@ -16,9 +16,7 @@ their own may run beside each other: ``--after loop:30`` begins when the run ``l
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +24,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,132 +31,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu.random_model import SIZES  # noqa: E402
-from tests.gpu.sglang_models import WORK, moe_30b_layers, perturbed, smollm2  # noqa: E402
+from tests.gpu.sglang_engines import KERNELS, Row, engine_config, start_engine  # noqa: E402
+from tests.gpu.sglang_models import WORK, moe_30b_layers, smollm2  # noqa: E402
+from tests.gpu.sglang_protocol import protocol  # noqa: E402
 
-KERNELS = {
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "moe_runner_backend": "triton",
-    "disable_prefill_cuda_graph": True,
-}
-"""What SGLang does without FlashAttention-3, FlashInfer's sampling and xgrammar."""
-
-TOLERANCE = {"tiny moe": "0.005"}
-"""Largest error of a log-probability in float32, else 0.001; SGLang's fused experts are up to 0.002 off."""
-
-Row = tuple[str, bool, str]
-
-
-def engine_config(**engine: Any) -> Any:
-    from orhpc.config import Config
-
-    extra = KERNELS | engine.pop("extra", {})
-    routes = engine.pop("record_routes", False)
-    context = engine.pop("context", 1024)
-    precision = engine.pop("precision", "bf16")
-    return Config.model_validate(
-        {
-            "precision": precision,
-            "engine": {"tp": 1, "extra": extra, **engine},
-            "placement": {"devices_per_node": 1},
-            "rollout": {"max_total_tokens": context, "max_response_tokens": 64, "record_routes": routes},
-            "environments": {"none": {"url": "http://127.0.0.1:9"}},
-        }
-    )
-
-
-def start_engine(name: str, config: Any, folder: Path, key: str, *, shares: bool = False) -> Any:
-    from orhpc.ports import free_ports
-    from orhpc.rollout.engine import EngineProcess
-    from orhpc.rollout.sglang_command import EnginePart
-
-    (port,) = free_ports(1, "127.0.0.1")
-    process = EngineProcess(
-        config, str(folder), "127.0.0.1", port, key, str(WORK / f"{name}.log"), 0,
-        part=EnginePart(devices=(0,), shares=shares),
-    )  # fmt: skip
-    process.start()
-    return process
-
-
-# --- protocol ---------------------------------------------------------------------------------------
-
-
-def protocol(options: argparse.Namespace) -> list[Row]:
-    """The suite of the cpu engine against SGLang, on a real model and two tiny ones."""
-    from tests.protocol.conftest import dense_config, make_folder, moe_config
-
-    folders = {
-        "tiny dense": tuple(make_folder(dense_config(), WORK / f"dense{i}", i) for i in (0, 1)),
-        # SGLang's Qwen3-MoE takes every layer for a sparse one, whatever the config says.
-        "tiny moe": tuple(make_folder(moe_config(()), WORK / f"tiny-moe{i}", i) for i in (0, 1)),
-    }
-    if options.gguf is not None:
-        real = smollm2(options.gguf)
-        folders["smollm2"] = (real, perturbed(real))
-    folders = {name: found for name, found in folders.items() if options.only in name}
-    key = os.urandom(16).hex()
-    key_file = WORK / "key"
-    key_file.write_text(key)
-    engines: dict[str, Any] = {}
-    for name, (folder, _) in folders.items():
-        config = engine_config(
-            dtype="float32", memory_fraction=0.1, deterministic=True, max_running=16,
-            record_routes=name == "tiny moe", context=1024 if name == "smollm2" else 192,
-            extra={"weight_version": "0", "max_total_tokens": 16384},
-        )  # fmt: skip
-        engines[name] = start_engine(f"protocol-{name.replace(' ', '-')}", config, folder, key, shares=True)
-    try:
-        with ThreadPoolExecutor() as pool:
-            found = {
-                n: pool.submit(_suite, n, e, folders[n][0], folders[n][1], key, key_file, options)
-                for n, e in engines.items()
-            }
-            rows = [suite.result() for suite in found.values()]
-    finally:
-        for engine in engines.values():
-            engine.stop()
-    return rows
-
-
-def _suite(
-    name: str, engine: Any, folder: Path, other: Path, key: str, key_file: Path, options: argparse.Namespace
-) -> Row:
-    started = time.monotonic()
-    try:
-        asyncio.run(engine.wait_ready(240.0))
-    except Exception as error:
-        return f"protocol, {name}", False, f"did not start: {error}"
-    waited = time.monotonic() - started
-    argv = Path(f"/proc/{engine.pid}/cmdline").read_bytes() + Path(f"/proc/{engine.pid}/environ").read_bytes()
-    log = WORK / f"protocol-{name.replace(' ', '-')}.log"
-    secret = key.encode() not in argv and key not in log.read_text()
-    command = [
-        sys.executable, "-m", "pytest", "tests/protocol", "-v", "-s", "-p", "no:cacheprovider",
-        "--timeout", "60",
-        "--engine-url", engine.url, "--engine-key-file", str(key_file), "--engine-model", str(folder),
-        "--engine-other", str(other), "--engine-tolerance", TOLERANCE.get(name, "0.001"),
-        "--tb=short", "--maxfail", "12",
-    ]  # fmt: skip
-    report = options.out / f"protocol-{name.replace(' ', '-')}.txt"
-    try:
-        with report.open("w") as out:
-            code = subprocess.run(
-                command, cwd=ROOT, stdout=out, stderr=out, timeout=options.deadline
-            ).returncode
-    except subprocess.TimeoutExpired:
-        code = 124
-    lines = report.read_text().strip().splitlines()
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR", "E  ")):
-            print(f"   {name}: {line[:220]}", flush=True)
-    said = lines[-1] if lines else "nothing"
-    return (
-        f"protocol, {name}",
-        code == 0 and secret,
-        f"{said}; ready after {waited:.0f} s; key hidden: {secret}",
-    )
+__all__ = ["KERNELS", "engine_config", "start_engine"]
+"""What benchmarks use of it."""
 
 
 # --- the loop ---------------------------------------------------------------------------------------

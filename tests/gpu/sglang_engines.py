@@ -1,0 +1,52 @@
+"""SGLang servers as the checks and benchmarks on GPUs start them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.sglang_models import WORK
+
+KERNELS = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "moe_runner_backend": "triton",
+    "disable_prefill_cuda_graph": True,
+}
+"""What SGLang does without FlashAttention-3, FlashInfer's sampling and xgrammar."""
+
+Row = tuple[str, bool, str]
+"""Of a check's table: name, whether it passed, and what was found."""
+
+
+def engine_config(**engine: Any) -> Any:
+    from orhpc.config import Config
+
+    extra = KERNELS | engine.pop("extra", {})
+    routes = engine.pop("record_routes", False)
+    context = engine.pop("context", 1024)
+    precision = engine.pop("precision", "bf16")
+    return Config.model_validate(
+        {
+            "precision": precision,
+            "engine": {"tp": 1, "extra": extra, **engine},
+            "placement": {"devices_per_node": 1},
+            "rollout": {"max_total_tokens": context, "max_response_tokens": 64, "record_routes": routes},
+            "environments": {"none": {"url": "http://127.0.0.1:9"}},
+        }
+    )
+
+
+def start_engine(name: str, config: Any, folder: Path, key: str, *, shares: bool = False) -> Any:
+    from orhpc.ports import free_ports
+    from orhpc.rollout.engine import EngineProcess
+    from orhpc.rollout.sglang_command import EnginePart
+
+    (port,) = free_ports(1, "127.0.0.1")
+    process = EngineProcess(
+        config, str(folder), "127.0.0.1", port, key, str(WORK / f"{name}.log"), 0,
+        part=EnginePart(devices=(0,), shares=shares),
+    )  # fmt: skip
+    process.start()
+    return process
