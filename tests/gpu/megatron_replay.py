@@ -51,19 +51,22 @@ def routers(trainer: TrainerRank) -> Iterator[Any]:
 class _Recorder:
     """In a router's place for replay: notes what it chooses, in its order."""
 
-    chosen_NK: torch.Tensor
+    def __init__(self) -> None:
+        self.chosen: list[torch.Tensor] = []
+        """``[N, K]`` of each micro-batch."""
 
     def get_replay_topk(
         self, scores: Any, topk: int, num_groups: Any, group_topk: Any, compute: Any
     ) -> tuple[Any, Any]:
-        values, self.chosen_NK = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return values, self.chosen_NK
+        values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.chosen.append(own)
+        return values, own
 
 
 def own_routes(
     trainer: TrainerRank, samples: Sequence[Sample]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What the routers choose for samples that fit one micro-batch, and the log-probabilities that follow.
+    """What the routers choose for samples, and the log-probabilities that follow.
 
     Within :class:`NoReplay`.  Experts are in the order of megatron-core's top k, which is not sorted
     without gradients: weights are normalised by a sum, which rounds in that order.
@@ -73,13 +76,14 @@ def own_routes(
         router.router_replay = _Recorder()
         recorders.append(router.router_replay)
     found = kit.trainer_logprobs(trainer, samples)
-    ((micro_batch,),) = kit.planned(samples, 1).ranks
-    chosen = torch.stack([r.chosen_NK for r in recorders], 1).cpu().numpy().astype(np.uint8)
+    (micro_batches,) = kit.planned(samples, 1).ranks
     routes: dict[str, Any] = {}
-    at = 0
-    for sample in micro_batch.samples:
-        routes[sample.rollout_id] = chosen[at : at + sample.length - 1]
-        at += sample.length
+    for index, micro_batch in enumerate(micro_batches):
+        chosen = torch.stack([r.chosen[index] for r in recorders], 1).cpu().numpy().astype(np.uint8)
+        at = 0
+        for sample in micro_batch.samples:
+            routes[sample.rollout_id] = chosen[at : at + sample.length - 1]
+            at += sample.length
     return routes, found
 
 
