@@ -19,6 +19,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -72,6 +74,11 @@ def tiny_model(family: str) -> PreTrainedModel:
     if family == "gemma2":  # soft-capped scores, small enough to matter; every second layer a window
         more = {"sliding_window": 5, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 5}
         return Gemma2ForCausalLM(Gemma2Config(**_SHAPE, **more, final_logit_softcapping=4.0))
+    if family == "llama4":  # chunks and steps of the scaling by position that sequences go beyond
+        shape = _SHAPE | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "moe_layers": [0, 1]}
+        moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 40}
+        more = {"attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5}
+        return Llama4ForCausalLM(Llama4TextConfig(**shape, **moe, **more))
     raise ValueError(family)
 
 

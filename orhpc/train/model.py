@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.errors import ModelError
-from orhpc.train import packed_attention
+from orhpc.train import llama4, packed_attention
 from orhpc.train.batch import PackedBatch
 from orhpc.train.head import LogitScaling, token_logprobs
 from orhpc.train.packed_attention import Packing
@@ -67,7 +67,7 @@ def empty_model(config: Any, settings: ModelSettings, dtype: torch.dtype = torch
             )
     except ValueError as error:
         raise ModelError(f"model.path: {_one_line(error)}") from error
-    packed_attention.check_family(type(model), config)
+    packed_attention.check_family(type(model), config, adapted=llama4.adapt(model))
     return model
 
 
@@ -93,7 +93,7 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model.path: {model_dir}: {_one_line(error)}") from error
     model, info = loaded
-    packed_attention.check_family(type(model), config)
+    packed_attention.check_family(type(model), config, adapted=llama4.adapt(model))
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(str(name) for name in info.get(what) or ()):
             raise ModelError(f"model.path: {model_dir}: {what.replace('_', ' ')}: {', '.join(names[:3])}")
@@ -207,9 +207,10 @@ class LogprobModel(nn.Module):
         return head
 
     def _hidden(self, ids_P: Tensor, positions_P: Tensor, packing: Packing) -> Tensor:
-        output = self.hf.base_model(
-            input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False
-        )
+        body = self.hf.base_model
+        if body is self.hf:  # Llama 4's text model, which does not say where its body is
+            body = self.hf.model
+        output = body(input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False)
         return output.last_hidden_state[0]
 
     def _probe(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:

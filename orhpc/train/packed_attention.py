@@ -103,6 +103,17 @@ class Packing:
             stacks.append(Stack(rows.flatten().to(device), len(members), longest))
         return tuple(stacks), unstack.to(device)
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 ``[P]``: each slot's within its sequence."""
+        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.device)
+
+    def chunked(self, size: int | None) -> Packing:
+        """Every sequence cut at the multiples of ``size``: attention over that never leaves a chunk."""
+        if size is None or self.longest <= size:
+            return self
+        return self.kept(("chunks", size), lambda: Packing(_cut(self.bounds, size), self.device))
+
     def first_keys(self, window: int | None) -> np.ndarray:
         """int32 ``[P]`` on the host: the first slot that each slot attends to; it never decreases."""
         starts = np.repeat(np.asarray(self.bounds[:-1], np.int32), self.lengths)
@@ -115,6 +126,45 @@ class Packing:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
+
+
+def _cut(bounds: Sequence[int], size: int) -> list[int]:
+    cuts = [at for a, b in itertools.pairwise(bounds) for at in range(a, b, size)]
+    return [*cuts, bounds[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries scaled by position: ``1 + scale log(1 + floor((position + 1) / floor))``.
+
+    For layers without rotary positions, after Nakanishi 2025, arXiv 2501.19399.
+    """
+
+    floor: float
+    scale: float
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """float32, one a position."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor)
+        return torch.log1p(steps) * self.scale + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What one layer's attention does that its family does not say to attention functions.
+
+    A module that has such has it as ``attention_traits``.
+    """
+
+    chunk: int | None = None
+    """Tokens attend only to those of their chunk: sequences are cut at the multiples of it."""
+    temperature: Temperature | None = None
+    norm_eps: float | None = None
+    """Queries and keys are divided by the root of their mean square, head by head; only read where the
+    family's own module does not do it (megatron-core)."""
+
+
+_NONE = Traits()
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
@@ -158,6 +208,10 @@ def packed_attention(
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelError(f"{type(module).__name__} changes the shape of a packed batch before attention")
     q_PHD, k_PHD, v_PHD = (t[0].transpose(0, 1) for t in (query, key, value))
+    traits: Traits = getattr(module, "attention_traits", _NONE)
+    if traits.temperature is not None:
+        q_PHD = scaled_queries(q_PHD, traits.temperature, packing, packing.positions)
+    packing = packing.chunked(traits.chunk)
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if softcap is not None:
         output_PHD = softcapped_attention(
@@ -172,6 +226,12 @@ def packed_attention(
     if half and _varlen() is not None:
         return _varlen_attention(q_PHD, k_PHD, v_PHD, scaling, sliding_window, packing)[None], None
     return _stacked_attention(q_PHD, k_PHD, v_PHD, scaling, sliding_window, packing)[None], None
+
+
+def scaled_queries(q_PHD: Tensor, temperature: Temperature, packing: Packing, positions_P: Tensor) -> Tensor:
+    """``positions_P``: of the queries in ``q_PHD``, always the same ones of one packing."""
+    factors_P = packing.kept(temperature, lambda: temperature.factors(positions_P))
+    return (q_PHD * factors_P[:, None, None]).to(q_PHD.dtype)
 
 
 def _refuse_unsupported(
@@ -275,19 +335,21 @@ def _causal(
     return torch.cat(blocks, dim=2)
 
 
-def check_family(model_class: type[PreTrainedModel], config: Any) -> None:
+def check_family(model_class: type[PreTrainedModel], config: Any, *, adapted: bool = False) -> None:
     """Refuse, before anything is loaded, families whose attention is known to be of another kind.
 
-    Raises :class:`~orhpc.errors.ModelError` naming what is in the way.
+    ``adapted``: its modules say what they do as :class:`Traits`.  Raises
+    :class:`~orhpc.errors.ModelError` naming what is in the way.
     """
     name = model_class.__name__
-    if not getattr(model_class, "_supports_flash_attn", False):
+    if not adapted and not getattr(model_class, "_supports_flash_attn", False):
         # Such a family does not hand its sliding window or its boundaries to attention functions.
         raise ModelError(f"{name} cannot be packed: transformers has no flash attention for it")
+    known = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if adapted else set())
     kinds = set(getattr(config, "layer_types", None) or ())
-    if other := kinds - {"full_attention", "sliding_attention"}:
+    if other := kinds - known:
         raise ModelError(f"{name} cannot be packed: it has layers of type {', '.join(sorted(other))}")
-    if getattr(config, "attention_chunk_size", None):
+    if not adapted and getattr(config, "attention_chunk_size", None):
         raise ModelError(f"{name} cannot be packed: its attention is chunked")
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(f"{name} cannot be packed: its layers carry a state along the sequence")

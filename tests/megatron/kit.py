@@ -38,12 +38,27 @@ _GEMMA2: dict[str, Any] = {
     "query_pre_attn_scalar": 20,
     "final_logit_softcapping": 4.0,
 }
+_LLAMA4: dict[str, Any] = {
+    # Chunks and steps of the scaling by position that sequences go beyond; layers of all kinds: dense and
+    # with experts, with rotary positions and without.
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+_CHANGED = {"gemma2": _GEMMA2, "gemma3": _GEMMA, "llama4": _LLAMA4}
 MODELS: dict[str, dict[str, Any]] = {
     # transformers gives the row of a padding token no gradient.
-    name: content | {"pad_token_id": None}
-    for name, content in (
-        TINY | {"gemma2": TINY["gemma2"] | _GEMMA2, "gemma3": TINY["gemma3"] | _GEMMA}
-    ).items()
+    name: content | _CHANGED.get(name, {}) | {"pad_token_id": None}
+    for name, content in TINY.items()
 }
 
 
@@ -195,7 +210,20 @@ def joined(results: list[dict[str, Any]]) -> Arrays:
             at[into] = values
     for name, values in whole.items():
         assert not np.isnan(values).any(), f"nobody holds all of {name}"
-    return whole
+    return _fused(whole)
+
+
+def _fused(whole: Arrays) -> Arrays:
+    """Matrices of single experts, ``NAME[e]``, as the checkpoint has them: one tensor, each transposed."""
+    found: Arrays = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in whole.items():
+        base, bracket, index = name.rstrip("]").partition("[")
+        if bracket:
+            experts.setdefault(base, {})[int(index)] = values.T
+        else:
+            found[name] = values
+    return found | {n: np.stack([each[e] for e in range(len(each))]) for n, each in experts.items()}
 
 
 def fsdp_gradients(folder: Path, case: Case) -> Arrays:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FAMILIES = [
     "qwen3", "llama", "qwen3-moe", "deepseek-v3", "glm4", "gemma3", "minimax-m2", "glm4-moe", "glm4-moe-lite",
-    "qwen2", "qwen2-moe", "mistral", "mixtral", "gemma2",
+    "qwen2", "qwen2-moe", "mistral", "mixtral", "gemma2", "llama4",
 ]  # fmt: skip
 CHECKPOINTING = {"gradient_checkpointing": True}
 ALONE = [Case(f, train=CHECKPOINTING) for f in FAMILIES]
@@ -45,6 +45,9 @@ ON_TWO = [
     Case("gemma2", {"tp": 2}, CHECKPOINTING),
     Case("gemma2", {"pp": 2, "recompute": "selective"}, CHECKPOINTING),
     Case("gemma2", {"cp": 2}),
+    Case("llama4", {"tp": 2}, CHECKPOINTING),
+    Case("llama4", {"pp": 2}),
+    Case("llama4", {"ep": 2, "recompute": "selective"}, CHECKPOINTING),
     Case("minimax-m2", {"tp": 2}),
     Case("qwen3", {"cp": 2}, CHECKPOINTING),
     Case("deepseek-v3", {"cp": 2, "ep": 2}),

@@ -13,14 +13,14 @@ from orhpc.config import Config
 from orhpc.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.types import Sample
-from tests.megatron.kit import Case, case_config, planned, save_model
+from tests.megatron.kit import MODELS, Case, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks, with_routes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECOMPUTED = {"gradient_checkpointing": True}
 LAYOUTS = {
-    1: [Case("qwen3-moe", {}, RECOMPUTED), Case("deepseek-v3", {})],
+    1: [Case("qwen3-moe", {}, RECOMPUTED), Case("deepseek-v3", {}), Case("llama4", {})],
     2: [
         Case("qwen3-moe", {"ep": 2}, RECOMPUTED),
         Case("qwen3-moe", {"tp": 2, "etp": 2}),
@@ -28,6 +28,7 @@ LAYOUTS = {
         Case("qwen3-moe", {"pp": 2}, RECOMPUTED),
         Case("deepseek-v3", {"pp": 2}),
         Case("qwen3-moe", {"cp": 2}, RECOMPUTED),
+        Case("llama4", {"ep": 2}, RECOMPUTED),
     ],
     4: [Case("qwen3-moe", {"tp": 2, "pp": 2, "ep": 2}, RECOMPUTED), Case("deepseek-v3", {"pp": 2, "ep": 2})],
 }
@@ -41,8 +42,10 @@ COMPARED = (
 )
 
 
-def samples() -> list[Sample]:
-    return with_routes(make_samples(8), layers=3, experts=8, topk=2)
+def samples(family: str) -> list[Sample]:
+    model = MODELS[family]
+    layers, topk = model["num_hidden_layers"], model["num_experts_per_tok"]
+    return with_routes(make_samples(8), layers=layers, experts=8, topk=topk)
 
 
 def replaying(case: Case, ranks: int, backend: str) -> Config:
@@ -52,7 +55,7 @@ def replaying(case: Case, ranks: int, backend: str) -> Config:
     return Config.model_validate(raw)
 
 
-def step(trainer: TrainerRank, config: Config) -> dict[str, Any]:
+def step(trainer: TrainerRank, config: Config, family: str) -> dict[str, Any]:
     """One step, and whether every router handed its tokens to the recorded experts, recomputing too."""
     wrong: list[int] = []
     forward: dict[Any, deque[torch.Tensor]] = defaultdict(deque)
@@ -75,7 +78,7 @@ def step(trainer: TrainerRank, config: Config) -> dict[str, Any]:
             for module in model.modules():
                 if getattr(module, "router_replay", None) is not None:
                     module.register_forward_hook(check)
-    metrics = trainer.step([planned(samples(), config.data_ranks)], step=0)
+    metrics = trainer.step([planned(samples(family), config.data_ranks)], step=0)
     looked_at = {"wrong": sum(wrong) + sum(recomputed), "checked": len(wrong), "recomputed": len(recomputed)}
     return {name: metrics[name] for name in COMPARED} | looked_at
 
@@ -94,7 +97,7 @@ def run_case(
         trainer.connect("127.0.0.1", at, 120)
         trainer.build()
         try:
-            found.append(step(trainer, config))
+            found.append(step(trainer, config, case.family))
         finally:
             trainer.close()
     return found
@@ -109,7 +112,7 @@ def launch(world: int, folder: Path, cases: list[Case], backend: str) -> list[li
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    for family in ("qwen3-moe", "deepseek-v3"):
+    for family in ("qwen3-moe", "deepseek-v3", "llama4"):
         save_model(path / family, family)
     return path
 

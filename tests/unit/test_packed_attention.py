@@ -13,13 +13,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Llama4TextConfig
 
 from orhpc.errors import ModelError
-from orhpc.train import packed_attention, softcap
+from orhpc.train import llama4, packed_attention, softcap
 from orhpc.train.packed_attention import Packing
 from orhpc.train.packed_attention import packed_attention as attend
 from tests.trainer_kit import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gemma2"]
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gemma2", "llama4"]
 
 
 def bounds_of(lengths: list[int]) -> list[int]:
@@ -38,6 +38,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
             AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=torch.float32)
             for kind in (packed_attention.NAME, "eager")
         )
+        assert llama4.adapt(made[family][0]) == (family == "llama4")
     return made
 
 
@@ -153,6 +154,17 @@ def test_what_flex_attention_is_given_means_the_same(bounds: list[int], window: 
         listed, expected = (getattr(m, f"{kind}_indices")[0, 0] for m in (mask, wanted))
         for row, count in enumerate(counts):
             assert torch.equal(listed[row, :count], expected[row, :count]), kind
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12))
+def test_chunks_begin_anew_in_every_sequence(lengths: list[int], size: int) -> None:
+    packing = Packing.of(bounds_of(lengths), CPU)
+    chunks = packing.chunked(size)
+    assert chunks.longest <= size
+    assert packing.chunked(size) is chunks
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    assert torch.equal(packing.positions, positions)
+    assert torch.equal(chunks.positions, positions % size)
 
 
 def test_changing_one_sequence_leaves_the_others_bit_equal(pairs: dict[str, tuple[Any, Any]]) -> None:

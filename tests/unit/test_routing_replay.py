@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError, RoutesMissing
 from orhpc.routes import RouteShare
+from orhpc.train import llama4
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import pack, plan_batches
@@ -36,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
     | _MLA,
     "glm4_moe": {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "llama4_text": {"num_local_experts": EXPERTS, "head_dim": 8, "moe_layers": [0, 2]},
     "minimax_m2": {"num_local_experts": EXPERTS, "head_dim": 8, "rotary_dim": 4},
 }
 
@@ -55,7 +57,9 @@ def tiny(family: str) -> PreTrainedModel:
         initializer_range=0.2,
         **FAMILIES[family],
     )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    llama4.adapt(model)
+    return model
 
 
 def used_experts(model: nn.Module) -> dict[str, Tensor]:

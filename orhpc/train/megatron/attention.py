@@ -1,10 +1,12 @@
 """Attention over a pack by our own functions, where megatron-core's or TransformerEngine's cannot do it.
 
-That is all attention where there is no TransformerEngine, and soft-capped scores everywhere.
+That is all attention where there is no TransformerEngine, and soft-capped scores everywhere.  What Llama 4
+does to queries, keys and boundaries stands around either (:class:`TraitAttention`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,10 +20,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from orhpc.train.megatron.packing import own_slots
-from orhpc.train.packed_attention import Packing, packed_attention
+from orhpc.train.packed_attention import Packing, Traits, packed_attention, scaled_queries
 
 
 @dataclass
@@ -29,6 +32,27 @@ class PackedParams(PackedSeqParams):
     """megatron-core's description of a pack, with ours beside it."""
 
     packing: Packing | None = None
+    positions: Tensor | None = None
+    """int64: of this rank's slots, each within its sequence."""
+
+    @classmethod
+    def of(cls, packing: Packing, positions: Tensor | None, cu_seqlens: Tensor | None = None) -> PackedParams:
+        """``cu_seqlens``: the packing's, where it is already on the device."""
+        bounds = packing.cu_seqlens if cu_seqlens is None else cu_seqlens
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=packing.longest,
+            max_seqlen_kv=packing.longest,
+            # Padding belongs to sequences here; not told so, TransformerEngine compares the two lists of
+            # bounds on the device in every layer, and the host waits for it.
+            pad_between_seqs=False,
+            packing=packing,
+            positions=positions,
+        )
 
 
 class PackedAttention(MegatronModule):
@@ -97,6 +121,53 @@ class PackedAttention(MegatronModule):
             for t in (query, key, value)
         )
         return query, key, value, shares[group.rank()]
+
+
+class TraitAttention(MegatronModule):
+    """Another core attention, with what some layers do that megatron-core has no setting for.
+
+    Norms come after rotary positions, as in the family's own module; megatron-core's would come before
+    them, and in layers without such positions too.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args: Any,
+        inner: Callable[..., nn.Module],
+        traits: Sequence[Traits],
+        **kwargs: Any,
+    ) -> None:
+        """``traits``: of all layers of the model."""
+        super().__init__(config=config)
+        self.traits = traits[layer_number - 1]
+        self.ways = config.context_parallel_size
+        self.inner = inner(config, layer_number, *args, **kwargs)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedParams,
+        **options: Any,
+    ) -> Tensor:
+        """``[slots of this rank, heads, d]`` each; returns ``[slots of this rank, heads x d]``."""
+        params, traits = packed_seq_params, self.traits
+        packing, positions = params.packing, params.positions
+        assert packing is not None and positions is not None
+        if traits.norm_eps is not None:
+            query, key = (rms_norm(t, t.shape[-1:], eps=traits.norm_eps) for t in (query, key))
+        if traits.temperature is not None:
+            query = scaled_queries(query, traits.temperature, packing, positions)
+        # Context parallelism, which cuts whole sequences, is refused where one could be longer than a chunk.
+        chunks = packing.chunked(traits.chunk) if self.ways == 1 else packing
+        if chunks is not packing:
+            params = packing.kept(("parameters", traits.chunk), lambda: PackedParams.of(chunks, None))
+        return self.inner(query, key, value, attention_mask, packed_seq_params=params, **options)
 
 
 def _order(packing: Packing, ways: int) -> tuple[Tensor, list[Tensor]]:

@@ -17,14 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from orhpc.errors import ModelError
 from orhpc.models import ModelShape
+from orhpc.train.llama4 import traits_of
+from orhpc.train.packed_attention import Traits
 
 Values = dict[str, Any]
 
 NOT_BUILT = {
     "deepseek_v32": "sparse attention with an indexer needs packed input, which megatron-core's lacks",
     "gemma3": "it also sees images; its language part alone (gemma3_text) can be built",
-    "llama4": "chunked attention and query scaling by position, which megatron-core has no module for",
-    "llama4_text": "chunked attention and query scaling by position, which megatron-core has no module for",
+    "llama4": "it also sees images; its language part alone (llama4_text) can be built",
 }
 """Families that only the FSDP backend trains, and what is missing."""
 
@@ -50,6 +51,8 @@ class Build:
     embedding_scale: float = 1.0
     softcap: float | None = None
     """Bound of attention's scores."""
+    traits: tuple[Traits, ...] = ()
+    """Of each layer's attention, where there are any."""
 
 
 def build_of(config: Any, shape: ModelShape) -> Build:
@@ -68,13 +71,16 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         raise ModelError(f"train.backend=megatron cannot build {family}: its attention is not causal")
     if shape.experts:
         values |= _experts(config, shape)
+    traits = traits_of(config, norms=True) if family == "llama4_text" else ()
+    if traits:
+        values["no_rope_freq"] = [int(not rotary) for rotary in config.no_rope_layers[: len(traits)]]
     frequencies, scaling, near = _rotary(config)
     latent = shape.kv_rank is not None
     share = 1.0 if latent else 2 * len(frequencies) / shape.head_dim
-    if scaling != 1.0 and (latent or share < 1.0):
+    if scaling != 1.0 and (latent or share < 1.0 or traits):
         raise ModelError(
             f"train.backend=megatron cannot build {family}: rotary positions scaled by {scaling:.3f} on a "
-            "part of each head"
+            "part of each head or layer"
         )
     if latent:
         values |= _latent(config, shape)
@@ -85,7 +91,7 @@ def build_of(config: Any, shape: ModelShape) -> Build:
     return Build(
         values=values,
         latent=latent,
-        windows=tuple(layer.span for layer in shape.layers),
+        windows=tuple(None if layer.chunked else layer.span for layer in shape.layers),
         sandwich=len(shape.family.norms) > 2,
         inverse_frequencies=frequencies,
         rotary_share=share,
@@ -93,6 +99,7 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         embedding_scale=shape.hidden**0.5 if gemma else 1.0,
         # Gemma 3's config has the setting too, and its attention does not use it.
         softcap=config.attn_logit_softcapping if family == "gemma2" else None,
+        traits=traits,
     )
 
 
@@ -118,7 +125,7 @@ def _common(config: Any, shape: ModelShape) -> Values:
         "add_bias_linear": all(biases),
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm != "none" or shape.kv_rank is not None,
-        "rotary_interleaved": family == "glm4",
+        "rotary_interleaved": family in ("glm4", "llama4_text"),
     }
 
 
@@ -139,7 +146,14 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(config: Any, shape: ModelShape) -> Values:
-    sigmoid = bool(shape.family.correction_bias)
+    corrected = bool(shape.family.correction_bias)
+    on_input = shape.family.name == "llama4_text"
+    sigmoid = corrected or on_input
+    if on_input and shape.experts_per_token > 1:
+        raise ModelError(
+            f"train.backend=megatron cannot build {shape.family.name} with {shape.experts_per_token} experts "
+            "a token: megatron-core scales their input where there is one alone"
+        )
     normalised = bool(getattr(config, "norm_topk_prob", True))
     if sigmoid and not normalised and shape.experts_per_token > 1:
         raise ModelError(
@@ -154,7 +168,8 @@ def _experts(config: Any, shape: ModelShape) -> Values:
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         # Softmax over the chosen alone is softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not sigmoid and not normalised,
-        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_enable_expert_bias": corrected,
+        "moe_apply_probs_on_input": on_input,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -202,7 +217,7 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float, torch.Tensor | None]:
     kinds = [
         kind
         for name, kind in vars(code).items()
-        if name.endswith("RotaryEmbedding") and kind.__module__ == code.__name__
+        if name.endswith("RotaryEmbedding") and "Vision" not in name and kind.__module__ == code.__name__
     ]
     if len(kinds) != 1:
         raise ModelError(

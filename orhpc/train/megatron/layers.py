@@ -1,13 +1,13 @@
 """What some families' layers have and megatron-core's do not, put around its own modules.
 
 GLM-4 and Gemma also normalise what attention and the MLP return; Gemma rotates by other frequencies in
-the layers that see a window; Gemma 2 bounds attention's scores; MiniMax-M2 normalises queries and keys
-over all heads at once.
+the layers that see a window; Gemma 2 bounds attention's scores; Llama 4 attends in chunks, and scales
+queries by position; MiniMax-M2 normalises queries and keys over all heads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,10 +27,12 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from orhpc.errors import ConfigError
-from orhpc.train.megatron.attention import PackedAttention
+from orhpc.train.megatron.attention import PackedAttention, TraitAttention
+from orhpc.train.packed_attention import Traits
 
 Added = tuple[Tensor, Tensor | None]
 """What a sub-layer returns: its output and a bias still to be added."""
+Builder = Callable[..., nn.Module]
 
 
 class FamilyLayer(TransformerLayer):
@@ -126,15 +128,21 @@ def with_family_layers(
     near_frequencies: Tensor | None,
     heads: tuple[int, int] | None,
     softcap: float | None,
+    traits: Sequence[Traits],
 ) -> TransformerBlockSubmodules:
     """Put them into a block's specification.
 
     ``post_norm``: outputs are normalised.  ``heads``: of queries and of keys that are normalised together;
-    null: head by head, or not at all.  ``softcap``: bound of attention's scores.
+    null: head by head, or not at all.  ``softcap``: bound of attention's scores.  ``traits``: of
+    each layer's attention; empty: there are none.
     """
     specs = list(block.layer_specs or [])
     if softcap is not None:
-        specs = [_attending(spec, partial(PackedAttention, softcap=softcap)) for spec in specs]
+        specs = [_attending(spec, lambda _: partial(PackedAttention, softcap=softcap)) for spec in specs]
+    if traits:
+        specs = [
+            _attending(spec, lambda of: partial(TraitAttention, inner=of, traits=traits)) for spec in specs
+        ]
     if heads is not None:
         specs = [_normalising_heads(spec, heads) for spec in specs]
     if post_norm:
@@ -143,10 +151,12 @@ def with_family_layers(
     return replace(block, layer_specs=specs)
 
 
-def _attending(spec: ModuleSpec, core_attention: Callable[..., nn.Module]) -> ModuleSpec:
+def _attending(spec: ModuleSpec, change: Callable[[Builder], Builder]) -> ModuleSpec:
+    """``change``: from what builds the attention itself to what builds another."""
     layer: Any = spec.submodules
     attention: ModuleSpec = layer.self_attention
-    inner = replace(attention.submodules, core_attention=core_attention)  # type: ignore[type-var]
+    inner: Any = attention.submodules
+    inner = replace(inner, core_attention=change(inner.core_attention))
     return replace(spec, submodules=replace(layer, self_attention=replace(attention, submodules=inner)))
 
 

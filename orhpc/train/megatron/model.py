@@ -84,7 +84,7 @@ def transformer_config(
         "deterministic_mode": config.train.deterministic,
         **_precision(config),
         **_recompute(config),
-        **_windows(build, config.megatron),
+        **_spans(build, config),
     }
     known = {f.name for f in dataclasses.fields(kind) if f.init}
     for name in config.megatron.extra:
@@ -168,7 +168,16 @@ def _recompute(config: Config) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _windows(build: Build, m: MegatronSettings) -> dict[str, Any]:
+def _spans(build: Build, config: Config) -> dict[str, Any]:
+    """How far layers see, and that the layout can do it."""
+    cp = config.megatron.cp
+    longest = config.rollout.max_total_tokens
+    chunk = min((traits.chunk for traits in build.traits if traits.chunk is not None), default=longest)
+    if cp > 1 and longest > chunk:
+        raise ConfigError(
+            f"megatron.cp: attention in chunks of {chunk} tokens cannot be divided over ranks, and "
+            f"rollout.max_total_tokens is {longest}"
+        )
     spans = {span for span in build.windows if span is not None}
     if not spans:
         return {}
@@ -176,7 +185,7 @@ def _windows(build: Build, m: MegatronSettings) -> dict[str, Any]:
         raise ModelError(
             f"train.backend=megatron: windows of {sorted(spans)} tokens, where one length is known"
         )
-    if m.cp > 1 and build.softcap is None:  # our own attention gathers the sequence
+    if cp > 1 and build.softcap is None:  # our own attention gathers the sequence
         raise ConfigError("megatron.cp: attention within a sliding window cannot be divided over ranks")
     return {
         "window_size": (spans.pop() - 1, 0),
@@ -223,6 +232,7 @@ def build_chunks(
             near_frequencies=build.near_frequencies,
             heads=(shape.heads, shape.kv_heads) if shape.qk_norm == "all" else None,
             softcap=build.softcap,
+            traits=build.traits,
         )
         model = GPTModel(
             config=mcore,

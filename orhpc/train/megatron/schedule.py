@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
@@ -117,7 +116,7 @@ class Pipeline:
             input_ids=batch.input_ids_L[None],
             position_ids=batch.position_ids_L[None],
             attention_mask=None,
-            packed_seq_params=_packed(batch),
+            packed_seq_params=PackedParams.of(batch.packing, batch.position_ids_L, batch.cu_seqlens),
             output_processor=self._process,
             output_processor_context=batch,
         )
@@ -160,22 +159,6 @@ def _loss(
     """What megatron-core wants of a loss: it, a count of tokens (which we do not divide by), a report."""
     value = loss(output_2P[0], output_2P[1], training, batch)
     return value, torch.zeros((), dtype=torch.int, device=output_2P.device), {}
-
-
-def _packed(batch: RankBatch) -> PackedSeqParams:
-    return PackedParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        cu_seqlens_q_padded=batch.cu_seqlens,
-        cu_seqlens_kv_padded=batch.cu_seqlens,
-        max_seqlen_q=batch.longest,
-        max_seqlen_kv=batch.longest,
-        # Padding belongs to sequences here; not told so, TransformerEngine compares the two lists of
-        # bounds on the device in every layer, and the host waits for it.
-        pad_between_seqs=False,
-        packing=batch.packing,
-    )
 
 
 class _JoinedOverSequence(torch.autograd.Function):
