@@ -153,7 +153,7 @@ class Server:
     """How much better, in a router's logits, an expert may be that the engine did not take."""
     device: str
     """Where the reference computes."""
-    references: dict[Path, Reference] = field(default_factory=dict)
+    references: dict[Path, Reference] = field(default_factory=dict, repr=False)
 
     def client(self, request_timeout_s: float = 60.0) -> EngineClient:
         shape = None

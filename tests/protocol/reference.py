@@ -148,7 +148,7 @@ def _route(
     if taken_TLK is None:
         return None
     taken_TK = taken_TLK[:, layer]
-    # Not ``scores``: they are logits or probabilities, by transformers' version.
+    # The router's product itself, whatever it returns as its scores.
     logits_TE = functional.linear(inputs[0].reshape(-1, inputs[0].shape[-1]), cast(Tensor, gate.weight))
     own_TE, taken_TE = (torch.zeros_like(logits_TE).scatter_(1, i, 1.0).bool() for i in (own_TK, taken_TK))
     assert bool((taken_TE.sum(-1) == own_TK.shape[-1]).all()), f"an expert is twice in a row of layer {layer}"

@@ -132,7 +132,7 @@ def test_a_dense_server_refuses_routes(dense: Server) -> None:
         pytest.skip("the server has routes")
     body = {"input_ids": [3], "return_routed_experts": True, "sampling_params": {"max_new_tokens": 1}}
     answer = dense.post("/generate", body)
-    if dense.own:
+    if dense.own or answer.status_code != 200:
         assert answer.status_code == 400
     else:  # SGLang 0.5.16 answers without any, which the client takes for RoutesMissing
         assert not answer.json()["meta_info"].get("routed_experts")
