@@ -1,6 +1,6 @@
 """What recording and replaying expert routes costs on a CPU.
 
-    PYTHONPATH=. python benchmarks/routing.py [--repeats 100]
+    PYTHONPATH=. python benchmarks/routing.py [--seconds 150]
 
 Decode: 8192 tokens x 48 layers x top 8 from SGLang's encoding, beside base64 alone.  Replay: an update of a
 random Qwen3-MoE (4 layers, 32 experts, top 4) with the recorded experts forced upon it (``replayed``), beside
@@ -17,6 +17,7 @@ cache or neighbour.  The first updates, whose memory is cold, are left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -86,7 +87,7 @@ def model(folder: Path) -> str:
     return str(folder)
 
 
-def updates(folder: str, repeats: int) -> dict[str, list[float]]:
+def updates(folder: str, seconds_allowed: float) -> dict[str, list[float]]:
     """Seconds of each update by side; those of one index ran one after the other."""
     samples = make_samples(8, longest=256)
     shape = {"layers": LAYERS, "experts": EXPERTS, "topk": TOPK}
@@ -102,7 +103,10 @@ def updates(folder: str, repeats: int) -> dict[str, list[float]]:
         switch = Switch(trainer)
         switch.to(SIDES["own choice"])
         own_routes = _own_routes(trainer, any_routes)
-        for step in range(COLD + repeats):
+        ends = time.monotonic() + seconds_allowed
+        for step in itertools.count():
+            if time.monotonic() > ends and len(seconds["replayed"]) > 1:
+                break
             for name in SIDES if step % 2 else reversed(SIDES):
                 side = SIDES[name]
                 switch.to(side)
@@ -166,12 +170,12 @@ def _routed(sample: Sample, routes: np.ndarray) -> Sample:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=100, help="updates of each side")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of updates; four sides take turns")
     options = parser.parse_args()
     whole, base64 = decoding(9)
     print(f"decode 8192 x 48 x 8: {whole * 1e3:.1f} ms, base64 alone {base64 * 1e3:.1f} ms (target <= 30 ms)")
     with tempfile.TemporaryDirectory() as folder:
-        found = updates(model(Path(folder)), options.repeats)
+        found = updates(model(Path(folder)), options.seconds)
     own = found["own choice"]
     print(
         f"update: own choice {statistics.median(own):.4f} s, median of {len(own)} (target: replayed <= 1.02)"
