@@ -38,7 +38,7 @@ are up to 0.006 apart; a logit's standard deviation is 1.8.
 
 def protocol(options: argparse.Namespace) -> list[Row]:
     """The suite of the cpu engine against SGLang, on a real model and two tiny ones."""
-    from tests.protocol.conftest import dense_config, make_folder, moe_config
+    from tests.protocol.tiny_models import dense_config, make_folder, moe_config
 
     folders = {
         "tiny dense": tuple(make_folder(dense_config(), WORK / f"dense{i}", i) for i in (0, 1)),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from orhpc.config import Config
 from orhpc.rollout.client import EngineClient
@@ -26,51 +25,13 @@ from orhpc.types import FinishReason, Generation, Sampling
 from tests.trainer_kit import free_port
 
 from .reference import Reference, Scored
+from .tiny_models import VOCABULARY, dense_config, make_folder, moe_config
 
 T = TypeVar("T")
 KEY = "key-of-the-protocol-tests"
-VOCABULARY = 512
-EOS = 1
 CONTEXT = 192
 EXACT_MARGIN = 1e-5
 """In logits: what float32 may turn between the cpu engine's packed rows and one plain pass."""
-SHARED = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "eos_token_id": EOS,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def dense_config() -> LlamaConfig:
-    return LlamaConfig(**SHARED, tie_word_embeddings=True)
-
-
-def moe_config(dense_layers: Sequence[int] = (0,)) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        **SHARED,
-        head_dim=16,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        mlp_only_layers=list(dense_layers),
-        tie_word_embeddings=False,
-    )
-
-
-def make_folder(config: Any, folder: Path, seed: int) -> Path:
-    """Save a random model; the same for the same seed."""
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
 
 _ELSEWHERE = pytest.StashKey[bool]()
 

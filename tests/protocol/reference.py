@@ -92,6 +92,7 @@ class Reference:
         routes: RouteArray | None = None,
     ) -> Scored:
         """Score ``output`` after ``prompt``, under ``routes`` ``[tokens - 1, layers, topk]`` if given."""
+        assert len(output), "there is nothing to score"
         key = (*prompt, None, *output, temperature, None if routes is None else routes.tobytes())
         if key not in self._known:
             logits_NV, routing = self._forward([*prompt, *output][:-1], len(output), routes)

@@ -11,7 +11,8 @@ from orhpc.errors import ConfigError, PromptTooLong
 from orhpc.rollout.client import EngineClient
 from orhpc.types import FinishReason, Generation, Sampling
 
-from .conftest import EOS, Server, prompt_of
+from .conftest import Server, prompt_of
+from .tiny_models import EOS
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

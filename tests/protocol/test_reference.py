@@ -17,8 +17,9 @@ from orhpc.routes import RouteArray
 from orhpc.types import Generation, Sampling
 from tests.gpu.sglang_protocol import ROUTER_MARGIN, TOLERANCE
 
-from .conftest import CONTEXT, Server, make_folder, moe_config, prompt_of
+from .conftest import CONTEXT, Server, prompt_of
 from .faulty_engine import FaultyEngine, Report, Routed, RouterFault, serving
+from .tiny_models import make_folder, moe_config
 
 LAYER = 1
 """The first whose router sees what experts computed, and not the last: others see what it changes."""
