@@ -116,8 +116,9 @@ def export_checkpoint(
     Raises CheckpointError for a bad checkpoint or one of another model, ModelError for a bad folder.
     """
     reader = CheckpointReader(checkpoint)
-    model = empty_model(load_model_config(model_dir, settings), settings)
-    names = HfNames(model)
+    config = load_model_config(model_dir, settings)
+    model = empty_model(config, settings)
+    names = HfNames(model, config)
     dtype = DTYPES[settings.dtype]
     shapes = {name: tuple(p.shape) for name, p in model_parameters(model)}
     for name, shape in shapes.items():

@@ -70,7 +70,8 @@ class FsdpBackend:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.policy, self._shapes = self._load(trained=True)
-        self._hf_names = HfNames(empty_model(self._model_config(), self.config.model))
+        config = self._model_config()
+        self._hf_names = HfNames(empty_model(config, self.config.model), config)
         self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
         self.policy.check(self.device, self.dtype)
         self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)

@@ -281,13 +281,19 @@ def saved_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 class HfNames:
     """Names and shapes of Hugging Face checkpoints for the parameters of a model in memory.
 
-    They differ where transformers fuses weights while loading (experts of MoE models, for one).
+    They differ where transformers fuses weights while loading (experts of MoE models, for one), and where
+    the model is the language part of a checkpoint that has other parts (Llama 4).
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, config: Any = None) -> None:
+        """``config``: the checkpoint's; null: the model's own."""
         self._model = model
+        part = config is not None and config.model_type != model.config.model_type
+        # Without a module of that name in itself, it is the name of the model in the larger one.
+        self._prefix = f"{model.base_model_prefix}." if part and model.base_model is model else ""
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return what one whole parameter is in a checkpoint: usually itself under the same name."""
         with torch.no_grad():
-            return revert_weight_conversion(self._model, {name: tensor})
+            found = revert_weight_conversion(self._model, {name: tensor})
+        return {f"{self._prefix}{name}": part for name, part in found.items()}

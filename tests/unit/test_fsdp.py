@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
 from orhpc.config import Config, TrainSettings
 from orhpc.errors import ModelError, NonFinite
@@ -25,9 +25,17 @@ from orhpc.train.fsdp import FsdpBackend
 from orhpc.train.groups import join_default_group
 from orhpc.train.optim import learning_rate
 from orhpc.types import MicroBatch, Sample
-from tests.trainer_kit import free_port, logprobs_of, make_config, make_samples, run_ranks, save_tiny_model
+from tests.trainer_kit import (
+    free_port,
+    logprobs_of,
+    make_config,
+    make_samples,
+    run_ranks,
+    save_tiny_model,
+    tiny_model,
+)
 
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3"]
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gemma2", "llama4"]
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +149,13 @@ def _rank_gradients(rank: int, world: int, port: int, folder: str, options: dict
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "world", "checkpointing"),
-    [("llama", 2, True), ("qwen3", 3, False), ("qwen3_moe", 2, False), ("gemma3", 2, True)],
+    [
+        ("llama", 2, True),
+        ("qwen3", 3, False),
+        ("qwen3_moe", 2, False),
+        ("gemma3", 2, True),
+        ("llama4", 2, True),
+    ],
 )
 def test_gradient_does_not_depend_on_the_number_of_ranks(
     folders: dict[str, str], family: str, world: int, checkpointing: bool
@@ -178,6 +192,20 @@ def test_bfloat16_keeps_float32_master_weights(folders: dict[str, str], family: 
     assert cosine / (lengths[0] * lengths[1]) > 0.98
 
 
+def test_the_language_part_of_a_larger_checkpoint_is_exported_under_its_names(tmp_path: Path) -> None:
+    text = tiny_model("llama4").config.to_dict()
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = Llama4Config(text_config=text, vision_config=vision)
+    Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    backend = built(make_config(), str(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+    exported = dict(backend.export(backend.parameter_shapes()))
+    assert exported.keys() == {name for name in stored if name.startswith("language_model.")}
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, stored[name]), name
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_the_family_s_own_at_the_temperature(
     folders: dict[str, str], temperature: float
@@ -185,7 +213,9 @@ def test_logprobs_equal_the_family_s_own_at_the_temperature(
     for family in FAMILIES:
         backend = built(make_config(temperature=temperature), folders[family])
         model = AutoModelForCausalLM.from_pretrained(
-            folders[family], attn_implementation="sdpa", dtype=torch.float32
+            folders[family],
+            attn_implementation="eager" if family == "gemma2" else "sdpa",
+            dtype=torch.float32,
         )
         samples = make_samples(5)
         batch = pack(samples, [s.location.arrays for s in samples])
