@@ -6,11 +6,12 @@ On one GPU each: ``dense`` (log-probabilities against transformers, memory again
 against bare megatron-core, on the layers of Qwen3-8B), ``head`` (log-probability and loss against one read
 of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``fp8``, ``offload``
 (the optimiser in host memory), and ``families0`` and ``families1`` (small models of each family, Gemma 2
-through compiled flex attention among them; weights back bit for bit).  On two and four GPUs: ``several``
-(TP, PP, CP, EP against one GPU's log-probabilities and gradient norm, and scaling over data), which needs
-what ``dense`` and ``moe`` found; with ``--share``, cases that ask for more GPUs than there are have several
-ranks on each: their NCCL goes through sockets, and their speed says nothing.  The GPUs share the checks of
-one.  Every check prints its own failure and has a deadline; the exit code is the number of failed rows.
+through compiled flex attention and Llama 4 in chunks among them; weights back bit for bit).  On two and
+four GPUs: ``several`` (TP, PP, CP, EP against one GPU's log-probabilities and gradient norm, and scaling
+over data), which needs what ``dense`` and ``moe`` found; with ``--share``, cases that ask for more GPUs
+than there are have several ranks on each: their NCCL goes through sockets, and their speed says nothing.
+The GPUs share the checks of one.  Every check prints its own failure and has a deadline; the exit code is
+the number of failed rows.
 """
 
 from __future__ import annotations

@@ -76,7 +76,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # Scores are of about the cap's size; flex attention at Gemma's own width of a head.
     "gemma2": {
-        "model_type": "gemma2", "head_dim": 256, "attn_logit_softcapping": 0.5, "sliding_window": 100,
+        "model_type": "gemma2", "head_dim": 256, "attn_logit_softcapping": 2.0, "sliding_window": 100,
+    },
+    # Samples of several chunks; layers with rotary positions and without, dense and with experts.
+    "llama4_text": {
+        "model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1,
+        "intermediate_size": 256, "intermediate_size_mlp": 1024, "moe_layers": [0, 1],
+        "no_rope_layers": [1, 0, 1], "attention_chunk_size": 256, "floor_scale": 100, "attn_scale": 0.5,
     },
 }  # fmt: skip
 

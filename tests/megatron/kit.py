@@ -55,10 +55,11 @@ _LLAMA4: dict[str, Any] = {
     },
 }
 _CHANGED = {"gemma2": _GEMMA2, "gemma3": _GEMMA, "llama4": _LLAMA4}
+_CHANGED["llama4-one-chunk"] = _LLAMA4 | {"attention_chunk_size": 1 << 16}
 MODELS: dict[str, dict[str, Any]] = {
     # transformers gives the row of a padding token no gradient.
     name: content | _CHANGED.get(name, {}) | {"pad_token_id": None}
-    for name, content in TINY.items()
+    for name, content in (TINY | {"llama4-one-chunk": TINY["llama4"]}).items()
 }
 
 

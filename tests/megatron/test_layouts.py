@@ -48,6 +48,7 @@ ON_TWO = [
     Case("llama4", {"tp": 2}, CHECKPOINTING),
     Case("llama4", {"pp": 2}),
     Case("llama4", {"ep": 2, "recompute": "selective"}, CHECKPOINTING),
+    Case("llama4-one-chunk", {"cp": 2}),
     Case("minimax-m2", {"tp": 2}),
     Case("qwen3", {"cp": 2}, CHECKPOINTING),
     Case("deepseek-v3", {"cp": 2, "ep": 2}),
@@ -64,7 +65,7 @@ LAUNCHES = {1: ALONE, 2: ON_TWO, 4: ON_FOUR}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
+    for family in {case.family for cases in LAUNCHES.values() for case in cases}:
         save_model(path / family, family)
     return path
 

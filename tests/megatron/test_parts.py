@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from orhpc.config import Config
-from orhpc.errors import ConfigError
+from orhpc.errors import ConfigError, ModelError
 from orhpc.launch.prepare import check_paths
 from orhpc.memory import Demand, Layout, layer_activations, trainer_memory
 from orhpc.models import shape_of
+from orhpc.train.megatron.families import Build, build_of, spans
 from orhpc.train.megatron.packing import own_slots, padded_places
 from tests.model_configs import REAL, TINY
+from tests.trainer_kit import make_config
 
 
 @settings(max_examples=80, deadline=None)
@@ -69,6 +73,50 @@ def test_a_layout_that_cannot_be_is_refused_before_a_node_is_asked_for(
         return
     with pytest.raises(ConfigError, match=said):
         check_paths(config)
+
+
+def build(name: str, **changes: Any) -> Build:
+    content = TINY[name] | changes
+    return build_of(AutoConfig.for_model(**content), shape_of(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("deepseek-v32", {}, "cannot build deepseek_v32: sparse attention with an indexer"),
+        ("gemma3-images", {}, r"cannot build gemma3: it also sees images; .* \(gemma3_text\) can be built"),
+        ("llama4", {}, "cannot build llama4_text with 2 experts a token"),
+        ("gemma2", {"use_bidirectional_attention": True}, "cannot build gemma2: its attention is not causal"),
+    ],
+)
+def test_what_megatron_core_cannot_build_is_named(name: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        build(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "cp", "longest", "said"),
+    [
+        ("llama4", {"num_experts_per_tok": 1}, 2, 9, "chunks of 8 tokens .*max_total_tokens is 9"),
+        ("llama4", {"num_experts_per_tok": 1}, 2, 8, None),
+        ("llama4", {"num_experts_per_tok": 1}, 1, 9, None),
+        ("gemma3", {}, 2, 9, "sliding window cannot be divided"),
+        ("gemma2", {}, 2, 9, None),
+    ],
+)
+def test_context_parallelism_is_refused_where_attention_does_not_see_everything(
+    name: str, changes: dict[str, Any], cp: int, longest: int, said: str | None
+) -> None:
+    config = make_config(ranks=2, train={"backend": "megatron"})
+    rollout = config.rollout.model_copy(update={"max_total_tokens": longest})
+    settings = config.megatron.model_copy(update={"cp": cp})
+    config = config.model_copy(update={"rollout": rollout, "megatron": settings})
+    built = build(name, **changes)
+    if said is None:
+        assert bool(spans(built, config)) == (name == "gemma2")
+        return
+    with pytest.raises(ConfigError, match=said):
+        spans(built, config)
 
 
 def test_fp8_is_refused_where_it_would_be_ignored() -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from orhpc.errors import ModelError
+from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.train.llama4 import traits_of
 from orhpc.train.packed_attention import Traits
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
 
 Values = dict[str, Any]
 
@@ -101,6 +104,36 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         softcap=config.attn_logit_softcapping if family == "gemma2" else None,
         traits=traits,
     )
+
+
+def spans(build: Build, config: Config) -> Values:
+    """How far layers see, in megatron-core's words.
+
+    Raises:
+        ConfigError: the layout cannot divide attention of that kind.
+        ModelError: megatron-core has no word for it.
+    """
+    cp = config.megatron.cp
+    longest = config.rollout.max_total_tokens
+    chunk = min((traits.chunk for traits in build.traits if traits.chunk is not None), default=longest)
+    if cp > 1 and longest > chunk:
+        raise ConfigError(
+            f"megatron.cp: attention in chunks of {chunk} tokens cannot be divided over ranks, and "
+            f"rollout.max_total_tokens is {longest}"
+        )
+    windows = {window for window in build.windows if window is not None}
+    if not windows:
+        return {}
+    if len(windows) > 1:
+        raise ModelError(
+            f"train.backend=megatron: windows of {sorted(windows)} tokens, where one length is known"
+        )
+    if cp > 1 and build.softcap is None:  # our own attention gathers the sequence
+        raise ConfigError("megatron.cp: attention within a sliding window cannot be divided over ranks")
+    return {
+        "window_size": (windows.pop() - 1, 0),
+        "window_attn_skip_freq": [int(window is not None) for window in build.windows],
+    }
 
 
 def _common(config: Any, shape: ModelShape) -> Values:

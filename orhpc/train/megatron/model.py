@@ -21,7 +21,7 @@ from orhpc.errors import ConfigError, ModelError
 from orhpc.memory import stages
 from orhpc.models import ModelShape
 from orhpc.train.hf_mapping import HfMapping, ModelPart, Source
-from orhpc.train.megatron.families import Build
+from orhpc.train.megatron.families import Build, spans
 from orhpc.train.megatron.layers import with_family_layers
 from orhpc.train.megatron.plain import plain_block, share_latent_projections
 from orhpc.train.megatron_names import Naming
@@ -84,7 +84,7 @@ def transformer_config(
         "deterministic_mode": config.train.deterministic,
         **_precision(config),
         **_recompute(config),
-        **_spans(build, config),
+        **spans(build, config),
     }
     known = {f.name for f in dataclasses.fields(kind) if f.init}
     for name in config.megatron.extra:
@@ -166,31 +166,6 @@ def _recompute(config: Config) -> dict[str, Any]:
     if config.megatron.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": config.megatron.recompute_modules}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _spans(build: Build, config: Config) -> dict[str, Any]:
-    """How far layers see, and that the layout can do it."""
-    cp = config.megatron.cp
-    longest = config.rollout.max_total_tokens
-    chunk = min((traits.chunk for traits in build.traits if traits.chunk is not None), default=longest)
-    if cp > 1 and longest > chunk:
-        raise ConfigError(
-            f"megatron.cp: attention in chunks of {chunk} tokens cannot be divided over ranks, and "
-            f"rollout.max_total_tokens is {longest}"
-        )
-    spans = {span for span in build.windows if span is not None}
-    if not spans:
-        return {}
-    if len(spans) > 1:
-        raise ModelError(
-            f"train.backend=megatron: windows of {sorted(spans)} tokens, where one length is known"
-        )
-    if cp > 1 and build.softcap is None:  # our own attention gathers the sequence
-        raise ConfigError("megatron.cp: attention within a sliding window cannot be divided over ranks")
-    return {
-        "window_size": (spans.pop() - 1, 0),
-        "window_attn_skip_freq": [int(span is not None) for span in build.windows],
-    }
 
 
 def naming_of(config: Config) -> Naming:
