@@ -225,7 +225,8 @@ def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upca
     queries, values = shape.heads * shape.head_dim, shape.heads * shape.v_head_dim
     if shape.kv_rank is None:
         keys = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
-        extra = norm * (queries + keys // 2) if shape.qk_norm != "none" else 0
+        normed = shape.qk_norm != "none" or shape.family.unit_qk
+        extra = norm * (queries + keys // 2) if normed else 0
     else:
         keys = queries + values
         extra = (e + norm) * (shape.kv_rank + (shape.q_rank or 0))

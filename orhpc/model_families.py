@@ -55,6 +55,8 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: Literal["head", "all"] = "head"
     has_qk_norm: bool | str = False
+    unit_qk: bool = False
+    """Queries and keys are normalised without weights."""
     mlp: str = "mlp"
     """Module of a dense layer's MLP."""
     fused_mlp: bool = False
@@ -374,6 +376,7 @@ _LLAMA4_TEXT = Family(
     },
     qkv_bias="attention_bias",
     output_bias="attention_bias",
+    unit_qk=True,
     mlp="feed_forward",
     dense_width=("intermediate_size_mlp",),
     moe="feed_forward",

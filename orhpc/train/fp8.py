@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orhpc.errors import ModelError
+
 BLOCK = 128
 LARGEST = 448.0
 SCALE = "_scale_inv"
@@ -55,12 +57,17 @@ def quantiser(*, power_of_two: bool) -> Quantise:
     """Return what turns a weight into ``(name, values), (name + "_scale_inv", scales)``, or leaves it.
 
     Weights of one shape are quantised together: the experts of one layer are hundreds of small ones.
+    What it returns raises ModelError for a tensor of all experts (Llama 4), which has no form in this format.
     """
 
     def quantise(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         for window in _windows(tensors):
             alike: defaultdict[Any, list[int]] = defaultdict(list)
             for i, (name, tensor) in enumerate(window):
+                if tensor.dim() == 3 and ".experts." in name:
+                    raise ModelError(
+                        f"precision: {name} holds all experts, and would stay unquantised in FP8"
+                    )
                 if is_quantised(name, tuple(tensor.shape)):
                     alike[tensor.shape, tensor.dtype, tensor.device].append(i)
             found: dict[int, tuple[Tensor, Tensor]] = {}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from orhpc.errors import ModelError
 from orhpc.train import fp8
 from orhpc.train.fp8 import dequantise_blocks, quantise_blocks, quantiser
 
@@ -124,3 +125,9 @@ def test_a_plan_has_the_shapes_of_what_will_travel() -> None:
     real = list(quantise(checkpoint()))
     assert [(n, t.shape, t.dtype) for n, t in planned] == [(n, t.shape, t.dtype) for n, t in real]
     assert all(tensor.is_meta for _, tensor in planned)
+
+
+def test_experts_in_one_tensor_are_refused_not_left_unquantised() -> None:
+    fused = [("model.layers.0.feed_forward.experts.gate_up_proj", torch.zeros(4, 128, 256))]
+    with pytest.raises(ModelError, match=r"experts\.gate_up_proj holds all experts"):
+        list(quantiser(power_of_two=False)(fused))
