@@ -46,7 +46,8 @@ def softcapped_attention(
 
     ``window``: keys that a token sees at most, itself included.  ``fused``: by flex attention, compiled.
     """
-    if fused:
+    # A pack of one block, as ranks without a sample have: flex attention would compile other kernels for it.
+    if fused and packing.bounds[-1] > MASK_BLOCK:
         return flex_attention_of(
             _compiled(), q_PHD, k_PHD, v_PHD, scale=scale, softcap=softcap, window=window, packing=packing
         )
@@ -110,7 +111,8 @@ def _block(
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Whole or not at all: by itself flex attention would hold all scores of all heads.
+    # Whole or not at all: by itself flex attention would hold all scores of all heads.  Packs of any length
+    # share one kernel from the second length on, windows and packings share it always.
     return torch.compile(flex_attention, fullgraph=True)
 
 

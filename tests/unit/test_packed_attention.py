@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Llama4TextConfig
 
@@ -154,6 +155,21 @@ def test_what_flex_attention_is_given_means_the_same(bounds: list[int], window: 
         listed, expected = (getattr(m, f"{kind}_indices")[0, 0] for m in (mask, wanted))
         for row, count in enumerate(counts):
             assert torch.equal(listed[row, :count], expected[row, :count]), kind
+
+
+@pytest.mark.slow
+def test_compiled_once_for_all_packings_and_windows_but_the_first_length() -> None:
+    counter = CompileCounter()
+    run = torch.compile(flex_attention, fullgraph=True, backend=counter)
+    for bounds in ([0, 300], [0, 20, 700], [0, 500, 501, 1024], [0, 129]):
+        packing = Packing.of(bounds, CPU)
+        q, k, v = (torch.randn(bounds[-1], heads, 16) for heads in (4, 2, 2))
+        for window in (None, 100, 30):
+            options: dict[str, Any] = {"scale": 0.3, "softcap": 0.8, "window": window, "packing": packing}
+            ours = softcap.softcapped_attention(q, k, v, fused=False, **options)
+            theirs = softcap.flex_attention_of(run, q, k, v, **options)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 2
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12))
