@@ -2,26 +2,29 @@
 
     PYTHONPATH=. python benchmarks/routing.py [--seconds 150]
 
-Decode: 8192 tokens x 48 layers x top 8 from SGLang's encoding, beside base64 alone.  Replay: an update of a
-random Qwen3-MoE (4 layers, 32 experts, top 4) with the recorded experts forced upon it (``replayed``), beside
-the same update in which the routers choose and nothing is known of routes (``own choice``), and one in which
-they choose and are compared with what was recorded (``compared``).
+Decode: 8192 tokens x 48 layers x top 8 from SGLang's encoding, beside base64 alone.
 
-The recorded routes are those that the routers choose, so that all sides compute the same: random routes load
-experts evenly and a router does not, which changes an update's time by itself.  (``random`` replays random
-ones, to show by how much.)  One trainer does all of them, so that they compute in the same memory, and they
-take turns update by update, in an order that is turned round each time, so that none has a better clock,
-cache or neighbour.  The first updates, whose memory is cold, are left out.
+Replay: an update of a random Qwen3-MoE (4 layers, 32 experts, top 4) with the recorded experts forced upon it
+and compared with the routers' own (``replayed``), beside the same update in which the routers choose and
+nothing is known of routes (``own choice``).  The recorded routes are those that the routers choose, so that
+both compute the same: random routes would give experts another load.  One trainer does both, so that they
+compute in the same memory, and they take turns update by update, in an order that is turned round each time,
+so that none has a better clock, cache or neighbour.  The first updates, whose memory is cold, are left out.
+
+One router: forward and backward pass of a router alone, left alone and replayed.  What replay adds is a few
+small operations there and nothing elsewhere, so this tells it where updates differ by more than it from one
+to the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,36 +32,24 @@ from typing import Any
 import numpy as np
 import pybase64
 import torch
+from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from orhpc.routes import RouteShape, RouteShare, decode_routes, encode_routes
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
+from orhpc.train.replay import RoutedRows, RouterReplay
 from orhpc.types import MicroBatch, MiniBatch, Sample
-from tests.trainer_kit import VOCABULARY, free_port, make_config, make_samples, with_routes
+from tests.trainer_kit import VOCABULARY, free_port, make_config, make_samples
 
 LAYERS, EXPERTS, TOPK = 4, 32, 4
+OWN, REPLAYED = SIDES = ("own choice", "replayed")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 COLD = 8
-"""First updates of each side that are left out."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """What a trainer knows and does of routes; see the module's description."""
-
-    recorded: bool
-    replayed: bool
-    random: bool = False
-
-
-SIDES = {
-    "own choice": Side(False, False),
-    "compared": Side(True, False),
-    "replayed": Side(True, True),
-    "random": Side(True, True, random=True),
-}
+"""First updates of each side, which are left out."""
 
 
 def decoding(repeats: int) -> tuple[float, float]:
@@ -87,34 +78,43 @@ def model(folder: Path) -> str:
     return str(folder)
 
 
+def keep_memory() -> None:
+    """Let this process keep the memory that an update gives back (glibc's mallopt(3)).
+
+    Whether the allocator returns it to the kernel, and its pages have to come anew, is an accident that
+    costs up to a fifth of an update.
+    """
+    libc = ctypes.CDLL(None)
+    for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+        if libc.mallopt(parameter, 2**30) != 1:
+            raise SystemExit("mallopt refused: this benchmark needs glibc")
+
+
 def updates(folder: str, seconds_allowed: float) -> dict[str, list[float]]:
     """Seconds of each update by side; those of one index ran one after the other."""
-    samples = make_samples(8, longest=256)
-    shape = {"layers": LAYERS, "experts": EXPERTS, "topk": TOPK}
-    (any_routes,) = plan_batches(
-        with_routes(samples, **shape), ranks=1, n_minibatches=1, max_tokens=512
+    (minibatch,) = plan_batches(
+        make_samples(8, longest=256), ranks=1, n_minibatches=1, max_tokens=512
     ).minibatches
     train = {"lr": 0.0, "routing_replay": True}
     trainer = TrainerRank(make_config(train=train, record_routes=True), folder, 0, 1, torch.get_num_threads())
     trainer.connect("127.0.0.1", free_port(), 60)
     trainer.build()
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    seconds: dict[str, list[float]] = {OWN: [], REPLAYED: []}
     try:
         switch = Switch(trainer)
-        switch.to(SIDES["own choice"])
-        own_routes = _own_routes(trainer, any_routes)
+        switch.to(OWN)
+        routed = _with_own_routes(trainer, minibatch)
         ends = time.monotonic() + seconds_allowed
         for step in itertools.count():
-            if time.monotonic() > ends and len(seconds["replayed"]) > 1:
+            if time.monotonic() > ends and len(seconds[REPLAYED]) > 1:
                 break
-            for name in SIDES if step % 2 else reversed(SIDES):
-                side = SIDES[name]
+            for side in seconds if step % 2 else reversed(seconds):
                 switch.to(side)
-                report = trainer.step([any_routes if side.random else own_routes], step=step)
-                if side.recorded and (report["router_mismatch_fraction"] > 0) != side.random:
-                    raise SystemExit(f"{name}: these are not the experts that were to be replayed")
+                report = trainer.step([routed], step=step)
+                if report.get("router_mismatch_fraction", 0.0):
+                    raise SystemExit("other experts than the routers' own were replayed")
                 if step >= COLD:
-                    seconds[name].append(report["seconds_update"])
+                    seconds[side].append(report["seconds_update"])
     finally:
         trainer.close()
     return seconds
@@ -131,15 +131,14 @@ class Switch:
         self._policy: Any = trainer.backend.policy  # type: ignore[attr-defined]
         self._replay = self._policy.routers
 
-    def to(self, side: Side) -> None:
-        self._policy.routers = self._replay if side.recorded else None
-        self._replay._replay = side.replayed
-        routes = RouteShare() if side.recorded else None
+    def to(self, side: str) -> None:
+        self._policy.routers = self._replay if side == REPLAYED else None
+        routes = RouteShare() if side == REPLAYED else None
         self._trainer.load_batch = partial(load_batch, routes=routes)
         self._replay.forget()
 
 
-def _own_routes(trainer: TrainerRank, minibatch: MiniBatch) -> MiniBatch:
+def _with_own_routes(trainer: TrainerRank, minibatch: MiniBatch) -> MiniBatch:
     """The mini-batch with the experts that the trainer's routers choose when they are left alone."""
     chosen: list[torch.Tensor] = []
     hooks = [
@@ -163,6 +162,43 @@ def _own_routes(trainer: TrainerRank, minibatch: MiniBatch) -> MiniBatch:
     return replace(minibatch, ranks=(tuple(routed),))
 
 
+class _OneRouter(nn.Module):
+    """Named as in a model, where replay finds its routers by it."""
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Qwen3MoeTopKRouter(config)])
+
+
+def router(tokens: int, hidden: int, experts: int, topk: int, repeats: int) -> dict[str, float]:
+    """Median seconds of a router's forward and backward pass, left alone and replayed."""
+    config = Qwen3MoeConfig(
+        hidden_size=hidden, num_experts=experts, num_experts_per_tok=topk, norm_topk_prob=True
+    )
+    torch.manual_seed(0)
+    routers = {side: _OneRouter(config) for side in SIDES}
+    nn.init.normal_(routers[OWN].layers[0].weight, std=0.02)
+    routers[REPLAYED].load_state_dict(routers[OWN].state_dict())
+    inputs_NH = torch.randn(tokens, hidden, requires_grad=True)
+    gradient_NK = torch.randn(tokens, topk)
+    chosen_NK = routers[OWN].layers[0](inputs_NH)[2]
+    rows = RoutedRows(chosen_NK[:, None].to(torch.uint8), torch.ones(tokens, dtype=torch.bool), tokens)
+    replay = RouterReplay(routers[REPLAYED], replay=True)
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(repeats):
+        for side, found in seconds.items():
+            start = time.perf_counter()
+            replay.start(rows if side == REPLAYED else None)
+            routers[side].zero_grad()
+            inputs_NH.grad = None
+            _, weights, _ = routers[side].layers[0](inputs_NH)
+            weights.backward(gradient_NK)
+            replay.start(None)
+            found.append(time.perf_counter() - start)
+        replay.forget()
+    return {side: statistics.median(found) for side, found in seconds.items()}
+
+
 def _routed(sample: Sample, routes: np.ndarray) -> Sample:
     arrays = {**sample.location.arrays, "routes": routes}
     return replace(sample, location=replace(sample.location, arrays=arrays))
@@ -170,23 +206,26 @@ def _routed(sample: Sample, routes: np.ndarray) -> Sample:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0, help="of updates; four sides take turns")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of updates")
     options = parser.parse_args()
+    keep_memory()
     whole, base64 = decoding(9)
     print(f"decode 8192 x 48 x 8: {whole * 1e3:.1f} ms, base64 alone {base64 * 1e3:.1f} ms (target <= 30 ms)")
     with tempfile.TemporaryDirectory() as folder:
         found = updates(model(Path(folder)), options.seconds)
-    own = found["own choice"]
+    own, replayed = found[OWN], found[REPLAYED]
+    ratio = statistics.median(replayed) / statistics.median(own)
+    pairs = statistics.quantiles([a / b for a, b in zip(replayed, own, strict=True)], n=4)
     print(
-        f"update: own choice {statistics.median(own):.4f} s, median of {len(own)} (target: replayed <= 1.02)"
+        f"update: {OWN} {statistics.median(own):.4f} s, {REPLAYED} {statistics.median(replayed):.4f} s, "
+        f"medians of {len(own)}: ratio {ratio:.3f} (target <= 1.02); of pairs, quartiles "
+        + ", ".join(f"{value:.3f}" for value in pairs)
     )
-    for name in list(SIDES)[1:]:
-        ratio = statistics.median(found[name]) / statistics.median(own)
-        pairs = statistics.quantiles([a / b for a, b in zip(found[name], own, strict=True)], n=4)
-        quartiles = ", ".join(f"{value:.3f}" for value in pairs)
+    for shape in ((430, 256, EXPERTS, TOPK), (8192, 2048, 128, 8)):
+        alone = router(*shape, repeats=max(15, 200_000 // shape[0]))
         print(
-            f"        {name} {statistics.median(found[name]):.4f} s, ratio {ratio:.3f} "
-            f"(quartiles of the pairs {quartiles})"
+            f"one router, {shape[0]} tokens, hidden {shape[1]}, {shape[2]} experts, top {shape[3]}: "
+            + ", ".join(f"{side} {seconds * 1e3:.3f} ms" for side, seconds in alone.items())
         )
 
 
