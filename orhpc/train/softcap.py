@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from orhpc.train.packed_attention import Packing
 
-QUERY_BLOCK = 512
+QUERY_BLOCK = 256
 """Queries at a time where no library does it."""
 MASK_BLOCK = 128
 """Slots of one side of a block of flex attention's mask: its default."""
@@ -96,11 +96,12 @@ def _block(
     groups = k_KGD.shape[1]
     q_GRQD = q_QHD.unflatten(1, (groups, heads // groups)).permute(1, 2, 0, 3)
     k_GDK, v_GKD = k_KGD.permute(1, 2, 0), v_KGD.transpose(0, 1)
-    scores = q_GRQD.float() @ k_GDK.float()[:, None] * (scale / softcap)
+    scores = (q_GRQD.float() * (scale / softcap)) @ k_GDK.float()[:, None]
     keys = torch.arange(low, low + len(k_KGD), device=first_Q.device)
     at_Q1 = torch.arange(start, start + queries, device=first_Q.device)[:, None]
     hidden = (keys > at_Q1) | (keys < first_Q[:, None])
-    weights = (softcap * scores.tanh()).masked_fill(hidden, -torch.inf).softmax(-1).to(v_KGD.dtype)
+    capped = (softcap * scores.tanh_()).masked_fill_(hidden, -torch.inf)
+    weights = capped.softmax(-1).to(v_KGD.dtype)
     return (weights @ v_GKD[:, None]).permute(2, 0, 1, 3).reshape(queries, heads, -1)
 
 

@@ -130,7 +130,7 @@ def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setattr(softcap, "QUERY_BLOCK", block)
             for a, b in zip(run(window), whole, strict=True):
                 torch.testing.assert_close(a, b)
-        monkeypatch.setattr(softcap, "QUERY_BLOCK", 512)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
