@@ -10,6 +10,8 @@ nothing is known of routes (``own choice``).  The recorded routes are those that
 both compute the same: random routes would give experts another load.  One trainer does both, so that they
 compute in the same memory, and they take turns update by update, in an order that is turned round each time,
 so that none has a better clock, cache or neighbour.  The first updates, whose memory is cold, are left out.
+On a machine that others use too, OMP_NUM_THREADS=1 and the processor time tell more: threads that wait for
+each other wait for the others as well.
 
 One router: forward and backward pass of a router alone, left alone and replayed.  What replay adds is a few
 small operations there and nothing elsewhere, so this tells it where updates differ by more than it from one
@@ -90,8 +92,11 @@ def keep_memory() -> None:
             raise SystemExit("mallopt refused: this benchmark needs glibc")
 
 
-def updates(folder: str, seconds_allowed: float) -> dict[str, list[float]]:
-    """Seconds of each update by side; those of one index ran one after the other."""
+def updates(folder: str, seconds_allowed: float) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each update by side, and those that processors worked for it in all threads.
+
+    Updates of one index ran one after the other.
+    """
     (minibatch,) = plan_batches(
         make_samples(8, longest=256), ranks=1, n_minibatches=1, max_tokens=512
     ).minibatches
@@ -99,7 +104,7 @@ def updates(folder: str, seconds_allowed: float) -> dict[str, list[float]]:
     trainer = TrainerRank(make_config(train=train, record_routes=True), folder, 0, 1, torch.get_num_threads())
     trainer.connect("127.0.0.1", free_port(), 60)
     trainer.build()
-    seconds: dict[str, list[float]] = {OWN: [], REPLAYED: []}
+    seconds: dict[str, list[tuple[float, float]]] = {OWN: [], REPLAYED: []}
     try:
         switch = Switch(trainer)
         switch.to(OWN)
@@ -110,11 +115,12 @@ def updates(folder: str, seconds_allowed: float) -> dict[str, list[float]]:
                 break
             for side in seconds if step % 2 else reversed(seconds):
                 switch.to(side)
+                began = time.process_time()
                 report = trainer.step([routed], step=step)
                 if report.get("router_mismatch_fraction", 0.0):
                     raise SystemExit("other experts than the routers' own were replayed")
                 if step >= COLD:
-                    seconds[side].append(report["seconds_update"])
+                    seconds[side].append((report["seconds_update"], time.process_time() - began))
     finally:
         trainer.close()
     return seconds
@@ -213,14 +219,15 @@ def main() -> None:
     print(f"decode 8192 x 48 x 8: {whole * 1e3:.1f} ms, base64 alone {base64 * 1e3:.1f} ms (target <= 30 ms)")
     with tempfile.TemporaryDirectory() as folder:
         found = updates(model(Path(folder)), options.seconds)
-    own, replayed = found[OWN], found[REPLAYED]
-    ratio = statistics.median(replayed) / statistics.median(own)
-    pairs = statistics.quantiles([a / b for a, b in zip(replayed, own, strict=True)], n=4)
-    print(
-        f"update: {OWN} {statistics.median(own):.4f} s, {REPLAYED} {statistics.median(replayed):.4f} s, "
-        f"medians of {len(own)}: ratio {ratio:.3f} (target <= 1.02); of pairs, quartiles "
-        + ", ".join(f"{value:.3f}" for value in pairs)
-    )
+    for index, what in enumerate(("update", "its processor time")):
+        own, replayed = ([both[index] for both in found[side]] for side in SIDES)
+        ratio = statistics.median(replayed) / statistics.median(own)
+        pairs = statistics.quantiles([a / b for a, b in zip(replayed, own, strict=True)], n=4)
+        print(
+            f"{what}: {OWN} {statistics.median(own):.4f} s, {REPLAYED} {statistics.median(replayed):.4f} s, "
+            f"medians of {len(own)}: ratio {ratio:.3f} (target <= 1.02); of pairs, quartiles "
+            + ", ".join(f"{value:.3f}" for value in pairs)
+        )
     for shape in ((430, 256, EXPERTS, TOPK), (8192, 2048, 128, 8)):
         alone = router(*shape, repeats=max(15, 200_000 // shape[0]))
         print(
