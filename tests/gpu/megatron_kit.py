@@ -209,9 +209,12 @@ def trainer_logprobs(trainer: TrainerRank, samples: Sequence[Sample]) -> dict[st
 
 def reference(folder: Path, samples: Sequence[Sample], device: str) -> dict[str, dict[str, np.ndarray]]:
     """transformers' log-probabilities: in the weights' bf16, and the same weights in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
+    # Some versions of transformers choose for themselves an attention that leaves the cap out.
+    own = "eager" if capped else None
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=own)
     model = model.to(device).eval()
     found: dict[str, dict[str, np.ndarray]] = {}
     for kind in ("bf16", "float32"):

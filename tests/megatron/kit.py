@@ -256,7 +256,11 @@ def fsdp_gradients(folder: Path, case: Case) -> Arrays:
 
 def reference_logprobs(folder: Path, family: str, temperature: float) -> dict[str, np.ndarray]:
     """transformers' own, sample by sample, at the sampled slots."""
-    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
+    # Some versions of transformers choose for themselves an attention that leaves the soft cap out.
+    own = "eager" if MODELS[family].get("attn_logit_softcapping") else None
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / family, dtype=torch.float32, attn_implementation=own
+    )
     found: dict[str, np.ndarray] = {}
     for sample in make_samples(8):
         tokens = torch.from_numpy(sample.location.arrays["tokens_T"].astype(np.int64))
