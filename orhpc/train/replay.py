@@ -7,7 +7,8 @@ the choice is replaced, and the weights are gathered at the recorded experts.
 
 In transformers 5 every family's router is a module ``*TopKRouter`` that returns
 ``(logits, weights, indices)``, so one forward hook does it, and recomputation under gradient checkpointing
-runs through the same hook with the same rows.
+runs through the same hook with the same rows.  Some routers of earlier releases (5.12's of DeepSeek-V3 and
+GLM-4.5) return logits alone, and the block around them chooses; there a hook before its experts does it.
 """
 
 from __future__ import annotations
@@ -101,13 +102,19 @@ class RouterReplay:
         self._same_MP: Tensor | None = None
         """Of a pass that is counted: by router, whether it chose the recorded experts by itself."""
         self._counts = _Counts()
+        self._logits: dict[int, Tensor] = {}
+        """By layer, of a router that returned nothing else, until its experts are called."""
         self.layers: list[int] = []
         """Indices of the layers that have a router."""
         for name, module in model.named_modules():
             found = _LAYER_INDEX.search(f".{name}.")
             if found and _ROUTER_CLASS.search(type(module).__name__):
-                module.register_forward_hook(partial(self._hook, len(self.layers), int(found[1])))
-                self.layers.append(int(found[1]))
+                index, layer = len(self.layers), int(found[1])
+                module.register_forward_hook(partial(self._hook, index, layer))
+                block = model.get_submodule(name.rpartition(".")[0])
+                if isinstance(experts := getattr(block, "experts", None), nn.Module):
+                    experts.register_forward_pre_hook(partial(self._before_experts, index, layer, block))
+                self.layers.append(layer)
 
     def start(self, rows: RoutedRows | None, *, counted: bool = True) -> None:
         """Set what the routers replay from now on; None leaves them alone.
@@ -155,12 +162,37 @@ class RouterReplay:
         return MetricSums({name: value.double().cpu() for name, value in sums.items()})
 
     def _hook(
-        self, index: int, layer: int, router: nn.Module, inputs: object, output: tuple[Tensor, Tensor, Tensor]
+        self,
+        index: int,
+        layer: int,
+        router: nn.Module,
+        inputs: object,
+        output: Tensor | tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        rows = self._rows
-        if rows is None:
+        if self._rows is None:
             return None
-        logits, weights, own = output
+        if isinstance(output, Tensor):
+            self._logits[layer] = output
+            return None
+        replayed = self._replayed(index, layer, router, *output)
+        return None if replayed is None else (output[0], *replayed)
+
+    def _before_experts(
+        self, index: int, layer: int, block: nn.Module, experts: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
+        logits = self._logits.pop(layer, None)
+        if logits is None:
+            return None
+        hidden, own, weights = inputs
+        replayed = self._replayed(index, layer, block, logits, weights, own)
+        return None if replayed is None else (hidden, replayed[1], replayed[0])
+
+    def _replayed(
+        self, index: int, layer: int, router: nn.Module, logits: Tensor, weights: Tensor, own: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Weights and experts in the place of a router's own; None: its own."""
+        rows = self._rows
+        assert rows is not None
         if len(own) != len(rows.known_P):
             raise RoutesMissing(f"routes of {len(rows.known_P)} tokens for a forward pass of {len(own)}")
         # Recomputation is of a pass already counted.
@@ -177,12 +209,14 @@ class RouterReplay:
             self._forms[layer] = weight_form(router, logits, weights, own)
         # The weights anew in every row: then nothing of the router's own has a gradient to compute.
         chosen = torch.where(rows.known_P[:, None], recorded, own)
-        return logits, self._forms[layer](logits, chosen).to(weights.dtype), chosen
+        return self._forms[layer](logits, chosen).to(weights.dtype), chosen
 
 
 @torch.no_grad()
 def weight_form(router: nn.Module, logits: Tensor, weights: Tensor, indices: Tensor) -> WeightForm:
     """Find how a router makes weights of its logits, by what reproduces the weights it has just given.
+
+    ``router``: it, or the block around it that does so in its place.
 
     Softmax or sigmoid scores, normalised over the chosen experts or not, times the family's scaling factor:
     that covers every router of transformers.  Raises ModelError for one that is none of them.

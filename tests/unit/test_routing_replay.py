@@ -25,6 +25,7 @@ from orhpc.train.fsdp import FsdpBackend
 from orhpc.train.model import DeviceBatch
 from orhpc.train.replay import RoutedRows, RouterReplay, chose_recorded, weight_form
 from orhpc.types import Location, MiniBatch, Sample
+from tests.earlier_blocks import with_earlier_blocks
 from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model, with_routes
 
 TOKENS, EXPERTS, TOPK, LAYERS = 24, 8, 2, 3
@@ -37,6 +38,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
     | _MLA,
     "glm4_moe": {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "glm4_moe, transformers 5.12": {
+        "n_routed_experts": EXPERTS,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "llama4_text": {"num_local_experts": EXPERTS, "head_dim": 8, "moe_layers": [0, 2]},
     "minimax_m2": {"num_local_experts": EXPERTS, "head_dim": 8, "rotary_dim": 4},
 }
@@ -44,8 +51,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny(family: str) -> PreTrainedModel:
     torch.manual_seed(3)
+    name, _, release = family.partition(", ")
     config = AutoConfig.for_model(
-        family,
+        name,
         vocab_size=61,
         hidden_size=32,
         intermediate_size=48,
@@ -59,6 +67,8 @@ def tiny(family: str) -> PreTrainedModel:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     llama4.adapt(model)
+    if release:
+        with_earlier_blocks(model)
     return model
 
 
@@ -69,8 +79,14 @@ def used_experts(model: nn.Module) -> dict[str, Tensor]:
     def keep(name: str, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         seen[name] = output[2].clone()
 
+    def keep_given(name: str, _module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        seen[name] = inputs[1].clone()
+
     for name, module in model.named_modules():
-        if type(module).__name__.lower().endswith("topkrouter"):
+        block = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(block, "route_tokens_to_experts") and name.endswith(".gate"):
+            block.experts.register_forward_pre_hook(partial(keep_given, name))  # type: ignore[union-attr]
+        elif type(module).__name__.lower().endswith("topkrouter"):
             module.register_forward_hook(partial(keep, name))
     return seen
 
@@ -131,10 +147,11 @@ def test_the_recorded_experts_are_used_and_the_router_still_learns(family: str) 
     assert float(routers.metrics().sums["rerouted_tokens"]) > 0
 
 
-def test_recomputation_replays_the_same_experts_and_is_not_counted_again() -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe, transformers 5.12"])
+def test_recomputation_replays_the_same_experts_and_is_not_counted_again(family: str) -> None:
     gradients, counts = [], []
     for checkpointing in (False, True):
-        model = tiny("qwen3_moe")
+        model = tiny(family)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         routers = RouterReplay(model, replay=True)
@@ -177,17 +194,19 @@ def test_the_same_experts_in_any_order_are_the_same_and_no_others(
 
 
 @pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe, transformers 5.12"])
 def test_counts_are_those_of_sets_of_experts_token_by_token(family: str, replay: bool) -> None:
     model = tiny(family)
     own: dict[int, list[list[int]]] = {}
 
-    def keep(layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        own[layer] = output[2].tolist()
+    def keep(layer: int, block: Any, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        chosen = output[2] if isinstance(output, tuple) else block.route_tokens_to_experts(output)[0]
+        own[layer] = chosen.tolist()
 
     for name, module in model.named_modules():  # before replay's own hooks: what the router gives them
         if type(module).__name__.lower().endswith("topkrouter"):
-            module.register_forward_hook(partial(keep, int(name.split("layers.")[1].split(".")[0])))
+            block = model.get_submodule(name.rpartition(".")[0])
+            module.register_forward_hook(partial(keep, int(name.split("layers.")[1].split(".")[0]), block))
     routers = RouterReplay(model, replay=replay)
     expected = dict.fromkeys(("rerouted_pairs", "routed_pairs", "rerouted_tokens", "routed_tokens"), 0)
     for seed in (6, 7):  # two micro-batches
