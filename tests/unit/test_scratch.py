@@ -57,6 +57,7 @@ def test_a_killed_attempt_s_folder_is_swept_and_a_living_one_s_is_not() -> None:
     assert not living.path.exists()
 
 
+@pytest.mark.slow
 def test_stopping_a_child_ends_what_it_had_started(tmp_path: Path) -> None:
     """One below ignores SIGTERM, in a session of its own."""
     script = tmp_path / "tree.sh"
