@@ -24,6 +24,7 @@ def nodes_of(count: int) -> tuple[Node, ...]:
     return tuple(Node(f"n{i}", f"10.0.0.{i + 1}", 16) for i in range(count))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 6), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.data())
 def test_every_device_has_its_place(count: int, per_node: int, tp: int, data: st.DataObject) -> None:
