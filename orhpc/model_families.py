@@ -1,6 +1,5 @@
-"""What each model family calls its tensors, which of them it has, and what its config leaves unsaid.
-
-One row a family, read by :mod:`orhpc.models`.  Names and defaults are those of the family's class in
+"""What each model family calls its tensors, which of them it has, and what its config leaves unsaid:
+one row a family, read by :mod:`orhpc.models`.  Names and defaults are those of the family's class in
 transformers, against which the tests compare every row, tensor by tensor.
 """
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from orhpc.errors import ModelError
+from orhpc.weight_wire import NamedTensor
 
 BLOCK = 128
 LARGEST = 448.0
@@ -43,7 +44,6 @@ def choose_scales(*, power_of_two: bool) -> None:
     os.environ[_FLOAT_SCALES] = "0" if power_of_two else "1"
 
 
-NamedTensor = tuple[str, Tensor]
 Quantise = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 """From a checkpoint's tensors to what travels in their place, in their order; also on the meta device."""
 

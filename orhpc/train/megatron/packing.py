@@ -28,7 +28,6 @@ class RankBatch:
     position_ids_L: Tensor
     cu_seqlens: Tensor
     """int32 ``[S + 1]`` of the padded sequences, whole, as attention is told them."""
-    longest: int
     packing: Packing
     """The same for our own attention: free until that asks for something."""
     places_L: np.ndarray
@@ -71,7 +70,6 @@ def rank_batch(
         input_ids_L=move(ids_L.astype(np.int64)),
         position_ids_L=move(positions[own]),
         cu_seqlens=move(cu.astype(np.int32)),
-        longest=int(np.diff(cu).max()),
         packing=Packing.of(cu.tolist(), device),
         places_L=places_L,
         rows_R=move(rows_R),
