@@ -18,8 +18,10 @@
 #                        of experts (moe: 250 s at most); rollouts against SGLang's benchmark, FP8 against
 #                        bf16 (200 s); if a minute is left, sync in FP8
 #   mismatch  1     560  mixture of experts in engine and trainer, replay off and on (300 s); exact mode (250 s)
-#   two       2     400  where four are not to be had: mismatch on GPU 0 (250 s), then one GPU's experts and
-#                        replay (70 s) and EP 4 by four processes on it (80 s); the suites on GPU 1 (2 x 150 s)
+#   two       2     400  where four are not to be had: mismatch on GPU 0 (250 s); on GPU 1 the suite on SmolLM2
+#                        beside the families (150 s), then one GPU's experts and replay (70 s) and EP 4 by four
+#                        processes on it (80 s)
+#   suite     2     250  the suite on tiny experts, on GPU 1: needs no archive but the engine's
 #   pair      2     250  split, mixed, and experts divided in trainer and engine, of a small model, beside each
 #                        other on both; servers are up after 150 s on a fresh machine
 #   node      4, 8  560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
@@ -70,10 +72,9 @@ pack() {
     mv "$OUT/results.part" "$OUT/results.tgz"
 }
 
-suites() { # GPU: one model at a time
-  [ -n "$GGUF" ] && job suite-smollm2 "$1" 280 $CHECK protocol --gguf "$GGUF" --only smollm2 --deadline 240
-  job suite-tiny-moe "$1" 280 $CHECK protocol --only moe --deadline 240
-}
+smollm2() { [ -z "$GGUF" ] || job suite-smollm2 "$1" 280 $CHECK protocol --gguf "$GGUF" --only smollm2 --deadline 240; }
+tiny_moe() { job suite-tiny-moe "$1" 280 $CHECK protocol --only moe --deadline 240; }
+suites() { smollm2 "$1"; tiny_moe "$1"; } # GPU: one model at a time
 moe() { job moe "$1" 295 $CHECK moe --deadline {}; }
 split() { job split "$1" 325 $CHECK split --deadline {}; }
 megatron() { job "$1" "$2" "$3" tests/gpu/megatron_check.py --seconds {} "${@:4}"; }
@@ -98,12 +99,15 @@ mismatch() {
   job exact 0 260 tests/gpu/exact_mode.py --out "$R"
 }
 two() {
-  suites 1 & local suites=$!
-  job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R"
-  megatron experts 0 150 moe
-  megatron ep4 0 150 several --cases 9 10 --share
-  wait $suites
+  job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R" & local mismatch=$!
+  smollm2 1 & local suite=$!
+  megatron families 1 250 families0 families1
+  wait $suite # what is timed is timed alone
+  megatron experts 1 150 moe
+  megatron ep4 1 150 several --cases 9 10 --share
+  wait $mismatch
 }
+suite() { tiny_moe 1; }
 pair() {
   local each waiting=()
   for each in split mixed experts; do
@@ -118,7 +122,7 @@ node() {
     --cases $cases --gpus "$gpus" --layers "${LAYERS:-48}" --steps "${STEPS:-10}"
 }
 
-case $PLAN in four | one | mismatch | two | pair | node) ;; *) echo "no plan $PLAN" >&2; exit 2 ;; esac
+case $PLAN in four | one | mismatch | two | suite | pair | node) ;; *) echo "no plan $PLAN" >&2; exit 2 ;; esac
 (while sleep 15; do pack; done) & PACKER=$!
 keep_kernels() { tar -C "$HOME" -cJf "$OUT/kernels.tar.xz" .; }
 trap 'kill $PACKER; pack; keep_kernels; cat "$OUT/table.txt"' EXIT
