@@ -151,6 +151,8 @@ def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[
         words += CPU
     elif not options.own_kernels:
         kernels = KERNELS | {"cuda_graph_bs_decode": GRAPHS}
+        if "precision=fp8" in case.overrides:
+            kernels |= {"fp8_gemm_backend": "triton"}  # DeepGEMM compiles for two minutes on a new machine
         words += [f"engine.extra.{name}={json.dumps(value)}" for name, value in kernels.items()]
     return [*words, *case.overrides, *options.set]
 

@@ -43,6 +43,9 @@ class Engine:
 
 Ports = dict[tuple[int, int], tuple[int, int]]
 """(server, rendezvous) by (engine, node)."""
+PORTS_OF_ENGINE = 8
+"""In a row: the server's, the rendezvous', and six that SGLang's DP attention counts on from there.  One
+node's engine takes seven from 233 above its server's instead: engines so far apart do not meet there."""
 
 
 async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
@@ -58,8 +61,10 @@ async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
         here = [key for key in wanted if key[1] == node]
         find: Any = ray.remote(num_cpus=0, max_retries=0)(free_ports)
         there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
-        found = await call(there.remote(2 * len(here), placement.nodes[node].address), "ports", 60.0)
-        chosen |= {key: (found[2 * i], found[2 * i + 1]) for i, key in enumerate(here)}
+        address, count = placement.nodes[node].address, PORTS_OF_ENGINE * len(here)
+        found = await call(there.remote(count, address, consecutive=True), "ports", 60.0)
+        firsts = found[::PORTS_OF_ENGINE]
+        chosen |= {key: (first, first + 1) for key, first in zip(here, firsts, strict=True)}
     return chosen
 
 
@@ -246,7 +251,7 @@ def _engine(
             devices=place.devices[rank * per_node : (rank + 1) * per_node],
             node_rank=rank,
             nnodes=len(place.nodes),
-            rendezvous=f"{first}:{ports[place.index, place.node][1]}" if len(place.nodes) > 1 else None,
+            rendezvous=f"{first}:{ports[place.index, place.node][1]}",
             shares=place.shared,
         )
         log = logs / f"engine_{place.index:03d}{f'_{rank}' if rank else ''}.log"

@@ -34,7 +34,8 @@ class EnginePart:
     node_rank: int = 0
     nnodes: int = 1
     rendezvous: str | None = None
-    """``host:port`` on the first node; only engines of several nodes have one."""
+    """``host:port`` on the first node, where the engine's processes meet; SGLang's own choice, if not given,
+    can be taken by any outgoing connection before it is bound."""
     shares: bool = False
     """The devices are the trainers' too: its memory is given back in turns."""
 
@@ -69,6 +70,8 @@ def sglang_options(
         options["ep_size"] = engine.ep
     if part.nnodes > 1:
         options |= {"nnodes": part.nnodes, "node_rank": part.node_rank, "dist_init_addr": part.rendezvous}
+    elif part.rendezvous is not None:
+        options["nccl_port"] = int(part.rendezvous.rpartition(":")[2])
     if config.precision != "bf16":
         options |= _fp8_options(config)
     options |= _speculative_options(config, part)

@@ -232,8 +232,8 @@ def start_engine(name: str, folder: Path, device: str, **engine: Any) -> EngineP
             "environments": {"none": {"url": "http://127.0.0.1:9"}},
         }
     )
-    (port,) = free_ports(1, "127.0.0.1")
-    part = EnginePart(devices=(0,)) if device == "cuda" else None
+    port, meeting = free_ports(2, "127.0.0.1")
+    part = EnginePart(devices=(0,), rendezvous=f"127.0.0.1:{meeting}") if device == "cuda" else None
     log = WORK / f"{name}.log"
     log.unlink(missing_ok=True)
     process = EngineProcess(config, str(folder), "127.0.0.1", port, KEY, str(log), 0, part=part)

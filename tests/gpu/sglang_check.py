@@ -157,6 +157,7 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
         # No random model answers: without this all rewards are 0, and weights would hardly change.
         "rollout.custom_reward=tests.gpu.random_model:even_tokens",
         "engine.extra.moe_runner_backend=triton", "engine.extra.cuda_graph_bs_decode=[16,64]",
+        "engine.extra.enforce_disable_flashinfer_allreduce_fusion=true",
         "checkpoint.save_interval=null", *more, *options.set,
     ]  # fmt: skip
     code = launch(root, *overrides, deadline_s=options.deadline)

@@ -13,8 +13,9 @@ KERNELS = {
     "grammar_backend": "none",
     "moe_runner_backend": "triton",
     "disable_prefill_cuda_graph": True,
+    "enforce_disable_flashinfer_allreduce_fusion": True,
 }
-"""What SGLang does without FlashAttention-3, FlashInfer's sampling and xgrammar."""
+"""What SGLang does without FlashAttention-3, xgrammar, and FlashInfer's sampling and all-reduce."""
 
 Row = tuple[str, bool, str]
 """Of a check's table: name, whether it passed, and what was found."""
@@ -43,10 +44,10 @@ def start_engine(name: str, config: Any, folder: Path, key: str, *, shares: bool
     from orhpc.rollout.engine import EngineProcess
     from orhpc.rollout.sglang_command import EnginePart
 
-    (port,) = free_ports(1, "127.0.0.1")
+    port, meeting = free_ports(2, "127.0.0.1")
     process = EngineProcess(
         config, str(folder), "127.0.0.1", port, key, str(WORK / f"{name}.log"), 0,
-        part=EnginePart(devices=(0,), shares=shares),
+        part=EnginePart(devices=(0,), shares=shares, rendezvous=f"127.0.0.1:{meeting}"),
     )  # fmt: skip
     process.start()
     return process

@@ -68,6 +68,12 @@ def test_an_engine_of_several_nodes_has_a_rank_on_each_and_one_meeting_place() -
     assert "nnodes" not in options()
 
 
+def test_an_engine_of_one_node_meets_at_a_port_that_was_found_free() -> None:
+    alone = options(EnginePart(devices=(0, 1), rendezvous="10.0.0.1:5000"))
+    assert alone["nccl_port"] == 5000
+    assert "dist_init_addr" not in alone  # with it, DP attention would count its ports from there
+
+
 def test_speculative_settings_are_sglangs() -> None:
     eagle = {
         "algorithm": "EAGLE",
