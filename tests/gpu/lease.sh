@@ -24,8 +24,10 @@
 #   suite     2     250  the suite on tiny experts, on GPU 1: needs no archive but the engine's
 #   pair      2     250  split, mixed, and experts divided in trainer and engine, of a small model, beside each
 #                        other on both; servers are up after 150 s on a fresh machine
-#   node      4, 8  560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
-#                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8
+#   unified   2     330  mismatch on GPU 0; on GPU 1 one_node.py's restart of two layers (250 s)
+#   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
+#                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
+#                        on two GPUs LAYERS=8, and more words of it in NODE
 #
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
 #   A  four GPUs: four (660); then one GPU: mismatch, one (2 x 560 + 140 = 1260 held, 844 counted): 1504
@@ -116,13 +118,23 @@ pair() {
   done
   wait "${waiting[@]}"
 }
+unified() {
+  job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R" & local mismatch=$!
+  job restart 1 320 benchmarks/gpu/one_node.py --out "$R/restart" --seconds {} --cases restart --gpus 1 \
+    --layers 2 --cut-layers 2 --steps 4 --groups 8 --response 128 --host-gib 150 --set engine.memory_fraction=0.8 \
+    --set engine.extra.max_total_tokens=131072
+  wait $mismatch
+}
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}
   job "node-${cases// /-}" "$(seq -s, 0 $((gpus - 1)))" 600 benchmarks/gpu/one_node.py --out "$R" --seconds {} \
-    --cases $cases --gpus "$gpus" --layers "${LAYERS:-48}" --steps "${STEPS:-10}"
+    --cases $cases --gpus "$gpus" --layers "${LAYERS:-48}" --steps "${STEPS:-10}" ${NODE:-}
 }
 
-case $PLAN in four | one | mismatch | two | suite | pair | node) ;; *) echo "no plan $PLAN" >&2; exit 2 ;; esac
+case $PLAN in
+  four | one | mismatch | two | suite | pair | unified | node) ;;
+  *) echo "no plan $PLAN" >&2; exit 2 ;;
+esac
 (while sleep 15; do pack; done) & PACKER=$!
 # The driver's own cache is large, and soon filled again.
 keep_kernels() { XZ_OPT=-T0 tar -C "$HOME" -cJf "$OUT/kernels.tar.xz" --exclude=./.nv .; }
