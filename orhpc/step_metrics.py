@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from orhpc.rollout.producer import Taken
-from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary
+from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary, Waits
 
 
 class Phases:
@@ -57,7 +57,11 @@ def rollout_metrics(taken: Taken, version: int) -> dict[str, float]:
 
 
 def summary_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, float]:
-    """Rewards, lengths and ends of a set of rollouts with rewards."""
+    """Rewards, lengths, ends and waits of a set of rollouts with rewards.
+
+    ``rollout_*_seconds_mean`` say where a rollout's seconds went: opening its session, waiting for the
+    engine, tool calls with verification; the rest is its own work and the closing of the session.
+    """
     rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
     response = np.array([r.response_tokens for r in rollouts], dtype=np.float64)
     ends = Counter(r.end for r in rollouts)
@@ -74,7 +78,19 @@ def summary_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, float]:
         "malformed_calls": float(sum(r.malformed for r in rollouts)),
         "truncated": ends[RolloutEnd.LENGTH] / len(rollouts),
         "terminal": ends[RolloutEnd.TERMINAL] / len(rollouts),
+        "rollout_seconds_mean": float(np.mean([r.seconds for r in rollouts])),
         "rollout_seconds_max": max(r.seconds for r in rollouts),
+        **_mean_waits([r.waits for r in rollouts if r.waits is not None]),
+    }
+
+
+def _mean_waits(waits: Sequence[Waits]) -> dict[str, float]:
+    if not waits:
+        return {}
+    return {
+        "rollout_opening_seconds_mean": float(np.mean([w.opening for w in waits])),
+        "rollout_engine_seconds_mean": float(np.mean([w.engine for w in waits])),
+        "rollout_tools_seconds_mean": float(np.mean([w.tools for w in waits])),
     }
 
 

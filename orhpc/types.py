@@ -140,6 +140,18 @@ class Turn:
 
 
 @dataclass(slots=True)
+class Waits:
+    """Wall-clock seconds that one rollout spent waiting."""
+
+    opening: float = 0.0
+    """For its session, prompt and tools."""
+    engine: float = 0.0
+    """For generations, connections and decoding of answers included."""
+    tools: float = 0.0
+    """For tool calls and the verification of plain answers."""
+
+
+@dataclass(slots=True)
 class Rollout:
     """Everything one attempt at a task produced: the payload, held by the worker that made it."""
 
@@ -172,6 +184,8 @@ class Rollout:
     successor was sampled or prefilled; None when not recorded."""
     seconds: float = 0.0
     """Wall-clock seconds from session start to end."""
+    waits: Waits | None = None
+    """What of ``seconds`` was waiting; None where that was not measured, as in what a record gives back."""
 
     @property
     def length(self) -> int:
@@ -219,6 +233,7 @@ class RolloutSummary:
     worker: int
     location: Location
     error: str | None = None
+    waits: Waits | None = None
 
 
 @dataclass(frozen=True, slots=True)

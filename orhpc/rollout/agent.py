@@ -29,7 +29,7 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -204,7 +204,9 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
     began = time.monotonic()
     draft, error = Draft(), None
     try:
-        async with context.environment.session(request.task) as session:
+        async with AsyncExitStack() as stack:
+            with draft.waiting("opening"):
+                session = await stack.enter_async_context(context.environment.session(request.task))
             end = await _converse(context, request, session, draft)
     except PromptTooLong as failure:
         end, error = RolloutEnd.PROMPT_TOO_LONG, str(failure)
@@ -241,7 +243,8 @@ async def _converse(
         draft.say_assistant(message)
         if not message.tool_calls and not session.terminal:
             return RolloutEnd.ANSWERED
-        results = await _act(session, message, draft)
+        with draft.waiting("tools"):
+            results = await _act(session, message, draft)
         if results is None:
             return RolloutEnd.TERMINAL
         if number + 1 == context.settings.max_turns:
@@ -288,13 +291,14 @@ async def _sample(context: AgentContext, request: RolloutRequest, draft: Draft, 
             seed=turn_seed(request.seed, number, resumed),
         )
         try:
-            generation = await context.generate(
-                draft.tokens,
-                sampling,
-                rid=f"{request.id}.{request.attempt}.{number}.{resumed}",
-                affinity=request.id,
-                routes_start=draft.routes.rows if context.record_routes else None,
-            )
+            with draft.waiting("engine"):
+                generation = await context.generate(
+                    draft.tokens,
+                    sampling,
+                    rid=f"{request.id}.{request.attempt}.{number}.{resumed}",
+                    affinity=request.id,
+                    routes_start=draft.routes.rows if context.record_routes else None,
+                )
         except PromptTooLong:
             if not draft.turns:
                 raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from orhpc.errors import EngineUnavailable, MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage
 from orhpc.rollout.tools import ToolResult
 from orhpc.routes import RouteLog
-from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn
+from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn, Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,18 @@ class Draft:
     rewards: list[float] = field(default_factory=list)
     """What each call paid, calls that paid nothing left out."""
     routes: RouteLog = field(default_factory=RouteLog)
+    waits: Waits = field(default_factory=Waits)
     _generations: list[tuple[int, Generation]] = field(default_factory=list)
     """Start of each in ``tokens``, and the generation."""
+
+    @contextlib.contextmanager
+    def waiting(self, what: Literal["opening", "engine", "tools"]) -> Iterator[None]:
+        """Count the block's time, failed or not, to one of the ``waits``."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self.waits, what, getattr(self.waits, what) + time.monotonic() - began)
 
     def say(self, role: str, content: str, **more: Any) -> None:
         """Add to the transcript."""
@@ -145,6 +157,7 @@ class Draft:
             error=error,
             routes=self._routes(len(tokens)),
             seconds=seconds,
+            waits=self.waits,
         )
 
     def _routes(self, length: int) -> Any:

@@ -231,6 +231,7 @@ class RolloutWorker:
                 routes=self._put_routes(rollout.routes) if held and rollout.routes is not None else None,
             ),
             error=rollout.error,
+            waits=rollout.waits,
         )
 
     def _put_routes(self, routes: np.ndarray[Any, Any]) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ class TrainerRank:
         self.device = torch.device(config.placement.device)
         self.backend = make_backend(config, model_dir, rank, world_size)
         self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=self._route_share())
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(self.device)
         self._save: BackgroundSave | None = None
         self._sender: WeightSender | None = None
         self._stage: BucketStage | None = None
@@ -97,6 +97,11 @@ class TrainerRank:
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
             info = self.backend.build()
+        # While engines start: when it is needed, a step would wait for it for seconds.
+        if self.config.placement.shared_devices:
+            self.backend.prepare_sleep()
+        if self.config.checkpoint.save_interval is not None:
+            self._snapshot.prepare(self.backend.shards())
         return {**info, "world_size": self.world_size, "seconds": time.perf_counter() - started}
 
     def restore(self, folder: str | None) -> None:

@@ -224,6 +224,10 @@ class Backend(Protocol):
         """Take up a state whose tensors have been written into :meth:`shards`."""
         ...
 
+    def prepare_sleep(self) -> None:
+        """Begin to make the host memory that :meth:`sleep` takes; nothing where there is no device."""
+        ...
+
     def sleep(self) -> int:
         """Move everything to host memory; return the device bytes freed (0 where there is no device)."""
         ...

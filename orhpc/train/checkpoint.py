@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -26,11 +27,13 @@ from torch import Tensor
 
 from orhpc.errors import CheckpointError
 from orhpc.train.backend import Shard
+from orhpc.train.pinned import PinnedRoom
 
 FORMAT = "orhpc-trainer-1"
 SHARD_NAME = re.compile(r"trainer\.(\d{5})-of-(\d{5})\.safetensors")
 WRITE_BYTES = 16 << 20
 """Bytes hashed and written at a time."""
+_ALIGNED = 64
 
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
@@ -112,29 +115,32 @@ def fsync_folder(folder: Path) -> None:
 class Snapshot:
     """A copy of a rank's state in host memory, taken while nothing trains and written while it does.
 
-    The memory is kept for the next one: taking it anew from the system costs more than the copy.
+    The memory is kept for the next one.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+    def __init__(self, device: torch.device) -> None:
+        """``device``: where the state lies."""
+        self._device = device
+        self._room = PinnedRoom(device)
         self._shards: list[Shard] = []
+
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Begin to make room for a copy of these."""
+        self._room.prepare(_places(shards)[-1])
 
     def take(self, shards: Sequence[Shard]) -> None:
         """Copy all shards; returns when the copy is complete."""
+        places = _places(shards)
+        self._shards = []  # what is kept of the last copy may be given up
+        room = self._room.take(places[-1])
         copies: list[Shard] = []
-        devices: set[torch.device] = set()
-        for shard in shards:
-            buffer = self._buffers.get(shard.key)
-            if buffer is None:
-                pinned = shard.tensor.is_cuda
-                buffer = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, pin_memory=pinned)
-                self._buffers[shard.key] = buffer
-            buffer.copy_(shard.tensor.detach(), non_blocking=True)
-            if shard.tensor.is_cuda:
-                devices.add(shard.tensor.device)
-            copies.append(replace(shard, tensor=buffer))
-        for device in devices:
-            torch.cuda.synchronize(device)
+        for shard, place in zip(shards, places, strict=False):
+            own = shard.tensor.detach()
+            copy = room[place : place + own.nbytes].view(own.dtype).view(own.shape)
+            copy.copy_(own, non_blocking=True)
+            copies.append(replace(shard, tensor=copy))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._shards = copies
 
     def write(self, folder: Path, rank: int, world_size: int, progress: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +160,12 @@ class Snapshot:
         )
         fsync_folder(folder)
         return entry
+
+
+def _places(shards: Sequence[Shard]) -> list[int]:
+    """Where each shard's copy begins, in bytes, and where the last ends; aligned for every type."""
+    sizes = (-(-shard.tensor.nbytes // _ALIGNED) * _ALIGNED for shard in shards)
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 def _place(shard: Shard) -> dict[str, Any]:

@@ -283,17 +283,24 @@ class FsdpBackend:
 
     # --- memory -------------------------------------------------------------------------------
 
+    def prepare_sleep(self) -> None:
+        self._residence.prepare(self._resharded())
+
     def sleep(self) -> int:
         """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
         if self.device.type == "cpu" or self._residence.asleep:
             return 0
+        return self._residence.sleep(self._resharded())
+
+    def _resharded(self) -> list[Tensor]:
+        """Everything that lies on the device, each rank's share."""
         models = [self.policy] if self.reference is None else [self.policy, self.reference]
         tensors = self.optimiser.tensors()
         for model in models:
             if isinstance(model, FSDPModule):
                 model.reshard()
             tensors += [local(p) for p in model.parameters()]
-        return self._residence.sleep(tensors)
+        return tensors
 
     def wake(self) -> None:
         if self._residence.asleep:

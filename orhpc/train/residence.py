@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
-import mmap
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orhpc.train.pinned import PinnedRoom
+
 _ALIGNED = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""
 _SMALL = 1 << 20
 """Up to here it takes memory from segments for small tensors."""
+_SEGMENT = 2 << 20
+"""It asks the driver for multiples of so many bytes."""
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -65,20 +66,28 @@ class Residence:
     The tensor objects, and every view of them that FSDP or an optimiser holds, stay valid.  All of it
     goes into one pinned buffer, which is kept for the next time.  Once it has slept, it lies in one piece
     of device memory, of which neighbours go in one copy, so that a model of many small tensors moves at
-    the speed of the bus.
+    the speed of the bus.  Nothing else may lie in that piece: the driver gets it back whole or not at all.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._room = PinnedRoom(device)
         self._host = torch.empty(0, dtype=torch.uint8)
         self._blocks: dict[int, _Block] = {}
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._piece = range(0)
         """Addresses of the device memory that was taken in one piece."""
+        self._filler: Tensor | None = None
+        """What of the piece no tensor took."""
 
     @property
     def asleep(self) -> bool:
         return bool(self._blocks)
+
+    def prepare(self, kept: Iterable[Tensor]) -> None:
+        """Begin to make room on the host for what :meth:`sleep` will be given."""
+        sizes = {_key(t): t.untyped_storage().nbytes() for t in kept}
+        self._room.prepare(sum(_rounded(size) for size in sizes.values()))
 
     def sleep(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> int:
         """Give the device memory of the tensors back; return its bytes.
@@ -90,13 +99,13 @@ class Residence:
         for key, storage in sorted(storages.items(), key=lambda item: item[1].data_ptr()):
             self._blocks[key] = block = _Block(storage, storage.nbytes(), place)
             place = block.end
-        if place > self._host.numel():
-            self._host = _pinned(place, self._device)
+        self._host = self._room.take(place)
         for where, device_bytes in self._runs():
             self._host[where : where + device_bytes.numel()].copy_(device_bytes, non_blocking=True)
         self._dropped = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in dropped]
         self._synchronise()
         released = [(b.storage, b.size) for b in self._blocks.values()] + self._dropped
+        self._filler = None
         for storage, _ in released:
             storage.resize_(0)
         if self._device.type == "cuda":
@@ -109,6 +118,7 @@ class Residence:
         self._reserve([size for _, size in wanted])
         for storage, size in wanted:
             storage.resize_(size)
+        self._fill([storage for storage, _ in wanted])
         for where, device_bytes in self._runs():
             device_bytes.copy_(self._host[where : where + device_bytes.numel()], non_blocking=True)
         self._synchronise()
@@ -141,8 +151,19 @@ class Residence:
         """One request to the driver, which the allocator then divides, instead of one for every tensor."""
         if self._device.type == "cuda":
             large = sum(_rounded(size) for size in sizes if size > _SMALL)
-            first = torch.empty(large, dtype=torch.uint8, device=self._device).data_ptr()
-            self._piece = range(first, first + large)
+            whole = -(-large // _SEGMENT) * _SEGMENT
+            first = torch.empty(whole, dtype=torch.uint8, device=self._device).data_ptr()
+            self._piece = range(first, first + whole)
+
+    def _fill(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Take what is left of the piece, so that no tensor that stays ever lies there.
+
+        Some storages find their memory in what other tensors had left.  The allocator cuts a piece from its
+        beginning, so what those would have taken is its end.
+        """
+        inside = sum(_rounded(s.nbytes()) for s in storages if s.nbytes() and s.data_ptr() in self._piece)
+        if len(self._piece) - inside > _SMALL:  # a smaller rest is of no use to any large tensor
+            self._filler = torch.empty(len(self._piece) - inside, dtype=torch.uint8, device=self._device)
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
@@ -172,21 +193,3 @@ class _DeviceBytes:
         self.__cuda_array_interface__: dict[str, Any] = {
             "data": (pointer, False), "shape": (size,), "strides": None, "typestr": "|u1", "version": 3,
         }  # fmt: skip
-
-
-def _pinned(size: int, device: torch.device) -> Tensor:
-    """A buffer of exactly this size: torch's own pinned memory comes in powers of two.
-
-    Tens of gigabytes are first touched by all threads, in pages of 2 MiB where the system has them: to
-    lock untouched memory takes a minute.  Raises RuntimeError where the memory cannot be locked.
-    """
-    if device.type != "cuda":
-        return torch.empty(size, dtype=torch.uint8)
-    room = mmap.mmap(-1, size)
-    with contextlib.suppress(OSError):  # a kernel without them
-        room.madvise(mmap.MADV_HUGEPAGE)
-    host = torch.frombuffer(room, dtype=torch.uint8).zero_()
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), size, 0)))
-    weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
-    return host

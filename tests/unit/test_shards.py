@@ -57,7 +57,7 @@ def save(
     folder.mkdir(exist_ok=True)
     entries = []
     for rank, shards in enumerate(cut(whole, world)):
-        snapshot = Snapshot()
+        snapshot = Snapshot(torch.device("cpu"))
         snapshot.take(shards)
         entries.append(snapshot.write(folder, rank, world, progress or PROGRESS))
     return entries
@@ -111,7 +111,7 @@ def test_every_type_survives(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_a_snapshot_is_not_touched_by_what_follows(tmp_path: Path) -> None:
     live = torch.zeros(64, 8)
-    snapshot = Snapshot()
+    snapshot = Snapshot(torch.device("cpu"))
     snapshot.take([Shard("model/w", live, (64, 8), 0)])
     live += 1
     snapshot.write(tmp_path, 0, 1, PROGRESS)
@@ -190,7 +190,7 @@ def test_another_model_s_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_by_poll_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = Snapshot()
+    snapshot = Snapshot(torch.device("cpu"))
     snapshot.take([Shard("model/w", torch.zeros(1 << 20), (1 << 20,), 0)])
     real = os.fsync
 

@@ -223,13 +223,18 @@ class MegatronBackend:
 
     # --- memory -------------------------------------------------------------------------------
 
+    def prepare_sleep(self) -> None:
+        self._residence.prepare(self._kept())
+
     def sleep(self) -> int:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
         if self.device.type == "cpu" or self._residence.asleep:
             return 0
-        kept = [p.detach() for model in self._models for p in model.parameters()]
-        kept += self.optimiser.tensors()
-        return self._residence.sleep(kept, self.optimiser.gradient_buffers())
+        return self._residence.sleep(self._kept(), self.optimiser.gradient_buffers())
+
+    def _kept(self) -> list[Tensor]:
+        weights = [p.detach() for model in self._models for p in model.parameters()]
+        return weights + self.optimiser.tensors()
 
     def wake(self) -> None:
         if self._residence.asleep:

@@ -141,7 +141,9 @@ def _machine(engine: bool, build: Build) -> dict[str, Any]:
         "perform_initialization": False,
         "use_cpu_initialization": not engine,
         "bias_activation_fusion": engine and build.values["activation_func"] is functional.silu,
-        "bias_dropout_fusion": engine,
+        # No dropout and no biases: it is one addition.  Compiled, every other packed length would be another
+        # program, until torch gives up after eight.
+        "bias_dropout_fusion": False,
         "apply_rope_fusion": engine and not build.latent and not build.values["rotary_interleaved"],
         "moe_grouped_gemm": engine and "num_moe_experts" in build.values,
         "moe_permute_fusion": engine,

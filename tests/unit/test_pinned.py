@@ -1,0 +1,68 @@
+"""Host memory made in the background, with a device that is not there."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from orhpc.train import pinned
+from orhpc.train.pinned import PinnedRoom
+
+CUDA = torch.device("cuda", 0)
+
+
+class Maker:
+    """Stands for the driver: counts what is asked of it, and may have none to give."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failures: int = 0) -> None:
+        self.sizes: list[int] = []
+        self.threads: list[str] = []
+        self.failures = failures
+        self.may_go = threading.Event()
+        self.may_go.set()
+        monkeypatch.setattr(pinned, "_pinned", self)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+
+    def __call__(self, size: int, device: torch.device) -> torch.Tensor:
+        assert device == CUDA
+        assert self.may_go.wait(10)
+        self.sizes.append(size)
+        self.threads.append(threading.current_thread().name)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("out of memory")
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def test_what_was_prepared_is_taken_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = Maker(monkeypatch)
+    maker.may_go.clear()
+    room = PinnedRoom(CUDA)
+    room.prepare(1000)
+    room.prepare(2000)  # one is under way
+    threading.Timer(0.1, maker.may_go.set).start()
+    assert room.take(900).numel() == 1000
+    assert maker.threads == ["pinned-memory"]
+    first = room.take(1000)
+    assert first.data_ptr() == room.take(10).data_ptr()
+    assert maker.sizes == [1000]
+    assert room.take(1001).numel() == 1001
+    assert maker.sizes == [1000, 1001]
+
+
+def test_what_could_not_be_prepared_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = Maker(monkeypatch, failures=2)
+    room = PinnedRoom(CUDA)
+    room.prepare(1000)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        room.take(1000)
+    assert room.take(1000).numel() == 1000
+    assert maker.sizes == [1000] * 3
+
+
+def test_a_cpu_needs_nothing_prepared() -> None:
+    room = PinnedRoom(torch.device("cpu"))
+    room.prepare(1 << 50)
+    assert room.take(10).numel() == 10
