@@ -32,6 +32,16 @@ CHARTS = (
     Chart(
         "Seconds a step", ("seconds", "phases.rollout", "phases.update", "phases.sync", "phases.checkpoint")
     ),
+    Chart(
+        "Seconds of a rollout: longest, mean, and what it waits for",
+        (
+            "rollout_seconds_max",
+            "rollout_seconds_mean",
+            "rollout_opening_seconds_mean",
+            "rollout_engine_seconds_mean",
+            "rollout_tools_seconds_mean",
+        ),
+    ),
     Chart("Tokens a second", ("tokens_per_s", "train_tokens_per_s")),
     Chart("Loss", ("loss",)),
     Chart("Gradient norm", ("grad_norm",), log_scale=True),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +287,34 @@ def test_an_engine_that_samples_too_much_is_broken() -> None:
 
     with pytest.raises(EngineUnavailable, match="at most 5"):
         run(Room(answers={"add": []}), Greedy(CHAT, ["far too long"]), sampling=Sampling(max_new_tokens=5))
+
+
+def test_what_a_rollout_waits_for_is_counted_apart() -> None:
+    class Slow(Room):
+        @contextlib.asynccontextmanager
+        async def session(self, task: Task) -> AsyncIterator[Room]:
+            await asyncio.sleep(0.02)
+            async with super().session(task):
+                yield self
+            await asyncio.sleep(0.06)
+
+        async def call(self, name: str, arguments: Any) -> ToolResult:
+            await asyncio.sleep(0.04)
+            return await super().call(name, arguments)
+
+    class Thinking(Policy):
+        async def __call__(self, *args: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.08)
+            return await super().__call__(*args, **options)
+
+    policy = Thinking(CHAT, [call("look"), call("look"), "Done."])
+    rollout = run(Slow(answers={"look": ["a", "b"]}), policy)
+    assert rollout.waits is not None
+    waits = rollout.waits
+    assert waits.opening >= 0.9 * 0.02
+    assert waits.tools >= 0.9 * 2 * 0.04
+    assert waits.engine >= 0.9 * 3 * 0.08
+    assert waits.opening + waits.tools + waits.engine <= rollout.seconds - 0.9 * 0.06
 
 
 def test_seeds_are_stable_and_differ_by_turn() -> None:
