@@ -44,6 +44,23 @@ def choose_scales(*, power_of_two: bool) -> None:
     os.environ[_FLOAT_SCALES] = "0" if power_of_two else "1"
 
 
+def check_scales(*, power_of_two: bool) -> None:
+    """See that :func:`choose_scales` came in time: the trainer would compute with other weights in silence.
+
+    Raises ModelError when TransformerEngine's blocks are scaled otherwise than the engines'.
+    """
+    from transformer_engine.common.recipe import (  # pyright: ignore[reportMissingImports]
+        Float8BlockScaling,
+    )
+
+    if Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale != power_of_two:
+        kind = "float32 numbers" if power_of_two else "powers of two"
+        raise ModelError(
+            f"precision: fp8: TransformerEngine was imported before {_FLOAT_SCALES} was set, and would scale "
+            f"by {kind}, unlike the engines"
+        )
+
+
 Quantise = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 """From a checkpoint's tensors to what travels in their place, in their order; also on the meta device."""
 

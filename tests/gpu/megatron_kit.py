@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# TransformerEngine first: where a machine has two cuDNNs, it must not find the other one loaded already.
-import orhpc.train.megatron.backend  # noqa: F401
+import tests.gpu.engine_scales  # noqa: F401 - before all others
 from orhpc.config import Config
 from orhpc.memory import GIB, Demand, Layout, trainer_memory
 from orhpc.models import read_shape

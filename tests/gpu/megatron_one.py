@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from orhpc.train.fp8 import quantise_blocks
 from tests.gpu import megatron_kit as kit
 
 ERROR_RATIO = 1.3
@@ -313,6 +314,29 @@ def fp8() -> Rows:
     kit.close(trainer)
     note = f"mean {mean:.4f} largest {most:.3f} off float32 (bf16 {floor:.4f}), gradient norm {norm:.3f}"
     yield Row("fp8: blockwise", floor < mean < 0.2 and norm > 0, note)
+    yield _one_quantisation()
+
+
+def _one_quantisation() -> Row:
+    """The trainer's blocks against the engines' of one weight, with sizes that blocks do not divide."""
+    import transformer_engine_torch as engine  # pyright: ignore[reportMissingImports]
+    from transformer_engine.common.recipe import Float8BlockScaling  # pyright: ignore[reportMissingImports]
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (  # pyright: ignore[reportMissingImports]
+        Float8BlockQuantizer,
+    )
+
+    power_of_two = Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale
+    theirs = Float8BlockQuantizer(
+        engine.DType.kFloat8E4M3, rowwise=True, columnwise=False, force_pow_2_scales=power_of_two
+    )
+    weight = torch.randn((1152, 1040), device="cuda", dtype=torch.bfloat16) * 0.02
+    found = theirs(weight)
+    values, scales = quantise_blocks(weight, power_of_two=False)
+    equal = float((found._rowwise_data == values.view(torch.uint8)).float().mean())
+    own = found._rowwise_scale_inv[: scales.shape[0], : scales.shape[1]]
+    off = float(((own - scales).abs() / scales).max())
+    note = f"{equal:.6f} of the values equal, scales off by {off:.1e}, powers of two {power_of_two}"
+    return Row("fp8: quantised as the engines' weights are", equal > 0.999 and off < 1e-6, note)
 
 
 def offload() -> Rows:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -131,3 +135,29 @@ def test_experts_in_one_tensor_are_refused_not_left_unquantised() -> None:
     fused = [("model.layers.0.feed_forward.experts.gate_up_proj", torch.zeros(4, 128, 256))]
     with pytest.raises(ModelError, match=r"experts\.gate_up_proj holds all experts"):
         list(quantiser(power_of_two=False)(fused))
+
+
+class Recipe(ModuleType):
+    """TransformerEngine's recipe as far as scales go: it looks at the environment once, at its import."""
+
+    def __init__(self) -> None:
+        super().__init__("transformer_engine.common.recipe")
+        plain = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") == "1"
+        self.Float8BlockScaling = lambda: SimpleNamespace(
+            fp8_quant_fwd_weight=SimpleNamespace(power_2_scale=not plain)
+        )
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales_that_were_chosen_too_late_are_refused(
+    monkeypatch: pytest.MonkeyPatch, *, power_of_two: bool
+) -> None:
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1" if power_of_two else "0")
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common", ModuleType("transformer_engine.common"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", Recipe())
+    fp8.choose_scales(power_of_two=power_of_two)
+    with pytest.raises(ModelError, match="imported before"):
+        fp8.check_scales(power_of_two=power_of_two)
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", Recipe())
+    fp8.check_scales(power_of_two=power_of_two)

@@ -18,6 +18,7 @@ from orhpc.memory import check_layout
 from orhpc.models import ModelShape, read_shape
 from orhpc.train.backend import Batches, HfNames, Role, Shard, StopCheck, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
+from orhpc.train.fp8 import check_scales
 from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
 from orhpc.train.head import VocabularyPart
 from orhpc.train.hf_mapping import HfMapping, Target
@@ -67,6 +68,8 @@ class MegatronBackend:
     def build(self) -> dict[str, Any]:
         config, m = self.config, self.config.megatron
         logging.getLogger("megatron").setLevel(logging.ERROR)
+        if config.precision == "fp8":
+            check_scales(power_of_two=config.engine.power_of_two_scales)
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self._hf_config = load_model_config(self.model_dir, config.model, quantised=True)
