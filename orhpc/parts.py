@@ -189,30 +189,16 @@ async def bring_up(
         producer = ReplayProducer(str(config.train.replay_rollouts))
         return Parts(config, rundir, trainers, None, [], producer)
     # Processes load their libraries for longer than models; memory on shared devices is taken in turn.
-    engines, trainers = await together(
+    engines, (trainers, workers) = await together(
         Engines.start(config, placement, ids, model_dir, folder, key),
-        Trainers.start(config, placement, ids, model_dir),
-    )
-    await engines.release()
-    _, workers = await together(
-        trainers.build(),
-        start_workers(
-            config,
-            placement,
-            ids,
-            lambda index: (
-                config,
-                model_dir,
-                index,
-                str(rundir.path),
-                attempt,
-                engines.urls,
-                key,
-                placement.environments_of(index),
-                engines.router_url,
-            ),
+        together(
+            Trainers.start(config, placement, ids, model_dir),
+            start_workers(config, placement, ids, model_dir, rundir, attempt),
         ),
     )
+    await engines.release()
+    await trainers.build()
+    await asyncio.gather(*(w.call("connect", engines.urls, key, engines.router_url) for w in workers))
     tasks = await task_sequence(config, workers[0])
     producer = Producer(
         config.rollout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -12,6 +12,7 @@ from orhpc.config import Config
 from orhpc.fleet.actors import call, spawn
 from orhpc.launch.placement import Placement
 from orhpc.rollout.worker import RolloutWorker
+from orhpc.rundir import RunDir
 from orhpc.types import GroupRequest, PromptGroup
 
 
@@ -34,21 +35,20 @@ class WorkerHandle:
 
 
 async def start_workers(
-    config: Config,
-    placement: Placement,
-    ids: Sequence[str],
-    make_args: Callable[[int], tuple[Any, ...]],
+    config: Config, placement: Placement, ids: Sequence[str], model_dir: str, rundir: RunDir, attempt: int
 ) -> list[WorkerHandle]:
-    """Spawn the rollout workers; ``make_args(index)`` gives a worker's constructor arguments."""
-    handles = [
-        WorkerHandle(
-            spawn(
-                RolloutWorker, ids[w.node], *make_args(w.index),
-                max_concurrency=config.rollout.max_concurrent + 8,
-            ),
-            w.index,
-        )
-        for w in placement.workers
-    ]  # fmt: skip
+    """Spawn the rollout workers and have them open their environments; engines are told later.
+
+    Raises:
+        EnvironmentUnavailable: an environment did not come up in time.
+        ConfigError: an environment or the model's chat format is not what the config says.
+    """
+    handles: list[WorkerHandle] = []
+    for w in placement.workers:
+        urls = placement.environments_of(w.index)
+        arguments = (config, model_dir, w.index, str(rundir.path), attempt, urls)
+        together = config.rollout.max_concurrent + 8
+        actor = spawn(RolloutWorker, ids[w.node], *arguments, max_concurrency=together)
+        handles.append(WorkerHandle(actor, w.index))
     await asyncio.gather(*(h.call("open") for h in handles))
     return handles

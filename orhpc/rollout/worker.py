@@ -47,23 +47,16 @@ class RolloutWorker:
         index: int,
         rundir: str,
         attempt: int,
-        engine_urls: Sequence[str],
-        engine_key: str,
         environment_urls: dict[str, str],
-        router_url: str | None = None,
     ) -> None:
         """Args:
         index: of this worker in the run.
-        engine_urls: every engine of the run.
-        router_url: of the router before them, if there is one.
         environment_urls: servers that the job runs itself, one for each such environment: all
             sessions of this worker stay on it.
         """
         self._config, self._index, self._attempt = config, index, attempt
         self._model_dir = model_dir
         self._rundir = RunDir(rundir)
-        self._engine_urls, self._engine_key = list(engine_urls), engine_key
-        self._router_url = router_url
         self._environment_urls = environment_urls
         self._environments: dict[str, Environment] = {}
         self._held: dict[int, list[Rollout]] = {}
@@ -72,7 +65,7 @@ class RolloutWorker:
         self._stopping = False
 
     async def open(self) -> None:
-        """Connect to engines and environments and load the tokenizer.
+        """Connect to environments and load the tokenizer; :meth:`connect` follows.
 
         Raises:
             EnvironmentUnavailable: an environment did not come up in time.
@@ -81,13 +74,6 @@ class RolloutWorker:
         install_redaction()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
-        self._pool = EnginePool(
-            self._engine_urls,
-            key=self._engine_key,
-            request_timeout_s=self._config.engine.request_timeout_s,
-            route_shape=self._agent.route_shape,
-            router=self._router_url,
-        )
         self._route_layers = route_layers(self._config, self._model_dir)
         self._uploader = Uploader.from_config(self._config)
         from orhpc.rollout.environment import Environment  # seconds, which the driver need not spend
@@ -100,6 +86,16 @@ class RolloutWorker:
                 rollout=self._config.rollout,
                 url=self._environment_urls.get(name),
             )
+
+    async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
+        """Engines to send requests to, all of the run's, and the router before them if there is one."""
+        self._pool = EnginePool(
+            list(engine_urls),
+            key=key,
+            request_timeout_s=self._config.engine.request_timeout_s,
+            route_shape=self._agent.route_shape,
+            router=router_url,
+        )
 
     async def num_tasks(self, environment: str, split: str) -> int:
         """Tasks of a split, after the cap of ``num_samples``."""
