@@ -22,8 +22,8 @@
 #                        beside the families (150 s), then one GPU's experts and replay (70 s) and EP 4 by four
 #                        processes on it (80 s)
 #   suite     2     250  the suite on tiny experts, on GPU 1: needs no archive but the engine's
-#   pair      2     250  split, mixed, and experts divided in trainer and engine, of a small model, beside each
-#                        other on both; servers are up after 150 s on a fresh machine
+#   pair      2     300  split, mixed, experts divided in trainer and engine, and DP attention (or SECTIONS), of a
+#                        small model, beside each other on both; servers are up after 150 s on a fresh machine
 #   unified   2     330  mismatch on GPU 0; on GPU 1 one_node.py's restart of two layers (250 s)
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
@@ -112,7 +112,7 @@ two() {
 suite() { tiny_moe 1; }
 pair() {
   local each waiting=()
-  for each in split mixed experts; do
+  for each in ${SECTIONS:-split mixed experts dp}; do
     job "$each" 0,1 300 $CHECK $each --deadline {} --size small --set engine.extra.disable_decode_cuda_graph=true &
     waiting+=($!)
   done

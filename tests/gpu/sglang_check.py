@@ -7,7 +7,8 @@ and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-3
 sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines), ``split``
 (two GPUs: the same by broadcast, from a Megatron trainer, and the broadcast alone), ``mixed`` (four GPUs:
 a Megatron trainer with EP 2 on two of them, one engine beside it, one on the other two; on two GPUs one
-trainer rank) and ``experts`` (two GPUs: EP 2 in trainer and engine, taking turns, with routing replay).
+trainer rank), ``experts`` (two GPUs: EP 2 in trainer and engine, taking turns, with routing replay) and
+``dp`` (two GPUs: DP attention and EP 2 in the engine, an FSDP trainer of two ranks).
 Each check prints its own failure; the exit code is the number of failed ones.  Sections in processes of
 their own may run beside each other: ``--after loop:30`` begins when the run ``loop`` has done 30 steps,
 ``--after loop:stopped`` once it has been stopped in the middle.
@@ -243,6 +244,19 @@ def experts(options: argparse.Namespace) -> list[Row]:
     )
 
 
+def dp(options: argparse.Namespace) -> list[Row]:
+    """Two GPUs: an engine whose attention is parallel over data, beside a trainer of two ranks."""
+    return moe(
+        options,
+        "dp",
+        "placement.devices_per_node=2",
+        "engine.tp=2",
+        "engine.dp=2",
+        "engine.ep=2",
+        layers=3,
+    )
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "protocol": protocol,
     "loop": loop,
@@ -251,8 +265,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "split": split,
     "mixed": mixed,
     "experts": experts,
+    "dp": dp,
 }
-SEVERAL_GPUS = ("split", "mixed", "experts")
+SEVERAL_GPUS = ("split", "mixed", "experts", "dp")
 
 
 def main() -> int:
