@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from orhpc.train import llama4, packed_attention
 from orhpc.train.batch import PackedBatch
 from orhpc.train.head import LogitScaling, token_logprobs
 from orhpc.train.packed_attention import Packing
+from orhpc.train.pinned import moved
 from orhpc.train.replay import RoutedRows, RouterReplay
 
 if TYPE_CHECKING:
@@ -136,19 +138,18 @@ class DeviceBatch:
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> DeviceBatch:
-        mask_P = torch.from_numpy(batch.loss_mask_P)
-        rows_R = mask_P.nonzero()[:, 0]
+        rows_R = np.nonzero(batch.loss_mask_P)[0]
         return cls(
-            input_ids_P=torch.from_numpy(batch.input_ids_P).to(device),
-            position_ids_P=torch.from_numpy(batch.position_ids_P).to(device),
-            packing=Packing.of(batch.cu_seqlens.tolist(), device),
-            rows_R=rows_R.to(device),
-            targets_R=torch.from_numpy(batch.targets_P)[rows_R].to(device),
-            mask_P=mask_P.to(device),
-            segments_P=torch.from_numpy(batch.segments_P).to(device),
+            input_ids_P=moved(batch.input_ids_P, device),
+            position_ids_P=moved(batch.position_ids_P, device),
+            packing=Packing(batch.cu_seqlens.tolist(), device),
+            rows_R=moved(rows_R, device),
+            targets_R=moved(batch.targets_P[rows_R], device),
+            mask_P=moved(batch.loss_mask_P, device),
+            segments_P=moved(batch.segments_P, device),
             n_segments=len(batch.cu_seqlens) - 1,
-            rollout_logprobs_P=torch.from_numpy(batch.rollout_logprobs_P).to(device),
-            advantages_P=torch.from_numpy(batch.advantages_P).to(device),
+            rollout_logprobs_P=moved(batch.rollout_logprobs_P, device),
+            advantages_P=moved(batch.advantages_P, device),
             routed=RoutedRows.of(batch, device),
         )
 
@@ -220,7 +221,7 @@ class LogprobModel(nn.Module):
         head = self._head()
         logits = nn.functional.linear(hidden_TH, head.weight, head.bias).float()
         ours = LogitScaling(self.scaling.scale, self.scaling.softcap).apply_(logits)
-        alone = Packing.of([0, len(hidden_TH)], hidden_TH.device)
+        alone = Packing([0, len(hidden_TH)], hidden_TH.device)
         theirs = self.hf(
             input_ids=batch.input_ids_P[None, start:],
             position_ids=batch.position_ids_P[None, start:],
@@ -244,7 +245,7 @@ class LogprobModel(nn.Module):
         batch = DeviceBatch(
             input_ids_P=torch.arange(total, device=device) * 7919 % vocabulary,
             position_ids_P=torch.cat([torch.arange(n, device=device) for n in lengths]),
-            packing=Packing.of(cu, device),
+            packing=Packing(cu, device),
             rows_R=torch.empty(0, dtype=torch.int64, device=device),
             targets_R=torch.empty(0, dtype=torch.int64, device=device),
             mask_P=torch.zeros(total, dtype=torch.bool, device=device),

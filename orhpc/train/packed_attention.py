@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from orhpc.errors import ModelError
+from orhpc.train.pinned import moved
 from orhpc.train.softcap import softcapped_attention
 
 Kept = TypeVar("Kept")
@@ -64,14 +65,10 @@ class Packing:
         self.longest = max(self.lengths)
         self._kept: dict[Any, Any] = {}
 
-    @classmethod
-    def of(cls, cu_seqlens: Sequence[int], device: torch.device) -> Packing:
-        return cls(cu_seqlens, device)
-
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 ``[S + 1]``."""
-        return torch.tensor(self.bounds, dtype=torch.int32, device=self.device)
+        return moved(np.array(self.bounds, dtype=np.int32), self.device)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -100,13 +97,13 @@ class Packing:
                 rows[row] = bounds[s] + steps.clamp(max=lengths[s] - 1)
                 unstack[bounds[s] : bounds[s + 1]] = base + row * longest + steps[: lengths[s]]
             base += rows.numel()
-            stacks.append(Stack(rows.flatten().to(device), len(members), longest))
-        return tuple(stacks), unstack.to(device)
+            stacks.append(Stack(moved(rows.flatten(), device), len(members), longest))
+        return tuple(stacks), moved(unstack, device)
 
     @cached_property
     def positions(self) -> Tensor:
         """int64 ``[P]``: each slot's within its sequence."""
-        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.device)
+        return moved(torch.cat([torch.arange(length) for length in self.lengths]), self.device)
 
     def chunked(self, size: int | None) -> Packing:
         """Every sequence cut at the multiples of ``size``: attention over that never leaves a chunk."""

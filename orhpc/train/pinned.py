@@ -8,8 +8,17 @@ import threading
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def moved(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Copy from the host to the device; from pinned memory, or the host would wait for all work before it."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class PinnedRoom:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from orhpc.train.pinned import moved
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -53,7 +55,7 @@ def softcapped_attention(
         )
     first_P = packing.first_keys(window)
     total = len(first_P)
-    first = packing.kept(("first", window), partial(_moved, first_P, packing.device))
+    first = packing.kept(("first", window), partial(moved, first_P, packing.device))
     outputs: list[Tensor] = []
     for start in range(0, total, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, total)
@@ -71,10 +73,6 @@ def softcapped_attention(
             )
         )
     return torch.cat(outputs)
-
-
-def _moved(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device)
 
 
 def _block(
@@ -163,12 +161,12 @@ def block_mask(packing: Packing, window: int | None) -> BlockMask:
     begin = np.arange(0, total, MASK_BLOCK)
     rows = torch.arange(len(begin), device=packing.device)
     # First keys never decrease: a block's first query looks back furthest, its last one least.
-    met = _moved(first_P[begin] // MASK_BLOCK, packing.device)
+    met = moved(first_P[begin] // MASK_BLOCK, packing.device)
     last_P = np.append(first_P, total)  # a block beyond the pack's end is never seen whole
-    whole = _moved(-(-last_P[np.minimum(begin + MASK_BLOCK - 1, total)] // MASK_BLOCK), packing.device)
+    whole = moved(-(-last_P[np.minimum(begin + MASK_BLOCK - 1, total)] // MASK_BLOCK), packing.device)
     sees = (rows >= met[:, None]) & (rows <= rows[:, None])
     sees_whole = (rows >= whole[:, None]) & (rows < rows[:, None])
-    first = packing.kept(("first", window), partial(_moved, first_P, packing.device))
+    first = packing.kept(("first", window), partial(moved, first_P, packing.device))
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first[query])

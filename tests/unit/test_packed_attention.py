@@ -53,7 +53,7 @@ def test_logits_and_gradients_equal_the_family_s_own(
     plain.zero_grad()
     ids_P = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     positions_P = torch.cat([torch.arange(n) for n in lengths])
-    packing = Packing.of(bounds_of(lengths), CPU)
+    packing = Packing(bounds_of(lengths), CPU)
     ours = packed(
         input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False
     ).logits[0]
@@ -89,7 +89,7 @@ def test_attention_equals_a_dense_mask(
     generator = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(1, h, total, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
     module = torch.nn.Module()
-    packing = Packing.of(bounds_of(lengths), CPU)
+    packing = Packing(bounds_of(lengths), CPU)
     options: dict[str, Any] = {"scaling": scale, "sliding_window": window, "softcap": softcap}
     out, _ = attend(module, q, k, v, None, packing=packing, **options)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -107,7 +107,7 @@ def test_attention_equals_a_dense_mask(
 
 def test_a_long_window_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 2, 50, 8) for _ in range(3))
-    packing = Packing.of([0, 50], CPU)
+    packing = Packing([0, 50], CPU)
     whole, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=7, packing=packing)
     monkeypatch.setattr(packed_attention, "WINDOW_BLOCK", 8)
     blocks, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=7, packing=packing)
@@ -118,7 +118,7 @@ def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -
     """The same values and gradients whatever the blocks, with and without a window."""
     q, k, v = inputs = [torch.randn(1, heads, 61, 8, requires_grad=True) for heads in (4, 2, 2)]
     weights = torch.randn(1, 61, 4, 8)
-    packing = Packing.of([0, 3, 40, 61], CPU)
+    packing = Packing([0, 3, 40, 61], CPU)
 
     def run(window: int | None) -> list[torch.Tensor]:
         out, _ = attend(torch.nn.Module(), q, k, v, None, softcap=1.5, sliding_window=window, packing=packing)
@@ -137,7 +137,7 @@ def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("bounds", [[0, 5], [0, 256], [0, 90, 91, 300, 301, 700], [0, 128, 256, 400]])
 def test_what_flex_attention_is_given_means_the_same(bounds: list[int], window: int | None) -> None:
     """Uncompiled on a CPU, which uses the two functions; the blocks against those that torch finds."""
-    packing, total = Packing.of(bounds, CPU), bounds[-1]
+    packing, total = Packing(bounds, CPU), bounds[-1]
     q, k, v = (torch.randn(total, heads, 16) for heads in (4, 2, 2))
     options: dict[str, Any] = {"scale": 0.3, "softcap": 0.8, "window": window, "packing": packing}
     ours = softcap.softcapped_attention(q, k, v, fused=False, **options)
@@ -162,7 +162,7 @@ def test_compiled_once_for_all_packings_and_windows_but_the_first_length() -> No
     counter = CompileCounter()
     run = torch.compile(flex_attention, fullgraph=True, backend=counter)
     for bounds in ([0, 300], [0, 20, 700], [0, 500, 501, 1024], [0, 129]):
-        packing = Packing.of(bounds, CPU)
+        packing = Packing(bounds, CPU)
         q, k, v = (torch.randn(bounds[-1], heads, 16) for heads in (4, 2, 2))
         for window in (None, 100, 30):
             options: dict[str, Any] = {"scale": 0.3, "softcap": 0.8, "window": window, "packing": packing}
@@ -174,7 +174,7 @@ def test_compiled_once_for_all_packings_and_windows_but_the_first_length() -> No
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12))
 def test_chunks_begin_anew_in_every_sequence(lengths: list[int], size: int) -> None:
-    packing = Packing.of(bounds_of(lengths), CPU)
+    packing = Packing(bounds_of(lengths), CPU)
     chunks = packing.chunked(size)
     assert chunks.longest <= size
     assert packing.chunked(size) is chunks
@@ -188,7 +188,7 @@ def test_changing_one_sequence_leaves_the_others_bit_equal(pairs: dict[str, tupl
     lengths = [9, 6, 8]
     ids_P = torch.randint(0, VOCABULARY, (sum(lengths),))
     positions_P = torch.cat([torch.arange(n) for n in lengths])[None]
-    packing = Packing.of(bounds_of(lengths), CPU)
+    packing = Packing(bounds_of(lengths), CPU)
 
     def hidden(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -217,7 +217,7 @@ def test_changing_one_sequence_leaves_the_others_bit_equal(pairs: dict[str, tupl
 )
 def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     q = torch.zeros(1, 2, 4, 8)
-    arguments = {"attention_mask": None, "packing": Packing.of([0, 4], CPU)} | options
+    arguments = {"attention_mask": None, "packing": Packing([0, 4], CPU)} | options
     with pytest.raises(ModelError, match=message):
         attend(torch.nn.Module(), q, q, q, **arguments)
 
@@ -252,4 +252,4 @@ def test_attention_sinks_are_refused_by_the_layer_that_has_them() -> None:
     )
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ModelError, match="s_aux"):
-        GptOssForCausalLM(config)(input_ids=ids, packing=Packing.of([0, 4], CPU), use_cache=False)
+        GptOssForCausalLM(config)(input_ids=ids, packing=Packing([0, 4], CPU), use_cache=False)

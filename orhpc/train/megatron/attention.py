@@ -36,9 +36,8 @@ class PackedParams(PackedSeqParams):
     """int64: of this rank's slots, each within its sequence."""
 
     @classmethod
-    def of(cls, packing: Packing, positions: Tensor | None, cu_seqlens: Tensor | None = None) -> PackedParams:
-        """``cu_seqlens``: the packing's, where it is already on the device."""
-        bounds = packing.cu_seqlens if cu_seqlens is None else cu_seqlens
+    def of(cls, packing: Packing, positions: Tensor | None) -> PackedParams:
+        bounds = packing.cu_seqlens
         return cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,

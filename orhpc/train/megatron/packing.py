@@ -18,6 +18,7 @@ from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
 from orhpc.train.packed_attention import Packing
+from orhpc.train.pinned import moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,8 @@ class RankBatch:
 
     input_ids_L: Tensor
     position_ids_L: Tensor
-    cu_seqlens: Tensor
-    """int32 ``[S + 1]`` of the padded sequences, whole, as attention is told them."""
     packing: Packing
-    """The same for our own attention: free until that asks for something."""
+    """Of the padded sequences, whole."""
     places_L: np.ndarray
     """On the host: where in the pack each of this rank's slots comes from; -1: padding."""
     rows_R: Tensor
@@ -69,8 +68,7 @@ def rank_batch(
     return RankBatch(
         input_ids_L=move(ids_L.astype(np.int64)),
         position_ids_L=move(positions[own]),
-        cu_seqlens=move(cu.astype(np.int32)),
-        packing=Packing.of(cu.tolist(), device),
+        packing=Packing(cu.tolist(), device),
         places_L=places_L,
         rows_R=move(rows_R),
         targets_R=move(batch.targets_P[places_R]),
@@ -82,14 +80,6 @@ def rank_batch(
         rollout_logprobs_P=move(batch.rollout_logprobs_P),
         advantages_P=move(batch.advantages_P),
     )
-
-
-def moved(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy to the device; from pinned memory, or the host would wait for all work before it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def padded_places(

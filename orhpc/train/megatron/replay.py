@@ -27,7 +27,7 @@ from orhpc.errors import ConfigError, ModelError, RoutesMissing
 from orhpc.train.batch import PackedBatch
 from orhpc.train.grpo import MetricSums
 from orhpc.train.megatron.model import Chunk
-from orhpc.train.megatron.packing import moved
+from orhpc.train.pinned import moved
 from orhpc.train.replay import chose_recorded
 
 TopK = Callable[..., tuple[Tensor, Tensor]]

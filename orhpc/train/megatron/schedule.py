@@ -116,7 +116,7 @@ class Pipeline:
             input_ids=batch.input_ids_L[None],
             position_ids=batch.position_ids_L[None],
             attention_mask=None,
-            packed_seq_params=PackedParams.of(batch.packing, batch.position_ids_L, batch.cu_seqlens),
+            packed_seq_params=PackedParams.of(batch.packing, batch.position_ids_L),
             output_processor=self._process,
             output_processor_context=batch,
         )
