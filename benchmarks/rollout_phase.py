@@ -244,7 +244,8 @@ async def one_phase(
 def show(options: argparse.Namespace, rows: list[dict[str, float]]) -> None:
     print(
         f"{options.groups} x {options.samples} rollouts of {options.tokens} tokens, "
-        f"{options.workers} workers, {options.replicas} servers, engine {options.latency:g} s, {os.cpu_count()} cores"
+        f"{options.workers} workers, {options.replicas} servers, engine {options.latency:g} s, "
+        f"{os.cpu_count()} cores"
     )
     print(f"{'':18}{'first':>9}{'median':>9}{'least':>9}{'most':>9}   of {len(rows) - 1} later phases")
     for name, first in rows[0].items():

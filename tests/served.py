@@ -23,6 +23,8 @@ class Served:
         self.server = Server(environments)
         self.requests: list[tuple[str, dict[str, str]]] = []
         """Path and headers of every request but pings, in order."""
+        self.connections: set[tuple[str, int]] = set()
+        """Address of every client's connection."""
         self.answers: dict[str, list[tuple[int, dict[str, str]]]] = {}
         """Path to (status, headers) answered once each before the request gets through."""
         self.documents: dict[str, Any] = {}
@@ -47,6 +49,7 @@ class Served:
             await self.server.app(scope, receive, send)
             return
         path = scope["path"]
+        self.connections.add(tuple(scope["client"]))
         if path != "/ping":
             self.requests.append((path, {k.decode(): v.decode() for k, v in scope["headers"]}))
         if self.answers.get(path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-import os
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -50,18 +49,9 @@ def is_openreward(host: str) -> bool:
     return host == "openreward.ai" or host.endswith(".openreward.ai")
 
 
-def bypass_proxy(host: str) -> None:
-    """Keep a loopback, private or single-label host out of the proxies that clusters set.
-
-    The SDK's sessions trust the environment, where both spellings of the variable count.
-    """
+def is_private(host: str) -> bool:
+    """Whether a host is loopback, private or a single label, so that no proxy leads to it."""
     try:
-        private = ipaddress.ip_address(host).is_private
+        return ipaddress.ip_address(host).is_private
     except ValueError:
-        private = "." not in host
-    if not private:
-        return
-    for variable in ("NO_PROXY", "no_proxy"):
-        hosts = [h.strip() for h in os.environ.get(variable, "").split(",") if h.strip()]
-        if host not in hosts and "*" not in hosts:
-            os.environ[variable] = ",".join([*hosts, host])
+        return "." not in host

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
 
+import aiohttp
 from openreward import AsyncOpenReward
 from openreward.api._session.http import SessionResponseError
 from openreward.api.environments.client import AsyncEnvironment
@@ -28,7 +29,7 @@ from openreward.api.sandboxes.secrets import WELL_KNOWN_SECRETS
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import BadTask, ConfigError, EnvironmentUnavailable, PreflightError
-from orhpc.rollout.addresses import bypass_proxy, checked_host, choose_variant, is_openreward
+from orhpc.rollout.addresses import checked_host, choose_variant, is_openreward, is_private
 from orhpc.rollout.openreward_session import GuardedSession, Patience, Refused, ToolRaised
 from orhpc.rollout.session import (
     Session,
@@ -64,7 +65,12 @@ class Environment:
         rollout: RolloutSettings,
         client: AsyncOpenReward,
         handle: AsyncEnvironment,
+        *,
+        direct: bool = False,
     ) -> None:
+        """``direct``: the job runs the server; see :class:`GuardedSession`."""
+        self._direct = direct
+        self._own_http: aiohttp.ClientSession | None = None
         self.name = name
         self.settings = settings
         self.rollout = rollout
@@ -99,12 +105,12 @@ class Environment:
             ConfigError: no such environment or variant, or the URL is no URL of a server.
             PreflightError: the API key or a secret that the environment needs is missing.
         """
+        direct = url is not None
         url = url or settings.url
         host = checked_host(name, url) if url else None
         key = secrets.get(API_KEY) or secrets.get(API_KEY.lower()) or os.environ.get(API_KEY, "")
         client = AsyncOpenReward(api_key=key or None)
         host = host or urlsplit(client.session_base_url).hostname or ""
-        bypass_proxy(host)
         handle = client.environments.get(name, base_url=url)
         if is_openreward(host):
             if not key:
@@ -113,13 +119,27 @@ class Environment:
         else:
             # The service's key is not for servers of others; one that needs it names it as a secret.
             handle.api_key = None
-        environment = cls(name, settings, rollout, client, handle)
+        environment = cls(name, settings, rollout, client, handle, direct=direct)
+        if is_private(host):
+            environment._connect_directly(url or client.session_base_url)
         try:
             await environment._start(secrets, host)
         except BaseException:
             await environment.close()
             raise
         return environment
+
+    def _connect_directly(self, url: str) -> None:
+        """Reach the server without the proxies that clusters set.
+
+        The SDK's own connections read them, and a netrc file, which aiohttp looks for in a thread before
+        each request: with many sessions at once threads and event loop wait for each other.
+        """
+        everlasting = aiohttp.ClientTimeout(total=None)
+        self._own_http = aiohttp.ClientSession(
+            url, connector=aiohttp.TCPConnector(limit=0), timeout=everlasting
+        )
+        self._handle.client = self._own_http
 
     async def _start(self, secrets: Mapping[str, str], host: str) -> None:
         loop = asyncio.get_running_loop()
@@ -166,6 +186,7 @@ class Environment:
             secrets=self._secrets or None,
             api_key=self._handle.api_key,
             label=label,
+            direct=self._direct,
         )
 
     def _patience(self, what: str) -> Patience:
@@ -310,4 +331,6 @@ class Environment:
         """Wait for sessions that are being deleted, then close every connection."""
         while self._leaving:
             await asyncio.wait(set(self._leaving))
+        if self._own_http is not None:
+            await self._own_http.close()
         await self._client.environments.aclose()

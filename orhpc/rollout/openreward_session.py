@@ -16,8 +16,11 @@ Everything raises :class:`~orhpc.errors.EnvironmentUnavailable` for infrastructu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
+import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,8 @@ from openreward.api.environments.client import AsyncSession
 
 from orhpc.errors import EnvironmentUnavailable
 
+log = logging.getLogger(__name__)
+
 PING_INTERVAL_S = 20.0
 PING_FAILURES = 3
 """Pings in a row without an answer after which the session counts as dead."""
@@ -37,6 +42,10 @@ HEARTBEAT_S = 60.0
 ATTEMPTS = 4
 """Tries of a request that certainly had no effect, or has none when repeated."""
 BACKOFF_S = 0.5
+DRAIN_S = 0.2
+"""How long the end of a stream may follow its last event."""
+END_S = 30.0
+"""Deadline of deleting a session."""
 LONGEST_WAIT_S = 30.0
 """Cap on a server's Retry-After."""
 _RETRYABLE = frozenset({429, 502, 503, 504})
@@ -139,6 +148,16 @@ async def raise_if_rejected(response: aiohttp.ClientResponse) -> None:
     raise _Rejected(Refused(response.status, detail), wait_s, starting)
 
 
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Read the end of a stream whose result is here, without which its connection would be closed.
+
+    A stream that goes on, or breaks, costs no more than that.
+    """
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(DRAIN_S):
+            await response.content.read()
+
+
 class _Rejected(Exception):
     """An error answer, before it is known whether to try again."""
 
@@ -162,16 +181,23 @@ class _Progress:
 class GuardedSession(AsyncSession):
     """The SDK's session with its own requests, keep-alive and calls.
 
-    ``label`` names the task in error messages.
+    ``label`` names the task in error messages.  ``direct``: an OpenReward server answers itself, with no
+    platform before it that hands out sessions and takes them back.  Such a server takes any session id,
+    and its own two calls for that would do nothing but cost a quarter of a short session.
     """
 
-    def __init__(self, *args: Any, label: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, label: str, direct: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.label = label
+        self._direct = direct
+        self._begun = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def connect(self, patience: Patience) -> None:
         """Get a session id, which is enough to ask about the environment."""
+        if self._direct:
+            self.sid = str(uuid.uuid4())
+            return
         progress = _Progress(repeatable=True)
         created = await self._stream("/create_session", self._creation_payload, patience, progress)
         self.sid = (created or {}).get("sid") or progress.task_id
@@ -184,13 +210,23 @@ class GuardedSession(AsyncSession):
         task: dict[str, Any] = {"split": self.split, "index": self.index}
         if self.env.variant is not None:
             task["env_name"] = self.env.variant
+        self._begun = True
         await self.fetch("POST", "/create", patience, task, repeatable=False)
         self._ping_task = asyncio.create_task(self._keep_alive())
 
     async def end(self) -> None:
         """Delete the session; what goes wrong there is left to the server's own reaper."""
-        if self.sid is not None:
-            await self.__aexit__(None, None, None)
+        if not self._direct:
+            if self.sid is not None:
+                await self.__aexit__(None, None, None)
+        elif self._begun:
+            if self._ping_task is not None:
+                self._ping_task.cancel()
+            try:
+                async with Patience(f"{self.label}: deleting the session", END_S, END_S) as patience:
+                    await self._fetch("POST", "/delete", patience)  # of a session that seems dead too
+            except (EnvironmentUnavailable, Refused) as error:
+                log.info("%s", error)
 
     def _headers(self) -> dict[str, str]:
         optional = {
@@ -216,12 +252,23 @@ class GuardedSession(AsyncSession):
         Raises Refused for any other HTTP error and EnvironmentUnavailable for a broken connection.
         """
 
+        return await self._guard(self._fetch(method, path, patience, payload, repeatable=repeatable))
+
+    async def _fetch(
+        self,
+        method: str,
+        path: str,
+        patience: Patience,
+        payload: dict[str, Any] | None = None,
+        *,
+        repeatable: bool = True,
+    ) -> Any:
         async def once() -> Any:
             async with self.client.request(method, path, headers=self._headers(), json=payload) as response:
                 await raise_if_rejected(response)
                 return orjson.loads(await response.read())
 
-        return await self._guard(self._retry(once, path, patience, _Progress(repeatable)))
+        return await self._retry(once, path, patience, _Progress(repeatable))
 
     async def invoke(self, path: str, payload: dict[str, Any], patience: Patience) -> Any:
         """Run something with effects exactly once and return its JSON result.
@@ -292,6 +339,7 @@ class GuardedSession(AsyncSession):
             elif event in ("chunk", "end"):
                 chunks.append(data)
                 if event == "end":
+                    await _drain(response)
                     whole = "".join(chunks)
                     return orjson.loads(whole) if whole else None
         raise aiohttp.ClientPayloadError("the answer broke off")

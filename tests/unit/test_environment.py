@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import ImageBlock, TextBlock, ToolOutput, terminal, tool
@@ -21,7 +21,7 @@ from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import BadTask, ConfigError, EnvironmentUnavailable, PreflightError
 from orhpc.rollout import environment as environment_module
 from orhpc.rollout import openreward_session as wire
-from orhpc.rollout.addresses import bypass_proxy, choose_variant
+from orhpc.rollout.addresses import choose_variant, is_private
 from orhpc.rollout.environment import Environment
 from orhpc.types import Task
 from tests.served import Served, serve
@@ -155,14 +155,21 @@ def served() -> Iterator[Served]:
 
 @asynccontextmanager
 async def opened(
-    url: str | None, name: str = "Org/whodunit", *, secrets: Any = None, settings: Any = None, **rollout: Any
+    url: str | None,
+    name: str = "Org/whodunit",
+    *,
+    secrets: Any = None,
+    settings: Any = None,
+    configured: bool = False,
+    **rollout: Any,
 ) -> AsyncIterator[Environment]:
+    """``configured``: the URL stands in the config, so that a platform may be behind it."""
     environment = await Environment.open(
         name,
-        EnvironmentSettings(**(settings or {})),
+        EnvironmentSettings(**(settings or {}), **({"url": url} if configured else {})),
         secrets=secrets or {},
         rollout=RolloutSettings(**rollout),
-        url=url,
+        url=None if configured else url,
     )
     try:
         yield environment
@@ -273,7 +280,62 @@ def test_secrets_go_to_the_session_and_the_services_key_does_not(
         with_secrets = {path for path, headers in served.requests if "x-secrets" in headers}
         assert with_secrets == {"/create_session", "/create"}
 
-    within(served.url, body, secrets={"MY_OWN": "v1", "OPENAI_API_KEY": "v2"})
+    within(served.url, body, secrets={"MY_OWN": "v1", "OPENAI_API_KEY": "v2"}, configured=True)
+
+
+def test_a_server_of_the_jobs_own_is_asked_for_nothing_but_the_task(served: Served) -> None:
+    """A short rollout is mostly its session's requests, and a connection a request would be half of those."""
+
+    async def body(environment: Environment) -> None:
+        served.requests.clear()
+        for _ in range(3):
+            async with environment.session(task()) as session:
+                await session.call("count", {"text": "a"})
+            assert served.sessions == 0
+
+    within(served.url, body)
+    session = ["/create", "/whodunit/prompt", "/whodunit/task_tools", "/whodunit/call", "/delete"]
+    assert [path for path, _ in served.requests] == session * 3
+    assert len(served.connections) == 1
+
+
+def test_private_servers_are_reached_without_proxies(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def body(environment: Environment) -> None:
+        assert await environment.num_tasks("train") == 7
+
+    within(served.url, body)
+    within(served.url, body, configured=True)
+
+
+def test_a_stream_that_does_not_end_holds_nothing_up() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        event = b"event: end\ndata: 1\n\n"
+        writer.write(head + b"%x\r\n%s\r\n" % (len(event), event))
+
+    async def ask() -> float:
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        url = "http://{}:{}/".format(*server.sockets[0].getsockname())
+        async with aiohttp.ClientSession() as client, client.get(url) as response:
+            began = time.monotonic()
+            assert [event async for event, _ in one(wire.sse_events(response.content))] == ["end"]
+            await wire._drain(response)
+            took = time.monotonic() - began
+        server.close()
+        return took
+
+    async def one(events: AsyncIterator[tuple[str, str]]) -> AsyncIterator[tuple[str, str]]:
+        async for event in events:
+            yield event
+            return
+
+    assert wire.DRAIN_S * 0.9 <= asyncio.run(ask()) < wire.DRAIN_S + 1.0
 
 
 # --- the SDK's faults -------------------------------------------------------------------------------
@@ -363,7 +425,7 @@ def test_a_slow_start_of_a_session_is_ridden_out(served: Served) -> None:
         async with environment.session(task()) as session:
             assert session.prompt
 
-    within(served.url, body, session_timeout_s=1.5)
+    within(served.url, body, session_timeout_s=1.5, configured=True)
 
 
 def test_a_session_that_never_starts_is_given_up(served: Served) -> None:
@@ -378,7 +440,8 @@ def test_a_session_that_never_starts_is_given_up(served: Served) -> None:
     within(served.url, body, session_timeout_s=0.5, environment_start_timeout_s=1.5)
 
 
-def test_cancelling_never_leaks_a_session(served: Served) -> None:
+@pytest.mark.parametrize("configured", [False, True])
+def test_cancelling_never_leaks_a_session(served: Served, configured: bool) -> None:
     async def body(environment: Environment) -> None:
         async def rollout(number: int) -> None:
             async with environment.session(task()):
@@ -391,7 +454,7 @@ def test_cancelling_never_leaks_a_session(served: Served) -> None:
                 each.cancel()
             await asyncio.gather(*rollouts, return_exceptions=True)
 
-    within(served.url, body)
+    within(served.url, body, configured=configured)
     assert served.calls("/create") > 8
     assert served.sessions == 0
 
@@ -634,7 +697,7 @@ def test_a_refused_key_is_said_so(served: Served) -> None:
 
     served.answers["/create_session"] = [(401, {})]
     with pytest.raises(PreflightError, match="OPENREWARD_API_KEY"):
-        within(served.url, body)
+        within(served.url, body, configured=True)
 
 
 @pytest.mark.parametrize(
@@ -647,13 +710,8 @@ def test_a_refused_key_is_said_so(served: Served) -> None:
         ("api.example.org", False),
     ],
 )
-def test_private_hosts_bypass_proxies(host: str, private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "a,b")
-    monkeypatch.delenv("no_proxy", raising=False)
-    bypass_proxy(host)
-    bypass_proxy(host)
-    assert os.environ["NO_PROXY"] == ("a,b," + host if private else "a,b")
-    assert os.environ.get("no_proxy") == (host if private else None)
+def test_private_hosts_are_known(host: str, private: bool) -> None:
+    assert is_private(host) == private
 
 
 def test_retry_after_is_read_in_both_forms() -> None:

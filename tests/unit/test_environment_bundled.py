@@ -34,8 +34,12 @@ def tasks_of(environment: Any, split: str, count: int) -> list[Any]:
     return [environment(task_spec=spec, secrets={}) for spec in specs]
 
 
+def prompt_of(task: Any) -> str:
+    return asyncio.run(task.get_prompt())[0].text
+
+
 def prompts(environment: Any, split: str, count: int) -> list[str]:
-    return [task.get_prompt()[0].text for task in tasks_of(environment, split, count)]
+    return [prompt_of(task) for task in tasks_of(environment, split, count)]
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))
@@ -72,7 +76,7 @@ def test_sums_of_the_two_splits_are_different(largest: int) -> None:
 )
 def test_a_right_sum_pays(answer: str, reward: float) -> None:
     (task,) = tasks_of(Arithmetic, "train", 1)
-    words = task.get_prompt()[0].text.split()
+    words = prompt_of(task).split()
     right = int(words[2]) + int(words[4].rstrip("?"))
     output = asyncio.run(task.answer(Sum(text=answer.format(s=right))))
     assert (output.reward, output.finished) == (reward, True)
@@ -93,7 +97,7 @@ def open_doors(task: Any, words: list[str]) -> list[tuple[float, bool, str]]:
 
 def test_doors_in_their_order_lead_to_the_treasure() -> None:
     (task,) = tasks_of(Treasure, "train", 1)
-    said, paid, finished = task.get_prompt()[0].text, [], False
+    said, paid, finished = prompt_of(task), [], False
     while not finished:
         ((reward, finished, said),) = open_doors(task, [said.rsplit(": ", 1)[1].upper() + " "])
         paid.append(reward)
@@ -107,7 +111,7 @@ def test_too_many_mistakes_end_the_game_unpaid() -> None:
     (task,) = tasks_of(Treasure, "test", 1)
     outcomes = open_doors(task, ["wrong"] * 3)
     assert [o[:2] for o in outcomes] == [(0.0, False), (0.0, False), (0.0, True)]
-    assert task.get_prompt()[0].text.rsplit(": ", 1)[1] in outcomes[0][2]
+    assert prompt_of(task).rsplit(": ", 1)[1] in outcomes[0][2]
 
 
 def test_reasoning_gym_verifies_answers() -> None:

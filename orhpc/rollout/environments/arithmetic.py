@@ -38,7 +38,7 @@ class Arithmetic(base.BundledEnvironment):
             if (((a * 31 + b) * 2654435761) % 2**32 % 8 == 0) == self.is_test:
                 return a, b
 
-    def get_prompt(self) -> list[TextBlock]:
+    async def get_prompt(self) -> list[TextBlock]:
         a, b = self._summands()
         return base.text(f"What is {a} + {b}? Answer with the number only.")
 

@@ -70,7 +70,7 @@ class ReasoningGym(base.BundledEnvironment):
         self._dataset = _dataset(self.options, spec["split"])
         self._entry = self._dataset[spec["index"]]
 
-    def get_prompt(self) -> list[TextBlock]:
+    async def get_prompt(self) -> list[TextBlock]:
         return base.text(self._entry["question"])
 
     @terminal

@@ -27,7 +27,7 @@ class Letters(base.BundledEnvironment):
     Options = Options
     options = Options()
 
-    def get_prompt(self) -> list[TextBlock]:
+    async def get_prompt(self) -> list[TextBlock]:
         return base.text(f"Letters {self.generator().randrange(100)}")
 
     @terminal

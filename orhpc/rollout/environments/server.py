@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -101,6 +102,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, json.JSONDecodeError, TypeError, ValueError) as error:
         print(f"orhpc: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    # What is loaded by now stays: a full collection would walk all of it, while every session waits.
+    gc.collect()
+    gc.freeze()
     server.run(host=arguments.host, port=arguments.port)
     return 0
 

@@ -45,7 +45,7 @@ class Treasure(base.BundledEnvironment):
         self._opened = 0
         self._mistakes = 0
 
-    def get_prompt(self) -> list[TextBlock]:
+    async def get_prompt(self) -> list[TextBlock]:
         return base.text(f"The first door says: {self._words[0]}")
 
     @tool
