@@ -37,8 +37,14 @@ from orhpc.config import Config  # noqa: E402
 from orhpc.config_files import load_config  # noqa: E402
 from orhpc.errors import OrhpcError  # noqa: E402
 from orhpc.events import read_events, steps_of  # noqa: E402
-from orhpc.launch.plan_report import asleep_bytes, check_fit, make_plan, offloaded_bytes  # noqa: E402
-from orhpc.memory import GIB, MASTER_BYTES, MOMENT_BYTES  # noqa: E402
+from orhpc.launch.plan_report import (  # noqa: E402
+    asleep_bytes,
+    check_fit,
+    commit_bytes,
+    make_plan,
+    offloaded_bytes,
+)
+from orhpc.memory import GIB  # noqa: E402
 from tests.gpu.random_model import model_config, write_model  # noqa: E402
 from tests.gpu.sglang_check import KERNELS  # noqa: E402
 
@@ -200,11 +206,10 @@ def check(case: Case, options: argparse.Namespace, outcome: Outcome) -> str:
     ranks = config.placement.trainer_ranks + config.placement.rollout_devices
     asleep = asleep_bytes(plan) if config.placement.shared_devices and options.device == "cuda" else 0
     host = asleep + OFFLOAD_ROUNDING * offloaded_bytes(plan) + ranks * PROCESS_BYTES
-    state = plan.shape.parameters * (MASTER_BYTES + MOMENT_BYTES)
     disk = 0 if model_folder(case, options).exists() else plan.shape.parameters * _WEIGHT_BYTES
     commits = 0
     if config.checkpoint.save_interval is not None:
-        commits, host = (config.checkpoint.keep + 1) * state, host + state  # a copy is written in peace
+        commits, host = (config.checkpoint.keep + 1) * commit_bytes(plan), host + commit_bytes(plan)
     if options.device == "cuda" and host > options.host_gib * GIB:
         raise MemoryError(f"host memory: about {host / GIB:.0f} GiB wanted, {options.host_gib:.0f} there")
     free = shutil.disk_usage(options.work).free

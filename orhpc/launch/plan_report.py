@@ -16,6 +16,8 @@ from orhpc.launch.slurm import lead_and_why
 from orhpc.megatron_config import group_spans
 from orhpc.memory import (
     GIB,
+    MASTER_BYTES,
+    MOMENT_BYTES,
     RESERVED_BYTES,
     Demand,
     Layout,
@@ -208,6 +210,7 @@ def lines(run: RunPlan) -> Iterator[str]:
     yield _lead_line(run.config)
     if p.mode == "colocated" and run.placement.engines and p.device == "cuda":
         yield f"host memory a node while engines have the devices: {_gib(asleep_bytes(run))} GiB"
+    yield f"host memory a node for the copy that is being committed: {_gib(commit_bytes(run))} GiB"
     if run.trainer.offloaded:
         yield f"host memory a node for the offloaded optimiser: at least {_gib(offloaded_bytes(run))} GiB"
     yield f"limit: {limit(run)}"
@@ -221,6 +224,12 @@ def asleep_bytes(run: RunPlan) -> int:
 def offloaded_bytes(run: RunPlan) -> int:
     """Host memory of one node for the share of the optimiser that is offloaded, without its rounding."""
     return run.trainer.offloaded * _ranks_of_a_node(run)
+
+
+def commit_bytes(run: RunPlan) -> int:
+    """Host memory of one node for the copy of its ranks' state that a commit is written from."""
+    state = run.shape.parameters * (MASTER_BYTES + MOMENT_BYTES)
+    return -(-state * _ranks_of_a_node(run) // run.layout.ranks)
 
 
 def _ranks_of_a_node(run: RunPlan) -> int:

@@ -242,6 +242,18 @@ def test_planning_loads_neither_torch_nor_ray(config: str) -> None:
     )
 
 
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_every_node_copies_its_share_for_a_commit(
+    nodes: int, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Master weights and two moments: 12 bytes a parameter over all nodes."""
+    words = ["plan", config, "--nodes", str(nodes), "--device-memory", "500", "placement.devices_per_node=8"]
+    assert main(words) == EXIT_OK
+    found = re.search(r"being committed: ([\d.]+) GiB", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(QWEN.parameters * 12 / nodes / 2**30, rel=0.001)
+
+
 def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +275,7 @@ def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     ("name", "said"),
     [
         ("qwen3-30b-a3b-node", "while engines have the devices: 406.94 GiB"),
+        ("qwen3-30b-a3b-node", "being committed: 341.22 GiB"),
         ("qwen3-30b-a3b-node-split", "for the offloaded optimiser: at least 227.58 GiB"),
     ],
 )
