@@ -8,7 +8,8 @@ sync by handle with every weight compared, sleep and wake), ``fp8`` (the same wi
 (two GPUs: the same by broadcast, from a Megatron trainer, and the broadcast alone), ``mixed`` (four GPUs:
 a Megatron trainer with EP 2 on two of them, one engine beside it, one on the other two; on two GPUs one
 trainer rank), ``experts`` (two GPUs: EP 2 in trainer and engine, taking turns, with routing replay) and
-``dp`` (two GPUs: DP attention and EP 2 in the engine, an FSDP trainer of two ranks).
+``dp`` (two GPUs: DP attention and EP 2 in the engine, an FSDP trainer of two ranks), ``speculative`` (one
+GPU: a drafter beside the model).
 Each check prints its own failure; the exit code is the number of failed ones.  Sections in processes of
 their own may run beside each other: ``--after loop:30`` begins when the run ``loop`` has done 30 steps,
 ``--after loop:stopped`` once it has been stopped in the middle.
@@ -174,7 +175,8 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
     phases = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
     rows = [
         (f"{name}, weights equal after every sync", learnt, f"{len(done)} steps, log-prob difference "
-         f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max, "
+         f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max, tokens that take other "
+         f"experts {last['token_mismatch_fraction']:.3f}, "
          f"gradient norm {last.get('grad_norm', 0):.3g}"),
         (f"{name}, sync", True, f"{gb:.2f} GB in {plain:.2f} s, {gb / plain:.1f} GB/s; {phases}"),
     ]  # fmt: skip
@@ -244,6 +246,15 @@ def experts(options: argparse.Namespace) -> list[Row]:
     )
 
 
+def speculative(options: argparse.Namespace) -> list[Row]:
+    """One GPU: the model drafts for itself, so most drafts are taken; routes must be those of the taken."""
+    drafter = moe_30b_layers(2, options.size)
+    words = f"{{algorithm: STANDALONE, draft_model: {drafter}, num_steps: 3, num_draft_tokens: 4}}"
+    # A drafter's weights are in no checksum of the trainer's, so none are compared.
+    plain = "engine.check_weights=false"
+    return moe(options, "speculative", f"engine.speculative={words}", plain, layers=2)
+
+
 def dp(options: argparse.Namespace) -> list[Row]:
     """Two GPUs: an engine whose attention is parallel over data, beside a trainer of two ranks."""
     return moe(
@@ -266,8 +277,10 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "mixed": mixed,
     "experts": experts,
     "dp": dp,
+    "speculative": speculative,
 }
-SEVERAL_GPUS = ("split", "mixed", "experts", "dp")
+NOT_UNASKED = ("split", "mixed", "experts", "dp", "speculative")
+"""Sections of several GPUs, or of features that few use."""
 
 
 def main() -> int:
@@ -289,7 +302,7 @@ def main() -> int:
     if options.after:
         wait_for(options.after)
     rows: list[Row] = []
-    for name in options.sections or [n for n in SECTIONS if n not in SEVERAL_GPUS]:
+    for name in options.sections or [n for n in SECTIONS if n not in NOT_UNASKED]:
         started = time.monotonic()
         try:
             rows += SECTIONS[name](options)
