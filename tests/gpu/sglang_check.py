@@ -162,19 +162,22 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
         "engine.extra.enforce_disable_flashinfer_allreduce_fusion=true",
         "checkpoint.save_interval=null", *more, *options.set,
     ]  # fmt: skip
+    row = (
+        f"{name}, loop" if "engine.check_weights=false" in more else f"{name}, weights equal after every sync"
+    )
     code = launch(root, *overrides, deadline_s=options.deadline)
     keep(root, options.out)
     done = [e for _, e in sorted(steps(root).items())]
     if code != 0 or not done:
         show_failure(root)
-        return [(f"{name}, weights equal after every sync", False, f"exit {code}, {len(done)} steps")]
+        return [(row, False, f"exit {code}, {len(done)} steps")]
     last = done[-1]
     learnt = all(step.get("grad_norm", 0) > 0 for step in done)
     gb = last["sync_bytes"] / 1e9
     plain = last["sync_seconds_total"] - last.get("sync_seconds_check", 0.0)
     phases = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
     rows = [
-        (f"{name}, weights equal after every sync", learnt, f"{len(done)} steps, log-prob difference "
+        (row, learnt, f"{len(done)} steps, log-prob difference "
          f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max, tokens that take other "
          f"experts {last['token_mismatch_fraction']:.3f}, "
          f"gradient norm {last.get('grad_norm', 0):.3g}"),
