@@ -4,8 +4,9 @@
 
 On one GPU each: ``dense`` (log-probabilities against transformers, memory against the plan, tokens/s
 against bare megatron-core, on the layers of Qwen3-8B), ``head`` (log-probability and loss against one read
-of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``fp8``, ``offload``
-(the optimiser in host memory), and ``families0`` and ``families1`` (small models of each family, Gemma 2
+of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``moe_speed`` (their
+tokens/s against bare megatron-core, and what a step spends its time on), ``fp8``, ``offload`` (the
+optimiser in host memory), and ``families0`` and ``families1`` (small models of each family, Gemma 2
 through compiled flex attention and Llama 4 in chunks among them; weights back bit for bit).  On two and
 four GPUs: ``several`` (TP, PP, CP, EP against one GPU's log-probabilities and gradient norm, and scaling
 over data), which needs what ``dense`` and ``moe`` found; with ``--share``, cases that ask for more GPUs
@@ -36,14 +37,15 @@ sys.path.insert(0, str(ROOT))
 
 from orhpc.ports import free_ports  # noqa: E402
 from tests.gpu import megatron_kit as kit  # noqa: E402
-from tests.gpu.megatron_one import CHECKS, Row, leave_groups  # noqa: E402
+from tests.gpu.megatron_kit import Row  # noqa: E402
+from tests.gpu.megatron_one import CHECKS, leave_groups  # noqa: E402
 from tests.gpu.megatron_several import CASES, compare, known  # noqa: E402
 
-DEADLINE_S = {"dense": 80, "moe": 80, "families0": 120, "families1": 120}
+DEADLINE_S = {"dense": 80, "moe": 80, "moe_speed": 80, "families0": 120, "families1": 120}
 PARTS = {
-    1: [["dense", "head", "moe", "fp8", "offload", "families0", "families1"]],
-    2: [["dense", "head", "families0"], ["moe", "fp8", "offload", "families1"]],
-    4: [["dense", "head"], ["moe", "fp8"], ["families0", "offload"], ["families1"]],
+    1: [["dense", "head", "moe", "moe_speed", "fp8", "offload", "families0", "families1"]],
+    2: [["dense", "head", "families0"], ["moe", "moe_speed", "fp8", "offload", "families1"]],
+    4: [["dense", "head"], ["moe", "moe_speed", "fp8"], ["families0", "offload"], ["families1"]],
 }
 """What each of so many GPUs does."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ from orhpc.train.batch import PackedBatch, plan_batches
 from orhpc.types import Location, MiniBatch, Sample
 
 WORK = Path("/tmp/megatron_check")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    ok: bool
+    note: str
+
+
+Rows = Iterator[Row]
 BUDGET = 8192
 LONG = [1024, 3072, 2048, 2048] * 2
 """Two micro-batches of exactly the budget."""

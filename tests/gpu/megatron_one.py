@@ -6,8 +6,7 @@ import json
 import math
 import statistics
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,13 @@ import torch
 
 from orhpc.train.fp8 import quantise_blocks
 from tests.gpu import megatron_kit as kit
+from tests.gpu.megatron_kit import Row, Rows
+from tests.gpu.megatron_speed import against_bare, moe_speed
 
 ERROR_RATIO = 1.3
 """Our error against float32 over transformers' own in bf16, both means over tokens."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    ok: bool
-    note: str
-
-
-Rows = Iterator[Row]
 COLUMNS = 151936
 """Vocabulary of Qwen3."""
 
@@ -51,7 +42,10 @@ def dense() -> Rows:
     for model in backend._policy.models:
         model.module.config.recompute_granularity = None
     yield _within("dense: memory", trainer, folder, minibatch, recompute=False)
-    yield from _against_bare(trainer, folder, minibatch)
+    row, seconds = against_bare("dense", trainer, folder, minibatch)
+    saved = kit.WORK / "dense.json"
+    saved.write_text(json.dumps({**json.loads(saved.read_text()), "seconds": seconds}))
+    yield row
     kit.close(trainer)
 
 
@@ -88,29 +82,6 @@ def _exported(trainer: Any, folder: Path) -> Row:
 def _within(name: str, trainer: Any, folder: Path, minibatch: Any, *, recompute: bool) -> Row:
     text = kit.peak_against_plan(trainer, folder, minibatch, recompute=recompute)
     return Row(name, abs(float(text.split()[-1]) - 1) <= 0.1, text)
-
-
-def _against_bare(trainer: Any, folder: Path, minibatch: Any) -> Rows:
-    from tests.gpu.megatron_bare import Bare
-
-    tokens = sum(kit.LONG)
-    raw = trainer.config.model_dump(mode="json")
-    raw["train"]["gradient_checkpointing"] = False
-    config = type(trainer.config).model_validate(raw)
-    bare = Bare(config, folder, [trainer.load_batch(m) for m in minibatch.ranks[0]])
-    bare.timed(2)
-    kit.timed_steps(trainer, minibatch, 2)
-    ours, theirs, metrics = [], [], {}
-    for _ in range(3):
-        metrics, seconds = kit.timed_steps(trainer, minibatch, 3)
-        ours += seconds
-        theirs += bare.timed(3)
-    mine, other = statistics.median(ours), statistics.median(theirs)
-    saved = kit.WORK / "dense.json"
-    saved.write_text(json.dumps({**json.loads(saved.read_text()), "seconds": mine}))
-    parts = " ".join(f"{n.removeprefix('seconds_')} {v:.3f}" for n, v in metrics.items() if "seconds" in n)
-    note = f"{tokens / mine:.0f} and {tokens / other:.0f} tokens/s: ratio {other / mine:.3f} ({parts})"
-    yield Row("dense: against bare megatron-core", other / mine >= 0.97, note)
 
 
 def head() -> Rows:
@@ -397,6 +368,7 @@ CHECKS: dict[str, Callable[[], Rows]] = {
     "dense": dense,
     "head": head,
     "moe": moe,
+    "moe_speed": moe_speed,
     "fp8": fp8,
     "offload": offload,
     "families0": partial(families, 0),

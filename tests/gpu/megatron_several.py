@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.gpu import megatron_kit as kit
-from tests.gpu.megatron_one import ERROR_RATIO, Row, Rows
+from tests.gpu.megatron_kit import Row, Rows
+from tests.gpu.megatron_one import ERROR_RATIO
 
 
 @dataclass(frozen=True)
