@@ -24,7 +24,8 @@
 #   suite     2     250  the suite on tiny experts, on GPU 1: needs no archive but the engine's
 #   pair      2     300  split, mixed, experts divided in trainer and engine, and DP attention (or SECTIONS), of a
 #                        small model, beside each other on both; servers are up after 150 s on a fresh machine
-#   unified   2     330  mismatch on GPU 0; on GPU 1 one_node.py's restart of two layers (250 s)
+#   unified   2     480  mismatch on GPU 0 (280 s); on GPU 1 sleep and wake (30 s), FP8 and the speed of experts
+#                        (90 s), one_node.py's restart of two layers (250 s)
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
 #                        on two GPUs LAYERS=8, and more words of it in NODE
@@ -32,6 +33,7 @@
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
 #   A  four GPUs: four (660); then one GPU: mismatch, one (2 x 560 + 140 = 1260 held, 844 counted): 1504
 #      two GPUs: pair, two (120 + 250 + 400 = 770), one GPU: one
+#      two GPUs: pair, unified, node (120 + 300 + 480 + 560 = 1460)
 #   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS
 #      before, on four: LAYERS=24 of everything but the size (120 + 540), which shows whether B can work
 set -u
@@ -120,6 +122,8 @@ pair() {
 }
 unified() {
   job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R" & local mismatch=$!
+  job residence 1 90 tests/gpu/residence_check.py
+  megatron speed 1 150 fp8 moe_speed
   job restart 1 320 benchmarks/gpu/one_node.py --out "$R/restart" --seconds {} --cases restart --gpus 1 \
     --layers 2 --cut-layers 2 --steps 4 --groups 8 --response 128 --host-gib 150 --set engine.memory_fraction=0.8 \
     --set engine.extra.max_total_tokens=131072
