@@ -7,7 +7,8 @@ here instead, over the same protocol:
   follows the HTML standard and takes off one space, no more;
 * it posts a tool call again when the connection breaks before the call's task id arrives, so the
   call can run twice: :meth:`GuardedSession.invoke` posts again only what certainly did not run;
-* its keep-alive gives up after minutes: ours notices a dead session within ``PING_FAILURES`` pings.
+* its keep-alive gives up after minutes: ours notices a dead session within ``PING_FAILURES`` pings;
+* it leaves answers unread, so that each call and each deletion closes its connection: ours are read.
 
 Everything raises :class:`~orhpc.errors.EnvironmentUnavailable` for infrastructure and
 :class:`Refused` or :class:`ToolRaised` for what the server said; callers give these their meaning.
@@ -216,17 +217,30 @@ class GuardedSession(AsyncSession):
 
     async def end(self) -> None:
         """Delete the session; what goes wrong there is left to the server's own reaper."""
-        if not self._direct:
-            if self.sid is not None:
-                await self.__aexit__(None, None, None)
-        elif self._begun:
-            if self._ping_task is not None:
-                self._ping_task.cancel()
-            try:
-                async with Patience(f"{self.label}: deleting the session", END_S, END_S) as patience:
-                    await self._fetch("POST", "/delete", patience)  # of a session that seems dead too
-            except (EnvironmentUnavailable, Refused) as error:
-                log.info("%s", error)
+        if self._ping_task is not None:
+            self._ping_task.cancel()
+        if self.sid is None:
+            return
+        self._secrets_headers = None
+        paths = ["/delete"] * self._begun + ["/delete_session"] * (not self._direct)
+        try:
+            async with Patience(f"{self.label}: deleting the session", END_S, END_S) as patience:
+                for path in paths:
+                    await self._delete(path, patience)
+        except EnvironmentUnavailable as error:
+            log.info("%s", error)
+
+    async def _delete(self, path: str, patience: Patience) -> None:
+        async def once() -> None:
+            async with self.client.post(path, headers=self._headers()) as response:
+                await raise_if_rejected(response)
+                await response.read()  # else the connection would be closed
+
+        try:
+            # Without a look at the keep-alive: a session that seems dead is deleted too.
+            await self._retry(once, path, patience, _Progress(repeatable=True))
+        except Refused as refused:
+            log.info("%s: %s", self.label, refused)
 
     def _headers(self) -> dict[str, str]:
         optional = {
@@ -252,23 +266,12 @@ class GuardedSession(AsyncSession):
         Raises Refused for any other HTTP error and EnvironmentUnavailable for a broken connection.
         """
 
-        return await self._guard(self._fetch(method, path, patience, payload, repeatable=repeatable))
-
-    async def _fetch(
-        self,
-        method: str,
-        path: str,
-        patience: Patience,
-        payload: dict[str, Any] | None = None,
-        *,
-        repeatable: bool = True,
-    ) -> Any:
         async def once() -> Any:
             async with self.client.request(method, path, headers=self._headers(), json=payload) as response:
                 await raise_if_rejected(response)
                 return orjson.loads(await response.read())
 
-        return await self._retry(once, path, patience, _Progress(repeatable))
+        return await self._guard(self._retry(once, path, patience, _Progress(repeatable)))
 
     async def invoke(self, path: str, payload: dict[str, Any], patience: Patience) -> Any:
         """Run something with effects exactly once and return its JSON result.

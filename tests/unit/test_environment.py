@@ -284,19 +284,33 @@ def test_secrets_go_to_the_session_and_the_services_key_does_not(
 
 
 def test_a_server_of_the_jobs_own_is_asked_for_nothing_but_the_task(served: Served) -> None:
-    """A short rollout is mostly its session's requests, and a connection a request would be half of those."""
-
     async def body(environment: Environment) -> None:
         served.requests.clear()
-        for _ in range(3):
-            async with environment.session(task()) as session:
-                await session.call("count", {"text": "a"})
-            assert served.sessions == 0
+        async with environment.session(task()) as session:
+            await session.call("count", {"text": "a"})
+        assert served.sessions == 0
 
     within(served.url, body)
-    session = ["/create", "/whodunit/prompt", "/whodunit/task_tools", "/whodunit/call", "/delete"]
-    assert [path for path, _ in served.requests] == session * 3
-    assert len(served.connections) == 1
+    wanted = ["/create", "/whodunit/prompt", "/whodunit/task_tools", "/whodunit/call", "/delete"]
+    assert [path for path, _ in served.requests] == wanted
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_sessions_after_each_other_share_connections(
+    served: Served, monkeypatch: pytest.MonkeyPatch, configured: bool
+) -> None:
+    monkeypatch.setattr(wire, "DRAIN_S", 10.0)
+
+    async def body(environment: Environment) -> None:
+        async def rollout() -> None:
+            async with environment.session(task()) as session:
+                await session.call("pay", {"text": "1"})
+
+        for _ in range(4):
+            await asyncio.gather(*(rollout() for _ in range(8)))
+
+    within(served.url, body, configured=configured)
+    assert len(served.connections) <= 8 + 1  # and the one that asked about the environment
 
 
 def test_private_servers_are_reached_without_proxies(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
