@@ -167,6 +167,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     served.start()
     try:
         await engine_ready(url)
+        os.environ |= {"RAY_worker_niceness": "0"}  # as in a run
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         node_id = ray.nodes()[0]["NodeID"]
         workers = await start_workers(config, placement, [node_id], str(model), run, 0)
