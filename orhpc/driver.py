@@ -214,10 +214,10 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     )
     state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None)
+    phases = Phases()
+    start = bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step, phases)
     try:
-        parts = await run.unless_stopped(
-            bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step)
-        )
+        parts = await run.unless_stopped(start)
     except EnvironmentUnavailable as error:
         if name is not None:
             raise
@@ -226,8 +226,10 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     try:
         load = run.config.checkpoint.load if name is None else None
         folder = run.rundir.checkpoints / str(name) if name else commits.source(Path(load)) if load else None
-        await run.unless_stopped(parts.trainers.restore(folder))
-        await run.unless_stopped(parts.publish(state.step))
+        with phases.timed("restore"):
+            await run.unless_stopped(parts.trainers.restore(folder))
+        with phases.timed("sync"):
+            await run.unless_stopped(parts.publish(state.step))
         saver = Saver(
             run.rundir,
             run.attempt,
@@ -237,7 +239,14 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
             parent=name,
             state=state,
         )
-        run.events.write("ready", step=state.step, steps=run.config.train.steps, **parts.trainers.info)
+        run.events.write(
+            "ready",
+            step=state.step,
+            steps=run.config.train.steps,
+            **parts.trainers.info,
+            seconds=phases.total,
+            phases=phases.seconds,
+        )
         try:
             await train(run, parts, saver)
         except StopRequested:

@@ -25,6 +25,7 @@ from orhpc.rollout.producer import Position, Producer, Taken
 from orhpc.rollout.replay import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rundir import RunDir
+from orhpc.step_metrics import Phases
 from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
@@ -171,9 +172,17 @@ class Parts:
 
 
 async def bring_up(
-    config: Config, placement: Placement, rundir: RunDir, attempt: int, position: Position, version: int
+    config: Config,
+    placement: Placement,
+    rundir: RunDir,
+    attempt: int,
+    position: Position,
+    version: int,
+    phases: Phases,
 ) -> Parts:
     """Start engines, trainers and workers; the trainers' weights are still the base model's.
+
+    ``phases`` is told what each took.
 
     Raises:
         InfraError: a part did not come up.
@@ -189,15 +198,16 @@ async def bring_up(
         producer = ReplayProducer(str(config.train.replay_rollouts))
         return Parts(config, rundir, trainers, None, [], producer)
     # Processes load their libraries for longer than models; memory on shared devices is taken in turn.
+    starting_engines = Engines.start(config, placement, ids, model_dir, folder, key)
+    starting_trainers = Trainers.start(config, placement, ids, model_dir)
+    starting_workers = start_workers(config, placement, ids, model_dir, rundir, attempt)
     engines, (trainers, workers) = await together(
-        Engines.start(config, placement, ids, model_dir, folder, key),
-        together(
-            Trainers.start(config, placement, ids, model_dir),
-            start_workers(config, placement, ids, model_dir, rundir, attempt),
-        ),
+        timed(phases, "engines", starting_engines),
+        together(timed(phases, "trainers", starting_trainers), timed(phases, "workers", starting_workers)),
     )
-    await engines.release()
-    await trainers.build()
+    with phases.timed("model"):
+        await engines.release()
+        await trainers.build()
     await asyncio.gather(*(w.call("connect", engines.urls, key, engines.router_url) for w in workers))
     tasks = await task_sequence(config, workers[0])
     producer = Producer(
@@ -209,6 +219,11 @@ async def bring_up(
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
     )
     return Parts(config, rundir, trainers, engines, workers, producer)
+
+
+async def timed(phases: Phases, name: str, work: Coroutine[Any, Any, A]) -> A:
+    with phases.timed(name):
+        return await work
 
 
 async def together(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:

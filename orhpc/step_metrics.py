@@ -14,7 +14,7 @@ from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary, Waits
 
 
 class Phases:
-    """Wall-clock seconds of each phase of one step."""
+    """Wall-clock seconds of each phase of one step, or of a start, whose phases overlap."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -30,7 +30,7 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """Seconds since the step began."""
+        """Seconds since it began."""
         return time.monotonic() - self._start
 
 

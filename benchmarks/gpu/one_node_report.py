@@ -77,6 +77,8 @@ def case_rows(outcome: Mapping[str, Any], events: Sequence[Event], steps: Sequen
         rows.append(("problem", outcome["problem"]))
     if starts := _starts(outcome, events):
         rows.append(("start to ready, s", starts))
+    if parts := next((e["phases"] for e in events if e["event"] == "ready" and "phases" in e), None):
+        rows.append(("of the first, s", ", ".join(f"{name} {took:.0f}" for name, took in parts.items())))
     if steps:
         warm = _warm(steps)
         rows += _phases(warm) + _rates(outcome, warm) + _weights(warm) + _memory(outcome, steps)

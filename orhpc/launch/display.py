@@ -108,7 +108,9 @@ class Display:
             self.say(f"starting from {start}")
         elif kind == "ready":
             self._status = "ready"
-            self.say(f"ready: {event.get('parameters', 0) / 1e6:.1f} M parameters, step {event['step']}")
+            took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in event["phases"].items())
+            about = f"{event.get('parameters', 0) / 1e6:.1f} M parameters, step {event['step']}"
+            self.say(f"ready after {event['seconds']:.0f} s ({took}): {about}")
 
     def _eta(self) -> float:
         """Seconds left, by the median of recent steps."""

@@ -92,8 +92,7 @@ class TrainerRank:
         join_default_group(self.device, address, port, self.rank, self.world_size, timeout_s)
 
     def build(self) -> dict[str, Any]:
-        """Load the model (collective); return ``parameters``, ``seconds`` and ``world_size``."""
-        started = time.perf_counter()
+        """Load the model (collective); return ``parameters`` and ``world_size``."""
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
             info = self.backend.build()
@@ -102,7 +101,7 @@ class TrainerRank:
             self.backend.prepare_sleep()
         if self.config.checkpoint.save_interval is not None:
             self._snapshot.prepare(self.backend.shards())
-        return {**info, "world_size": self.world_size, "seconds": time.perf_counter() - started}
+        return {**info, "world_size": self.world_size}
 
     def restore(self, folder: str | None) -> None:
         """Continue from a checkpoint that any number of ranks wrote; None: from the model folder.

@@ -41,7 +41,7 @@ def written(folder: Path, outcome: dict[str, Any], events: list[dict[str, Any]])
 
 def test_figures_follow_from_events(tmp_path: Path) -> None:
     events = [
-        {"event": "ready", "time": 140.0, "attempt": 1, "step": 0},
+        {"event": "ready", "time": 140.0, "attempt": 1, "step": 0, "phases": {"engines": 31.4, "sync": 2.6}},
         *(step(n, 1, 150.0 + 5 * n, seconds=99.0 if n < 3 else 10.0) for n in range(1, 5)),
         {"event": "commit", "time": 190.0, "attempt": 1, "step": 4, "bytes": 67e9, "seconds": 9.0},
         {"event": "ready", "time": 330.0, "attempt": 2, "step": 4},
@@ -56,6 +56,7 @@ def test_figures_follow_from_events(tmp_path: Path) -> None:
     assert rows["trainer's largest memory against orhpc plan"] == "76.0 GB, planned 80.0: 0.950"
     assert rows["trainer sleep and wake, all ranks"].startswith("60.0 GB: sleep 1.50 s, 40.0 GB/s")
     assert rows["start to ready, s"] == "40, 30"
+    assert rows["of the first, s"] == "engines 31, sync 3"
     assert rows["checkpoint stall, s"] == "0.25"
     assert rows["SIGTERM to its commit, s"] == "10.0"
     assert rows["same command again to its first new step, s"] == "50.0"
