@@ -112,12 +112,16 @@ class Parts:
         if self.engines is None or not self.engines.shared:
             yield numbers
             return
+        turns = Phases()
         slept = await self.trainers.sleep()
-        await self.engines.resume_serving()
+        with turns.timed("resume"):
+            await self.engines.resume_serving()
         yield numbers
         await self.engines.watch()
-        await self.engines.release()
+        with turns.timed("release"):
+            await self.engines.release()
         woken = await self.trainers.wake()
+        numbers |= {f"seconds_engines_{name}": seconds for name, seconds in turns.seconds.items()}
         if slept and woken:
             numbers |= {
                 "memory_trainer_freed_gb": slept["freed_gb"],

@@ -23,6 +23,7 @@ from orhpc.events import read_events, steps_of
 
 OUTCOMES = "one_node.json"
 WARM = 2
+TURNS = ("trainer_sleep", "engines_resume", "engines_release", "trainer_wake")
 PEAK_FLOPS = {"H100": 989.5e12, "H200": 989.5e12}
 """Dense bfloat16, a second."""
 PUBLISHED = """\
@@ -100,7 +101,7 @@ def _warm(steps: Sequence[Event]) -> Sequence[Event]:
 
 def _turns(step: Event) -> float:
     """Seconds that the two sides took to change places, which the rollout phase includes."""
-    return step.get("seconds_trainer_sleep", 0.0) + step.get("seconds_trainer_wake", 0.0)
+    return sum(step.get(f"seconds_{name}", 0.0) for name in TURNS)
 
 
 def rollout_rate(outcome: Mapping[str, Any]) -> Callable[[Event], float]:
@@ -161,6 +162,10 @@ def _weights(steps: Sequence[Event]) -> list[Row]:
         wake = middle(steps, lambda s: s["seconds_trainer_wake"]) or float("nan")
         note = f"{freed:.1f} GB: sleep {sleep:.2f} s, {freed / sleep:.1f} GB/s; wake {wake:.2f} s, "
         rows.append(("trainer sleep and wake, all ranks", f"{note}{freed / wake:.1f} GB/s"))
+    turns = {name: middle(steps, lambda s, name=name: s.get(f"seconds_{name}")) for name in TURNS}
+    if any(turns.values()):
+        told = ", ".join(f"{name} {took:.2f}" for name, took in turns.items() if took is not None)
+        rows.append(("turns of the two sides, s", told))
     return rows
 
 
