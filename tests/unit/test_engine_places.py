@@ -57,10 +57,13 @@ def test_an_engine_of_two_nodes_is_one_server_with_a_process_on_each() -> None:
             )
 
 
-def test_engines_of_one_node_meet_nobody_and_have_their_own_devices() -> None:
+def test_engines_of_one_node_have_their_own_devices_and_ports() -> None:
     found = parts_of({"nodes": 1, "devices_per_node": 4, "mode": "split", "engine_devices": 2}, tp=1)
     parts = [args[-1] for _, started in found for args in started]
-    assert parts == [EnginePart(devices=(2,)), EnginePart(devices=(3,))]
+    assert parts == [
+        EnginePart(devices=(2,), rendezvous="10.0.0.1:21000"),
+        EnginePart(devices=(3,), rendezvous="10.0.0.1:21001"),
+    ]
 
 
 def test_where_some_devices_are_shared_only_their_engines_take_turns() -> None:
