@@ -36,6 +36,8 @@ import orjson
 import psutil
 from aiohttp import web
 
+from orhpc.config import Config
+from orhpc.config_files import load_config
 from orhpc.ports import free_ports
 
 LAYERS, TOPK, EXPERTS = 2, 8, 128
@@ -125,22 +127,9 @@ async def engine_ready(url: str) -> None:
     raise RuntimeError("the engine did not come up")
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> None:
-    import ray
-    from transformers import AutoTokenizer
-
-    from orhpc.config_files import load_config
-    from orhpc.fleet import start_workers
-    from orhpc.launch.placement import local_node, plan
-    from orhpc.launch.served import ServedEnvironments
-    from orhpc.rollout.producer import Producer
-    from orhpc.rollout.tasks import TaskSequence, TaskStream
-    from orhpc.rundir import RunDir
-
-    model = model_folder(folder, options.model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = answer_ids(tokenizer, options.tokens, tokenizer.eos_token_id)
-    config = load_config(
+def config_of(options: argparse.Namespace) -> Config:
+    """A small run's, of so many rollouts of exactly so many tokens."""
+    return load_config(
         Path(__file__).parent.parent / "configs/tiny.yaml",
         [
             f"rollout.batch_size={options.groups}",
@@ -156,6 +145,23 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             "environments.orhpc/arithmetic.serve_options={max_number: 99}",
         ],
     )
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> None:
+    import ray
+    from transformers import AutoTokenizer
+
+    from orhpc.fleet import start_workers
+    from orhpc.launch.placement import local_node, plan
+    from orhpc.launch.served import ServedEnvironments
+    from orhpc.rollout.producer import Producer
+    from orhpc.rollout.tasks import TaskSequence, TaskStream
+    from orhpc.rundir import RunDir
+
+    model = model_folder(folder, options.model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = answer_ids(tokenizer, options.tokens, tokenizer.eos_token_id)
+    config = config_of(options)
     run = RunDir(folder / "run")
     run.buffer.mkdir(parents=True)
     node = local_node()

@@ -197,8 +197,8 @@ async def bring_up(
     folder = rundir.attempt(attempt)
     key = (folder / "engine.key").read_text().strip()
     if not placement.engines:
-        trainers = await Trainers.start(config, placement, ids, model_dir)
-        await trainers.build()
+        trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
+        await timed(phases, "model", trainers.build())
         producer = ReplayProducer(str(config.train.replay_rollouts))
         return Parts(config, rundir, trainers, None, [], producer)
     # Processes load their libraries for longer than models; memory on shared devices is taken in turn.

@@ -96,7 +96,7 @@ class TrainerRank:
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
             info = self.backend.build()
-        # While engines start: when it is needed, a step would wait for it for seconds.
+        # In the background from now on: made when it is needed, a commit would wait for it for seconds.
         if self.config.placement.shared_devices:
             self.backend.prepare_sleep()
         if self.config.checkpoint.save_interval is not None:

@@ -34,6 +34,7 @@ SHARD_NAME = re.compile(r"trainer\.(\d{5})-of-(\d{5})\.safetensors")
 WRITE_BYTES = 16 << 20
 """Bytes hashed and written at a time."""
 _ALIGNED = 64
+"""Bytes that every tensor's copy begins at a multiple of."""
 
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
