@@ -11,9 +11,10 @@
 # Servers need 75 s to start on a machine that has compiled their kernels, 130 s on a fresh one.
 #
 #   plan      GPUs  s    what it answers
-#   four      4     560  one GPU's experts (80 s, GPU 0), then EP 4 against them (40 s, all four while the
-#                        others' servers start); split on 2 and 3 meanwhile (250 s: bare broadcast, weights
-#                        equal after every sync); protocol suites on 1 (2 x 250 s); mixed on all (200 s)
+#   four      4     560  mismatch on GPU 0 (290 s); on 1 sleep and wake (30 s), FP8 and the speed of experts
+#                        (90 s), one GPU's experts (80 s), a drafter (100 s); on 2 and 3 experts divided and DP
+#                        attention (200 s).  Then on all, beside each other: mixed, experts divided by four in
+#                        trainer and engine (150 s each), and EP 4 against one GPU's experts (40 s)
 #   one       1     560  sleep and wake of small and large tensors (15 s, quiet); sync, sleep and wake of 6 GB
 #                        of experts (moe: 250 s at most); rollouts against SGLang's benchmark, FP8 against
 #                        bf16 (200 s); if a minute is left, sync in FP8
@@ -23,7 +24,8 @@
 #                        processes on it (80 s)
 #   suite     2     250  the suite on tiny experts, on GPU 1: needs no archive but the engine's
 #   pair      2     300  split, mixed, experts divided in trainer and engine, and DP attention (or SECTIONS), of a
-#                        small model, beside each other on both; servers are up after 150 s on a fresh machine
+#                        small model, beside each other on both (or GPUS=0,1,2,3); servers are up after 150 s on
+#                        a fresh machine
 #   unified   2     480  mismatch on GPU 0 (280 s); on GPU 1 sleep and wake (30 s), FP8 and the speed of experts
 #                        (90 s), one_node.py's restart of two layers (250 s)
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
@@ -31,7 +33,7 @@
 #                        on two GPUs LAYERS=8, and more words of it in NODE
 #
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
-#   A  four GPUs: four (660); then one GPU: mismatch, one (2 x 560 + 140 = 1260 held, 844 counted): 1504
+#   A  four GPUs: four, then node on 24 layers, bf16 and fp8 (120 + 560 + 560 + 380 = 1620)
 #      two GPUs: pair, two (120 + 250 + 400 = 770), one GPU: one
 #      two GPUs: pair, unified, node (120 + 300 + 480 + 560 = 1460)
 #   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS
@@ -84,13 +86,16 @@ split() { job split "$1" 325 $CHECK split --deadline {}; }
 megatron() { job "$1" "$2" "$3" tests/gpu/megatron_check.py --seconds {} "${@:4}"; }
 
 four() {
-  split 2,3 & local pair=$!
-  suites 1 & local suites=$!
-  megatron experts 0 150 moe
+  job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R" & local mismatch=$!
+  small 2,3 experts dp & local small=$!
+  job residence 1 90 tests/gpu/residence_check.py
+  megatron speed 1 150 fp8 moe_speed
+  megatron one 1 150 moe
+  small 1 speculative
+  wait $small $mismatch
+  small 0,1,2,3 mixed experts & small=$!
   megatron ep4 0,1,2,3 150 several --cases 9 10
-  wait $pair
-  job mixed 0,1,2,3 325 $CHECK mixed --deadline {}
-  wait $suites
+  wait $small
 }
 one() {
   job residence 0 60 tests/gpu/residence_check.py
@@ -112,14 +117,16 @@ two() {
   wait $mismatch
 }
 suite() { tiny_moe 1; }
-pair() {
-  local each waiting=()
-  for each in ${SECTIONS:-split mixed experts dp}; do
-    job "$each" 0,1 300 $CHECK $each --deadline {} --size small --set engine.extra.disable_decode_cuda_graph=true &
+small() { # GPUS SECTIONS...: of a small model, beside each other
+  local each gpus=$1 waiting=()
+  for each in "${@:2}"; do
+    job "$each-${gpus//,/}" "$gpus" 300 $CHECK $each --deadline {} --size small \
+      --set engine.extra.disable_decode_cuda_graph=true &
     waiting+=($!)
   done
   wait "${waiting[@]}"
 }
+pair() { small "${GPUS:-0,1}" ${SECTIONS:-split mixed experts dp}; }
 unified() {
   job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R" & local mismatch=$!
   job residence 1 90 tests/gpu/residence_check.py

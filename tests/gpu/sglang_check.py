@@ -7,9 +7,9 @@ and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-3
 sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines), ``split``
 (two GPUs: the same by broadcast, from a Megatron trainer, and the broadcast alone), ``mixed`` (four GPUs:
 a Megatron trainer with EP 2 on two of them, one engine beside it, one on the other two; on two GPUs one
-trainer rank), ``experts`` (two GPUs: EP 2 in trainer and engine, taking turns, with routing replay) and
-``dp`` (two GPUs: DP attention and EP 2 in the engine, an FSDP trainer of two ranks), ``speculative`` (one
-GPU: a drafter beside the model).
+trainer rank), ``experts`` (two GPUs: EP 2 in trainer and engine, taking turns, with routing replay; on
+four EP 4) and ``dp`` (two GPUs: DP attention and EP 2 in the engine, an FSDP trainer of two ranks),
+``speculative`` (one GPU: a drafter beside the model).
 Each check prints its own failure; the exit code is the number of failed ones.  Sections in processes of
 their own may run beside each other: ``--after loop:30`` begins when the run ``loop`` has done 30 steps,
 ``--after loop:stopped`` once it has been stopped in the middle.
@@ -235,16 +235,19 @@ def mixed(options: argparse.Namespace) -> list[Row]:
 
 
 def experts(options: argparse.Namespace) -> list[Row]:
-    """Two GPUs, experts divided among them: in the Megatron trainer, and in the engine beside it."""
+    """All GPUs, experts divided among them: in the Megatron trainer, and in the engine beside it."""
+    import torch
+
+    gpus = torch.cuda.device_count()
     return moe(
         options,
-        "experts",
-        "placement.devices_per_node=2",
+        f"experts{gpus}",
+        f"placement.devices_per_node={gpus}",
         "train.backend=megatron",
         "train.routing_replay=true",
-        "megatron.ep=2",
-        "engine.tp=2",
-        "engine.ep=2",
+        f"megatron.ep={gpus}",
+        f"engine.tp={gpus}",
+        f"engine.ep={gpus}",
         layers=3,
     )
 
