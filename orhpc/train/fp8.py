@@ -3,6 +3,7 @@
 A weight ``[N, K]`` becomes e4m3 values and one float32 scale for each 128 x 128 block,
 ``weight_scale_inv`` ``[ceil(N / 128), ceil(K / 128)]`` = amax / 448, with which the values are to be
 multiplied (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; 448 is e4m3's largest value).
+Roundings are those of TransformerEngine's blocks, so that a trainer in FP8 multiplies by the same bytes.
 """
 
 from __future__ import annotations
@@ -144,16 +145,18 @@ def quantise_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tens
     if rows % BLOCK or columns % BLOCK:
         padded = torch.nn.functional.pad(padded, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
     blocks = padded.view(*several, down, BLOCK, across, BLOCK)
-    # A block of zeros needs a scale too; any will do.
-    amax = blocks.abs().amax(dim=(-3, -1)).clamp(min=1e-12)
-    scales = amax / LARGEST
+    amax = blocks.abs().amax(dim=(-3, -1))
+    # TransformerEngine finds what values are multiplied by, and the inverse of that; zeros stay as they are.
+    # Scales as small as would overflow their inverse are no trained weight's.  A number over a tensor would
+    # be rounded twice: torch multiplies by the reciprocal.
+    factor = torch.full_like(amax, LARGEST) / amax.clamp(min=1e-30)
+    factor = torch.where(amax > 0, factor, 1.0)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scales)
-        # frexp's mantissa is 0.5 for a power of two, which is to stay itself.
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
-    scaled = (blocks / scales[..., :, None, :, None]).clamp(-LARGEST, LARGEST)
+        _, exponent = torch.frexp(factor)
+        factor = torch.ldexp(torch.ones_like(factor), exponent - 1)
+    scaled = (blocks * factor[..., :, None, :, None]).clamp(-LARGEST, LARGEST)
     values = scaled.to(torch.float8_e4m3fn).view(*several, down * BLOCK, across * BLOCK)
-    return values[..., :rows, :columns].contiguous(), scales
+    return values[..., :rows, :columns].contiguous(), factor.reciprocal()
 
 
 def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:

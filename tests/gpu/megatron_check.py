@@ -35,6 +35,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from orhpc.devices import VARIABLE, visible_devices  # noqa: E402
 from orhpc.ports import free_ports  # noqa: E402
 from tests.gpu import megatron_kit as kit  # noqa: E402
 from tests.gpu.megatron_kit import Row  # noqa: E402
@@ -107,8 +108,8 @@ def _append(row: Row) -> None:
 def launch(
     gpus: Sequence[int], name: str, *arguments: str, settings: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    visible = ",".join(map(str, gpus))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "4", **(settings or {})}
+    visible = visible_devices(gpus, os.environ)
+    environment = {**os.environ, VARIABLE: visible, "OMP_NUM_THREADS": "4", **(settings or {})}
     with (kit.WORK / f"{name}.log").open("w") as log:
         command = [sys.executable, __file__, *arguments]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -302,12 +302,12 @@ def _one_quantisation() -> Row:
     )
     weight = torch.randn((1152, 1040), device="cuda", dtype=torch.bfloat16) * 0.02
     found = theirs(weight)
-    values, scales = quantise_blocks(weight, power_of_two=False)
+    values, scales = quantise_blocks(weight, power_of_two=power_of_two)
     equal = float((found._rowwise_data == values.view(torch.uint8)).float().mean())
     own = found._rowwise_scale_inv[: scales.shape[0], : scales.shape[1]]
     off = float(((own - scales).abs() / scales).max())
     note = f"{equal:.6f} of the values equal, scales off by {off:.1e}, powers of two {power_of_two}"
-    return Row("fp8: quantised as the engines' weights are", equal > 0.999 and off < 1e-6, note)
+    return Row("fp8: quantised as the engines' weights are", equal == 1 and off == 0, note)
 
 
 def offload() -> Rows:
