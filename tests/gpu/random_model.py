@@ -45,7 +45,9 @@ SMALL: dict[str, Any] = LAYERS_30B | {
     "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
 }  # fmt: skip
 """To try GPUs in little time: kernels compile and weights are compared in seconds."""
-SIZES = {"30b": LAYERS_30B, "small": SMALL, "tiny": TINY}
+DRAFTER: dict[str, Any] = {n: v for n, v in SMALL.items() if "expert" not in n and n != "norm_topk_prob"}
+"""Dense, of the small one's vocabulary: to draft for it."""
+SIZES = {"30b": LAYERS_30B, "small": SMALL, "tiny": TINY, "drafter": DRAFTER}
 POOL = 16_777_259
 """Numbers in the pool: a prime, so that rows of 2048 begin alike only after as many rows."""
 SPREAD = 0.02
@@ -79,10 +81,11 @@ def write_model(folder: Path, layers: int, size: str = "30b", seed: int = 0) -> 
 
 def model_config(layers: int, size: str = "30b", end: int = 0) -> Any:
     """The model's configuration of transformers; ``end`` is the token that ends a turn."""
-    from transformers import Qwen3MoeConfig
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(**SIZES[size], num_hidden_layers=layers, eos_token_id=end, bos_token_id=None)
-    config.architectures = ["Qwen3MoeForCausalLM"]
+    kind = Qwen3MoeConfig if "num_experts" in SIZES[size] else Qwen3Config
+    config = kind(**SIZES[size], num_hidden_layers=layers, eos_token_id=end, bos_token_id=None)
+    config.architectures = [kind.__name__.replace("Config", "ForCausalLM")]
     config.dtype = "bfloat16"
     return config
 
