@@ -209,6 +209,9 @@ def server_environment(config: Config, part: EnginePart) -> dict[str, str]:
     environment["NCCL_CUMEM_ENABLE"] = "0"
     # An idle engine is asked for its health while it sleeps, when it could compute no token.
     environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    # A server that crashes waits for dumps of its GPUs, a minute in which the run could have started it anew.
+    if environment.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     # FP8 kernels for every number of rows up to 16,384 take a quarter of an hour at a first start.
     environment.setdefault("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
     if (config.engine.dtype or config.model.dtype) == "float32":

@@ -36,14 +36,16 @@ class PinnedRoom:
     def prepare(self, size: int) -> None:
         """Begin to make room for so many bytes; :meth:`take` waits for it.  Does nothing on a CPU."""
         if self._device.type == "cuda" and self._preparing is None:
+            # A new thread begins on the process's first device.
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
             self._preparing = threading.Thread(
-                target=self._prepare, args=(size,), name="pinned-memory", daemon=True
+                target=self._prepare, args=(size, index), name="pinned-memory", daemon=True
             )
             self._preparing.start()
 
-    def _prepare(self, size: int) -> None:
+    def _prepare(self, size: int, index: int) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # take() tries again, and its caller is told
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(index)
             self._grow(size)
 
     def take(self, size: int) -> Tensor:

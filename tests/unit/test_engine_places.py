@@ -78,12 +78,18 @@ def test_what_a_server_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch)
         config = Config.model_validate({"model": model, "environments": environments})
         return server_environment(config, EnginePart(devices=(2,)))
 
-    for name in ("CUDA_VISIBLE_DEVICES", "TRITON_F32_DEFAULT", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"):
+    dumps, wanted = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"
+    for name in (
+        "CUDA_VISIBLE_DEVICES", "TRITON_F32_DEFAULT", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP", dumps, wanted,
+    ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     usual = given()
     assert usual["CUDA_VISIBLE_DEVICES"] == "2"
     assert usual["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
+    assert usual[dumps] == "0"
     assert "TRITON_F32_DEFAULT" not in usual
     assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")  # whoever sets it knows better
     assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "tf32x3"
+    monkeypatch.setenv(wanted, "1")  # then there are dumps to wait for
+    assert dumps not in given()

@@ -10,7 +10,7 @@ import torch
 from orhpc.train import pinned
 from orhpc.train.pinned import PinnedRoom
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda")
 
 
 class Maker:
@@ -23,7 +23,9 @@ class Maker:
         self.may_go = threading.Event()
         self.may_go.set()
         monkeypatch.setattr(pinned, "_pinned", self)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        # What torch says of a device without a number it says without any device too.
+        monkeypatch.setattr(torch.cuda, "set_device", torch.cuda._utils._get_device_index)
 
     def __call__(self, size: int, device: torch.device) -> torch.Tensor:
         assert device == CUDA
