@@ -46,27 +46,12 @@ def wrap(chunks: Sequence[Chunk], mcore: TransformerConfig, config: Config) -> l
         )
         # Buckets are for overlap with the backward pass; later chunks' are reduced whole.
         model = DistributedDataParallel(mcore, settings, chunk.model, disable_bucketing=index > 0)
-        sum_in_products(chunk.model)
         wrapped.append(model)
     mcore.finalize_model_grads_func = _finalise
     if config.megatron.overlap:
         no_sync: Any = [model.no_sync for model in wrapped]
         mcore.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
-
-
-def sum_in_products(model: nn.Module, wanted: bool = True) -> None:
-    """Have TransformerEngine's products of weight gradients add to the sums themselves, in float32.
-
-    Otherwise every gradient is rounded to the weights' type, written, and added by a kernel of its own: of
-    experts there are hundreds.  Not set by megatron-core's ``gradient_accumulation_fusion``, which asks its
-    own linear layers for Apex's kernels too; here the only such layer is the head, of which
-    :func:`orhpc.train.head.token_logprobs` computes the gradient.
-    """
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = wanted
 
 
 def _finalise(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
