@@ -19,7 +19,7 @@ from orhpc.algorithm_config import AlgorithmSettings
 from orhpc.config_types import Name, NonNegative, Positive, Seconds, Section
 from orhpc.engine_config import EngineSettings, SamplingSettings
 from orhpc.megatron_config import MegatronSettings
-from orhpc.memory import Layout
+from orhpc.memory import Demand, Layout
 from orhpc.placement_config import PlacementSettings
 from orhpc.precision import Precision, precision_problems
 from orhpc.slurm_config import SlurmSettings
@@ -287,6 +287,22 @@ class Config(Section):
         if self.train.backend == "fsdp":
             return Layout(ranks, sharded=True)
         return Layout(ranks, tp=m.tp, pp=m.pp, cp=m.cp, ep=m.ep, etp=m.etp)
+
+    @property
+    def trainer_demand(self) -> Demand:
+        """What is asked of a trainer rank's memory."""
+        train, longest = self.train, self.rollout.max_total_tokens
+        # A rollout longer than the budget gets a micro-batch of its own.
+        tokens = max(train.max_tokens_per_gpu * self.ranks_per_sequence, longest)
+        return Demand(
+            tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
+            element_bytes={"bfloat16": 2, "float32": 4}[self.model.dtype],
+            recompute=train.gradient_checkpointing,
+            logits_rows=train.logprob_chunk_tokens,
+            reference=self.algorithm.use_kl_loss,
+            micro_batches=-(-train.global_batch_size // self.data_ranks),
+            offloaded=self.megatron.offload_optimizer if train.backend == "megatron" else 0.0,
+        )
 
     @property
     def ranks_per_sequence(self) -> int:

@@ -150,10 +150,15 @@ class TrainerMemory:
 
 def trainer_memory(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
     """Bytes on the fullest rank of a layout that :func:`check_layout` accepts."""
+    found = [rank_memory(shape, layout, demand, stage) for stage in range(layout.pp)]
+    return max(found, key=lambda memory: memory.total)
+
+
+def rank_memory(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
+    """Bytes on every rank of one pipeline stage."""
     if layout.sharded:
         return _fsdp(shape, layout, demand)
-    found = [_megatron_stage(shape, layout, demand, stage) for stage in range(layout.pp)]
-    return max(found, key=lambda memory: memory.total)
+    return _megatron_stage(shape, layout, demand, stage)
 
 
 def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:

@@ -83,7 +83,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     shape = read_shape(find_model(config.model.path, config.model.revision))
     layout = config.trainer_layout
     check_layout(shape, layout, p.devices_per_node)
-    demand = _demand(config)
+    demand = config.trainer_demand
     nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
     return RunPlan(
         config=config,
@@ -93,23 +93,6 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         trainer=trainer_memory(shape, layout, demand),
         device_bytes=int(device_gib * GIB) if p.device == "cuda" else None,
         placement=plan(config, nodes),
-    )
-
-
-def _demand(config: Config) -> Demand:
-    train = config.train
-    longest = config.rollout.max_total_tokens
-    # A rollout longer than the budget gets a micro-batch of its own.
-    budget = train.max_tokens_per_gpu * config.ranks_per_sequence
-    tokens = max(budget, longest) if train.dynamic_batch else train.micro_batch_size * longest
-    return Demand(
-        tokens=tokens,
-        element_bytes=_bytes(config.model.dtype),
-        recompute=train.gradient_checkpointing,
-        logits_rows=train.logprob_chunk_tokens,
-        reference=config.algorithm.use_kl_loss,
-        micro_batches=-(-train.global_batch_size // config.data_ranks),
-        offloaded=config.megatron.offload_optimizer if train.backend == "megatron" else 0.0,
     )
 
 

@@ -31,7 +31,7 @@ from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, r
 from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
-from orhpc.train.residence import memory
+from orhpc.train.residence import asleep_bytes, memory
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
 from orhpc.train.weight_sender import BucketStage, WeightSender
@@ -90,6 +90,8 @@ class TrainerRank:
         if self._one_device:
             torch.cuda.set_device(0)
         join_default_group(self.device, address, port, self.rank, self.world_size, timeout_s)
+        if self.config.placement.shared_devices:  # while the engines start
+            self.backend.prepare_sleep(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 
     def build(self) -> dict[str, Any]:
         """Load the model (collective); return ``parameters`` and ``world_size``."""
@@ -97,8 +99,6 @@ class TrainerRank:
         with typed_failures("the model could not be built"):
             info = self.backend.build()
         # In the background from now on: made when it is needed, a commit would wait for it for seconds.
-        if self.config.placement.shared_devices:
-            self.backend.prepare_sleep()
         if self.config.checkpoint.save_interval is not None:
             self._snapshot.prepare(self.backend.shards())
         return {**info, "world_size": self.world_size}

@@ -224,8 +224,11 @@ class Backend(Protocol):
         """Take up a state whose tensors have been written into :meth:`shards`."""
         ...
 
-    def prepare_sleep(self) -> None:
-        """Begin to make the host memory that :meth:`sleep` takes; nothing where there is no device."""
+    def prepare_sleep(self, size: int) -> None:
+        """Begin to make the host memory that :meth:`sleep` takes, about so many bytes; before ``build``.
+
+        Nothing where there is no device.
+        """
         ...
 
     def sleep(self) -> int:

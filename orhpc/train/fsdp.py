@@ -283,8 +283,8 @@ class FsdpBackend:
 
     # --- memory -------------------------------------------------------------------------------
 
-    def prepare_sleep(self) -> None:
-        self._residence.prepare(self._resharded())
+    def prepare_sleep(self, size: int) -> None:
+        self._residence.prepare(size)
 
     def sleep(self) -> int:
         """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""

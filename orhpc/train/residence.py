@@ -6,12 +6,18 @@ import ctypes
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from orhpc.megatron_config import RankPlace
+from orhpc.memory import rank_memory
+from orhpc.models import read_shape
 from orhpc.train.pinned import PinnedRoom
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
 
 _ALIGNED = 512
 """CUDA's caching allocator hands out multiples of so many bytes."""
@@ -19,6 +25,9 @@ _SMALL = 1 << 20
 """Up to here it takes memory from segments for small tensors."""
 _SEGMENT = 2 << 20
 """It asks the driver for multiples of so many bytes."""
+_PADDING = 0.01
+_MORE = 64 << 20
+"""Padding of buffers and of the vocabulary, beyond what is planned: a share, and of small models so much."""
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -32,6 +41,14 @@ def memory(device: torch.device) -> dict[str, float]:
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     return {"own_bytes": float(own), "other_bytes": float(total - free - own)}
+
+
+def asleep_bytes(config: Config, model_dir: str, rank: int, ranks: int) -> int:
+    """Host memory of a sleeping rank, before it has loaded anything: a little more than is planned for it."""
+    megatron = config.train.backend == "megatron"
+    stage = RankPlace.of(rank, ranks, config.megatron).pp if megatron else 0
+    planned = rank_memory(read_shape(model_dir), config.trainer_layout, config.trainer_demand, stage)
+    return round(planned.kept * (1 + _PADDING)) + _MORE
 
 
 def start_peak(device: torch.device) -> None:
@@ -84,10 +101,9 @@ class Residence:
     def asleep(self) -> bool:
         return bool(self._blocks)
 
-    def prepare(self, kept: Iterable[Tensor]) -> None:
-        """Begin to make room on the host for what :meth:`sleep` will be given."""
-        sizes = {_key(t): t.untyped_storage().nbytes() for t in kept}
-        self._room.prepare(sum(_rounded(size) for size in sizes.values()))
+    def prepare(self, size: int) -> None:
+        """Begin to make room on the host for so many bytes; what :meth:`sleep` needs beyond is made there."""
+        self._room.prepare(size)
 
     def sleep(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> int:
         """Give the device memory of the tensors back; return its bytes.

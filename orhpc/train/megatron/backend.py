@@ -25,6 +25,7 @@ from orhpc.train.hf_mapping import HfMapping, Target
 from orhpc.train.hf_stream import HfFolder
 from orhpc.train.megatron.export import Exporter
 from orhpc.train.megatron.families import build_of
+from orhpc.train.megatron.leftovers import Leftovers
 from orhpc.train.megatron.model import (
     Chunk,
     build_chunks,
@@ -98,6 +99,7 @@ class MegatronBackend:
             frozen = [chunk.model for chunk in self._chunks(shape, folder, trained=False)]
             self._models += frozen
             self._reference = self._pipeline(frozen, shape)
+        self._leftovers = Leftovers(self._models)
         self._targets = self._parameter_targets(chunks)
         self._no_metrics = self._metrics_of_nothing()
         return {"parameters": shape.parameters}
@@ -226,11 +228,12 @@ class MegatronBackend:
 
     # --- memory -------------------------------------------------------------------------------
 
-    def prepare_sleep(self) -> None:
-        self._residence.prepare(self._kept())
+    def prepare_sleep(self, size: int) -> None:
+        self._residence.prepare(size)
 
     def sleep(self) -> int:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
+        self._leftovers.drop()
         if self.device.type == "cpu" or self._residence.asleep:
             return 0
         return self._residence.sleep(self._kept(), self.optimiser.gradient_buffers())
@@ -245,7 +248,7 @@ class MegatronBackend:
 
     def close(self) -> None:
         self.__dict__.pop("_residence", None)
-        for name in ("_policy", "_reference", "optimiser", "_exporter", "_targets", "_models"):
+        for name in ("_policy", "_reference", "optimiser", "_exporter", "_targets", "_models", "_leftovers"):
             self.__dict__.pop(name, None)
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()

@@ -1,0 +1,80 @@
+"""What a Megatron trainer lets go of before it sleeps, and how much of it then lies on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orhpc.memory import rank_memory
+from orhpc.models import read_shape
+from orhpc.train.actor import TrainerRank
+from orhpc.train.residence import asleep_bytes
+from tests.megatron.kit import Case, case_config, planned, save_model
+from tests.trainer_kit import make_samples, run_ranks
+
+
+def _two_steps(rank: int, world: int, port: int, folder: str, sleeps: bool) -> dict[str, Any]:
+    """Body of the one rank: a step, sleep or none, another step."""
+    from tests.megatron import shim
+
+    shim.install()
+    config = case_config(Case("qwen3-moe", dtype="bfloat16"), world)
+    trainer = TrainerRank(config, folder, rank, world, 1)
+    trainer.connect("127.0.0.1", port, 60)
+    trainer.build()
+    backend: Any = trainer.backend
+    dispatchers = [m.token_dispatcher for m in backend._models[0].modules() if hasattr(m, "token_dispatcher")]
+    built = _tensors(dispatchers)
+    steps = [trainer.step([planned(make_samples(8), 1)], step=0)]
+    held = _tensors(dispatchers)
+    if sleeps:
+        backend.sleep()
+    left = _tensors(dispatchers)
+    steps.append(trainer.step([planned(make_samples(8, seed=1), 1)], step=1))
+    # On a GPU all of it is kept; here nothing lies on a device.
+    state = [t for held in backend.optimiser.held() for t in held.tensors.values()]
+    tensors = [*state, *(p.detach() for p in backend._models[0].parameters())]
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    shape = read_shape(folder)
+    plan = rank_memory(shape, config.trainer_layout, config.trainer_demand, 0).kept
+    trainer.close()
+    times = ("seconds", "tokens_per_s")
+    numbers = [{n: v for n, v in step.items() if not any(t in n for t in times)} for step in steps]
+    asleep = asleep_bytes(config, folder, rank, world)
+    return {
+        "steps": numbers, "built": built, "held": held, "left": left, "kept": sum(kept.values()),
+        "plan": (plan, asleep),
+    }  # fmt: skip
+
+
+def _tensors(owners: list[Any]) -> list[int]:
+    """How many tensors each holds."""
+    return [sum(isinstance(v, torch.Tensor) for v in vars(owner).values()) for owner in owners]
+
+
+@pytest.mark.slow
+def test_nothing_of_the_last_micro_batch_is_held_asleep_and_the_next_step_is_the_same(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3-moe")
+    awake, slept = (run_ranks(_two_steps, 1, str(tmp_path), sleeps)[0] for sleeps in (False, True))
+    assert awake["left"] == awake["held"] == slept["held"]
+    assert all(held > built for held, built in zip(slept["held"], slept["built"], strict=True))
+    assert slept["left"] == slept["built"]
+    assert slept["steps"] == awake["steps"]
+    plan, asleep = slept["plan"]
+    # The vocabulary of so small a model is padded by more than a percent.
+    assert plan <= slept["kept"] <= asleep
+    assert slept["kept"] < 1.2 * plan
+
+
+def test_a_rank_of_a_pipeline_prepares_for_its_own_stage(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3")
+    config = case_config(Case("qwen3", {"pp": 2}), 2)
+    stages = [
+        rank_memory(read_shape(tmp_path), config.trainer_layout, config.trainer_demand, i) for i in (0, 1)
+    ]
+    first, last = (asleep_bytes(config, str(tmp_path), rank, 2) for rank in (0, 1))
+    assert first - last == pytest.approx(1.01 * (stages[0].kept - stages[1].kept), abs=2)
+    assert first != last
