@@ -125,6 +125,7 @@ class Parts:
         if slept and woken:
             numbers |= {
                 "memory_trainer_freed_gb": slept["freed_gb"],
+                "memory_trainer_moved_gb": slept["moved_gb"],
                 "memory_trainer_left_gb": slept["left_gb"],
                 "memory_engines_left_gb": woken["others_gb"],
                 "seconds_trainer_sleep": slept["seconds"],

@@ -156,12 +156,12 @@ def _weights(steps: Sequence[Event]) -> list[Row]:
         rate = size / seconds / 1e9
         note = f"{size / 1e9:.2f} GB in {seconds:.2f} s (gather {gather:.2f}): {rate:.1f} GB/s"
         rows.append(("weight sync", note))
-    freed = middle(steps, lambda s: s.get("memory_trainer_freed_gb"))
-    if freed:
+    moved = middle(steps, lambda s: s.get("memory_trainer_moved_gb"))
+    if moved:
         sleep = middle(steps, lambda s: s["seconds_trainer_sleep"]) or float("nan")
         wake = middle(steps, lambda s: s["seconds_trainer_wake"]) or float("nan")
-        note = f"{freed:.1f} GB: sleep {sleep:.2f} s, {freed / sleep:.1f} GB/s; wake {wake:.2f} s, "
-        rows.append(("trainer sleep and wake, all ranks", f"{note}{freed / wake:.1f} GB/s"))
+        note = f"{moved:.1f} GB: sleep {sleep:.2f} s, {moved / sleep:.1f} GB/s; wake {wake:.2f} s, "
+        rows.append(("trainer sleep and wake, all ranks", f"{note}{moved / wake:.1f} GB/s"))
     turns = {name: middle(steps, lambda s, name=name: s.get(f"seconds_{name}")) for name in TURNS}
     if any(turns.values()):
         told = ", ".join(f"{name} {took:.2f}" for name, took in turns.items() if took is not None)

@@ -108,7 +108,7 @@ class Trainers:
             return False
 
     async def sleep(self) -> dict[str, float]:
-        """Move everything to host memory; returns ``freed_gb``, ``left_gb`` and ``seconds``.
+        """Move everything to host memory; returns ``freed_gb``, ``moved_gb``, ``left_gb``, ``seconds``.
 
         Of memory the sum over ranks, of time the slowest rank's; nothing on CPUs.
         """
@@ -117,6 +117,7 @@ class Trainers:
             return {}
         return {
             "freed_gb": sum(r["freed_bytes"] for r in slept) / 1e9,
+            "moved_gb": sum(r["moved_bytes"] for r in slept) / 1e9,
             "left_gb": sum(r["own_bytes"] for r in slept) / 1e9,
             "seconds": max(r["seconds"] for r in slept),
         }

@@ -372,11 +372,11 @@ class TrainerRank:
     def sleep(self) -> dict[str, float]:
         """Move everything to host memory; return :func:`orhpc.train.residence.memory` after it.
 
-        ``freed_bytes`` and ``seconds`` come with it; on a CPU nothing is moved.
+        ``freed_bytes``, ``moved_bytes`` and ``seconds`` come with it; on a CPU nothing is moved.
         """
         started = time.perf_counter()
-        freed = self.backend.sleep()
-        return {**memory(self.device), "freed_bytes": freed, "seconds": time.perf_counter() - started}
+        slept = self.backend.sleep()
+        return {**memory(self.device), **slept._asdict(), "seconds": time.perf_counter() - started}
 
     def wake(self) -> dict[str, float]:
         """Undo :meth:`sleep`; return ``seconds`` and the memory in use before it, while the engines sleep."""

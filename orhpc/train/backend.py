@@ -18,6 +18,7 @@ from torch import Tensor
 from orhpc.train.batch import PackedBatch
 from orhpc.train.fp8 import choose_scales
 from orhpc.train.grpo import LossInputs, MetricSums
+from orhpc.train.residence import Slept
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -231,8 +232,8 @@ class Backend(Protocol):
         """
         ...
 
-    def sleep(self) -> int:
-        """Move everything to host memory; return the device bytes freed (0 where there is no device)."""
+    def sleep(self) -> Slept:
+        """Move everything to host memory; zeros where there is no device."""
         ...
 
     def wake(self) -> None:

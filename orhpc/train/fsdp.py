@@ -40,7 +40,7 @@ from orhpc.train.model import (
 )
 from orhpc.train.optim import Optimiser, local
 from orhpc.train.replay import RouterReplay
-from orhpc.train.residence import Residence
+from orhpc.train.residence import Residence, Slept
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -286,10 +286,10 @@ class FsdpBackend:
     def prepare_sleep(self, size: int) -> None:
         self._residence.prepare(size)
 
-    def sleep(self) -> int:
+    def sleep(self) -> Slept:
         """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
         if self.device.type == "cpu" or self._residence.asleep:
-            return 0
+            return Slept()
         return self._residence.sleep(self._resharded())
 
     def _resharded(self) -> list[Tensor]:

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,14 @@ def peak_gb(device: torch.device) -> dict[str, float]:
     return {"memory_trainer_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
 
 
+class Slept(NamedTuple):
+    """Bytes of the device."""
+
+    freed_bytes: int = 0
+    moved_bytes: int = 0
+    """Of these, what lies on the host; the rest was given up."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """The memory behind some tensors, and its place in the host's buffer."""
@@ -105,8 +113,8 @@ class Residence:
         """Begin to make room on the host for so many bytes; what :meth:`sleep` needs beyond is made there."""
         self._room.prepare(size)
 
-    def sleep(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> int:
-        """Give the device memory of the tensors back; return its bytes.
+    def sleep(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> Slept:
+        """Give the device memory of the tensors back.
 
         ``dropped``: tensors whose content may be lost.
         """
@@ -126,7 +134,7 @@ class Residence:
             storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return sum(size for _, size in released)
+        return Slept(sum(size for _, size in released), sum(b.size for b in self._blocks.values()))
 
     def wake(self) -> None:
         """Take device memory again and bring everything back into it; what was dropped is uninitialised."""

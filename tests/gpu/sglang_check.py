@@ -183,11 +183,11 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
          f"gradient norm {last.get('grad_norm', 0):.3g}"),
         (f"{name}, sync", True, f"{gb:.2f} GB in {plain:.2f} s, {gb / plain:.1f} GB/s; {phases}"),
     ]  # fmt: skip
-    if "memory_trainer_freed_gb" in last:
-        freed = last["memory_trainer_freed_gb"]
-        down, up = freed / last["seconds_trainer_sleep"], freed / last["seconds_trainer_wake"]
+    if "memory_trainer_moved_gb" in last:
+        moved = last["memory_trainer_moved_gb"]
+        down, up = moved / last["seconds_trainer_sleep"], moved / last["seconds_trainer_wake"]
         memory = {k: round(v, 2) for k, v in last.items() if k.startswith("memory_")}
-        speeds = f"{freed:.1f} GB: {down:.1f} GB/s down, {up:.1f} GB/s up; {memory}"
+        speeds = f"{moved:.1f} GB: {down:.1f} GB/s down, {up:.1f} GB/s up; {memory}"
         rows.append((f"{name}, sleep and wake", True, speeds))
     return rows
 

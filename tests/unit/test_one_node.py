@@ -26,7 +26,7 @@ def step(number: int, attempt: int, at: float, **more: Any) -> dict[str, Any]:
         "phases": {"rollout": 6.0, "update": 3.0, "sync": 0.5, "checkpoint": 0.25},
         "response_tokens": 80_000.0, "response_length_mean": 256.0, "total_tokens": 96_000.0,
         "seconds_total": 2.5, "seconds_update": 2.0, "seconds_optimiser": 0.25, "seconds_fetch": 0.125,
-        "seconds_trainer_sleep": 1.5, "seconds_trainer_wake": 0.5, "memory_trainer_freed_gb": 60.0,
+        "seconds_trainer_sleep": 1.5, "seconds_trainer_wake": 0.5, "memory_trainer_moved_gb": 60.0,
         "memory_trainer_peak_gb": 76.0, "sync_bytes": 61e9, "sync_seconds_total": 4.0,
         "sync_seconds_gather": 3.0, "rollout_kl": 7.5e-4, **more,
     }  # fmt: skip

@@ -24,8 +24,9 @@ def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times
         views = [t[1:, ::2] for t in tensors]
         wanted = [t.clone() for t in (*tensors, *views)]
         dropped = torch.ones(100)
-        freed = residence.sleep([*tensors, *views], [dropped])
-        assert freed == sum(t.numel() * t.element_size() for t in tensors) + 400
+        slept = residence.sleep([*tensors, *views], [dropped])
+        assert slept.moved_bytes == sum(t.numel() * t.element_size() for t in tensors)
+        assert slept.freed_bytes == slept.moved_bytes + 400
         assert residence.asleep == any(t.numel() for t in tensors)
         assert dropped.untyped_storage().nbytes() == 0
         for tensor, was in zip((*tensors, *views), wanted, strict=True):

@@ -41,7 +41,7 @@ from orhpc.train.megatron.replay import StageReplay, refuse_dense
 from orhpc.train.megatron.schedule import Head, Pipeline
 from orhpc.train.megatron.state import state_shards
 from orhpc.train.model import DTYPES, load_model_config, logit_scaling_of
-from orhpc.train.residence import Residence
+from orhpc.train.residence import Residence, Slept
 from orhpc.train.stopping import MESSAGE
 
 if TYPE_CHECKING:
@@ -231,11 +231,11 @@ class MegatronBackend:
     def prepare_sleep(self, size: int) -> None:
         self._residence.prepare(size)
 
-    def sleep(self) -> int:
+    def sleep(self) -> Slept:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
         self._leftovers.drop()
         if self.device.type == "cpu" or self._residence.asleep:
-            return 0
+            return Slept()
         return self._residence.sleep(self._kept(), self.optimiser.gradient_buffers())
 
     def _kept(self) -> list[Tensor]:
