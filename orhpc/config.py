@@ -205,6 +205,10 @@ class TrainSettings(Section):
     """Folder of a rollout record (``RUN/rollouts``): train from it, without engines."""
     deterministic: bool = False
     """Refuse kernels whose result may differ between two runs."""
+    profile_steps: list[Positive] = Field(default_factory=list)
+    """Steps whose updates are traced by torch's profiler, into ``RUN/profiles/step_N``; slows them."""
+    profile_ranks: list[NonNegative] = Field(default_factory=lambda: [0])
+    """Trainer ranks that write a trace."""
 
 
 class CheckpointSettings(Section):
@@ -367,6 +371,8 @@ def _contradictions(c: Config) -> list[str]:
         problems.append("engine.sync: ipc needs every engine on the trainers' devices; use auto")
     if c.engine.sync == "broadcast" and c.placement.shared_devices and c.placement.device == "cuda":
         problems.append("engine.sync: broadcast cannot reach engines on the trainers' devices; use auto")
+    if any(rank >= c.placement.trainer_ranks for rank in c.train.profile_ranks):
+        problems.append(f"train.profile_ranks: ranks are 0 to {c.placement.trainer_ranks - 1}")
     if c.train.backend == "megatron":
         problems += c.megatron.problems(c.placement.trainer_ranks)
     elif c.megatron != MegatronSettings():

@@ -28,6 +28,7 @@ MAY_CHANGE_ON_RESUME = (
     "checkpoint.*",
     "evaluation.*",
     "wandb.*",
+    "alarms.*",
     "slurm.*",
     "environments.*.url",
     "environments.*.replicas",
@@ -45,6 +46,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.gradient_checkpointing",
     "train.logprob_chunk_tokens",
     "train.replay_rollouts",
+    "train.profile_*",
     *(f"megatron.{n}" for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "offload_optimizer")),
     "megatron.recompute*",
 )

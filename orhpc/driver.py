@@ -158,7 +158,9 @@ async def update(run: Run, parts: Parts, plan: BatchPlan, state: State) -> dict[
         log.warning("step %d has nothing to train on", state.step + 1)
         return {"skipped": 1.0}
     try:
-        return await parts.trainers.step(plan, state.step, run.stop_requested)
+        number = state.step + 1
+        traces = run.rundir.profile_of(number) if number in run.config.train.profile_steps else None
+        return await parts.trainers.step(plan, state.step, run.stop_requested, traces)
     except NonFinite as error:
         if run.events.last_step_skipped:
             raise

@@ -72,6 +72,9 @@ class RunDir:
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step}"
 
+    def profile_of(self, step: int) -> Path:
+        return self.path / "profiles" / f"step_{step}"
+
     def attempt(self, number: int) -> Path:
         return self.attempts / f"{number:03d}"
 

@@ -75,14 +75,23 @@ class Trainers:
         await self.all("restore", str(folder) if folder else None)
 
     async def step(
-        self, plan: BatchPlan, step: int, stop: Callable[[], bool] = lambda: False
+        self,
+        plan: BatchPlan,
+        step: int,
+        stop: Callable[[], bool] = lambda: False,
+        traces: Path | None = None,
     ) -> dict[str, float]:
         """All mini-batches of a step; metrics are already reduced over the ranks.
+
+        ``traces``: folder for what its time goes into, on the ranks that are profiled.
 
         Raises:
             StopRequested: ``stop`` became true before the first optimiser step.
         """
-        stepping = asyncio.ensure_future(self.all("step", ray.put(plan.minibatches), step=step))
+        folder = str(traces or "")
+        stepping = asyncio.ensure_future(
+            self.all("step", ray.put(plan.minibatches), step=step, traces=folder)
+        )
         while not (await asyncio.wait([stepping], timeout=POLL_S))[0]:
             if stop():
                 control = self.ranks[0].request_stop.options(concurrency_group=_CONTROL)

@@ -34,6 +34,7 @@ from orhpc.train.groups import join_default_group, typed_failures
 from orhpc.train.residence import asleep_bytes, memory
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
+from orhpc.train.trace import traced
 from orhpc.train.weight_sender import BucketStage, WeightSender
 from orhpc.train.weights import BucketSpec, for_wire, plan_buckets, quantised
 from orhpc.types import MiniBatch
@@ -129,7 +130,7 @@ class TrainerRank:
 
     # --- training -----------------------------------------------------------------------------
 
-    def step(self, minibatches: Sequence[MiniBatch], *, step: int) -> dict[str, float]:
+    def step(self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "") -> dict[str, float]:
         """Train on this rank's micro-batches of all mini-batches (collective).
 
         First the log-probabilities that must come from the parameters at the start of the step,
@@ -137,10 +138,10 @@ class TrainerRank:
         ``loss``, ``grad_norm``, ``lr``, ``clip_fraction``, ``entropy``, ``kl``,
         ``logprob_diff_mean`` and ``_max`` (train against rollout), ``tokens``, ``seconds_*`` (the
         slowest rank's), on GPUs ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
-        InfraError, DataError.
+        InfraError, DataError.  ``traces``: folder for what the profiled ranks' time goes into; empty: none.
         """
         report = StepReport(self.device)
-        with typed_failures(f"step {step}"), self._counting_steps():
+        with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):
                 # Past the first optimiser step the state belongs to no version: finish the step.

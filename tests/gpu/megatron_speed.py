@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from orhpc.train.trace import covered
 from tests.gpu import megatron_kit as kit
 from tests.gpu.megatron_kit import Row, Rows
 
@@ -87,15 +88,6 @@ def profiled(name: str, trainer: Any, minibatch: Any) -> Row:
         spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
     for kernel in sorted(took, key=lambda n: -took[n])[:SHOWN]:
         print(f"   {took[kernel] * 1e3:9.2f} ms {count[kernel]:6} x {kernel[:130]}", flush=True)
-    busy = _covered(spans)
+    busy = covered(spans)
     note = f"GPU at work {busy:.3f} of {seconds:.3f} s, {len(spans)} kernels of {len(took)} names"
     return Row(f"{name}: profile of a step", busy > 0, note)
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

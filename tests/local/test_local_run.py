@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     root = tmp_path_factory.mktemp("finished")
     overrides = [f"train.steps={STEPS}", "secrets.openai_api_key=null", "evaluation.interval=3"]
     overrides += ["evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
+    overrides += ["train.profile_steps=[2]"]
     result = kit.run(root, *overrides, env=SECRET)
     assert result.returncode == 0, result.stdout + result.stderr
     return RunDir(root / "tiny")
@@ -46,6 +48,13 @@ def test_a_run_reports_every_step_and_commits(finished: RunDir) -> None:
     assert [e["step"] for e in events if e["event"] == "evaluation"] == [0, 3, 6]
     assert events[-1]["event"] == "finished"
     assert finished.lineage()[0].step == STEPS
+
+
+def test_a_profiled_step_tells_what_its_time_went_into(finished: RunDir) -> None:
+    assert [p.name for p in (finished.path / "profiles").iterdir()] == ["step_2"]
+    assert "aten::mm" in (finished.profile_of(2) / "rank_000.txt").read_text()
+    with gzip.open(finished.profile_of(2) / "rank_000.json.gz") as file:
+        assert any(event["name"] == "aten::mm" for event in json.load(file)["traceEvents"])
 
 
 def test_engine_and_trainer_agree_on_log_probabilities(finished: RunDir) -> None:
