@@ -35,7 +35,7 @@ class PinnedRoom:
 
     def prepare(self, size: int) -> None:
         """Begin to make room for so many bytes; :meth:`take` waits for it.  Does nothing on a CPU."""
-        if self._device.type == "cuda" and self._preparing is None:
+        if size and self._device.type == "cuda" and self._preparing is None:
             # A new thread begins on the process's first device.
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             self._preparing = threading.Thread(

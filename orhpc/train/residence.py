@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from orhpc.errors import ModelError
 from orhpc.megatron_config import RankPlace
 from orhpc.memory import rank_memory
 from orhpc.models import read_shape
@@ -44,10 +45,17 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def asleep_bytes(config: Config, model_dir: str, rank: int, ranks: int) -> int:
-    """Host memory of a sleeping rank, before it has loaded anything: a little more than is planned for it."""
+    """Host memory of a sleeping rank, before it has loaded anything: a little more than is planned for it.
+
+    0 for a family that nothing is planned of, and that FSDP may train all the same.
+    """
+    try:
+        shape = read_shape(model_dir)
+    except ModelError:
+        return 0
     megatron = config.train.backend == "megatron"
     stage = RankPlace.of(rank, ranks, config.megatron).pp if megatron else 0
-    planned = rank_memory(read_shape(model_dir), config.trainer_layout, config.trainer_demand, stage)
+    planned = rank_memory(shape, config.trainer_layout, config.trainer_demand, stage)
     return round(planned.kept * (1 + _PADDING)) + _MORE
 
 

@@ -78,3 +78,9 @@ def test_a_rank_of_a_pipeline_prepares_for_its_own_stage(tmp_path: Path) -> None
     first, last = (asleep_bytes(config, str(tmp_path), rank, 2) for rank in (0, 1))
     assert first - last == pytest.approx(1.01 * (stages[0].kept - stages[1].kept), abs=2)
     assert first != last
+
+
+def test_of_a_family_without_a_plan_nothing_is_prepared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    config = case_config(Case("qwen3"), 1, "fsdp")
+    assert asleep_bytes(config, str(tmp_path), 0, 1) == 0
