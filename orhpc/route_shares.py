@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from orhpc.config import Config
+from orhpc.megatron_config import RankPlace
 from orhpc.memory import stage_layers
 from orhpc.models import read_shape
+from orhpc.routes import RouteShare
 
 
 def route_layers(config: Config, model_dir: str) -> list[list[int]]:
@@ -17,3 +19,14 @@ def route_layers(config: Config, model_dir: str) -> list[list[int]]:
     pipelined = config.train.backend == "megatron"
     cuts = stage_layers(shape, m.pp, m.vpp) if pipelined else stage_layers(shape, 1, 1)
     return [sorted(layers) for layers in cuts]
+
+
+def route_share(config: Config, model_dir: str, rank: int, ranks: int) -> RouteShare | None:
+    """What one trainer rank fetches of every rollout's expert routes; null: none."""
+    if not config.routes_wanted:
+        return None
+    by_stage = route_layers(config, model_dir)
+    if len(by_stage) == 1:
+        return RouteShare()
+    stage = RankPlace.of(rank, ranks, config.megatron).pp
+    return RouteShare(stage, tuple(by_stage[stage]))

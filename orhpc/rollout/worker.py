@@ -9,7 +9,6 @@ the job; once a step has used it, :meth:`RolloutWorker.record` moves it to the s
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from orhpc.collector import leave_loaded
 from orhpc.config import Config
 from orhpc.errors import BadTask, InfraError
 from orhpc.record import RolloutFile, record_path, write_rollouts
@@ -87,9 +87,7 @@ class RolloutWorker:
                 rollout=self._config.rollout,
                 url=self._environment_urls.get(name),
             )
-        # The libraries loaded by now stay: a full collection would walk them, a second for all rollouts.
-        gc.collect()
-        gc.freeze()
+        leave_loaded()
 
     async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
         """Engines to send requests to, all of the run's, and the router before them if there is one."""

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orhpc.collector import leave_loaded, take_back
 from orhpc.config import Config
 from orhpc.devices import VARIABLE, visible_devices
 from orhpc.engine_config import SYNC_BUCKETS
 from orhpc.errors import CheckpointError, NonFinite, WeightSyncFailed
-from orhpc.megatron_config import RankPlace
-from orhpc.route_shares import route_layers
-from orhpc.routes import RouteShare
+from orhpc.route_shares import route_share
 from orhpc.train.backend import Batches, Role, TrainingBatch, Update, make_backend
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, rng_state, set_rng_state
@@ -68,7 +67,8 @@ class TrainerRank:
         self.threads = threads
         self.device = torch.device(config.placement.device)
         self.backend = make_backend(config, model_dir, rank, world_size)
-        self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=self._route_share())
+        routes = route_share(config, model_dir, rank, world_size)
+        self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes)
         self._snapshot = Snapshot(self.device)
         self._save: BackgroundSave | None = None
         self._sender: WeightSender | None = None
@@ -102,6 +102,7 @@ class TrainerRank:
         # In the background from now on: made when it is needed, a commit would wait for it for seconds.
         if self.config.checkpoint.save_interval is not None:
             self._snapshot.prepare(self.backend.shards())
+        leave_loaded()
         return {**info, "world_size": self.world_size}
 
     def restore(self, folder: str | None) -> None:
@@ -117,16 +118,6 @@ class TrainerRank:
         self.backend.set_progress(reader.progress)
         set_rng_state(reader.progress["rng"])
         self._whole_at = self._optimiser_steps()
-
-    def _route_share(self) -> RouteShare | None:
-        """What this rank fetches of every rollout's expert routes."""
-        if not self.config.routes_wanted:
-            return None
-        by_stage = route_layers(self.config, self.model_dir)
-        if len(by_stage) == 1:
-            return RouteShare()
-        stage = RankPlace.of(self.rank, self.world_size, self.config.megatron).pp
-        return RouteShare(stage, tuple(by_stage[stage]))
 
     # --- training -----------------------------------------------------------------------------
 
@@ -396,3 +387,4 @@ class TrainerRank:
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.backend.close()
+            take_back()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 import pydantic
 
+from orhpc.collector import leave_loaded
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.rollout.environments import BUNDLED
 
@@ -102,9 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, json.JSONDecodeError, TypeError, ValueError) as error:
         print(f"orhpc: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    # What is loaded by now stays: a full collection would walk all of it, while every session waits.
-    gc.collect()
-    gc.freeze()
+    leave_loaded()
     server.run(host=arguments.host, port=arguments.port)
     return 0
 
