@@ -64,6 +64,8 @@ class Parts:
         await self._heal()
         await self.engines.pause()
         await self.engines.resume_weights()
+        if self.engines.pool.down():  # what was lost on the way
+            await self.engines.resume_weights_of(await self._heal())
         sync = WeightSync(self.trainers, self.engines, self.rundir.path / "exchange")
         try:
             report = await sync.send(version)

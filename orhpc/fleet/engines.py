@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
 from orhpc.engine_config import SHARED_MEMORY, SYNC_BUCKETS
-from orhpc.errors import EngineUnavailable, RayLost
+from orhpc.errors import EngineUnavailable, InfraError, RayLost
 from orhpc.fleet.actors import call, call_all, spawn
 from orhpc.launch.placement import EnginePlace, Placement
 from orhpc.ports import free_ports
-from orhpc.rollout.client import EnginePool
+from orhpc.rollout.client import EngineClient, EnginePool
 from orhpc.rollout.engine import EngineProcess
 from orhpc.rollout.sglang_command import EnginePart
 from orhpc.rollout.sglang_router import RouterProcess, router_wanted
 
+log = logging.getLogger(__name__)
 SLEEP_TAGS = ("kv_cache", "weights", "cuda_graph")
 """What an engine gives back while it sleeps."""
 SERVE_TAGS = ("kv_cache", "cuda_graph")
@@ -190,30 +192,49 @@ class Engines:
         They end their requests first, and keep new ones waiting until :meth:`resume_serving`.
         """
         await self._drain(self.shared)
-        await self.pool.each(lambda c: c.release_memory_occupation(SLEEP_TAGS), self.shared)
+        await self._each(lambda c: c.release_memory_occupation(SLEEP_TAGS), self.shared)
 
     async def resume_weights(self) -> None:
-        await self.pool.each(lambda c: c.resume_memory_occupation(["weights"]), self.shared)
+        await self._each(lambda c: c.resume_memory_occupation(["weights"]), self.shared)
 
     async def resume_weights_of(self, urls: Sequence[str]) -> None:
         """Likewise of those that were started anew meanwhile."""
         again = [url for url in urls if url in self.shared]
-        await self.pool.each(lambda c: c.resume_memory_occupation(["weights"]), again)
+        await self._each(lambda c: c.resume_memory_occupation(["weights"]), again)
 
     async def resume_serving(self) -> None:
-        await self.pool.each(lambda c: c.resume_memory_occupation(SERVE_TAGS), self.shared)
-        await self.pool.each(lambda c: c.continue_generation(), self.shared)
+        await self._each(lambda c: c.resume_memory_occupation(SERVE_TAGS), self.shared)
+        await self._each(lambda c: c.continue_generation(), self.shared)
 
     async def pause(self) -> None:
         """Engines with devices of their own end their requests and hold new ones, for a sync."""
         await self._drain(self.apart)
 
     async def go_on(self) -> None:
-        await self.pool.each(lambda c: c.continue_generation(), self.apart)
+        await self._each(lambda c: c.continue_generation(), self.apart)
 
     async def _drain(self, urls: Sequence[str]) -> None:
-        await self.pool.each(lambda c: c.pause_generation("abort"), urls)
-        await self.pool.each(lambda c: c.flush_cache(), urls)
+        await self._each(lambda c: c.pause_generation("abort"), urls)
+        await self._each(lambda c: c.flush_cache(), urls)
+
+    async def _each(self, what: Callable[[EngineClient], Awaitable[Any]], urls: Sequence[str]) -> None:
+        """Bring those of these engines that are up into another state.
+
+        One that fails is in neither state, and is ended: the others take over its requests, and :meth:`heal`
+        starts it again before the next sync.
+
+        Raises:
+            InfraError: no engine is left.
+        """
+        before = self.pool.down().keys()
+        try:
+            await self.pool.each(what, urls)
+        except InfraError as error:
+            down = self.pool.down().keys()
+            if len(down) == len(self.urls):
+                raise
+            log.error("%s; the run goes on without this engine until the next sync", error)
+            await asyncio.gather(*(self._end(self._engines[self.urls.index(url)]) for url in down - before))
 
     async def _end(self, engine: Engine) -> None:
         await asyncio.gather(

@@ -1,0 +1,137 @@
+"""An engine that fails while all are brought into another state: the others go on, and it is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from orhpc.config import Config
+from orhpc.errors import EngineUnavailable
+from orhpc.fleet.engines import Engine, Engines
+from orhpc.launch.placement import Node, plan
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every call as SGLang's control calls do, until ``fails_at`` cuts the connection."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails_at = ""
+        super().__init__(("127.0.0.1", 0), Handler)
+        Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server: Any = self.server
+        path = self.path.partition("?")[0]
+        server.calls.append(path)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if path == server.fails_at:
+            self.close_connection = True
+            return
+        body = json.dumps({"success": True}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    found = [Server(), Server()]
+    yield found
+    for server in found:
+        server.shutdown()
+        server.server_close()
+
+
+class Watched(Engines):
+    """Says which engines were ended; there is no process behind them."""
+
+    async def _end(self, engine: Engine) -> None:
+        self.ended.append(engine.url)
+
+    ended: list[str]
+
+
+def engines_at(servers: list[Server], mode: dict[str, Any]) -> Watched:
+    placement = {"device": "cpu", "devices_per_node": 2, **mode}
+    environments = {"a/b": {"serve": "letters"}}
+    config = Config.model_validate(
+        {"placement": placement, "engine": {"backend": "cpu", "tp": 1}, "environments": environments}
+    )
+    placed = plan(config, (Node("n0", "127.0.0.1", 2),))
+    engines = [Engine(place, s.url, []) for place, s in zip(placed.engines, servers, strict=True)]
+    found = Watched(engines, placed, config, "key")
+    found.ended = []
+    return found
+
+
+CALLS = {
+    "release": ["/pause_generation", "/flush_cache", "/release_memory_occupation"],
+    "resume_weights": ["/resume_memory_occupation"],
+    "resume_serving": ["/resume_memory_occupation", "/continue_generation"],
+}
+
+
+@pytest.mark.parametrize(("method", "path"), [(m, path) for m, paths in CALLS.items() for path in paths])
+def test_the_others_go_on_and_the_one_that_failed_is_ended(
+    servers: list[Server], method: str, path: str
+) -> None:
+    async def run() -> None:
+        engines = engines_at(servers, {})
+        assert engines.shared == [s.url for s in servers]
+        servers[1].fails_at = path
+        await getattr(engines, method)()
+        assert engines.ended == [servers[1].url]
+        assert list(engines.pool.down()) == [servers[1].url]
+        assert servers[0].calls == CALLS[method]
+        # It takes no part in what follows.
+        servers[1].calls.clear()
+        await engines.resume_weights()
+        assert engines.ended == [servers[1].url]
+        assert [c for c in servers[1].calls if "memory" in c] == []
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_without_an_engine_left_the_run_starts_its_parts_anew(servers: list[Server]) -> None:
+    async def run() -> None:
+        engines = engines_at(servers, {})
+        for server in servers:
+            server.fails_at = "/resume_memory_occupation"
+        with pytest.raises(EngineUnavailable, match="resume_memory_occupation"):
+            await engines.resume_serving()
+        assert engines.ended == []
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_with_devices_of_its_own_may_be_lost_after_a_sync(servers: list[Server]) -> None:
+    async def run() -> None:
+        engines = engines_at(servers, {"mode": "mixed", "trainer_devices": 1, "engine_devices": 2})
+        assert (engines.shared, engines.apart) == ([servers[0].url], [servers[1].url])
+        servers[1].fails_at = "/continue_generation"
+        await engines.go_on()
+        assert engines.ended == [servers[1].url]
+        await engines.pause()  # nobody is left to be paused, and one serves
+        assert servers[0].calls == []
+        await engines.close()
+
+    asyncio.run(run())
