@@ -24,6 +24,7 @@ from orhpc.train.fetch import load_batch
 from orhpc.train.fsdp import FsdpBackend
 from orhpc.train.groups import join_default_group
 from orhpc.train.optim import learning_rate
+from orhpc.train.residence import Slept
 from orhpc.types import MicroBatch, Sample
 from tests.trainer_kit import (
     free_port,
@@ -361,7 +362,7 @@ def test_two_runs_are_bit_equal(folders: dict[str, str]) -> None:
 def test_sleep_on_a_cpu_frees_nothing_and_says_so(folders: dict[str, str]) -> None:
     backend = built(make_config(), folders["llama"])
     before = [s.tensor.data_ptr() for s in backend.shards()]
-    assert backend.sleep() == 0
+    assert backend.sleep() == Slept()
     backend.wake()
     assert [s.tensor.data_ptr() for s in backend.shards()] == before
 
