@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -215,7 +216,8 @@ def _value(step: Event, metric: str, log_scale: bool) -> float | None:
 
 
 def _axis(value: float, chart: Chart) -> str:
-    return f"{10**value:.2g}" if chart.log_scale else f"{value:.3g}"
+    # The axis reaches a little beyond its values, and may so pass the largest number there is.
+    return f"{10 ** min(value, sys.float_info.max_10_exp):.2g}" if chart.log_scale else f"{value:.3g}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

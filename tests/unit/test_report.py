@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orhpc.alarms import AlarmSettings, raised
@@ -66,6 +66,7 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     assert "No step is done yet" in page(run)
 
 
+@example([3.8e293], True)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=20), st.booleans())
 def test_every_point_lies_inside_the_chart(values: list[float], log_scale: bool) -> None:
     steps = [
