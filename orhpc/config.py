@@ -19,7 +19,7 @@ from orhpc.algorithm_config import AlgorithmSettings
 from orhpc.config_types import Name, NonNegative, Positive, Seconds, Section
 from orhpc.engine_config import EngineSettings, SamplingSettings
 from orhpc.megatron_config import MegatronSettings
-from orhpc.memory import Demand, Layout
+from orhpc.memory import ELEMENT_BYTES, Demand, Layout
 from orhpc.placement_config import PlacementSettings
 from orhpc.precision import Precision, precision_problems
 from orhpc.slurm_config import SlurmSettings
@@ -300,7 +300,7 @@ class Config(Section):
         tokens = max(train.max_tokens_per_gpu * self.ranks_per_sequence, longest)
         return Demand(
             tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
-            element_bytes={"bfloat16": 2, "float32": 4}[self.model.dtype],
+            element_bytes=ELEMENT_BYTES[self.model.dtype],
             recompute=train.gradient_checkpointing,
             logits_rows=train.logprob_chunk_tokens,
             reference=self.algorithm.use_kl_loss,

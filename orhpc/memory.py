@@ -18,6 +18,8 @@ GIB = 1 << 30
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
 """Adam's two moments of one element, float32."""
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+"""Of one weight, by ``model.dtype``."""
 OFFLOADED_BYTES = MASTER_BYTES + MOMENT_BYTES + 4
 """Of one offloaded element in host memory: megatron-core keeps a copy of its gradient there too."""
 RESERVED_BYTES = 3 * GIB

@@ -243,7 +243,7 @@ def run_case(case: Case, options: argparse.Namespace, outcome: Outcome, until: f
         stop_at = None
     if code != 0:
         keep_failure(case, options, runs)
-    for found in runs.glob("profiles/step_*/rank_*"):  # --set train.profile_steps=[3]
+    for found in runs.glob("profiles/step_*/rank_*.txt"):  # traces are large; --set train.profile_steps=[3]
         shutil.copy(found, options.out / f"{case.name}-{found.parent.name}-{found.name}")
     shutil.rmtree(runs, ignore_errors=True)
 

@@ -15,6 +15,7 @@ from orhpc.launch.prepare import run_directory
 from orhpc.launch.slurm import lead_and_why
 from orhpc.megatron_config import group_spans
 from orhpc.memory import (
+    ELEMENT_BYTES,
     GIB,
     MASTER_BYTES,
     MOMENT_BYTES,
@@ -50,7 +51,7 @@ class RunPlan:
     @property
     def engine_weights(self) -> int:
         """Bytes of the model's weights on one device of an engine."""
-        return -(-self.shape.parameters * _bytes(self.config.engine.dtype or self._dtype) // self.tp)
+        return -(-self.shape.parameters * ELEMENT_BYTES[self.config.engine.dtype or self._dtype] // self.tp)
 
     @property
     def _dtype(self) -> str:
@@ -62,7 +63,7 @@ class RunPlan:
 
     @property
     def kv_token(self) -> int:
-        return self.shape.kv_cache_bytes(_bytes(self.config.engine.dtype or self._dtype), self.tp)
+        return self.shape.kv_cache_bytes(ELEMENT_BYTES[self.config.engine.dtype or self._dtype], self.tp)
 
     @property
     def kv_tokens(self) -> int | None:
@@ -94,10 +95,6 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         device_bytes=int(device_gib * GIB) if p.device == "cuda" else None,
         placement=plan(config, nodes),
     )
-
-
-def _bytes(dtype: str) -> int:
-    return {"bfloat16": 2, "float32": 4}[dtype]
 
 
 def check_fit(run: RunPlan) -> None:
