@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 VOCABULARY_MULTIPLE = 8
 """Rows of a rank's part of the embedding are a multiple of it, for the matrix units' sake."""
+
+GROUPED_GEMM = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+"""Where it is 1 TransformerEngine multiplies by all experts of a layer in one kernel, on Hopper in bfloat16:
+to launch one an expert is what a step waits for.  Whoever sets it decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +200,7 @@ def build_chunks(
     build: Build, mcore: TransformerConfig, shape: ModelShape, m: MegatronSettings, device: torch.device
 ) -> list[Chunk]:
     """Build this rank's part of the model, its weights still without values."""
+    os.environ.setdefault(GROUPED_GEMM, "1")
     chunks: list[Chunk] = []
     for index, part in enumerate(own_parts(shape, m)):
         vp_stage = index if m.vpp > 1 else None
