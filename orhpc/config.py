@@ -305,7 +305,9 @@ class Config(Section):
             logits_rows=train.logprob_chunk_tokens,
             reference=self.algorithm.use_kl_loss,
             micro_batches=-(-train.global_batch_size // self.data_ranks),
-            offloaded=self.megatron.offload_optimizer if train.backend == "megatron" else 0.0,
+            offloaded=self.megatron.offload_optimizer,
+            moment_bytes=self.megatron.moment_bytes,
+            fp8=self.precision == "fp8",
         )
 
     @property
@@ -375,6 +377,7 @@ def _contradictions(c: Config) -> list[str]:
         problems.append(f"train.profile_ranks: ranks are 0 to {c.placement.trainer_ranks - 1}")
     if c.train.backend == "megatron":
         problems += c.megatron.problems(c.placement.trainer_ranks)
+        problems += c.megatron.moment_problems(c.train.adam_beta2, c.model.dtype)
     elif c.megatron != MegatronSettings():
         problems.append("megatron: has settings, but train.backend is not megatron")
     problems += precision_problems(c)

@@ -48,6 +48,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.replay_rollouts",
     "train.profile_*",
     *(f"megatron.{n}" for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "offload_optimizer")),
+    "megatron.moments_dtype",
     "megatron.recompute*",
 )
 """Settings that a resumed run may have other values of than it started with."""

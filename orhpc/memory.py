@@ -22,6 +22,9 @@ ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 """Of one weight, by ``model.dtype``."""
 OFFLOADED_BYTES = MASTER_BYTES + MOMENT_BYTES + 4
 """Of one offloaded element in host memory: megatron-core keeps a copy of its gradient there too."""
+QUANTISED_BYTES = 2
+"""Of one weight in FP8: TransformerEngine keeps its rows and its columns from one micro-batch to the next."""
+QUANTISED_PARTS = ("attention", "latent", "mlp", "shared", "expert")
 RESERVED_BYTES = 3 * GIB
 """Device memory that no tensor gets: the CUDA context, communication buffers, fragmentation."""
 
@@ -117,6 +120,10 @@ class Demand:
     """Of one mini-batch and rank: bounds what a pipeline holds at a time."""
     offloaded: float = 0.0
     """Share of the optimiser's state that lies in host memory (Megatron)."""
+    moment_bytes: int = MOMENT_BYTES
+    """Of both moments of one parameter (Megatron)."""
+    fp8: bool = False
+    """Whether the trainer computes in FP8 (Megatron)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,8 @@ class TrainerMemory:
     weights: int
     gradients: int
     optimiser: int
+    quantised: int
+    """Weights in FP8, beside those that are trained (Megatron)."""
     gathered: int
     """Whole weights and gradients of the layers at work (FSDP)."""
     reference: int
@@ -178,6 +187,7 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
         weights=_up(MASTER_BYTES * size, ranks),
         gradients=_up(MASTER_BYTES * size, ranks),
         optimiser=_up(MOMENT_BYTES * size, ranks),
+        quantised=0,
         gathered=gathered,
         reference=_up(element * size, ranks) if demand.reference else 0,
         activations=kept + layer,
@@ -193,10 +203,12 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
     last = stage == layout.pp - 1
     held = [t for i in layers for t in shape.layer_tensors(i)]
     held += [t for t in outer if _on_stage(t, stage == 0, last, shape.tied)]
-    experts = sum(_up(t.elements * t.copies, layout.share(t)) for t in held if t.part == "expert")
-    dense = sum(_up(t.elements, layout.share(t)) for t in held if t.part not in ("expert", "bias"))
+    sizes = [(t.part, _up(t.elements * t.copies, layout.share(t))) for t in held if t.part != "bias"]
+    experts = sum(size for part, size in sizes if part == "expert")
+    dense = sum(size for _, size in sizes) - experts
+    quantised = sum(size for part, size in sizes if part in QUANTISED_PARTS) if demand.fp8 else 0
     here, element = experts + dense, demand.element_bytes
-    per_element = MASTER_BYTES + MOMENT_BYTES
+    per_element = MASTER_BYTES + demand.moment_bytes
     optimiser = _up(per_element * dense, layout.dense_copies)
     optimiser += _up(per_element * experts, layout.expert_copies)
     waiting = min(layout.pp - stage, demand.micro_batches)
@@ -205,6 +217,7 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
         weights=element * here,
         gradients=MASTER_BYTES * here,
         optimiser=round(optimiser * (1 - demand.offloaded)),
+        quantised=QUANTISED_BYTES * quantised,
         gathered=0,
         reference=element * here if demand.reference else 0,
         activations=kept + layer,

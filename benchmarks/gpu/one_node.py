@@ -49,6 +49,7 @@ from tests.gpu.random_model import model_config, write_model  # noqa: E402
 from tests.gpu.sglang_check import KERNELS  # noqa: E402
 
 COLOCATED, SPLIT = "configs/qwen3-30b-a3b-node.yaml", "configs/qwen3-30b-a3b-node-split.yaml"
+COLOCATED_ON_FOUR = "configs/qwen3-30b-a3b-node-of-four.yaml"
 PROMPT_TOKENS = 256
 """Room for the prompt: the environment's are about 100 bytes."""
 GRAPHS = [1, 8, 32, 64, 128, 256]
@@ -110,6 +111,7 @@ def cases(options: argparse.Namespace) -> dict[str, Case]:
     steps, half = options.steps, max(1, options.gpus // 2)
     cut = min(options.cut_layers, options.layers)
     colocated = layout(options, options.gpus, options.gpus)
+    config = COLOCATED_ON_FOUR if options.gpus == 4 and options.device == "cuda" else COLOCATED
     split = (
         *layout(options, half, options.gpus - half), f"placement.trainer_devices={half}",
         f"megatron.offload_optimizer={options.offload if options.device == 'cuda' else 0}",
@@ -117,13 +119,13 @@ def cases(options: argparse.Namespace) -> dict[str, Case]:
     every = max(1, steps // 2)
     saving = (f"checkpoint.save_interval={every}", "checkpoint.keep=1")
     found = [
-        Case("bf16", COLOCATED, options.layers, (*colocated, f"train.steps={steps}")),
-        Case("fp8", COLOCATED, options.layers, (*colocated, f"train.steps={steps}", "precision=fp8")),
+        Case("bf16", config, options.layers, (*colocated, f"train.steps={steps}")),
+        Case("fp8", config, options.layers, (*colocated, f"train.steps={steps}", "precision=fp8")),
         Case("split", SPLIT, options.layers, (*split, f"train.steps={steps}")),
-        Case("restart", COLOCATED, cut, (*colocated, f"train.steps={steps}", *saving), stop_at=every + 1),
+        Case("restart", config, cut, (*colocated, f"train.steps={steps}", *saving), stop_at=every + 1),
         Case(
             "plain",
-            COLOCATED,
+            config,
             options.layers,
             (*colocated, f"train.steps={min(steps, 3)}", "train.routing_replay=false"),
         ),

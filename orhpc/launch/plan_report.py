@@ -18,7 +18,6 @@ from orhpc.memory import (
     ELEMENT_BYTES,
     GIB,
     MASTER_BYTES,
-    MOMENT_BYTES,
     RESERVED_BYTES,
     Demand,
     Layout,
@@ -208,7 +207,7 @@ def offloaded_bytes(run: RunPlan) -> int:
 
 def commit_bytes(run: RunPlan) -> int:
     """Host memory of one node for the copy of its ranks' state that a commit is written from."""
-    state = run.shape.parameters * (MASTER_BYTES + MOMENT_BYTES)
+    state = run.shape.parameters * (MASTER_BYTES + run.demand.moment_bytes)
     return -(-state * _ranks_of_a_node(run) // run.layout.ranks)
 
 

@@ -27,9 +27,8 @@
 #                        a fresh machine
 #   unified   2     480  mismatch on GPU 0 (280 s); on GPU 1 sleep and wake (30 s), FP8 and the speed of experts
 #                        (90 s), one_node.py's restart of two layers (250 s)
-#   tune      4     560  sleep and wake on all four at once (30 s); a step of the experts' layers with its gradients
-#                        summed two ways (60 s); then one_node.py's bf16 on 24 layers, profiled (200 s), and with
-#                        NODE, if there is time (150 s)
+#   checks    4     120  moments in bfloat16, FP8 asleep, ways to multiply by experts; sleep and wake of all four
+#                        GPUs at once
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
 #                        on two GPUs LAYERS=8, and more words of it in NODE
@@ -136,15 +135,17 @@ unified() {
     --set engine.extra.max_total_tokens=131072
   wait $mismatch
 }
-tune() {
+checks() {
   local gpu waiting=()
+  megatron speed 0 90 moe_speed & waiting+=($!)
+  megatron optimiser 1 90 optimiser & waiting+=($!)
+  megatron fp8 2 90 fp8 & waiting+=($!)
+  wait "${waiting[@]}"
+  waiting=()
   for gpu in 0 1 2 3; do
     job "residence-$gpu" $gpu 90 tests/gpu/residence_check.py & waiting+=($!)
   done
   wait "${waiting[@]}"
-  megatron speed 0 90 moe_speed
-  GPUS=4 LAYERS=24 STEPS=4 CASES=bf16 NODE="--set engine.ep=2 --set train.profile_steps=[3]" node
-  [ -z "${NODE:-}" ] || GPUS=4 LAYERS=24 STEPS=4 CASES=bf16 R=$R/tuned node
 }
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}
@@ -153,7 +154,7 @@ node() {
 }
 
 case $PLAN in
-  four | one | mismatch | two | suite | pair | unified | tune | node) ;;
+  four | one | mismatch | two | suite | pair | unified | checks | node) ;;
   *) echo "no plan $PLAN" >&2; exit 2 ;;
 esac
 (while sleep 15; do pack; done) & PACKER=$!

@@ -285,7 +285,25 @@ def fp8() -> Rows:
     kit.close(trainer)
     note = f"mean {mean:.4f} largest {most:.3f} off float32 (bf16 {floor:.4f}), gradient norm {norm:.3f}"
     yield Row("fp8: blockwise", floor < mean < 0.2 and norm > 0, note)
+    yield _fp8_asleep(folder, kit.planned(samples, 1))
     yield _one_quantisation()
+
+
+def _fp8_asleep(folder: Path, minibatch: Any) -> Row:
+    """What lies on the device between two steps that sleep parts, and the second step's norm either way."""
+    held, norms = {}, []
+    for sleeps in (False, True):
+        trainer = kit.start(kit.make_config(precision="fp8"), folder)
+        trainer.step([minibatch], step=0)
+        if sleeps:
+            held["awake"] = torch.cuda.memory_allocated()
+            trainer.backend.sleep()
+            held["asleep"] = torch.cuda.memory_allocated()
+            trainer.backend.wake()
+        norms.append(trainer.step([minibatch], step=1)["grad_norm"])
+        kit.close(trainer)
+    note = f"{held['awake'] / 1e6:.1f} MB awake, {held['asleep'] / 1e6:.1f} asleep; gradient norms {norms}"
+    return Row("fp8: asleep", held["asleep"] < 0.05 * held["awake"] and norms[0] == norms[1], note)
 
 
 def _one_quantisation() -> Row:
@@ -310,39 +328,49 @@ def _one_quantisation() -> Row:
     return Row("fp8: quantised as the engines' weights are", equal == 1 and off == 0, note)
 
 
-def offload() -> Rows:
-    """Optimiser state in host memory: the same steps, the memory that it gives back, and going on from it."""
+VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
+    "all on the device": ({}, 0.0),
+    "half in host memory": ({"offload_optimizer": 0.5}, 6.0),
+    "all in host memory": ({"offload_optimizer": 1.0}, 12.0),
+    "moments in bfloat16": ({"moments_dtype": "bfloat16"}, 4.0),
+}
+"""Of the optimiser's state: settings, and bytes of a parameter that the device is spared."""
+
+
+def optimiser() -> Rows:
+    """Optimiser state elsewhere or smaller: the same steps, the memory that it gives back, and going on."""
     content = {**kit.SMALL, "hidden_size": 2048, "model_type": "llama"}
-    folder = kit.make_folder("offload", content, "cuda")
+    folder = kit.make_folder("optimiser", content, "cuda")
     minibatch = kit.planned(kit.make_samples(kit.SHORT, content["vocab_size"]), 1)
-    norms: dict[float, list[float]] = {}
-    held: dict[float, float] = {}
-    resumed: dict[float, list[str]] = {}
-    weights = 0
-    for share in (0.0, 0.5, 1.0):
-        config = kit.make_config(megatron={"offload_optimizer": share}, train={"lr": 1e-3})
+    plain: list[float] = []
+    most = 0
+    for name, (settings, spared) in VARIANTS.items():
+        config = kit.make_config(megatron=settings, train={"lr": 1e-3, "adam_beta2": 0.95})
         trainer = kit.start(config, folder)
-        norms[share] = [trainer.step([minibatch], step=i)["grad_norm"] for i in range(2)]
-        held[share] = torch.cuda.memory_allocated()
+        norms = [trainer.step([minibatch], step=i)["grad_norm"] for i in range(2)]
+        held = torch.cuda.memory_allocated()
         weights = sum(math.prod(shape) for shape in trainer.backend.parameter_shapes().values())
         left = _left_behind(trainer)
-        norms[share] += [trainer.step([minibatch], step=i)["grad_norm"] for i in (2, 3)]
+        trainer.backend.sleep()
+        trainer.backend.wake()
+        norms += [trainer.step([minibatch], step=i)["grad_norm"] for i in (2, 3)]
         kit.close(trainer)
+        plain, most = plain or norms, most or held
         trainer = kit.start(config, folder)
-        resumed[share] = _taken_up(trainer, left)
+        wrong = _taken_up(trainer, left)[:2]
         again = [trainer.step([minibatch], step=i)["grad_norm"] for i in (2, 3)]
-        if any(abs(b / a - 1) > 1e-3 for a, b in zip(norms[share][2:], again, strict=True)):
-            resumed[share].append(f"gradient norms {again} instead of {norms[share][2:]}")
+        if any(abs(b / a - 1) > 1e-3 for a, b in zip(norms[2:], again, strict=True)):
+            wrong.append(f"gradient norms {again} instead of {norms[2:]}")
         kit.close(trainer)
-    for share in (0.5, 1.0):
-        off = max(abs(b / a - 1) for a, b in zip(norms[0.0], norms[share], strict=True))
-        saved = (held[0.0] - held[share]) / (12 * weights)
-        note = f"gradient norms off by {off:.4f} over 4 steps, {saved:.2f} of master weights and moments gone"
-        moved = abs(norms[0.0][3] / norms[0.0][0] - 1)
-        right = off < 0.02 < moved and abs(saved - share) < 0.1
-        yield Row(f"offload: {share:g} of the optimiser", right, note + f" (norms move by {moved:.2f})")
-    wrong = {share: found[:2] for share, found in resumed.items() if found}
-    yield Row("offload: taken up by a new trainer", not wrong, f"differences: {wrong or 'none'}")
+        off = max(abs(b / a - 1) for a, b in zip(plain, norms, strict=True))
+        moved, bytes_spared = abs(plain[3] / plain[0] - 1), (most - held) / weights
+        right = off < 0.02 < moved and abs(bytes_spared - spared) < 0.1 * 12
+        yield Row(
+            f"optimiser: {name}", right,
+            f"gradient norms off by {off:.4f} over 4 steps that move them by {moved:.2f}; "
+            f"{bytes_spared:.2f} bytes a parameter spared, {spared:g} expected",
+        )  # fmt: skip
+        yield Row(f"optimiser: {name}, taken up", not wrong, f"differences: {wrong or 'none'}")
 
 
 def _left_behind(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
@@ -370,7 +398,7 @@ CHECKS: dict[str, Callable[[], Rows]] = {
     "moe": moe,
     "moe_speed": moe_speed,
     "fp8": fp8,
-    "offload": offload,
+    "optimiser": optimiser,
     "families0": partial(families, 0),
     "families1": partial(families, 1),
 }

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from orhpc.memory import rank_memory
 from orhpc.models import read_shape
 from orhpc.train.actor import TrainerRank
+from orhpc.train.megatron.leftovers import Leftovers
 from orhpc.train.residence import asleep_bytes
 from tests.megatron.kit import Case, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks
@@ -67,6 +69,19 @@ def test_nothing_of_the_last_micro_batch_is_held_asleep_and_the_next_step_is_the
     # The vocabulary of so small a model is padded by more than a percent.
     assert plan <= slept["kept"] <= asleep
     assert slept["kept"] < 1.2 * plan
+
+
+def test_quantised_weights_are_dropped_and_nothing_else_of_a_layer() -> None:
+    """TransformerEngine's modules have them in a dictionary from their start."""
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    cache: dict[str, torch.Tensor] = {}
+    layers[0]._fp8_workspaces = cache  # type: ignore[assignment]
+    leftovers = Leftovers(layers)
+    cache["weight"] = torch.ones(2, 2)
+    leftovers.drop()
+    assert cache == {}
+    assert layers[0]._fp8_workspaces is cache
+    assert [len(list(layer.parameters())) for layer in layers] == [2, 2]
 
 
 def test_a_rank_of_a_pipeline_prepares_for_its_own_stage(tmp_path: Path) -> None:

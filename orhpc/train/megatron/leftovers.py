@@ -13,15 +13,17 @@ class Leftovers:
 
     The dispatchers of experts keep their maps from tokens to experts until the next micro-batch, and rotary
     positions are cached by length.  That is a few hundred megabytes, but each lies in a segment of memory
-    of its own, which could then not be given back whole.
+    of its own, which could then not be given back whole.  In FP8 TransformerEngine keeps its quantised
+    weights, as many bytes as the weights have, until the next step's first micro-batch quantises anew.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         """Of models that have not computed anything yet."""
-        modules: list[Any] = [module for model in models for module in model.modules()]
-        dispatchers = [getattr(module, "token_dispatcher", None) for module in modules]
+        modules: list[Any] = [m for model in models for m in model.modules()]
+        dispatchers = [getattr(m, "token_dispatcher", None) for m in modules]
         self._dispatchers = [(d, dict(vars(d))) for d in dispatchers if d is not None]
-        forwards = {type(module).forward for module in modules}
+        forwards = {type(m).forward for m in modules}
+        self._quantised = [q for m in modules if isinstance(q := getattr(m, "_fp8_workspaces", None), dict)]
         self._caches = [forward for forward in forwards if hasattr(forward, "cache_clear")]
 
     def drop(self) -> None:
@@ -33,5 +35,7 @@ class Leftovers:
                         setattr(dispatcher, name, before[name])
                     else:
                         delattr(dispatcher, name)
+        for weights in self._quantised:
+            weights.clear()
         for forward in self._caches:
             forward.cache_clear()

@@ -2,11 +2,15 @@
 
 Gradients are summed in float32 and scattered over the ranks that hold the same part of the model,
 while the backward pass goes on; each rank keeps master weights and moments of its share only.
+
+Master weights belong to megatron-core, or with moments in bfloat16 to TransformerEngine's FusedAdam, or
+with an optimiser in host memory to the one that divides the parameters between host and device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +27,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from orhpc.errors import NonFinite
+from orhpc.errors import ConfigError, NonFinite
 from orhpc.train.megatron.model import Chunk
+from orhpc.train.model import DTYPES
 from orhpc.train.optim import learning_rate
 from orhpc.train.stopping import agree
 
@@ -83,6 +88,9 @@ class MegatronOptimiser:
         """As :attr:`orhpc.train.optim.Optimiser.intact`."""
         self._wrapped = list(wrapped)
         share = config.megatron.offload_optimizer
+        moments = DTYPES[config.megatron.moments_dtype]
+        if moments != torch.float32:
+            _need_fused_adam()
         chained: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -98,7 +106,10 @@ class MegatronOptimiser:
                 optimizer_cpu_offload=share > 0,
                 optimizer_offload_fraction=share,
                 overlap_cpu_optimizer_d2h_h2d=share > 0,
-                use_precision_aware_optimizer=share > 0,
+                use_precision_aware_optimizer=share > 0 or moments != torch.float32,
+                store_param_remainders=False,  # whole master weights: a checkpoint takes them as they lie
+                exp_avg_dtype=moments,
+                exp_avg_sq_dtype=moments,
             ),
             self._wrapped,  # type: ignore[arg-type]
             use_gloo_process_groups=False,
@@ -151,7 +162,10 @@ class MegatronOptimiser:
         for part in self._parts:
             for parameter in part.model_param_group_index_map:
                 span = part._get_model_param_range_map(parameter)["param"]
-                found = part._get_main_param_and_optimizer_states(parameter)
+                if _keeps_masters(part):
+                    found = _kept_by_fused_adam(part, parameter)
+                else:
+                    found = part._get_main_param_and_optimizer_states(parameter)
                 tensors = {ours: found[theirs].detach() for ours, theirs in KINDS.items()}
                 yield HeldState(parameter, span.start, span.end, tensors)
 
@@ -160,9 +174,12 @@ class MegatronOptimiser:
         """Continue after ``steps`` steps, from what has been written into :meth:`held`."""
         self.steps = steps
         for part in self._parts:
-            _set_steps(part.optimizer, steps)
-            if isinstance(part.optimizer, HybridDeviceOptimizer):
-                _weights_from_masters(part.optimizer)
+            inner: Any = part.optimizer
+            _set_steps(inner, steps)
+            if isinstance(inner, HybridDeviceOptimizer):
+                _copy_masters(inner.param_to_inner_param)
+            elif _keeps_masters(part):
+                _copy_masters({p: _master(p, state) for p, state in inner.state.items()})
             else:
                 part._copy_main_params_to_model_params()
         for model in self._wrapped:
@@ -183,6 +200,10 @@ def _start_state(part: DistributedOptimizer) -> None:
     inner: Any = part.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         _start_state_on_host(inner)
+    elif _keeps_masters(part):  # megatron-core's own function lacks an argument that FusedAdam wants
+        for group in inner.param_groups:
+            for shard in group["params"]:
+                inner.initialize_state(shard, store_param_remainders=False)
     elif part.init_state_fn is not None:
         part.init_state_fn(inner, part.config)
     if isinstance(inner, torch.optim.AdamW):
@@ -218,8 +239,33 @@ def _set_steps(optimiser: Any, steps: int) -> None:
             state["step"].fill_(float(steps))
 
 
-def _weights_from_masters(inner: HybridDeviceOptimizer) -> None:
-    """megatron-core leaves this to the optimiser, which does it in its steps alone."""
-    for weight, master in inner.param_to_inner_param.items():
+def _copy_masters(masters: Mapping[Tensor, Tensor]) -> None:
+    """Weights from their masters: an optimiser that keeps those does it in its steps alone."""
+    for weight, master in masters.items():
         if master is not weight:
             weight.data.copy_(master.data)
+
+
+def _keeps_masters(part: DistributedOptimizer) -> bool:
+    """Whether FusedAdam has the master weights, and not megatron-core."""
+    decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    return decoupled and not isinstance(part.optimizer, HybridDeviceOptimizer)
+
+
+def _kept_by_fused_adam(part: DistributedOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """State by :data:`KINDS`, by reference: megatron-core would give a float32 copy of bfloat16."""
+    group, index = part.model_param_group_index_map[parameter]
+    shard = part.optimizer.param_groups[group]["params"][index]
+    state = part.optimizer.state[shard]
+    return {**state, "param": _master(shard, state)}
+
+
+def _master(shard: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """FusedAdam steps float32 parameters themselves."""
+    return shard if shard.dtype == torch.float32 else state["master_param"]
+
+
+def _need_fused_adam() -> None:
+    """Raises ConfigError without TransformerEngine."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError("megatron.moments_dtype: bfloat16 needs TransformerEngine, which is not installed")
