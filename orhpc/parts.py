@@ -63,6 +63,9 @@ class Parts:
             return {}
         await self._heal()
         await self.engines.pause()
+        if self.engines.shared:
+            # Both sides' weights are there at once, and the optimiser: gradients need not be.
+            await self.trainers.all("shed")
         await self.engines.resume_weights()
         if self.engines.pool.down():  # what was lost on the way
             await self.engines.resume_weights_of(await self._heal())

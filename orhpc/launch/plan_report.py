@@ -110,6 +110,12 @@ def check_fit(run: RunPlan) -> None:
         )
     if not run.placement.engines:
         return
+    if run.config.placement.shared_devices and (both := sync_bytes(run)) > run.device_bytes:
+        raise ConfigError(
+            f"placement: while weights go over, a shared device holds {_gib(run.trainer.kept)} GiB of the "
+            f"trainer's and {_gib(run.engine_weights)} GiB of the engine's, with {_gib(2 * RESERVED_BYTES)} "
+            f"reserved {_gib(both)}, and has {_gib(run.device_bytes)} GiB; raise engine.tp, or train on more devices"
+        )
     tokens, longest = run.kv_tokens or 0, run.config.rollout.max_total_tokens
     if tokens < longest:
         fraction = run.config.engine.memory_fraction
@@ -193,6 +199,11 @@ def lines(run: RunPlan) -> Iterator[str]:
     if run.trainer.offloaded:
         yield f"host memory a node for the offloaded optimiser: at least {_gib(offloaded_bytes(run))} GiB"
     yield f"limit: {limit(run)}"
+
+
+def sync_bytes(run: RunPlan) -> int:
+    """Memory of a shared device while weights go over: both sides' and the optimiser, no gradients."""
+    return run.trainer.kept + run.engine_weights + 2 * RESERVED_BYTES
 
 
 def asleep_bytes(run: RunPlan) -> int:

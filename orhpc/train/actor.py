@@ -361,6 +361,10 @@ class TrainerRank:
             raise CheckpointError("no checkpoint is being written")
         return self._save.poll()
 
+    def shed(self) -> None:
+        """Give back what only an update needs of the device, until :meth:`wake`."""
+        self.backend.shed()
+
     def sleep(self) -> dict[str, float]:
         """Move everything to host memory; return :func:`orhpc.train.residence.memory` after it.
 
@@ -371,7 +375,10 @@ class TrainerRank:
         return {**memory(self.device), **slept._asdict(), "seconds": time.perf_counter() - started}
 
     def wake(self) -> dict[str, float]:
-        """Undo :meth:`sleep`; return ``seconds`` and the memory in use before it, while the engines sleep."""
+        """Undo :meth:`shed` and :meth:`sleep`.
+
+        Returns ``seconds`` and the memory in use before it, while the engines sleep.
+        """
         before = memory(self.device)
         started = time.perf_counter()
         self.backend.wake()

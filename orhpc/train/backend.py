@@ -232,12 +232,17 @@ class Backend(Protocol):
         """
         ...
 
+    def shed(self) -> None:
+        """Give back the device memory that only an update uses, gradients' among it; before a sync of weights
+        with engines that share the device."""
+        ...
+
     def sleep(self) -> Slept:
         """Move everything to host memory; zeros where there is no device."""
         ...
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+        """Undo :meth:`shed` and :meth:`sleep`."""
         ...
 
     def close(self) -> None:

@@ -286,6 +286,11 @@ class FsdpBackend:
     def prepare_sleep(self, size: int) -> None:
         self._residence.prepare(size)
 
+    def shed(self) -> None:
+        """Gradients are freed by every step; what is left is memory that no tensor has."""
+        if self.device.type != "cpu":
+            self._residence.drop([])
+
     def sleep(self) -> Slept:
         """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
         if self.device.type == "cpu" or self._residence.asleep:
@@ -303,8 +308,7 @@ class FsdpBackend:
         return tensors
 
     def wake(self) -> None:
-        if self._residence.asleep:
-            self._residence.wake()
+        self._residence.wake()
 
     def close(self) -> None:
         for name in ("policy", "reference", "optimiser", "_residence"):

@@ -121,11 +121,18 @@ class Residence:
         """Begin to make room on the host for so many bytes; what :meth:`sleep` needs beyond is made there."""
         self._room.prepare(size)
 
-    def sleep(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> Slept:
-        """Give the device memory of the tensors back.
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Give back the device memory of tensors whose content may be lost, and all that no tensor has."""
+        found = {_key(t): t.untyped_storage() for t in tensors}
+        dropped = [(storage, storage.nbytes()) for storage in found.values() if storage.nbytes()]
+        self._synchronise()
+        for storage, _ in dropped:
+            storage.resize_(0)
+        self._dropped += dropped
+        self._empty_cache()
 
-        ``dropped``: tensors whose content may be lost.
-        """
+    def sleep(self, kept: Iterable[Tensor]) -> Slept:
+        """Give the device memory of the tensors back."""
         storages = {_key(t): t.untyped_storage() for t in kept if t.numel()}
         place = 0
         for key, storage in sorted(storages.items(), key=lambda item: item[1].data_ptr()):
@@ -134,23 +141,27 @@ class Residence:
         self._host = self._room.take(place)
         for where, device_bytes in self._runs():
             self._host[where : where + device_bytes.numel()].copy_(device_bytes, non_blocking=True)
-        self._dropped = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in dropped]
         self._synchronise()
-        released = [(b.storage, b.size) for b in self._blocks.values()] + self._dropped
         self._filler = None
-        for storage, _ in released:
-            storage.resize_(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        return Slept(sum(size for _, size in released), sum(b.size for b in self._blocks.values()))
+        for block in self._blocks.values():
+            block.storage.resize_(0)
+        self._empty_cache()
+        moved = sum(block.size for block in self._blocks.values())
+        return Slept(moved + sum(size for _, size in self._dropped), moved)
 
     def wake(self) -> None:
-        """Take device memory again and bring everything back into it; what was dropped is uninitialised."""
-        wanted = [(b.storage, b.size) for b in self._blocks.values()] + self._dropped
-        self._reserve([size for _, size in wanted])
-        for storage, size in wanted:
+        """Take device memory again and bring everything back into it; what was dropped is uninitialised.
+
+        What was dropped is given memory of its own, so that it can be dropped again without the rest.
+        """
+        blocks = list(self._blocks.values())
+        if blocks:
+            self._reserve([block.size for block in blocks])
+            for block in blocks:
+                block.storage.resize_(block.size)
+            self._fill([block.storage for block in blocks])
+        for storage, size in self._dropped:
             storage.resize_(size)
-        self._fill([storage for storage, _ in wanted])
         for where, device_bytes in self._runs():
             device_bytes.copy_(self._host[where : where + device_bytes.numel()], non_blocking=True)
         self._synchronise()
@@ -196,6 +207,10 @@ class Residence:
         inside = sum(_rounded(s.nbytes()) for s in storages if s.nbytes() and s.data_ptr() in self._piece)
         if len(self._piece) - inside > _SMALL:  # a smaller rest is of no use to any large tensor
             self._filler = torch.empty(len(self._piece) - inside, dtype=torch.uint8, device=self._device)
+
+    def _empty_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":

@@ -27,8 +27,8 @@
 #                        a fresh machine
 #   unified   2     480  mismatch on GPU 0 (280 s); on GPU 1 sleep and wake (30 s), FP8 and the speed of experts
 #                        (90 s), one_node.py's restart of two layers (250 s)
-#   checks    4     120  moments in bfloat16, FP8 asleep, ways to multiply by experts; sleep and wake of all four
-#                        GPUs at once
+#   checks    1     280  sleep and wake (30 s); ways to multiply by experts, FP8 asleep, and the optimiser with
+#                        moments in bfloat16 and in host memory (200 s)
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
 #                        on two GPUs LAYERS=8, and more words of it in NODE
@@ -136,16 +136,8 @@ unified() {
   wait $mismatch
 }
 checks() {
-  local gpu waiting=()
-  megatron speed 0 90 moe_speed & waiting+=($!)
-  megatron optimiser 1 90 optimiser & waiting+=($!)
-  megatron fp8 2 90 fp8 & waiting+=($!)
-  wait "${waiting[@]}"
-  waiting=()
-  for gpu in 0 1 2 3; do
-    job "residence-$gpu" $gpu 90 tests/gpu/residence_check.py & waiting+=($!)
-  done
-  wait "${waiting[@]}"
+  job residence 0 90 tests/gpu/residence_check.py
+  megatron checks 0 220 moe_speed fp8 optimiser
 }
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}

@@ -137,9 +137,14 @@ def held_back(kind: type[residence.Residence]) -> float:
     tensors = [torch.randn((1024, 1024), device=DEVICE) for _ in range(300)]
     size = sum(t.nbytes for t in tensors)
     place = kind(DEVICE)
+    gradients = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     stay: list[torch.Tensor] = []
     shares: list[float] = []
     for _ in range(4):
+        awake = torch.cuda.memory_reserved()
+        place.drop([gradients])
+        dropped = awake - torch.cuda.memory_reserved()
+        assert dropped >= size, f"{dropped} of {size} bytes of gradients given back while the rest is there"
         place.sleep(tensors)
         own = sum(t.nbytes for t in stay)
         shares.append((torch.cuda.memory_reserved() - before - own) / size)

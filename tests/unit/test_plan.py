@@ -254,6 +254,22 @@ def test_every_node_copies_its_share_for_a_commit(
     assert float(found[1]) == pytest.approx(QWEN.parameters * 12 / nodes / 2**30, rel=0.001)
 
 
+def test_both_sides_weights_must_fit_a_shared_device_at_once(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without gradients, which are given back before weights go over."""
+    words = ["plan", config, "placement.devices_per_node=4", "train.backend=megatron", "megatron.ep=4"]
+    # Experts, most of it, are divided by four; the rest is whole on every rank.
+    dense = QWEN.parameters - sum(t.elements * t.copies for t in QWEN.tensors() if t.part == "expert")
+    held = dense + (QWEN.parameters - dense) / 4
+    both = (2 * held + 12 / 4 * QWEN.parameters + 2 * QWEN.parameters) / 2**30 + 6
+    assert main([*words, "engine.tp=1", "--device-memory", str(both + 1)]) == EXIT_OK
+    assert main([*words, "engine.tp=2", "--device-memory", str(both - 1)]) == EXIT_OK
+    capsys.readouterr()
+    assert main([*words, "engine.tp=1", "--device-memory", str(both - 1)]) == EXIT_CONFIG
+    assert "while weights go over, a shared device holds" in capsys.readouterr().err
+
+
 def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,10 @@ def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times
         views = [t[1:, ::2] for t in tensors]
         wanted = [t.clone() for t in (*tensors, *views)]
         dropped = torch.ones(100)
-        slept = residence.sleep([*tensors, *views], [dropped])
+        residence.drop([dropped, dropped[5:]])
+        residence.drop([dropped])
+        assert dropped.untyped_storage().nbytes() == 0
+        slept = residence.sleep([*tensors, *views])
         assert slept.moved_bytes == sum(t.numel() * t.element_size() for t in tensors)
         assert slept.freed_bytes == slept.moved_bytes + 400
         assert residence.asleep == any(t.numel() for t in tensors)

@@ -231,20 +231,24 @@ class MegatronBackend:
     def prepare_sleep(self, size: int) -> None:
         self._residence.prepare(size)
 
+    def shed(self) -> None:
+        self._leftovers.drop()
+        if self.device.type != "cpu":
+            self._residence.drop(self.optimiser.gradient_buffers())
+
     def sleep(self) -> Slept:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
-        self._leftovers.drop()
+        self.shed()
         if self.device.type == "cpu" or self._residence.asleep:
             return Slept()
-        return self._residence.sleep(self._kept(), self.optimiser.gradient_buffers())
+        return self._residence.sleep(self._kept())
 
     def _kept(self) -> list[Tensor]:
         weights = [p.detach() for model in self._models for p in model.parameters()]
         return weights + self.optimiser.tensors()
 
     def wake(self) -> None:
-        if self._residence.asleep:
-            self._residence.wake()
+        self._residence.wake()
 
     def close(self) -> None:
         self.__dict__.pop("_residence", None)
