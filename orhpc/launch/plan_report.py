@@ -113,8 +113,9 @@ def check_fit(run: RunPlan) -> None:
     if run.config.placement.shared_devices and (both := sync_bytes(run)) > run.device_bytes:
         raise ConfigError(
             f"placement: while weights go over, a shared device holds {_gib(run.trainer.kept)} GiB of the "
-            f"trainer's and {_gib(run.engine_weights)} GiB of the engine's, with {_gib(2 * RESERVED_BYTES)} "
-            f"reserved {_gib(both)}, and has {_gib(run.device_bytes)} GiB; raise engine.tp, or train on more devices"
+            f"trainer's and {_gib(run.engine_weights)} GiB of the engine's, {_gib(both)} with "
+            f"{_gib(2 * RESERVED_BYTES)} reserved, and has {_gib(run.device_bytes)} GiB; raise engine.tp, or "
+            "train on more devices"
         )
     tokens, longest = run.kv_tokens or 0, run.config.rollout.max_total_tokens
     if tokens < longest:

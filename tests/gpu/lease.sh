@@ -27,7 +27,7 @@
 #                        a fresh machine
 #   unified   2     480  mismatch on GPU 0 (280 s); on GPU 1 sleep and wake (30 s), FP8 and the speed of experts
 #                        (90 s), one_node.py's restart of two layers (250 s)
-#   checks    1     280  sleep and wake (30 s); ways to multiply by experts, FP8 asleep, and the optimiser with
+#   checks    1     280  sleep and wake (30 s); one product for all experts, FP8 asleep, and the optimiser with
 #                        moments in bfloat16 and in host memory (200 s)
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;

@@ -5,7 +5,7 @@
 On one GPU each: ``dense`` (log-probabilities against transformers, memory against the plan, tokens/s
 against bare megatron-core, on the layers of Qwen3-8B), ``head`` (log-probability and loss against one read
 of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``moe_speed`` (their
-tokens/s against bare megatron-core, ways to multiply, and what a step spends its time on), ``fp8``,
+tokens/s against bare megatron-core, and what a step spends its time on), ``fp8``,
 ``optimiser`` (in host memory, and with moments in bfloat16), and ``families0`` and ``families1`` (small
 models of each family, Gemma 2 through compiled flex attention and Llama 4 in chunks among them; weights
 back bit for bit).  On two and four GPUs: ``several`` (TP, PP, CP, EP against one GPU's log-probabilities
