@@ -160,8 +160,8 @@ def _weights(steps: Sequence[Event]) -> list[Row]:
     if moved:
         sleep = middle(steps, lambda s: s["seconds_trainer_sleep"]) or float("nan")
         wake = middle(steps, lambda s: s["seconds_trainer_wake"]) or float("nan")
-        note = f"{moved:.1f} GB: sleep {sleep:.2f} s, {moved / sleep:.1f} GB/s; wake {wake:.2f} s, "
-        rows.append(("trainer sleep and wake, all ranks", f"{note}{moved / wake:.1f} GB/s"))
+        note = f"{moved:.1f} GB, most of it beside sync and update: sleep {sleep:.2f} s, wake {wake:.2f} s"
+        rows.append(("waited for the trainer's sleep and wake", note))
     turns = {name: middle(steps, lambda s, name=name: s.get(f"seconds_{name}")) for name in TURNS}
     if any(turns.values()):
         told = ", ".join(f"{name} {took:.2f}" for name, took in turns.items() if took is not None)

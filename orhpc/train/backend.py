@@ -233,8 +233,10 @@ class Backend(Protocol):
         ...
 
     def shed(self) -> None:
-        """Give back the device memory that only an update uses, gradients' among it; before a sync of weights
-        with engines that share the device."""
+        """Give back the device memory that only an update uses, gradients' among it, and begin to sleep.
+
+        Before a sync of weights with engines that share the device, after which :meth:`sleep` follows.
+        """
         ...
 
     def sleep(self) -> Slept:

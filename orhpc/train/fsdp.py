@@ -209,6 +209,7 @@ class FsdpBackend:
             raise
         if self.policy.routers is not None:
             metrics.add(self.policy.routers.metrics())
+        self._residence.changing()
         started = time.perf_counter()
         norm, lr = self.optimiser.step(metrics.sums["loss"])
         return Update(metrics, norm, lr, time.perf_counter() - started)
@@ -265,6 +266,7 @@ class FsdpBackend:
         return {name: whole.to(self.dtype) for name, whole in rows.items()}
 
     def shards(self) -> list[Shard]:
+        self._residence.settle()
         result: list[Shard] = []
         for name, _ in self._named(self.policy):
             start, shape = self._starts[name], self._shapes[name]
@@ -279,6 +281,7 @@ class FsdpBackend:
         return self.optimiser.intact
 
     def set_progress(self, progress: dict[str, Any]) -> None:
+        self._residence.changing()
         self.optimiser.set_steps(int(progress["optimiser_steps"]))
 
     # --- memory -------------------------------------------------------------------------------
@@ -290,17 +293,18 @@ class FsdpBackend:
         """Gradients are freed by every step; what is left is memory that no tensor has."""
         if self.device.type != "cpu":
             self._residence.drop([])
+            self._residence.begin(self._resharded(), self.optimiser.tensors())
 
     def sleep(self) -> Slept:
         """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
         if self.device.type == "cpu" or self._residence.asleep:
             return Slept()
-        return self._residence.sleep(self._resharded())
+        return self._residence.sleep(self._resharded(), self.optimiser.tensors())
 
     def _resharded(self) -> list[Tensor]:
-        """Everything that lies on the device, each rank's share."""
+        """All weights, each rank's share."""
         models = [self.policy] if self.reference is None else [self.policy, self.reference]
-        tensors = self.optimiser.tensors()
+        tensors: list[Tensor] = []
         for model in models:
             if isinstance(model, FSDPModule):
                 model.reshard()
@@ -311,6 +315,7 @@ class FsdpBackend:
         self._residence.wake()
 
     def close(self) -> None:
+        self._residence.close()
         for name in ("policy", "reference", "optimiser", "_residence"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,13 +81,16 @@ class Slept(NamedTuple):
     """Of these, what lies on the host; the rest was given up."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Block:
     """The memory behind some tensors, and its place in the host's buffer."""
 
     storage: torch.UntypedStorage
     size: int
     place: int
+    late: bool
+    current: bool = False
+    """Whether the host has, or is being sent, what the device has."""
 
     @property
     def end(self) -> int:
@@ -100,6 +104,10 @@ class Residence:
     goes into one pinned buffer, which is kept for the next time.  Once it has slept, it lies in one piece
     of device memory, of which neighbours go in one copy, so that a model of many small tensors moves at
     the speed of the bus.  Nothing else may lie in that piece: the driver gets it back whole or not at all.
+
+    Nobody need wait for most of it.  An optimiser's state is read by the step at the end of an update and by
+    nothing before: it comes back beside the update's computing, and goes beside the sync of weights that
+    follows.  What has not changed since it came back is on the host already.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,6 +115,9 @@ class Residence:
         self._room = PinnedRoom(device)
         self._host = torch.empty(0, dtype=torch.uint8)
         self._blocks: dict[int, _Block] = {}
+        self._asleep = False
+        self._beside: Any = None
+        """Stream of the copies that nobody waits for; made when needed, as it takes memory."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._piece = range(0)
         """Addresses of the device memory that was taken in one piece."""
@@ -115,7 +126,7 @@ class Residence:
 
     @property
     def asleep(self) -> bool:
-        return bool(self._blocks)
+        return self._asleep
 
     def prepare(self, size: int) -> None:
         """Begin to make room on the host for so many bytes; what :meth:`sleep` needs beyond is made there."""
@@ -131,21 +142,41 @@ class Residence:
         self._dropped += dropped
         self._empty_cache()
 
-    def sleep(self, kept: Iterable[Tensor]) -> Slept:
-        """Give the device memory of the tensors back."""
-        storages = {_key(t): t.untyped_storage() for t in kept if t.numel()}
-        place = 0
-        for key, storage in sorted(storages.items(), key=lambda item: item[1].data_ptr()):
-            self._blocks[key] = block = _Block(storage, storage.nbytes(), place)
-            place = block.end
-        self._host = self._room.take(place)
-        for where, device_bytes in self._runs():
-            self._host[where : where + device_bytes.numel()].copy_(device_bytes, non_blocking=True)
+    def changing(self) -> None:
+        """Before tensors are written to: everything is there, and what the host has is no longer current."""
+        self.settle()
+        for block in self._blocks.values():
+            block.current = False
+
+    def settle(self) -> None:
+        """Have the device's later work wait for what :meth:`wake` is still bringing back."""
+        if self._beside is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+
+    def begin(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
+        """Start to copy ``late`` to the host, beside other work; nothing may change until :meth:`sleep`.
+
+        ``kept`` and ``late`` as there.
+        """
+        if self._asleep:
+            return
+        self._place(kept, late)
+        self._copy_down([b for b in self._blocks.values() if b.late], beside=True)
+
+    def sleep(self, kept: Iterable[Tensor], late: Iterable[Tensor] = ()) -> Slept:
+        """Give the device memory of the tensors back.
+
+        ``late``: further ones, which :meth:`wake` brings back beside other work: until :meth:`changing` or
+        :meth:`settle` nothing may read them.
+        """
+        self._place(kept, late)
+        self._copy_down(self._blocks.values())
         self._synchronise()
         self._filler = None
         for block in self._blocks.values():
             block.storage.resize_(0)
         self._empty_cache()
+        self._asleep = bool(self._blocks)
         moved = sum(block.size for block in self._blocks.values())
         return Slept(moved + sum(size for _, size in self._dropped), moved)
 
@@ -154,7 +185,7 @@ class Residence:
 
         What was dropped is given memory of its own, so that it can be dropped again without the rest.
         """
-        blocks = list(self._blocks.values())
+        blocks = list(self._blocks.values()) if self._asleep else []
         if blocks:
             self._reserve([block.size for block in blocks])
             for block in blocks:
@@ -162,14 +193,19 @@ class Residence:
             self._fill([block.storage for block in blocks])
         for storage, size in self._dropped:
             storage.resize_(size)
-        for where, device_bytes in self._runs():
-            device_bytes.copy_(self._host[where : where + device_bytes.numel()], non_blocking=True)
+        self._dropped, self._asleep = [], False
+        self._copy_up([block for block in blocks if not block.late])
         self._synchronise()
-        self._blocks, self._dropped = {}, []
+        with self._other_stream():
+            self._copy_up([block for block in blocks if block.late])
+
+    def close(self) -> None:
+        """Wait for all copies; their memory may go then."""
+        self._synchronise()
 
     def view(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or while it is asleep the host's copy in its shape."""
-        block = self._blocks.get(_key(tensor)) if tensor.numel() else None
+        block = self._blocks.get(_key(tensor)) if self._asleep and tensor.numel() else None
         if block is None:
             return tensor
         flat = self._host[block.place : block.place + block.size].view(tensor.dtype)
@@ -177,7 +213,42 @@ class Residence:
             flat, tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset()
         )
 
-    def _runs(self) -> Iterator[tuple[int, Tensor]]:
+    def _place(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
+        """Give every tensor's memory a place on the host: the same one while they are the same tensors.
+
+        In the order of their addresses, those that come late behind the others: so they lie on the device
+        once they have slept.
+        """
+        groups = [{_key(t): t.untyped_storage() for t in tensors if t.numel()} for tensors in (kept, late)]
+        if {(k, s.nbytes()) for group in groups for k, s in group.items()} == {
+            (k, b.size) for k, b in self._blocks.items()
+        }:
+            return
+        self.settle()
+        self._blocks, place = {}, 0
+        for is_late, group in enumerate(groups):
+            for key, storage in sorted(group.items(), key=lambda item: item[1].data_ptr()):
+                if key not in self._blocks:
+                    self._blocks[key] = block = _Block(storage, storage.nbytes(), place, bool(is_late))
+                    place = block.end
+        self._synchronise()
+        self._host = self._room.take(place)
+
+    def _copy_down(self, blocks: Iterable[_Block], *, beside: bool = False) -> None:
+        """Bring the host up to date."""
+        stale = [block for block in blocks if not block.current]
+        self.settle()
+        with self._other_stream() if beside else contextlib.nullcontext():
+            for where, device_bytes in self._runs(stale):
+                self._host[where : where + device_bytes.numel()].copy_(device_bytes, non_blocking=True)
+        for block in stale:
+            block.current = True
+
+    def _copy_up(self, blocks: Iterable[_Block]) -> None:
+        for where, device_bytes in self._runs(blocks):
+            device_bytes.copy_(self._host[where : where + device_bytes.numel()], non_blocking=True)
+
+    def _runs(self, blocks: Iterable[_Block]) -> Iterator[tuple[int, Tensor]]:
         """Place on the host and bytes on the device of blocks that are neighbours on both."""
 
         def neighbourhood(block: _Block) -> tuple[int, int]:
@@ -185,9 +256,9 @@ class Residence:
             address = block.storage.data_ptr()
             return address - block.place, -1 if address in self._piece else block.place
 
-        for (shift, _), run in itertools.groupby(self._blocks.values(), neighbourhood):
-            blocks = list(run)
-            first, last = blocks[0].place, blocks[-1].place + blocks[-1].size
+        for (shift, _), run in itertools.groupby(blocks, neighbourhood):
+            each = list(run)
+            first, last = each[0].place, each[-1].place + each[-1].size
             yield first, _bytes_at(shift + first, last - first, self._device)
 
     def _reserve(self, sizes: Sequence[int]) -> None:
@@ -207,6 +278,18 @@ class Residence:
         inside = sum(_rounded(s.nbytes()) for s in storages if s.nbytes() and s.data_ptr() in self._piece)
         if len(self._piece) - inside > _SMALL:  # a smaller rest is of no use to any large tensor
             self._filler = torch.empty(len(self._piece) - inside, dtype=torch.uint8, device=self._device)
+
+    @contextlib.contextmanager
+    def _other_stream(self) -> Iterator[None]:
+        """Copies that begin after all that the current stream has been given, and run beside what follows."""
+        if self._device.type == "cpu":
+            yield
+            return
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self._device)
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            yield
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":

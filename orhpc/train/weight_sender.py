@@ -66,7 +66,8 @@ class BucketStage:
             for _ in stream:
                 pass
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not of the whole device: beside this the optimiser's state may go to the host.
+            torch.cuda.current_stream(self._device).synchronize()
         self.seconds += time.perf_counter() - started
         return flat
 

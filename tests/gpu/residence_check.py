@@ -63,9 +63,9 @@ class Timed(residence.Residence):
         with self.phase("reserve"):
             super()._reserve(sizes)  # type: ignore[arg-type]
 
-    def _runs(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _runs(self, blocks: object) -> Iterator[tuple[int, torch.Tensor]]:
         with self.phase("find runs"):
-            found = list(super()._runs())
+            found = list(super()._runs(blocks))  # type: ignore[arg-type]
         self.times.setdefault("runs", []).append(len(found))
         return iter(found)
 
@@ -96,6 +96,7 @@ def compare(name: str, shapes: list[tuple[int, ...]]) -> int:
     for each in (plain, timed):
         for _ in range(6):
             for what in ("sleep", "wake"):
+                each.changing()
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 each.sleep(tensors) if what == "sleep" else each.wake()
@@ -117,6 +118,45 @@ def compare(name: str, shapes: list[tuple[int, ...]]) -> int:
         print(f"    {phase}: {statistics.median(values[1:]):.4f}")
     print(f"    resize to nothing and back: {resizing(tensors):.4f}; empty_cache {emptying(size):.4f}")
     return missed
+
+
+def beside() -> int:
+    """What a trainer waits for when most of its bytes come and go beside its work, and that they are right.
+
+    Products take the place of an update, and of a sync; the check reads what came last, behind them.
+    """
+    weights = [torch.randn((4096, 4096), device=DEVICE) for _ in range(8)]
+    moments = [torch.randint(1000, (4096, 4096), device=DEVICE).float() for _ in range(64)]  # exact sums
+    sums = [t.double().sum() for t in moments]
+    factor = torch.randn((8192, 8192), device=DEVICE, dtype=torch.bfloat16)
+    place = residence.Residence(DEVICE)
+    waits: Times = {"sleep": [], "wake": []}
+    wrong = 0
+    for turn in range(4):
+        place.begin(weights, moments)
+        _products(factor, 400)
+        for what in ("sleep", "wake"):
+            torch.cuda.current_stream().synchronize()
+            began = time.perf_counter()
+            place.sleep(weights, moments) if what == "sleep" else place.wake()
+            waits[what].append(time.perf_counter() - began)
+        _products(factor, 400)
+        place.changing()
+        for tensor, total in zip(moments, sums, strict=True):
+            wrong += not torch.equal(tensor.double().sum(), total + turn * tensor.numel())
+            tensor += 1
+    size = sum(t.nbytes for t in (*weights, *moments))
+    down, up = bus(size)
+    note = ", ".join(f"{what} {statistics.median(seconds[1:]):.4f} s" for what, seconds in waits.items())
+    print(f"beside other work, {size / 1e9:.2f} GB, an eighth of it weights: {note}")
+    print(f"  over the bus all of it takes {down:.4f} and {up:.4f} s; {wrong} tensors wrong")
+    slow = statistics.median(waits["wake"][1:]) > up / 2
+    return wrong + slow
+
+
+def _products(factor: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        factor @ factor
 
 
 class Careless(residence.Residence):
@@ -199,6 +239,7 @@ def main() -> int:
     missed = whole_or_not()
     states = 3  # weight, and AdamW's two moments
     missed += compare("SmolLM2-135M", [(49152, 576)] * states + SMOLLM2 * 30 * states)
+    missed += beside()
     return missed + compare("large", [(4096, 4096)] * 128)
 
 

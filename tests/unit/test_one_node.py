@@ -54,7 +54,7 @@ def test_figures_follow_from_events(tmp_path: Path) -> None:
     assert rows["MFU, update; whole step"] == f"{4800 * 2e10 / 989.5e12:.3f}; {1200 * 2e10 / 989.5e12:.3f}"
     assert rows["weight sync"] == "61.00 GB in 4.00 s (gather 3.00): 15.2 GB/s"
     assert rows["trainer's largest memory against orhpc plan"] == "76.0 GB, planned 80.0: 0.950"
-    assert rows["trainer sleep and wake, all ranks"].startswith("60.0 GB: sleep 1.50 s, 40.0 GB/s")
+    assert rows["waited for the trainer's sleep and wake"].endswith("sleep 1.50 s, wake 0.50 s")
     assert rows["start to ready, s"] == "40, 30"
     assert rows["of the first, s"] == "engines 31, sync 3"
     assert rows["checkpoint stall, s"] == "0.25"

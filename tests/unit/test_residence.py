@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.train.residence import Residence
 
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
 SHAPES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.sampled_from(DTYPES)), min_size=1)
 
@@ -16,9 +18,9 @@ def random(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 250, (rows, columns)).to(dtype)
 
 
-@given(SHAPES, st.integers(1, 3))
-def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times: int) -> None:
-    residence = Residence(torch.device("cpu"))
+@given(SHAPES, st.integers(1, 3), st.integers(0, 5))
+def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times: int, early: int) -> None:
+    residence = Residence(CPU)
     for _ in range(times):  # other tensors each time: the host's buffer grows where it must
         tensors = [random(*shape) for shape in shapes]
         views = [t[1:, ::2] for t in tensors]
@@ -27,11 +29,10 @@ def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times
         residence.drop([dropped, dropped[5:]])
         residence.drop([dropped])
         assert dropped.untyped_storage().nbytes() == 0
-        slept = residence.sleep([*tensors, *views])
+        slept = residence.sleep([*tensors[:early], *views], tensors[early:])
         assert slept.moved_bytes == sum(t.numel() * t.element_size() for t in tensors)
         assert slept.freed_bytes == slept.moved_bytes + 400
         assert residence.asleep == any(t.numel() for t in tensors)
-        assert dropped.untyped_storage().nbytes() == 0
         for tensor, was in zip((*tensors, *views), wanted, strict=True):
             if tensor.numel():
                 assert tensor.untyped_storage().nbytes() == 0
@@ -45,8 +46,63 @@ def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times
         shapes = [*shapes, (7, 7, torch.float32)]
 
 
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["change", "shed", "sleep"]), max_size=12), st.integers(0, 2**16))
+def test_what_a_trainer_does_between_two_sleeps_is_not_lost(deeds: list[str], seed: int) -> None:
+    """Steps, syncs that begin to copy, sleeps with nothing between: in any order."""
+    torch.manual_seed(seed)
+    residence = Residence(CPU)
+    weights, moments = (
+        [random(5, 3, torch.bfloat16)],
+        [random(9, 4, torch.float32), random(2, 2, torch.float32)],
+    )
+    gradients = torch.zeros(30)
+    wanted = [t.clone() for t in (*weights, *moments)]
+    for deed in deeds:
+        if deed == "change":
+            residence.changing()
+            for tensor, was in zip((*weights, *moments), wanted, strict=True):
+                tensor += 1
+                was += 1
+        elif deed == "shed":
+            residence.drop([gradients])
+            residence.begin(weights, moments)
+        else:
+            residence.drop([gradients])
+            residence.sleep(weights, moments)
+            for tensor, was in zip((*weights, *moments), wanted, strict=True):
+                assert torch.equal(residence.view(tensor), was)
+            residence.wake()
+            assert gradients.untyped_storage().nbytes() == 120
+        for tensor, was in zip((*weights, *moments), wanted, strict=True):
+            assert torch.equal(tensor, was)
+
+
+def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    residence = Residence(CPU)
+    weights, moments = torch.arange(1000.0), torch.arange(500.0)
+    copied: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def counted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied.append(source.nbytes)
+        return copy(target, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+
+    def of(call: str) -> list[int]:
+        copied.clear()
+        getattr(residence, call)(*([[weights], [moments]] if call != "wake" else []))
+        return sorted(copied)
+
+    assert (of("begin"), of("sleep"), of("wake")) == ([2000], [4000], [2000, 4000])
+    assert (of("begin"), of("sleep"), of("wake")) == ([], [], [2000, 4000])
+    residence.changing()
+    assert (of("sleep"), of("wake")) == ([2000, 4000], [2000, 4000])
+
+
 def test_the_host_keeps_its_buffer() -> None:
-    residence = Residence(torch.device("cpu"))
+    residence = Residence(CPU)
     tensor = torch.arange(1000.0)
     places: list[int] = []
     for _ in range(3):

@@ -194,6 +194,7 @@ class MegatronBackend:
             raise
         if self._routers is not None:
             metrics.add(self._routers.metrics())
+        self._residence.changing()
         started = time.perf_counter()
         norm, lr = self.optimiser.step(metrics.sums["loss"])
         return Update(metrics, norm, lr, time.perf_counter() - started)
@@ -214,6 +215,7 @@ class MegatronBackend:
         return self._exporter.export(names)
 
     def shards(self) -> list[Shard]:
+        self._residence.settle()
         shards = state_shards(self.optimiser.held(), self._targets, self._mapping.shape)
         return [replace(s, tensor=self._residence.view(s.tensor)) for s in shards]
 
@@ -224,6 +226,7 @@ class MegatronBackend:
         return self.optimiser.intact
 
     def set_progress(self, progress: dict[str, Any]) -> None:
+        self._residence.changing()
         self.optimiser.take_up(int(progress["optimiser_steps"]))
 
     # --- memory -------------------------------------------------------------------------------
@@ -235,23 +238,24 @@ class MegatronBackend:
         self._leftovers.drop()
         if self.device.type != "cpu":
             self._residence.drop(self.optimiser.gradient_buffers())
+            self._residence.begin(self._weights(), self.optimiser.tensors())
 
     def sleep(self) -> Slept:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
         self.shed()
         if self.device.type == "cpu" or self._residence.asleep:
             return Slept()
-        return self._residence.sleep(self._kept())
+        return self._residence.sleep(self._weights(), self.optimiser.tensors())
 
-    def _kept(self) -> list[Tensor]:
-        weights = [p.detach() for model in self._models for p in model.parameters()]
-        return weights + self.optimiser.tensors()
+    def _weights(self) -> list[Tensor]:
+        return [p.detach() for model in self._models for p in model.parameters()]
 
     def wake(self) -> None:
         self._residence.wake()
 
     def close(self) -> None:
-        self.__dict__.pop("_residence", None)
+        self._residence.close()
+        self.__dict__.pop("_residence")
         for name in ("_policy", "_reference", "optimiser", "_exporter", "_targets", "_models", "_leftovers"):
             self.__dict__.pop(name, None)
         if parallel_state.model_parallel_is_initialized():
