@@ -225,6 +225,9 @@ class CheckpointSettings(Section):
     """Commit folder, or run directory, whose weights and optimiser a new run starts from."""
     save_timeout_s: Seconds = 1800.0
     """A save that takes longer is abandoned, loudly."""
+    spare_host_memory: bool = False
+    """Where trainers sleep: write commits from the memory they sleep in, not from a copy of their own.  The
+    next sync waits for the write to end."""
 
 
 class EvaluationSettings(Section):
@@ -371,6 +374,8 @@ def _contradictions(c: Config) -> list[str]:
         )
     if c.engine.sync == "ipc" and c.placement.shared_devices < c.placement.rollout_devices:
         problems.append("engine.sync: ipc needs every engine on the trainers' devices; use auto")
+    if c.checkpoint.spare_host_memory and not c.placement.shared_devices:
+        problems.append("checkpoint.spare_host_memory: no trainer sleeps with placement.mode: split")
     if c.engine.sync == "broadcast" and c.placement.shared_devices and c.placement.device == "cuda":
         problems.append("engine.sync: broadcast cannot reach engines on the trainers' devices; use auto")
     if any(rank >= c.placement.trainer_ranks for rank in c.train.profile_ranks):

@@ -63,9 +63,10 @@ class Parts:
             return {}
         await self._heal()
         await self.engines.pause()
+        shed: list[float] = []
         if self.engines.shared:
             # Both sides' weights are there at once, and the optimiser: gradients need not be.
-            await self.trainers.all("shed")
+            shed = await self.trainers.all("shed")
         await self.engines.resume_weights()
         if self.engines.pool.down():  # what was lost on the way
             await self.engines.resume_weights_of(await self._heal())
@@ -81,7 +82,7 @@ class Parts:
             report = await sync.send(version)
         await self.engines.go_on()
         await self.tell_workers("published", version)
-        return report
+        return report | ({"sync_seconds_shed": max(shed)} if shed else {})
 
     async def _heal(self, suspects: Sequence[str] = ()) -> list[str]:
         assert self.engines is not None

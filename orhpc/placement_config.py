@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from orhpc.config_types import Positive, Section
 
@@ -20,6 +20,8 @@ class PlacementSettings(Section):
     take turns."""
     nodes: Positive = 1
     devices_per_node: Positive = 4
+    host_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Of one node, for what trainers put there; null: what its system, or the job's limit, says there."""
     trainer_devices: Positive | None = None
     """``split`` and ``mixed``: devices in all for training; ``split``: null takes what engines leave."""
     engine_devices: Positive | None = None

@@ -206,12 +206,12 @@ def check(case: Case, options: argparse.Namespace, outcome: Outcome) -> str:
     outcome.planned_gb, outcome.parameters = plan.trainer.total / 1e9, plan.shape.parameters
     outcome.flops = {"length": float(length), "token": plan.shape.training_flops(length)}
     ranks = config.placement.trainer_ranks + config.placement.rollout_devices
-    asleep = asleep_bytes(plan) if config.placement.shared_devices and options.device == "cuda" else 0
-    host = asleep + OFFLOAD_ROUNDING * offloaded_bytes(plan) + ranks * PROCESS_BYTES
+    host = asleep_bytes(plan) + OFFLOAD_ROUNDING * offloaded_bytes(plan) + ranks * PROCESS_BYTES
     disk = 0 if model_folder(case, options).exists() else plan.shape.parameters * _WEIGHT_BYTES
     commits = 0
     if config.checkpoint.save_interval is not None:
-        commits, host = (config.checkpoint.keep + 1) * commit_bytes(plan), host + commit_bytes(plan)
+        commits = (config.checkpoint.keep + 1) * commit_bytes(plan)
+        host += 0 if config.checkpoint.spare_host_memory else commit_bytes(plan)
     if options.device == "cuda" and host > options.host_gib * GIB:
         raise MemoryError(f"host memory: about {host / GIB:.0f} GiB wanted, {options.host_gib:.0f} there")
     free = shutil.disk_usage(options.work).free

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
-from orhpc.launch import holder, prepare
+from orhpc.launch import holder, host_memory, prepare
 from orhpc.launch.display import Display
 from orhpc.launch.first_node import run_first_node
 from orhpc.launch.placement import local_node, plan
@@ -34,6 +34,7 @@ def run_local(config: Config) -> int:
     prepare.check_paths(config)
     plan(config, (local_node(),))
     prepare.check_machine(config)
+    host_memory.check(config)
     prepare.check_keys(config)
     rundir = prepare.run_directory(config)
     rundir.create()

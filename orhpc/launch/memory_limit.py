@@ -1,4 +1,4 @@
-"""How often the kernel's memory limit has killed a process of this job on this node.
+"""The memory of this node for this job, and how often its limit has killed a process.
 
 SLURM says so only when a step has ended, if at all; the counter of the job's own control group is
 there at once.  See ``memory.events`` in the kernel's cgroup-v2.rst, and ``memory.oom_control`` of
@@ -13,6 +13,21 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+def memory_bytes(own: Path = _OWN, root: Path = _ROOT, machine: Path = Path("/proc/meminfo")) -> int:
+    """Memory of this node, or less where the job is limited to less; 0 where nobody says."""
+    told = [int(m[1]) << 10 for m in [re.search(r"^MemTotal: +(\d+) kB$", _text(machine), re.MULTILINE)] if m]
+    for line in _lines(own):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            limits = [group / "memory.max" for group in _up_to_the_job(root, path)]
+        elif "memory" in controllers.split(","):
+            limits = [g / "memory.limit_in_bytes" for g in _up_to_the_job(root / "memory", path)]
+        else:
+            continue
+        told += [int(text) for limit in limits if (text := _text(limit).strip()).isdigit()]
+    return min(told, default=0)
 
 
 def oom_kills(own: Path = _OWN, root: Path = _ROOT) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from orhpc.config import Config
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, PreflightError, policy_of
 from orhpc.launch.placement import Node, Placement, plan
 from orhpc.launch.prepare import run_directory
 from orhpc.launch.slurm import lead_and_why
@@ -194,11 +194,8 @@ def lines(run: RunPlan) -> Iterator[str]:
     yield f"  {'total':<12}{_gib(run.trainer.total):>9}{has}"
     yield from _engine_lines(run)
     yield _lead_line(run.config)
-    if p.mode == "colocated" and run.placement.engines and p.device == "cuda":
-        yield f"host memory a node while engines have the devices: {_gib(asleep_bytes(run))} GiB"
-    yield f"host memory a node for the copy that is being committed: {_gib(commit_bytes(run))} GiB"
-    if run.trainer.offloaded:
-        yield f"host memory a node for the offloaded optimiser: at least {_gib(offloaded_bytes(run))} GiB"
+    for what, size in host_parts(run).items():
+        yield f"host memory a node {what}: {_gib(size)} GiB"
     yield f"limit: {limit(run)}"
 
 
@@ -207,9 +204,39 @@ def sync_bytes(run: RunPlan) -> int:
     return run.trainer.kept + run.engine_weights + 2 * RESERVED_BYTES
 
 
+def host_parts(run: RunPlan) -> dict[str, int]:
+    """Host memory of one node, by what it is for; what processes take for themselves is not in it."""
+    parts = {
+        "while engines have the devices": asleep_bytes(run),
+        "for the copy that is being committed": 0 if _commits_share(run) else commit_bytes(run),
+        "for the offloaded optimiser, at least": offloaded_bytes(run),
+    }
+    return {what: size for what, size in parts.items() if size}
+
+
+def _commits_share(run: RunPlan) -> bool:
+    """Whether no memory is needed for commits, which then are written from a sleeping trainer's, or never."""
+    checkpoint = run.config.checkpoint
+    return checkpoint.save_interval is None or checkpoint.spare_host_memory
+
+
+def check_host(run: RunPlan, there: int) -> None:
+    """Raises PreflightError, with the arithmetic, when so many bytes of a node do not hold what it must."""
+    parts = host_parts(run)
+    if (wanted := sum(parts.values())) <= there:
+        return
+    other = "" if _commits_share(run) or not asleep_bytes(run) else "checkpoint.spare_host_memory=true, or "
+    raise PreflightError(
+        f"host memory: a node needs {' + '.join(f'{_gib(size)} ({what})' for what, size in parts.items())} = "
+        f"{_gib(wanted)} GiB beside what processes take, and has {_gib(there)} GiB; {other}more nodes"
+    )
+
+
 def asleep_bytes(run: RunPlan) -> int:
     """Host memory of one node for what its trainers hold while engines have their devices."""
-    return run.trainer.kept * _ranks_of_a_node(run)
+    p = run.config.placement
+    turns = run.placement.engines and p.shared_devices and p.device == "cuda"
+    return run.trainer.kept * _ranks_of_a_node(run) if turns else 0
 
 
 def offloaded_bytes(run: RunPlan) -> int:
@@ -218,7 +245,7 @@ def offloaded_bytes(run: RunPlan) -> int:
 
 
 def commit_bytes(run: RunPlan) -> int:
-    """Host memory of one node for the copy of its ranks' state that a commit is written from."""
+    """One node's part of a commit, and host memory for the copy that it is written from."""
     state = run.shape.parameters * (MASTER_BYTES + run.demand.moment_bytes)
     return -(-state * _ranks_of_a_node(run) // run.layout.ranks)
 
@@ -333,6 +360,8 @@ def main(arguments: Sequence[str]) -> int:
         run = make_plan(config, device_gib)
         print("\n".join(lines(run)))
         check_fit(run)
+        if there := config.placement.host_memory_gib:
+            check_host(run, int(there * GIB))
     except OrhpcError as error:
         print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
         return policy_of(error).exit_code

@@ -16,7 +16,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, NodeLost, OrhpcError, PreflightError, policy_of
-from orhpc.launch import internet, scheduler
+from orhpc.launch import host_memory, internet, scheduler
 from orhpc.launch.job import Job, this_node
 from orhpc.launch.words import split_words
 from orhpc.ports import free_ports
@@ -46,6 +46,7 @@ def node_verdicts(config: Config, job: Job, folder: Path) -> list[Verdict]:
     checks: list[tuple[str, Callable[[], str]]] = [
         ("network", lambda: this_node(job, config.slurm.interface).address),
         ("disk", lambda: _disk([Path("/tmp"), Path("/dev/shm"), folder])),  # noqa: S108 - asked for space
+        ("memory", lambda: host_memory.check(config)),
         ("clock", lambda: _clock(folder)),
         ("internet", lambda: internet.survey(config).line),
         ("ports", lambda: f"{free_ports(300, '127.0.0.1')[0]} and others are free"),
@@ -63,7 +64,7 @@ def require(config: Config, job: Job, rundir: RunDir) -> None:
     """Raises BadNode with the first check that failed here; PreflightError for what no node would pass."""
     for verdict in node_verdicts(config, job, rundir.path):
         if not verdict.good:
-            kind = PreflightError if verdict.check == "internet" else BadNode
+            kind = PreflightError if verdict.check in ("internet", "memory") else BadNode
             raise kind(f"{job.node_name}: {verdict.check}: {verdict.line}")
 
 

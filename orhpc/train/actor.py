@@ -100,7 +100,8 @@ class TrainerRank:
         with typed_failures("the model could not be built"):
             info = self.backend.build()
         # In the background from now on: made when it is needed, a commit would wait for it for seconds.
-        if self.config.checkpoint.save_interval is not None:
+        checkpoint = self.config.checkpoint
+        if checkpoint.save_interval is not None and not checkpoint.spare_host_memory:
             self._snapshot.prepare(self.backend.shards())
         leave_loaded()
         return {**info, "world_size": self.world_size}
@@ -338,11 +339,16 @@ class TrainerRank:
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.
 
-        Training may go on as soon as this returns.  Raises CheckpointError while a save is under way.
+        Training may go on as soon as this returns; with ``checkpoint.spare_host_memory`` the next
+        :meth:`shed`, or the next :meth:`sleep` after an update, waits for the write.  Raises CheckpointError
+        while a save is under way.
         """
         if self._save is not None and self._save.running:
             raise CheckpointError("a checkpoint is still being written")
-        self._snapshot.take(self.backend.shards())
+        if self.config.checkpoint.spare_host_memory:
+            self._snapshot.borrow(self.backend.hold_shards(self._save_ended))
+        else:
+            self._snapshot.take(self.backend.shards())
         progress = {**self.backend.progress(), "rng": rng_state()}
         target = Path(folder)
 
@@ -350,6 +356,11 @@ class TrainerRank:
             return [self._snapshot.write(target, self.rank, self.world_size, progress)]
 
         self._save = BackgroundSave(write)
+
+    def _save_ended(self) -> None:
+        """Wait for the save under way, as long as anybody would take it for a commit."""
+        if self._save is not None:
+            self._save.wait(self.config.checkpoint.save_timeout_s)
 
     def save_poll(self) -> list[dict[str, Any]] | None:
         """Return ``{"name", "size", "sha256"}`` of this rank's files once they are durable, else None.
@@ -361,9 +372,11 @@ class TrainerRank:
             raise CheckpointError("no checkpoint is being written")
         return self._save.poll()
 
-    def shed(self) -> None:
-        """Give back what only an update needs of the device, until :meth:`wake`."""
+    def shed(self) -> float:
+        """Give back what only an update needs of the device, until :meth:`wake`; return the seconds of it."""
+        started = time.perf_counter()
         self.backend.shed()
+        return time.perf_counter() - started
 
     def sleep(self) -> dict[str, float]:
         """Move everything to host memory; return :func:`orhpc.train.residence.memory` after it.

@@ -7,7 +7,7 @@ parameters between ranks are collective: every rank calls them, in the same orde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -211,6 +211,14 @@ class Backend(Protocol):
 
     def shards(self) -> list[Shard]:
         """Return references to this rank's state: parameters and the optimiser's moments."""
+        ...
+
+    def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
+        """Return :meth:`shards` as they are now, in the host memory that :meth:`sleep` takes.
+
+        They stay so until whatever would write there next, a :meth:`shed` or :meth:`sleep` after another
+        update, has waited for ``readers_done`` to return.
+        """
         ...
 
     def progress(self) -> dict[str, Any]:

@@ -144,6 +144,10 @@ class Snapshot:
             torch.cuda.synchronize(self._device)
         self._shards = copies
 
+    def borrow(self, shards: Sequence[Shard]) -> None:
+        """Take shards that lie in host memory and stay as they are until they are written."""
+        self._shards = list(shards)
+
     def write(self, folder: Path, rank: int, world_size: int, progress: Mapping[str, Any]) -> dict[str, Any]:
         """Write this rank's shard file; see :func:`write_safetensors`."""
         about = {

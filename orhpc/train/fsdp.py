@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -267,11 +268,18 @@ class FsdpBackend:
 
     def shards(self) -> list[Shard]:
         self._residence.settle()
+        return [replace(s, tensor=self._residence.view(s.tensor)) for s in self._shards_by_reference()]
+
+    def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
+        self._residence.hold(self._resharded(), self.optimiser.tensors(), readers_done)
+        return [replace(s, tensor=self._residence.on_host(s.tensor)) for s in self._shards_by_reference()]
+
+    def _shards_by_reference(self) -> list[Shard]:
         result: list[Shard] = []
         for name, _ in self._named(self.policy):
             start, shape = self._starts[name], self._shapes[name]
             for kind, tensor in self.optimiser.local_state(name).items():
-                result.append(Shard(f"{kind}/{name}", self._residence.view(tensor), shape, start))
+                result.append(Shard(f"{kind}/{name}", tensor, shape, start))
         return result
 
     def progress(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,6 +118,8 @@ class Residence:
         self._asleep = False
         self._beside: Any = None
         """Stream of the copies that nobody waits for; made when needed, as it takes memory."""
+        self._readers_done: Callable[[], object] | None = None
+        """Returns when nobody reads the host's copy any more."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._piece = range(0)
         """Addresses of the device memory that was taken in one piece."""
@@ -163,6 +165,29 @@ class Residence:
         self._place(kept, late)
         self._copy_down([b for b in self._blocks.values() if b.late], beside=True)
 
+    def hold(
+        self, kept: Iterable[Tensor], late: Iterable[Tensor], readers_done: Callable[[], object]
+    ) -> None:
+        """Have all of it on the host as it is now, for :meth:`on_host`, until ``readers_done`` returns.
+
+        Whatever would write there next calls that first, and waits.
+        """
+        if not self._asleep:
+            self._place(kept, late)
+            self._copy_down(self._blocks.values())
+        self._synchronise()
+        self._readers_done = readers_done
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """The host's copy of a tensor, in its shape; after :meth:`hold` and asleep."""
+        block = self._blocks.get(_key(tensor))
+        if block is None:  # without elements, or always on the host
+            return tensor.detach().cpu().clone()
+        flat = self._host[block.place : block.place + block.size].view(tensor.dtype)
+        return torch.as_strided(
+            flat, tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset()
+        )
+
     def sleep(self, kept: Iterable[Tensor], late: Iterable[Tensor] = ()) -> Slept:
         """Give the device memory of the tensors back.
 
@@ -205,13 +230,8 @@ class Residence:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or while it is asleep the host's copy in its shape."""
-        block = self._blocks.get(_key(tensor)) if self._asleep and tensor.numel() else None
-        if block is None:
-            return tensor
-        flat = self._host[block.place : block.place + block.size].view(tensor.dtype)
-        return torch.as_strided(
-            flat, tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset()
-        )
+        held = self._asleep and tensor.numel() and _key(tensor) in self._blocks
+        return self.on_host(tensor) if held else tensor
 
     def _place(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
         """Give every tensor's memory a place on the host: the same one while they are the same tensors.
@@ -225,6 +245,7 @@ class Residence:
         }:
             return
         self.settle()
+        self._wait_for_readers()
         self._blocks, place = {}, 0
         for is_late, group in enumerate(groups):
             for key, storage in sorted(group.items(), key=lambda item: item[1].data_ptr()):
@@ -237,12 +258,20 @@ class Residence:
     def _copy_down(self, blocks: Iterable[_Block], *, beside: bool = False) -> None:
         """Bring the host up to date."""
         stale = [block for block in blocks if not block.current]
+        if not stale:
+            return
+        self._wait_for_readers()
         self.settle()
         with self._other_stream() if beside else contextlib.nullcontext():
             for where, device_bytes in self._runs(stale):
                 self._host[where : where + device_bytes.numel()].copy_(device_bytes, non_blocking=True)
         for block in stale:
             block.current = True
+
+    def _wait_for_readers(self) -> None:
+        done, self._readers_done = self._readers_done, None
+        if done is not None:
+            done()
 
     def _copy_up(self, blocks: Iterable[_Block]) -> None:
         for where, device_bytes in self._runs(blocks):

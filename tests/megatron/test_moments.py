@@ -31,6 +31,8 @@ def _train(rank: int, world: int, port: int, folder: str, plan: dict[str, Any]) 
     shim.install()
     config = case_config(Case("qwen3-moe", plan["layout"], TRAIN, dtype="bfloat16"), world)
     bfloat16 = config.megatron.moments_dtype == "bfloat16"
+    spared = config.checkpoint.model_copy(update={"spare_host_memory": bfloat16})
+    config = config.model_copy(update={"checkpoint": spared})
     with installed() if bfloat16 else contextlib.nullcontext():
         trainer = TrainerRank(config, folder, rank, world, 1)
         trainer.connect("127.0.0.1", port, 60)

@@ -216,8 +216,9 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(
     }
 
 
+@pytest.mark.parametrize("spare", [False, True])
 def test_a_save_holds_the_state_at_its_beginning(
-    make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
 ) -> None:
     """The writer is held back until training has moved on."""
     from orhpc.train import checkpoint
@@ -231,6 +232,8 @@ def test_a_save_holds_the_state_at_its_beginning(
 
     monkeypatch.setattr(checkpoint, "write_safetensors", held)
     rank = make()
+    checkpoint_settings = rank.config.checkpoint.model_copy(update={"spare_host_memory": spare})
+    rank.config = rank.config.model_copy(update={"checkpoint": checkpoint_settings})
     rank.step(plan(0), step=1)
     before = state_of(rank)
     rank.save_begin(str(tmp_path))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.cli import main
-from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, ModelError
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError
 from orhpc.memory import Demand, Layout, check_layout, layer_activations, stages, trainer_memory
 from orhpc.model_folders import find_model
 from orhpc.models import shape_of
@@ -270,6 +270,30 @@ def test_both_sides_weights_must_fit_a_shared_device_at_once(
     assert "while weights go over, a shared device holds" in capsys.readouterr().err
 
 
+def test_a_node_must_hold_what_sleeps_and_what_is_committed(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the byte; commits need nothing more where they are written from what sleeps."""
+    words = ["plan", config, "--device-memory", "500", "placement.devices_per_node=8"]
+    state = QWEN.parameters * 12 / 2**30  # float32 shares of FSDP, and what a commit copies of them
+    wants = {
+        "": 2 * state,
+        "checkpoint.spare_host_memory=true": state,
+        "checkpoint.save_interval=null": state,
+    }
+    for setting, gib in wants.items():
+        more = [setting] if setting else []
+        assert main([*words, *more, f"placement.host_memory_gib={gib * 1.00001}"]) == EXIT_OK
+        capsys.readouterr()
+        assert main([*words, *more, f"placement.host_memory_gib={gib * 0.99999}"]) == EXIT_PREFLIGHT
+        said = capsys.readouterr()
+        assert f"{gib:.2f} GiB beside what processes take" in said.err
+        assert ("being committed" in said.out) == (not setting)
+        assert said.err.strip().endswith(
+            "; more nodes" if setting else "spare_host_memory=true, or more nodes"
+        )
+
+
 def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,7 +302,7 @@ def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     split = ["placement.devices_per_node=8", "placement.mode=split", "placement.trainer_devices=4"]
     assert main([*words, *split, "megatron.offload_optimizer=0.5"]) == EXIT_OK
     out = capsys.readouterr().out
-    found = re.search(r"for the offloaded optimiser: at least ([\d.]+) GiB", out)
+    found = re.search(r"for the offloaded optimiser, at least: ([\d.]+) GiB", out)
     assert found is not None
     assert float(found[1]) == pytest.approx(QWEN.parameters * 16 / 2 / 2**30, rel=0.01)
     rows = dict(re.findall(r"^  (\w+) +([\d.]+)", out, re.MULTILINE))
@@ -293,14 +317,16 @@ def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
         ("qwen3-30b-a3b-node", "while engines have the devices: 406.94 GiB"),
         ("qwen3-30b-a3b-node", "being committed: 341.22 GiB"),
         ("qwen3-30b-a3b-node-of-four", "while engines have the devices: 287.37 GiB"),
-        ("qwen3-30b-a3b-node-of-four", "being committed: 227.48 GiB"),
-        ("qwen3-30b-a3b-node-split", "for the offloaded optimiser: at least 227.58 GiB"),
+        ("qwen3-30b-a3b-node-of-four checkpoint.spare_host_memory=false", "being committed: 227.48 GiB"),
+        ("qwen3-30b-a3b-node-split", "for the offloaded optimiser, at least: 227.58 GiB"),
     ],
 )
 def test_one_node_of_h200_holds_qwen3_30b(
     model: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The figures are those in the files' comments."""
+    name, *overrides = name.split()
     path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
-    assert main(["plan", str(path), "--device-memory", "139", f"model.path={model}"]) == EXIT_OK
+    words = ["plan", str(path), "--device-memory", "139", f"model.path={model}", *overrides]
+    assert main(words) == EXIT_OK
     assert said in capsys.readouterr().out

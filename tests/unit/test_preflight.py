@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, PreflightError
-from orhpc.launch import internet, preflight
+from orhpc.launch import host_memory, internet, preflight
 from orhpc.launch.job import Job
+from orhpc.launch.memory_limit import memory_bytes
 from orhpc.rundir import RunDir
+from tests.model_configs import REAL
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -132,6 +135,41 @@ def test_a_bad_node_is_one_and_a_missing_server_outside_is_none(tmp_path: Path, 
         preflight.require(config_of(f"http://127.0.0.1:{silent_port}"), job(), RunDir(tmp_path))
 
 
+def test_a_node_without_the_memory_for_what_sleeps_there_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Not as a bad node: another like it would not do either."""
+    (tmp_path / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"][0]))
+    wanted = {"model": {"path": str(tmp_path)}, "engine": {"tp": 2}}
+    place = {"device": "cuda", "devices_per_node": 8, "host_memory_gib": 600.0}
+    said = r"needs 341\.\d+ \(while engines .* = 682\.\d+ GiB .* has 600\.00 GiB"
+    with pytest.raises(PreflightError, match=said):
+        host_memory.check(config_of(placement=place, **wanted))
+    enough = host_memory.check(config_of(placement={**place, "host_memory_gib": 700.0}, **wanted))
+    assert enough == "700 GiB, 682 needed beside what processes take"
+    unknown = host_memory.check(config_of(placement=place, engine={"tp": 2}, model={"path": "not/here"}))
+    assert unknown.startswith("600 GiB; what is needed is not known: ")
+    assert host_memory.check(config_of()).endswith(" GiB")
+
+
+def test_the_least_of_the_machine_and_the_job_s_limits_counts(tmp_path: Path) -> None:
+    machine, own, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
+    machine.write_text("MemTotal:       1024 kB\nMemFree: 1 kB\n")
+    own.write_text("0::/slurm/job_7/step_0\n")
+    job = root / "slurm/job_7"
+    (job / "step_0").mkdir(parents=True)
+    assert memory_bytes(own, root, machine) == 1 << 20
+    (root / "slurm/memory.max").write_text("4096\n")  # of all jobs
+    (job / "memory.max").write_text("500000\n")
+    (job / "step_0/memory.max").write_text("max\n")
+    assert memory_bytes(own, root, machine) == 500000
+    own.write_text("5:cpu,memory:/slurm/job_7/step_0\n")
+    old = root / "memory/slurm/job_7"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("300000\n")
+    assert memory_bytes(own, root, machine) == 300000
+    assert memory_bytes(own, root, tmp_path / "none") == 300000
+    assert memory_bytes(tmp_path / "none", root, tmp_path / "none") == 0
+
+
 def test_the_command_prints_a_line_for_each_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +179,7 @@ def test_the_command_prints_a_line_for_each_check(
     config = str(Path(__file__).parents[2] / "configs/tiny.yaml")
     monkeypatch.chdir(tmp_path)
     assert preflight.main([config]) == EXIT_OK
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["n0", "ok"]] * 5
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["n0", "ok"]] * 6
     assert preflight.main([config, "slurm.health_command=exit 1"]) == EXIT_PREFLIGHT
     assert "n0  BAD  health command: exit 1: no output\n" in capsys.readouterr().out
 

@@ -101,6 +101,33 @@ def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatc
     assert (of("sleep"), of("wake")) == ([2000, 4000], [2000, 4000])
 
 
+def test_what_is_read_on_the_host_is_not_written_over() -> None:
+    residence = Residence(CPU)
+    weights, moments = torch.arange(8.0), torch.arange(6.0)
+    wanted = weights.clone(), moments.clone()
+    asked: list[bool] = []
+
+    def read() -> None:
+        found = residence.on_host(weights), residence.on_host(moments)
+        asked.append(all(map(torch.equal, found, wanted)))
+
+    residence.hold([weights], [moments], read)
+    residence.sleep([weights], [moments])  # they are there already
+    residence.wake()
+    assert asked == []
+    residence.changing()
+    weights += 1
+    moments += 1
+    assert asked == []  # the device's only
+    residence.begin([weights], [moments])
+    assert asked == [True]
+    residence.sleep([weights], [moments])
+    assert asked == [True]  # once
+    residence.hold([weights], [moments], read)  # asleep, with nothing to copy
+    assert torch.equal(residence.on_host(moments), wanted[1] + 1)
+    assert residence.on_host(torch.ones(3)).tolist() == [1, 1, 1]  # was never the device's
+
+
 def test_the_host_keeps_its_buffer() -> None:
     residence = Residence(CPU)
     tensor = torch.arange(1000.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -216,8 +216,14 @@ class MegatronBackend:
 
     def shards(self) -> list[Shard]:
         self._residence.settle()
-        shards = state_shards(self.optimiser.held(), self._targets, self._mapping.shape)
-        return [replace(s, tensor=self._residence.view(s.tensor)) for s in shards]
+        return [replace(s, tensor=self._residence.view(s.tensor)) for s in self._shards_by_reference()]
+
+    def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
+        self._residence.hold(self._weights(), self.optimiser.tensors(), readers_done)
+        return [replace(s, tensor=self._residence.on_host(s.tensor)) for s in self._shards_by_reference()]
+
+    def _shards_by_reference(self) -> list[Shard]:
+        return state_shards(self.optimiser.held(), self._targets, self._mapping.shape)
 
     def progress(self) -> dict[str, Any]:
         return {"optimiser_steps": self.optimiser.steps}

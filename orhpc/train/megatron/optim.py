@@ -187,7 +187,8 @@ class MegatronOptimiser:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that lies on the device: master weights and moments."""
-        return [t for held in self.held() for t in held.tensors.values() if t.is_cuda]
+        every = ((held.parameter, t) for held in self.held() for t in held.tensors.values())
+        return [t for parameter, t in every if t.device == parameter.device]
 
     def gradient_buffers(self) -> list[Tensor]:
         """Sums of gradients: between steps they hold nothing."""
