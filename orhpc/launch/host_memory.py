@@ -1,4 +1,4 @@
-"""Whether a node holds in memory what the plan puts there; else the kernel ends the job, at a commit perhaps."""
+"""Whether a node holds in memory what the plan puts there; where not, the kernel would end the job."""
 
 from __future__ import annotations
 

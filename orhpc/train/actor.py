@@ -6,6 +6,7 @@ Every method that says *collective* must be called on all ranks; the others conc
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -37,6 +38,8 @@ from orhpc.train.trace import traced
 from orhpc.train.weight_sender import BucketStage, WeightSender
 from orhpc.train.weights import BucketSpec, for_wire, plan_buckets, quantised
 from orhpc.types import MiniBatch
+
+log = logging.getLogger(__name__)
 
 
 class TrainerRank:
@@ -359,7 +362,8 @@ class TrainerRank:
 
     def _save_ended(self) -> None:
         """Wait for the save under way, as long as anybody would take it for a commit."""
-        if self._save is not None:
+        if self._save is not None and self._save.running:
+            log.info("waiting for the commit, which is written from the memory that is needed now")
             self._save.wait(self.config.checkpoint.save_timeout_s)
 
     def save_poll(self) -> list[dict[str, Any]] | None:
