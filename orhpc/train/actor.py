@@ -31,6 +31,7 @@ from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, r
 from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
+from orhpc.train.nearby import stay_near
 from orhpc.train.residence import asleep_bytes, memory
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
@@ -93,6 +94,7 @@ class TrainerRank:
         torch.set_num_threads(self.threads)
         if self._one_device:
             torch.cuda.set_device(0)
+            stay_near(self.device)
         join_default_group(self.device, address, port, self.rank, self.world_size, timeout_s)
         if self.config.placement.shared_devices:  # while the engines start
             self.backend.prepare_sleep(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
