@@ -34,11 +34,11 @@
 #                        on two GPUs LAYERS=8, and more words of it in NODE
 #
 # 1800 s of device time, of which one GPU counts 67 %, with 120 s to start and fill a machine:
-#   A  four GPUs: four, then node on 24 layers, bf16 and fp8 (120 + 280 + 560 + 380 = 1340)
+#   A  four GPUs: node on all layers, bf16, 10 steps (85 + 500), split on half of them and the restart of eight
+#      (2 x 300): NODE="--ep 4 --host-gib 460 --set engine.ep=2"
 #      two GPUs: pair, two (120 + 250 + 400 = 770), one GPU: one
 #      two GPUs: pair, unified, node (120 + 300 + 480 + 560 = 1460)
 #   B  eight GPUs: node bf16, split, fp8 and restart (120 + 540 + 3 x 380 = 1800): shorten by STEPS
-#      before, on four: LAYERS=24 of everything but the size (120 + 540), which shows whether B can work
 set -u
 PLAN=$1 OUT=$3 GGUF=${4:-}
 END=$((SECONDS + $2))
