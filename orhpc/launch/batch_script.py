@@ -31,7 +31,7 @@ field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
 
 # The driver polls the stop file, commits, and leaves with exit code 75.
 # What SLURM says at the first signal is kept: a preempted job may be cancelled before it has committed.
-# A signal that comes while SLURM is asked runs this inside of itself, hence a file each.
+# SLURM is asked beside: bash loses signals that come while a trap waits for a program.
 stop() {
   local note=first
   if [ -e "$job_folder/stop" ]; then
@@ -41,8 +41,11 @@ stop() {
   else
     : >"$job_folder/stop"
   fi
-  echo "orhpc: SIG$1 $(date +%FT%T), committing"
-  about_job >"$job_folder/$note.part" && mv "$job_folder/$note.part" "$job_folder/$note"
+  printf 'orhpc: SIG%s %(%FT%T)T, committing\n' "$1" -1
+  (
+    trap '' TERM USR2
+    about_job >"$job_folder/$note.$BASHPID" && mv "$job_folder/$note.$BASHPID" "$job_folder/$note"
+  ) &
 }
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
@@ -71,13 +74,15 @@ for again in 1 2 0; do
   srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
     --mpi=none@SRUN_ARGS@ \
     @INSIDE@"$python" -m orhpc.launch.node "$@" &
+  task=$!
   while true; do
-    wait $!
+    wait "$task"
     code=$?
-    kill -0 $! 2>/dev/null || break
+    kill -0 "$task" 2>/dev/null || break
   done
-  wait $!
+  wait "$task"
   code=$?
+  wait # for what SLURM was asked at a signal
   # The first node says why it left; srun says 1 of every step in which the memory limit has killed something,
   # and may say 0 of one that it has lost.
   if [ -s "$job_folder/code" ]; then code=$(cat "$job_folder/code"); elif [ "$code" = 0 ]; then code=75; fi
