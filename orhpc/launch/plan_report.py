@@ -217,7 +217,7 @@ def host_parts(run: RunPlan) -> dict[str, int]:
 def _commits_share(run: RunPlan) -> bool:
     """Whether no memory is needed for commits, which then are written from a sleeping trainer's, or never."""
     checkpoint = run.config.checkpoint
-    return checkpoint.save_interval is None or checkpoint.spare_host_memory
+    return checkpoint.save_interval is None or (checkpoint.spare_host_memory and asleep_bytes(run) > 0)
 
 
 def check_host(run: RunPlan, there: int) -> None:

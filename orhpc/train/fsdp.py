@@ -323,8 +323,9 @@ class FsdpBackend:
         self._residence.wake()
 
     def close(self) -> None:
-        self._residence.close()
-        for name in ("policy", "reference", "optimiser", "_residence"):
+        if (residence := self.__dict__.pop("_residence", None)) is not None:
+            residence.close()
+        for name in ("policy", "reference", "optimiser"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

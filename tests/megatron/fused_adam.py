@@ -2,7 +2,7 @@
 
 Follows TransformerEngine's documentation of ``pytorch.optimizers.FusedAdam``: states by name, master weights
 its own, gradients from ``decoupled_grad``, moments computed in float32 and rounded to their type.
-``tests/gpu/megatron_check.py moments`` runs the same trainer with the true one.
+``tests/gpu/megatron_check.py optimiser`` runs the same trainer with the true one.
 """
 
 from __future__ import annotations

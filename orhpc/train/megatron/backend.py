@@ -260,8 +260,8 @@ class MegatronBackend:
         self._residence.wake()
 
     def close(self) -> None:
-        self._residence.close()
-        self.__dict__.pop("_residence")
+        if (residence := self.__dict__.pop("_residence", None)) is not None:
+            residence.close()
         for name in ("_policy", "_reference", "optimiser", "_exporter", "_targets", "_models", "_leftovers"):
             self.__dict__.pop(name, None)
         if parallel_state.model_parallel_is_initialized():
