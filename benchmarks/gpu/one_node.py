@@ -154,6 +154,7 @@ def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[
         f"rollout.max_total_tokens={options.response + PROMPT_TOKENS}",
         "rollout.custom_reward=tests.gpu.random_model:even_tokens",
         f"train.global_batch_size={rollouts}", "checkpoint.save_interval=null",
+        f"placement.host_memory_gib={options.host_gib}",
     ]  # fmt: skip
     if options.device == "cpu":
         words += CPU
