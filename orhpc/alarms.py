@@ -30,6 +30,8 @@ class AlarmSettings(Section):
     """Lower bound, as a share of the tokens."""
     token_mismatch_fraction: Above | None = None
     """Share of tokens that the trainer's routers would send to other experts in at least one layer."""
+    expert_max_vio: Above | None = None
+    """How much more than an even share of tokens a layer's busiest expert takes, as a mean over layers."""
     grad_norm: Above | None = None
     """Global norm before clipping."""
 

@@ -51,6 +51,10 @@ CHARTS = (
     Chart("Tokens that differ by a factor of two", ("extreme_token_fraction",)),
     Chart("Effective sample size", ("effective_sample_size",)),
     Chart("Routed to other experts", ("token_mismatch_fraction", "router_mismatch_fraction")),
+    Chart(
+        "Busiest expert, busiest device of experts: share above the even one",
+        ("expert_max_vio", "expert_rank_max_vio"),
+    ),
     Chart("Clipped tokens", ("clip_fraction",)),
     Chart("Truncated rollouts", ("truncated",)),
 )

@@ -185,7 +185,10 @@ def _memory(outcome: Mapping[str, Any], steps: Sequence[Event]) -> list[Row]:
 
 
 def _mismatch(steps: Sequence[Event]) -> list[Row]:
-    names = ("rollout_kl", "logprob_diff_mean", "logprob_diff_max", "token_mismatch_fraction", "grad_norm")
+    names = (
+        "rollout_kl", "logprob_diff_mean", "logprob_diff_max", "token_mismatch_fraction", "expert_max_vio",
+        "expert_rank_max_vio", "grad_norm",
+    )  # fmt: skip
     found = {n: middle(steps, lambda s, n=n: s.get(n)) for n in names}
     note = ", ".join(f"{n} {v:.3g}" for n, v in found.items() if v is not None)
     return [("train-rollout", note)]

@@ -137,7 +137,7 @@ class TrainerRank:
         slowest rank's), on GPUs ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
         InfraError, DataError.  ``traces``: folder for what the profiled ranks' time goes into; empty: none.
         """
-        report = StepReport(self.device)
+        report = StepReport(self.device, expert_ranks=self.config.trainer_layout.ep)
         with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):

@@ -210,7 +210,9 @@ class MetricSums:
     """Metrics as sums and maxima over tokens, so that micro-batches and ranks add up exactly."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
+    """Of any shape, the same on every rank."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars."""
 
     def add(self, other: MetricSums) -> None:
         """Take in the metrics of another micro-batch."""

@@ -21,9 +21,12 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from orhpc.errors import ModelError, RoutesMissing
+from orhpc.routes import RouteShape
 from orhpc.train.batch import PackedBatch
+from orhpc.train.expert_load import ExpertLoads
 from orhpc.train.grpo import MetricSums
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
@@ -95,7 +98,7 @@ class RouterReplay:
     ``replay=False`` the routers choose themselves and only the difference is counted.
     """
 
-    def __init__(self, model: nn.Module, *, replay: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, replay: bool) -> None:
         self._replay = replay
         self._rows: RoutedRows | None = None
         self._forms: dict[int, WeightForm] = {}
@@ -104,6 +107,8 @@ class RouterReplay:
         self._counts = _Counts()
         self._logits: dict[int, Tensor] = {}
         """By layer, of a router that returned nothing else, until its experts are called."""
+        shape = RouteShape.of_config(model.config.to_dict())
+        self._loads = ExpertLoads(shape.layers, shape.experts) if shape else ExpertLoads(0, 0)
         self.layers: list[int] = []
         """Indices of the layers that have a router."""
         for name, module in model.named_modules():
@@ -146,18 +151,20 @@ class RouterReplay:
         """Drop the routes of the last pass, and all counts."""
         self._rows = self._same_MP = None
         self._counts = _Counts()
+        self._loads.forget()
 
     def metrics(self) -> MetricSums:
         """Take the sums since the last call: tokens (and tokens times routers) that would have gone to other
-        experts than the recorded ones, and of how many."""
+        experts than the recorded ones, and of how many; and what each expert of each layer took."""
         self._close_pass()
-        counts = self._counts
+        counts, loads_LE = self._counts, self._loads.counts()
         self.forget()
         sums = {
             "rerouted_pairs": sum(counts.rerouted_pairs, torch.tensor(0)),
             "routed_pairs": torch.tensor(counts.pairs),
             "rerouted_tokens": sum(counts.rerouted_tokens, torch.tensor(0)),
             "routed_tokens": torch.tensor(counts.tokens),
+            "expert_loads": loads_LE,
         }
         return MetricSums({name: value.double().cpu() for name, value in sums.items()})
 
@@ -203,6 +210,7 @@ class RouterReplay:
         recorded = rows.experts_PLK[:, layer].to(own.dtype)
         if same_MP is not None:
             chose_recorded(own, recorded, logits.shape[-1], same_MP[index])
+            self._loads.add(layer, recorded if self._replay else own, rows.known_P)
         if not self._replay:
             return None
         if layer not in self._forms:

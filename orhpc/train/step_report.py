@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from orhpc.train.backend import Update
+from orhpc.train.expert_load import load_metrics
 from orhpc.train.grpo import MetricSums
 from orhpc.train.residence import peak_gb, start_peak
 from orhpc.train.stopping import agree
@@ -35,8 +37,10 @@ ROUTE_FRACTIONS = {"pairs": "router_mismatch_fraction", "tokens": "token_mismatc
 class StepReport:
     """Collects one rank's numbers of a step and reduces them over all ranks at its end."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, expert_ranks: int = 1) -> None:
+        """``expert_ranks``: among how many ranks each layer's experts are divided."""
         start_peak(device)
+        self._expert_ranks = expert_ranks
         self._device = device
         self._metrics = MetricSums()
         self._seconds: dict[str, float] = {"fetch": 0.0, "old_logprobs": 0.0, "reference": 0.0}
@@ -67,14 +71,15 @@ class StepReport:
         on GPUs) is the fullest rank's.  A step without any optimiser step has only ``optimiser_steps`` 0,
         its times and its memory.
         """
-        sums = {name: float(value) for name, value in self._metrics.sums.items()}
-        sums["packed_tokens"] = float(self._packed_tokens)
         self._seconds["optimiser"] = sum(u.optimiser_seconds for u in self._updates)
         self._seconds["total"] = time.perf_counter() - self._started
-        maxima = {name: float(value) for name, value in self._metrics.maxima.items()}
-        maxima |= {f"seconds_{name}": value for name, value in self._seconds.items()}
-        maxima |= peak_gb(self._device)
-        sums, maxima = _over_ranks(sums, dist.ReduceOp.SUM), _over_ranks(maxima, dist.ReduceOp.MAX)
+        largest = {f"seconds_{name}": value for name, value in self._seconds.items()} | peak_gb(self._device)
+        maxima = _numbers(_over_ranks(self._metrics.maxima | largest, dist.ReduceOp.MAX))
+        added = _over_ranks(
+            self._metrics.sums | {"packed_tokens": float(self._packed_tokens)}, dist.ReduceOp.SUM
+        )
+        loads_LE = added.pop("expert_loads", None)
+        sums = _numbers(added)
         steps = len(self._updates)
         result = {**maxima, "optimiser_steps": float(steps), "packed_tokens": sums["packed_tokens"]}
         if steps:
@@ -89,11 +94,18 @@ class StepReport:
             for what in ("pairs", "tokens"):
                 if sums.get(f"routed_{what}"):
                     result[ROUTE_FRACTIONS[what]] = sums[f"rerouted_{what}"] / sums[f"routed_{what}"]
+            if loads_LE is not None:
+                result |= load_metrics(loads_LE, self._expert_ranks)
         return result
 
 
-def _over_ranks(values: dict[str, float], how: dist.ReduceOp.RedOpType) -> dict[str, float]:
-    names = sorted(values)
-    vector = torch.tensor([values[name] for name in names], dtype=torch.float64)
+def _over_ranks(values: Mapping[str, Tensor | float], how: dist.ReduceOp.RedOpType) -> dict[str, Tensor]:
+    own = {name: torch.as_tensor(values[name], dtype=torch.float64).cpu() for name in sorted(values)}
+    vector = torch.cat([value.flatten() for value in own.values()])
     agree(vector, how)
-    return dict(zip(names, vector.tolist(), strict=True))
+    parts = vector.split([value.numel() for value in own.values()])
+    return {name: part.view(value.shape) for (name, value), part in zip(own.items(), parts, strict=True)}
+
+
+def _numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}

@@ -39,6 +39,7 @@ COMPARED = (
     "logprob_diff_max",
     "router_mismatch_fraction",
     "token_mismatch_fraction",
+    "expert_max_vio",
 )
 
 
@@ -80,7 +81,8 @@ def step(trainer: TrainerRank, config: Config, family: str) -> dict[str, Any]:
                     module.register_forward_hook(check)
     metrics = trainer.step([planned(samples(family), config.data_ranks)], step=0)
     looked_at = {"wrong": sum(wrong) + sum(recomputed), "checked": len(wrong), "recomputed": len(recomputed)}
-    return {name: metrics[name] for name in COMPARED} | looked_at
+    divided = {name: value for name, value in metrics.items() if name == "expert_rank_max_vio"}
+    return {name: metrics[name] for name in COMPARED} | divided | looked_at
 
 
 def run_case(
@@ -138,4 +140,7 @@ def test_the_recorded_experts_are_used_in_every_layout(
                     case.name,
                     name,
                 )
+            # Devices are busy to an extent between that of an even share and that of their busiest expert.
+            assert ("expert_rank_max_vio" in result) == (case.layout.get("ep", 1) > 1), case.name
+            assert 0 < result.get("expert_rank_max_vio", 0.1) < result["expert_max_vio"], case.name
     assert 0 < fsdp["qwen3-moe"]["router_mismatch_fraction"] < 1

@@ -158,7 +158,7 @@ def test_recomputation_replays_the_same_experts_and_is_not_counted_again(family:
         routers.start(rows_of(random_routes(2)))
         logits_of(model).square().sum().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        counts.append({name: float(value) for name, value in routers.metrics().sums.items()})
+        counts.append({name: value.tolist() for name, value in routers.metrics().sums.items()})
     assert counts[0] == counts[1]
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
@@ -209,6 +209,7 @@ def test_counts_are_those_of_sets_of_experts_token_by_token(family: str, replay:
             module.register_forward_hook(partial(keep, int(name.split("layers.")[1].split(".")[0]), block))
     routers = RouterReplay(model, replay=replay)
     expected = dict.fromkeys(("rerouted_pairs", "routed_pairs", "rerouted_tokens", "routed_tokens"), 0)
+    loads = np.zeros((LAYERS, EXPERTS), int)
     for seed in (6, 7):  # two micro-batches
         routes, known = random_routes(seed), torch.arange(TOKENS) % 6 != seed % 6
         routers.start(rows_of(routes, known))
@@ -219,7 +220,11 @@ def test_counts_are_those_of_sets_of_experts_token_by_token(family: str, replay:
             expected["routed_pairs"] += len(differ)
             expected["rerouted_tokens"] += any(differ)
             expected["routed_tokens"] += 1
-    assert {name: int(value) for name, value in routers.metrics().sums.items()} == expected
+            for at in routers.layers:
+                np.add.at(loads[at], routes[token, at] if replay else own[at][token], 1)
+    sums = routers.metrics().sums
+    assert sums.pop("expert_loads").tolist() == loads.tolist()
+    assert {name: int(value) for name, value in sums.items()} == expected
     assert 0 < expected["rerouted_pairs"] < expected["routed_pairs"]
 
 
@@ -292,6 +297,7 @@ def test_one_and_two_ranks_replay_the_same_and_count_the_same(tmp_path: Path) ->
         "logprob_diff_mean",
         "router_mismatch_fraction",
         "token_mismatch_fraction",
+        "expert_max_vio",
     ):
         assert first[name] == second[name]
         assert first[name] == pytest.approx(alone[name], rel=1e-4), name

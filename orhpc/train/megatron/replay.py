@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from orhpc.errors import ConfigError, ModelError, RoutesMissing
 from orhpc.train.batch import PackedBatch
+from orhpc.train.expert_load import ExpertLoads
 from orhpc.train.grpo import MetricSums
 from orhpc.train.megatron.model import Chunk
 from orhpc.train.pinned import moved
@@ -53,6 +54,7 @@ class _Router:
     layer: int
     """Index in the whole model."""
     replay: bool
+    loads: ExpertLoads
     layer_number: int | None = None
     """Set by megatron-core."""
     rows: _Rows | None = None
@@ -80,6 +82,7 @@ class _Router:
         recorded = rows.experts_NK.to(own.dtype)
         if rows.same_N is not None and not recomputing:
             chose_recorded(own, recorded, scores.shape[1], rows.same_N)
+            self.loads.add(self.layer, recorded if self.replay else own, rows.known_N)
         if not self.replay:
             return values, own
         chosen = torch.where(rows.known_N[:, None], recorded, own)
@@ -107,13 +110,15 @@ class StageReplay:
         held = sorted(layer for chunk in chunks for layer in chunk.part.layers)
         self._columns = {layer: column for column, layer in enumerate(held)}
         """Where each layer stands in what this stage is sent."""
+        mcore = chunks[0].model.config
+        self._loads = ExpertLoads(mcore.num_layers, mcore.num_moe_experts or 0)
         for chunk in chunks:
             if chunk.model.config.moe_router_fusion:
                 raise ConfigError(
                     "megatron.extra.moe_router_fusion: a fused router chooses by itself, so routes can "
                     "neither be replayed nor compared"
                 )
-            self._routers[chunk.model] = _routers_of(chunk, replay)
+            self._routers[chunk.model] = _routers_of(chunk, replay, self._loads)
         self.forget()
 
     def start(self, model: nn.Module, batch: PackedBatch, places_L: np.ndarray, device: torch.device) -> None:
@@ -146,6 +151,7 @@ class StageReplay:
 
     def forget(self) -> None:
         """Drop the routes and counts of all micro-batches: a pass over them is over, or was abandoned."""
+        self._loads.forget()
         for model, routers in self._routers.items():
             self._counted[model] = []
             for router in routers:
@@ -169,6 +175,7 @@ class StageReplay:
             "routed_pairs": torch.tensor(sum(pairs)),
             "rerouted_tokens": tokens if last else torch.tensor(0),
             "routed_tokens": torch.tensor(of if last else 0),
+            "expert_loads": self._loads.counts(),
         }
         self.forget()
         return MetricSums({name: value.double().cpu() for name, value in sums.items()})
@@ -185,13 +192,13 @@ class StageReplay:
         return differs_N.sum(dtype=torch.int64), sum(of.n_known for of in first)
 
 
-def _routers_of(chunk: Chunk, replay: bool) -> list[_Router]:
+def _routers_of(chunk: Chunk, replay: bool, loads: ExpertLoads) -> list[_Router]:
     found: list[_Router] = []
     layers: Any = chunk.model.decoder.layers
     for layer, module in zip(chunk.part.layers, layers, strict=True):
         for router in module.modules():
             if isinstance(router, TopKRouter):
-                found.append(_Router(layer, replay))
+                found.append(_Router(layer, replay, loads))
                 router.router_replay = found[-1]  # type: ignore[assignment]
     return found
 
