@@ -299,13 +299,13 @@ class FsdpBackend:
 
     def shed(self) -> None:
         """Gradients are freed by every step; what is left is memory that no tensor has."""
-        if self.device.type != "cpu":
+        if self._residence.moves:
             self._residence.drop([])
             self._residence.begin(self._resharded(), self.optimiser.tensors())
 
     def sleep(self) -> Slept:
         """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
-        if self.device.type == "cpu" or self._residence.asleep:
+        if not self._residence.moves or self._residence.asleep:
             return Slept()
         return self._residence.sleep(self._resharded(), self.optimiser.tensors())
 

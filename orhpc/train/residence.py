@@ -111,6 +111,8 @@ class Residence:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.moves = device.type != "cpu"
+        """Whether sleep is worth its copies; a test may have them made on a CPU."""
         self._device = device
         self._room = PinnedRoom(device)
         self._host = torch.empty(0, dtype=torch.uint8)

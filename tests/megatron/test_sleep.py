@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from orhpc.config import Config
 from orhpc.memory import rank_memory
 from orhpc.models import read_shape
 from orhpc.train.actor import TrainerRank
+from orhpc.train.checkpoint import CheckpointReader
 from orhpc.train.megatron.leftovers import Leftovers
 from orhpc.train.residence import asleep_bytes
 from tests.megatron.kit import Case, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks
+
+WEIGHTS = "model.safetensors"
 
 
 def _two_steps(rank: int, world: int, port: int, folder: str, sleeps: bool) -> dict[str, Any]:
@@ -82,6 +88,70 @@ def test_quantised_weights_are_dropped_and_nothing_else_of_a_layer() -> None:
     assert cache == {}
     assert layers[0]._fp8_workspaces is cache
     assert [len(list(layer.parameters())) for layer in layers] == [2, 2]
+
+
+def _saves(rank: int, world: int, port: int, folder: str, backend: str, moves: bool, spare: bool) -> None:
+    """Body of a rank: two steps, between them sleep, and commits of every moment."""
+    if backend == "megatron":
+        from tests.megatron import shim
+
+        shim.install()
+    raw = case_config(Case("qwen3-moe"), world, backend).model_dump(mode="json")
+    raw["checkpoint"]["spare_host_memory"] = spare
+    config = Config.model_validate(raw)
+    trainer = TrainerRank(config, folder, rank, world, 1)
+    trainer.connect("127.0.0.1", port, 60)
+    trainer.build()
+    trainer.backend._residence.moves = moves  # type: ignore[attr-defined]
+
+    def save(name: str) -> None:
+        (target := Path(folder) / f"{moves}-{spare}" / name).mkdir(parents=True, exist_ok=True)
+        trainer.save_begin(str(target))
+
+    def saved() -> None:
+        while trainer.save_poll() is None:
+            time.sleep(0.01)
+
+    for step in range(2):
+        trainer.step([planned(make_samples(8, seed=step), config.data_ranks)], step=step)
+        save(f"{step}-awake")
+        trainer.shed()
+        assert moves == (trainer.sleep()["moved_bytes"] > 0)
+        saved()
+        save(f"{step}-asleep")
+        trainer.wake()
+        saved()
+        save(f"{step}-woken")  # while what nobody waits for comes back
+        saved()
+    trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_commits_are_the_same_awake_asleep_and_of_who_never_slept(tmp_path: Path, backend: str) -> None:
+    """A CPU has nothing to gain from sleep, so it is told to move all the same."""
+    save_model(tmp_path, "qwen3-moe")
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / WEIGHTS).items()}
+    save_file(
+        weights, tmp_path / WEIGHTS
+    )  # so that no parameter is a view of the file, which cannot be freed
+    ways = [(False, False), (True, False), (True, True)]
+    for moves, spare in ways:
+        run_ranks(_saves, 1, str(tmp_path), backend, moves, spare)
+    for step in range(2):
+        readers = [
+            CheckpointReader(tmp_path / f"{moves}-{spare}" / f"{step}-{when}")
+            for moves, spare in ways
+            for when in ("awake", "asleep", "woken")
+        ]
+        names = list(readers[0].shapes)
+        assert any("experts" in name for name in names)
+        for name in names:
+            first, *others = (reader.whole(name) for reader in readers)
+            assert all(torch.equal(first, other) for other in others), (step, name)
+    assert not torch.equal(
+        *(CheckpointReader(tmp_path / "True-True" / f"{step}-asleep").whole(names[0]) for step in range(2))
+    )
 
 
 def test_a_rank_of_a_pipeline_prepares_for_its_own_stage(tmp_path: Path) -> None:

@@ -216,14 +216,19 @@ class MegatronBackend:
 
     def shards(self) -> list[Shard]:
         self._residence.settle()
-        return [replace(s, tensor=self._residence.view(s.tensor)) for s in self._shards_by_reference()]
+        return self._shards(self._residence.view)
 
     def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
         self._residence.hold(self._weights(), self.optimiser.tensors(), readers_done)
-        return [replace(s, tensor=self._residence.on_host(s.tensor)) for s in self._shards_by_reference()]
+        return self._shards(self._residence.on_host)
 
-    def _shards_by_reference(self) -> list[Shard]:
-        return state_shards(self.optimiser.held(), self._targets, self._mapping.shape)
+    def _shards(self, place: Callable[[Tensor], Tensor]) -> list[Shard]:
+        """``place`` finds whole tensors: a tensor without memory cannot be cut."""
+        held = (
+            replace(state, tensors={kind: place(flat) for kind, flat in state.tensors.items()})
+            for state in self.optimiser.held()
+        )
+        return state_shards(held, self._targets, self._mapping.shape)
 
     def progress(self) -> dict[str, Any]:
         return {"optimiser_steps": self.optimiser.steps}
@@ -242,14 +247,14 @@ class MegatronBackend:
 
     def shed(self) -> None:
         self._leftovers.drop()
-        if self.device.type != "cpu":
+        if self._residence.moves:
             self._residence.drop(self.optimiser.gradient_buffers())
             self._residence.begin(self._weights(), self.optimiser.tensors())
 
     def sleep(self) -> Slept:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
         self.shed()
-        if self.device.type == "cpu" or self._residence.asleep:
+        if not self._residence.moves or self._residence.asleep:
             return Slept()
         return self._residence.sleep(self._weights(), self.optimiser.tensors())
 
