@@ -200,7 +200,7 @@ def _start_state(part: DistributedOptimizer) -> None:
     """Make the moments now: a checkpoint may be loaded, or written, before the first step."""
     inner: Any = part.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
-        _start_state_on_host(inner)
+        _start_state_on_host(part, inner)
     elif _keeps_masters(part):  # megatron-core's own function lacks an argument that FusedAdam wants
         for group in inner.param_groups:
             for shard in group["params"]:
@@ -212,15 +212,18 @@ def _start_state(part: DistributedOptimizer) -> None:
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 
-def _start_state_on_host(inner: HybridDeviceOptimizer) -> None:
-    """A step of length 0 on gradients of 0; its own ``dummy_step`` is a true one on random gradients."""
+def _start_state_on_host(part: DistributedOptimizer, inner: HybridDeviceOptimizer) -> None:
+    """A step of length 0 on the gradients' sums, which are 0 yet.
+
+    Its own ``dummy_step`` is a true one, on random gradients; any others would take memory of their own, and
+    in float32 until the first true step.
+    """
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    part.prepare_grads()
     inner.step()
-    inner.zero_grad()
+    part.zero_grad()
     for group, rate in zip(inner.param_groups, rates, strict=True):
         group["lr"] = rate
     _set_steps(inner, 0)
