@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from orhpc.errors import ModelError
 from orhpc.megatron_config import RankPlace
 from orhpc.memory import rank_memory
 from orhpc.models import read_shape
+from orhpc.train.copies import CopiesBeside
 from orhpc.train.pinned import PinnedRoom
 
 if TYPE_CHECKING:
@@ -118,8 +118,7 @@ class Residence:
         self._host = torch.empty(0, dtype=torch.uint8)
         self._blocks: dict[int, _Block] = {}
         self._asleep = False
-        self._beside: Any = None
-        """Stream of the copies that nobody waits for; made when needed, as it takes memory."""
+        self._beside = CopiesBeside(device)
         self._readers_done: Callable[[], object] | None = None
         """Returns when nobody reads the host's copy any more."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
@@ -154,8 +153,7 @@ class Residence:
 
     def settle(self) -> None:
         """Have the device's later work wait for what :meth:`wake` is still bringing back."""
-        if self._beside is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+        self._beside.settle()
 
     def begin(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
         """Start to copy ``late`` to the host, beside other work; nothing may change until :meth:`sleep`.
@@ -223,8 +221,7 @@ class Residence:
         self._dropped, self._asleep = [], False
         self._copy_up([block for block in blocks if not block.late])
         self._synchronise()
-        with self._other_stream():
-            self._copy_up([block for block in blocks if block.late])
+        self._copy_up([block for block in blocks if block.late], beside=True)
 
     def close(self) -> None:
         """Wait for all copies; their memory may go then."""
@@ -264,9 +261,7 @@ class Residence:
             return
         self._wait_for_readers()
         self.settle()
-        with self._other_stream() if beside else contextlib.nullcontext():
-            for where, device_bytes in self._runs(stale):
-                self._host[where : where + device_bytes.numel()].copy_(device_bytes, non_blocking=True)
+        self._copy([(host, device) for device, host in self._runs(stale)], beside=beside)
         for block in stale:
             block.current = True
 
@@ -275,12 +270,18 @@ class Residence:
         if done is not None:
             done()
 
-    def _copy_up(self, blocks: Iterable[_Block]) -> None:
-        for where, device_bytes in self._runs(blocks):
-            device_bytes.copy_(self._host[where : where + device_bytes.numel()], non_blocking=True)
+    def _copy_up(self, blocks: Iterable[_Block], *, beside: bool = False) -> None:
+        self._copy(list(self._runs(blocks)), beside=beside)
 
-    def _runs(self, blocks: Iterable[_Block]) -> Iterator[tuple[int, Tensor]]:
-        """Place on the host and bytes on the device of blocks that are neighbours on both."""
+    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, beside: bool) -> None:
+        if beside:
+            self._beside.start(copies)
+            return
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+
+    def _runs(self, blocks: Iterable[_Block]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes on the device, and their place on the host, of blocks that are neighbours on both."""
 
         def neighbourhood(block: _Block) -> tuple[int, int]:
             # Elsewhere neighbours may belong to different pieces, and CUDA refuses a copy across those.
@@ -290,7 +291,7 @@ class Residence:
         for (shift, _), run in itertools.groupby(blocks, neighbourhood):
             each = list(run)
             first, last = each[0].place, each[-1].place + each[-1].size
-            yield first, _bytes_at(shift + first, last - first, self._device)
+            yield _bytes_at(shift + first, last - first, self._device), self._host[first:last]
 
     def _reserve(self, sizes: Sequence[int]) -> None:
         """One request to the driver, which the allocator then divides, instead of one for every tensor."""
@@ -310,23 +311,12 @@ class Residence:
         if len(self._piece) - inside > _SMALL:  # a smaller rest is of no use to any large tensor
             self._filler = torch.empty(len(self._piece) - inside, dtype=torch.uint8, device=self._device)
 
-    @contextlib.contextmanager
-    def _other_stream(self) -> Iterator[None]:
-        """Copies that begin after all that the current stream has been given, and run beside what follows."""
-        if self._device.type == "cpu":
-            yield
-            return
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(self._device)
-        self._beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._beside):
-            yield
-
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _synchronise(self) -> None:
+        self._beside.settle()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

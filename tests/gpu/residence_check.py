@@ -63,7 +63,7 @@ class Timed(residence.Residence):
         with self.phase("reserve"):
             super()._reserve(sizes)  # type: ignore[arg-type]
 
-    def _runs(self, blocks: object) -> Iterator[tuple[int, torch.Tensor]]:
+    def _runs(self, blocks: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         with self.phase("find runs"):
             found = list(super()._runs(blocks))  # type: ignore[arg-type]
         self.times.setdefault("runs", []).append(len(found))
@@ -154,6 +154,49 @@ def beside() -> int:
     return wrong + slow
 
 
+def passing() -> int:
+    """What a step's small copies wait for beside the large ones of sleep and wake, in either direction.
+
+    An update sends each micro-batch's tokens, and every layer's products want numbers from the host; where
+    those stood behind a large copy, beside would be no better than before.
+    """
+    late = [torch.randn((4096, 4096), device=DEVICE) for _ in range(128)]
+    factor = torch.randn((4096, 4096), device=DEVICE, dtype=torch.bfloat16)
+    small = torch.ones(4096).pin_memory()
+    place = residence.Residence(DEVICE)
+
+    def steps() -> float:
+        """Seconds of forty products, each of which waits for a small copy there and a small copy back."""
+        began = time.perf_counter()
+        for _ in range(40):
+            factor[0].copy_(small.to(DEVICE, non_blocking=True))
+            (factor @ factor)[0, :8].tolist()
+        return time.perf_counter() - began
+
+    place.sleep([], late)  # the buffer, and the kernels, are there from now on
+    place.wake()
+    place.settle()
+    torch.cuda.synchronize()
+    alone = statistics.median(steps() for _ in range(5))
+    took: Times = {"wake": [], "begin": []}
+    for _ in range(4):
+        place.changing()
+        torch.cuda.synchronize()
+        place.begin([], late)
+        took["begin"].append(steps())
+        place.sleep([], late)
+        place.wake()
+        took["wake"].append(steps())
+    whole = bus(sum(t.nbytes for t in late))
+    slow = 0
+    for (what, seconds), copying in zip(took.items(), reversed(whole), strict=True):
+        found = statistics.median(seconds[1:])
+        slow += found > alone + copying / 4
+        note = f"small copies beside {what}: 40 steps in {found:.4f} s, alone {alone:.4f}"
+        print(f"{note}; the large copies take {copying:.4f}")
+    return slow
+
+
 def _products(factor: torch.Tensor, count: int) -> None:
     for _ in range(count):
         factor @ factor
@@ -239,7 +282,7 @@ def main() -> int:
     missed = whole_or_not()
     states = 3  # weight, and AdamW's two moments
     missed += compare("SmolLM2-135M", [(49152, 576)] * states + SMOLLM2 * 30 * states)
-    missed += beside()
+    missed += beside() + passing()
     return missed + compare("large", [(4096, 4096)] * 128)
 
 
