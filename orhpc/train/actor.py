@@ -6,13 +6,11 @@ Every method that says *collective* must be called on all ranks; the others conc
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,24 +21,23 @@ from orhpc.collector import leave_loaded, take_back
 from orhpc.config import Config
 from orhpc.devices import VARIABLE, visible_devices
 from orhpc.engine_config import SYNC_BUCKETS
-from orhpc.errors import CheckpointError, NonFinite, WeightSyncFailed
+from orhpc.errors import NonFinite, WeightSyncFailed
 from orhpc.route_shares import route_share
 from orhpc.train.backend import Batches, Role, TrainingBatch, Update, make_backend
 from orhpc.train.batch import PackedBatch
-from orhpc.train.checkpoint import BackgroundSave, CheckpointReader, Snapshot, rng_state, set_rng_state
+from orhpc.train.checkpoint import CheckpointReader, set_rng_state
 from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
 from orhpc.train.nearby import stay_near
 from orhpc.train.residence import asleep_bytes, memory
+from orhpc.train.saves import RankSaves
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
 from orhpc.train.trace import traced
 from orhpc.train.weight_sender import BucketStage, WeightSender
 from orhpc.train.weights import BucketSpec, for_wire, plan_buckets, quantised
 from orhpc.types import MiniBatch
-
-log = logging.getLogger(__name__)
 
 
 class TrainerRank:
@@ -73,8 +70,7 @@ class TrainerRank:
         self.backend = make_backend(config, model_dir, rank, world_size)
         routes = route_share(config, model_dir, rank, world_size)
         self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes)
-        self._snapshot = Snapshot(self.device)
-        self._save: BackgroundSave | None = None
+        self._saves = RankSaves(self.backend, config.checkpoint, self.device, rank, world_size)
         self._sender: WeightSender | None = None
         self._stage: BucketStage | None = None
         self._parameters: list[BucketSpec] = []
@@ -104,10 +100,7 @@ class TrainerRank:
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
             info = self.backend.build()
-        # In the background from now on: made when it is needed, a commit would wait for it for seconds.
-        checkpoint = self.config.checkpoint
-        if checkpoint.save_interval is not None and not checkpoint.spare_host_memory:
-            self._snapshot.prepare(self.backend.shards())
+        self._saves.prepare()
         leave_loaded()
         return {**info, "world_size": self.world_size}
 
@@ -348,25 +341,7 @@ class TrainerRank:
         :meth:`shed`, or the next :meth:`sleep` after an update, waits for the write.  Raises CheckpointError
         while a save is under way.
         """
-        if self._save is not None and self._save.running:
-            raise CheckpointError("a checkpoint is still being written")
-        if self.config.checkpoint.spare_host_memory:
-            self._snapshot.borrow(self.backend.hold_shards(self._save_ended))
-        else:
-            self._snapshot.take(self.backend.shards())
-        progress = {**self.backend.progress(), "rng": rng_state()}
-        target = Path(folder)
-
-        def write() -> list[dict[str, Any]]:
-            return [self._snapshot.write(target, self.rank, self.world_size, progress)]
-
-        self._save = BackgroundSave(write)
-
-    def _save_ended(self) -> None:
-        """Wait for the save under way, as long as anybody would take it for a commit."""
-        if self._save is not None and self._save.running:
-            log.info("waiting for the commit, which is written from the memory that is needed now")
-            self._save.wait(self.config.checkpoint.save_timeout_s)
+        self._saves.begin(folder)
 
     def save_poll(self) -> list[dict[str, Any]] | None:
         """Return ``{"name", "size", "sha256"}`` of this rank's files once they are durable, else None.
@@ -374,9 +349,7 @@ class TrainerRank:
         The answer stays the same until the next :meth:`save_begin`.  Raises CheckpointError when the
         files could not be written; training is not harmed.
         """
-        if self._save is None:
-            raise CheckpointError("no checkpoint is being written")
-        return self._save.poll()
+        return self._saves.poll()
 
     def shed(self) -> float:
         """Give back what only an update needs of the device, until :meth:`wake`; return the seconds of it."""
@@ -405,8 +378,7 @@ class TrainerRank:
 
     def close(self) -> None:
         """Finish the save under way, leave all groups, drop all memory."""
-        if self._save is not None:
-            self._save.wait()
+        self._saves.close()
         try:
             self.leave_weight_group()
         finally:
