@@ -17,9 +17,22 @@ SITE = Path(__file__).parent / "site"
 
 
 def test_a_run_learns_syncs_commits_and_resumes_in_another_layout(tmp_path: Path) -> None:
-    env = {"PYTHONPATH": os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    """Its trainers sleep as on GPUs: what they have is not there while the engines serve."""
+    slept = tmp_path / "slept"
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "ORHPC_TEST_SLEPT": str(slept),
+    }
     options = ("train.backend=megatron", "run.name=m", "checkpoint.save_interval=1", "wandb.enabled=false")
-    first = run(tmp_path, *options, "megatron.tp=2", "train.steps=2", env=env, timeout=400)
+    first = run(
+        tmp_path,
+        *options,
+        "megatron.tp=2",
+        "train.steps=2",
+        "checkpoint.spare_host_memory=true",
+        env=env,
+        timeout=400,
+    )
     assert first.returncode == 0, first.stdout + first.stderr
     second = run(tmp_path, *options, "megatron.pp=2", "train.steps=4", env=env, timeout=400)
     assert second.returncode == 0, second.stdout + second.stderr
@@ -30,3 +43,5 @@ def test_a_run_learns_syncs_commits_and_resumes_in_another_layout(tmp_path: Path
     assert all(e["logprob_diff_max"] < 1e-3 for e in steps)
     assert all(e["grad_norm"] > 0 for e in steps)
     assert [e["step"] for e in events if e["event"] == "commit"] == [1, 2, 3, 4]
+    # Both ranks, before each step's rollouts.
+    assert [int(line) > 0 for line in slept.read_text().split()] == [True] * (2 * len(steps))

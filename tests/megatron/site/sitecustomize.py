@@ -7,6 +7,7 @@ backend is first imported, and prepares the process just before.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,13 +22,18 @@ class _BeforeMegatron(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == TRIGGER:
             sys.meta_path.remove(self)
-            file = ROOT / "tests/megatron/shim.py"
-            spec = importlib.util.spec_from_file_location("orhpc_test_shim", file)
-            assert spec is not None and spec.loader is not None
-            shim = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(shim)
-            shim.install()
+            _install("shim")
+            if "ORHPC_TEST_SLEPT" in os.environ:
+                _install("moving")
         return None
+
+
+def _install(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"orhpc_test_{name}", ROOT / f"tests/megatron/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install()
 
 
 sys.meta_path.insert(0, _BeforeMegatron())
