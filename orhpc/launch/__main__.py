@@ -11,7 +11,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.config_files import dump_config, load_config
 from orhpc.errors import EXIT_OK, OrhpcError, policy_of
-from orhpc.launch import holder, prepare, slurm
+from orhpc.launch import holder, host_memory, prepare, slurm
 from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words, without_flags
 
@@ -80,6 +80,7 @@ def show_local(config: Config) -> int:
 def submit(config: Config, path: str, overrides: list[str]) -> int:
     """Check what can be checked here, submit, and say how to watch the job."""
     prepare.check_paths(config)
+    host_memory.check_told(config)
     prepare.check_keys(config)
     rundir = prepare.run_directory(config)
     rundir.create()

@@ -28,3 +28,14 @@ def check(config: Config) -> str:
         return f"{has}; what is needed is not known: {error}"
     check_host(run, there)
     return f"{has}, {sum(host_parts(run).values()) / GIB:.0f} needed beside what processes take"
+
+
+def check_told(config: Config) -> str:
+    """The same before there are nodes: of theirs, only ``placement.host_memory_gib`` can tell here.
+
+    Raises:
+        PreflightError: they have less than they need.
+    """
+    if config.placement.host_memory_gib is None:
+        return "each node looks at its own (placement.host_memory_gib: null)"
+    return check(config)

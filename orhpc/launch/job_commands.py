@@ -13,7 +13,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError, PreflightError
-from orhpc.launch import holder, internet, ledger, prepare, scheduler, slurm
+from orhpc.launch import holder, host_memory, internet, ledger, prepare, scheduler, slurm
 from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words
 from orhpc.rundir import RunDir
@@ -105,6 +105,7 @@ def check(options: argparse.Namespace) -> int:
     checks: list[tuple[str, Callable[[], str]]] = [
         ("placement", lambda: _placement(config)),
         ("model and data", lambda: _paths(config)),
+        ("memory of a node", lambda: host_memory.check_told(config)),
         ("keys", lambda: _keys(config)),
         ("internet", lambda: internet.survey(config).line),
         ("run directory", lambda: _directory(config)),

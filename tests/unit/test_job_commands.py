@@ -55,7 +55,15 @@ def test_check_asks_slurm_whether_the_job_could_run(
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == [
         f"ok   {name}"
-        for name in ("placement", "model and data", "keys", "internet", "run directory", "cluster")
+        for name in (
+            "placement",
+            "model and data",
+            "memory of a node",
+            "keys",
+            "internet",
+            "run directory",
+            "cluster",
+        )
     ]
     assert said[-1] == "ok   cluster: Job 9 to start at X"
     assert "#SBATCH --nodes=3" in (tmp_path / "seen").read_text()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, PreflightError
 from orhpc.launch import host_memory, internet, preflight
+from orhpc.launch.__main__ import submit
 from orhpc.launch.job import Job
 from orhpc.launch.memory_limit import memory_bytes
 from orhpc.rundir import RunDir
@@ -143,6 +144,11 @@ def test_a_node_without_the_memory_for_what_sleeps_there_is_refused_in_one_line(
     said = r"needs 341\.\d+ \(while engines .* = 682\.\d+ GiB .* has 600\.00 GiB"
     with pytest.raises(PreflightError, match=said):
         host_memory.check(config_of(placement=place, **wanted))
+    with pytest.raises(PreflightError, match=said):  # before a job is submitted
+        submit(config_of(placement=place, **wanted), "none.yaml", [])
+    assert "host_memory_gib: null" in host_memory.check_told(
+        config_of(placement={**place, "host_memory_gib": None}, **wanted)
+    )
     enough = host_memory.check(config_of(placement={**place, "host_memory_gib": 700.0}, **wanted))
     assert enough == "700 GiB, 682 needed beside what processes take"
     unknown = host_memory.check(config_of(placement=place, engine={"tp": 2}, model={"path": "not/here"}))
