@@ -189,36 +189,46 @@ async def bring_up(
     attempt: int,
     position: Position,
     version: int,
+    restored: Path | None,
     phases: Phases,
 ) -> Parts:
-    """Start engines, trainers and workers; the trainers' weights are still the base model's.
+    """Start engines, trainers and workers; the engines' weights are not yet the trainers'.
 
-    ``phases`` is told what each took.
+    ``restored``: checkpoint that the trainers go on from.  ``phases`` is told what each took.
 
     Raises:
         InfraError: a part did not come up.
         ConfigError: the model or an environment is not what the config says.
+        CheckpointError: the checkpoint is torn, or another model's.
     """
     ids = node_ids(placement.nodes)
     model_dir = model_folder(config)
     folder = rundir.attempt(attempt)
     key = (folder / "engine.key").read_text().strip()
-    if not placement.engines:
-        trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
+
+    async def load(trainers: Trainers) -> None:
         await timed(phases, "model", trainers.build())
+        await timed(phases, "restore", trainers.restore(restored))
+
+    async def start_trainers() -> Trainers:
+        trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
+        if not placement.engines or not config.placement.shared_devices:
+            await load(trainers)
+        return trainers
+
+    if not placement.engines:
         producer = ReplayProducer(str(config.train.replay_rollouts))
-        return Parts(config, rundir, trainers, None, [], producer)
+        return Parts(config, rundir, await start_trainers(), None, [], producer)
     # Processes load their libraries for longer than models; memory on shared devices is taken in turn.
     starting_engines = Engines.start(config, placement, ids, model_dir, folder, key)
-    starting_trainers = Trainers.start(config, placement, ids, model_dir)
     starting_workers = start_workers(config, placement, ids, model_dir, rundir, attempt)
     engines, (trainers, workers) = await together(
         timed(phases, "engines", starting_engines),
-        together(timed(phases, "trainers", starting_trainers), timed(phases, "workers", starting_workers)),
+        together(start_trainers(), timed(phases, "workers", starting_workers)),
     )
-    with phases.timed("model"):
+    if config.placement.shared_devices:
         await engines.release()
-        await trainers.build()
+        await load(trainers)
     await asyncio.gather(*(w.call("connect", engines.urls, key, engines.router_url) for w in workers))
     tasks = await task_sequence(config, workers[0])
     producer = Producer(
