@@ -33,11 +33,13 @@ def run(
 
 
 @contextmanager
-def started(root: Path, *overrides: str, config: str = CONFIG) -> Iterator[subprocess.Popen[str]]:
+def started(
+    root: Path, *overrides: str, config: str = CONFIG, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """Start a run; at the end of the block it gets SIGKILL, as in a power failure."""
     process = subprocess.Popen(
         command(root, *overrides, config=config), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True, env={**os.environ, "ORHPC_TEST_ROOT": str(root)},
+        text=True, start_new_session=True, env={**os.environ, "ORHPC_TEST_ROOT": str(root), **(env or {})},
     )  # fmt: skip
     try:
         yield process

@@ -3,45 +3,51 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from orhpc.events import read_events
 from orhpc.rundir import RunDir
-from tests.local.kit import run
+from tests.local import kit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SITE = Path(__file__).parent / "site"
 
 
-def test_a_run_learns_syncs_commits_and_resumes_in_another_layout(tmp_path: Path) -> None:
-    """Its trainers sleep as on GPUs: what they have is not there while the engines serve."""
+def test_a_run_stopped_while_its_trainers_sleep_resumes_in_another_layout(tmp_path: Path) -> None:
+    """They sleep as on GPUs: what they have is not there while the engines serve."""
     slept = tmp_path / "slept"
+    slept.touch()
     env = {
         "PYTHONPATH": os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "ORHPC_TEST_SLEPT": str(slept),
     }
-    options = ("train.backend=megatron", "run.name=m", "checkpoint.save_interval=1", "wandb.enabled=false")
-    first = run(
-        tmp_path,
-        *options,
-        "megatron.tp=2",
-        "train.steps=2",
-        "checkpoint.spare_host_memory=true",
-        env=env,
-        timeout=400,
-    )
-    assert first.returncode == 0, first.stdout + first.stderr
-    second = run(tmp_path, *options, "megatron.pp=2", "train.steps=4", env=env, timeout=400)
-    assert second.returncode == 0, second.stdout + second.stderr
-    events = list(read_events(RunDir(tmp_path / "m").events))
+    rundir = RunDir(tmp_path / "m")
+    options = ("train.backend=megatron", "run.name=m", "train.steps=5", "wandb.enabled=false")
+    sparing = ("megatron.tp=2", "checkpoint.save_interval=2", "checkpoint.spare_host_memory=true")
+    with kit.started(tmp_path, *options, *sparing, env=env) as process:
+        kit.wait_for(process, rundir, lambda e: e["event"] == "commit" and e["step"] == 2)
+        while len(slept.read_text().split()) < 2 * 4 and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)  # in the rollouts of the fourth step
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    stopped_at = rundir.lineage()[0].step
+    assert stopped_at >= 3
+    again = kit.run(tmp_path, *options, "megatron.pp=2", "checkpoint.save_interval=1", env=env, timeout=400)
+    assert again.returncode == 0, again.stdout + again.stderr
+    events = list(read_events(rundir.events))
     steps = [e for e in events if e["event"] == "step"]
-    assert [e["step"] for e in steps] == [1, 2, 3, 4]
+    assert [e["step"] for e in steps] == [1, 2, 3, 4, 5]
     # What the engines sampled with is what the trainer computes with, in float32: the sync is exact.
     assert all(e["logprob_diff_max"] < 1e-3 for e in steps)
     assert all(e["grad_norm"] > 0 for e in steps)
-    assert [e["step"] for e in events if e["event"] == "commit"] == [1, 2, 3, 4]
-    # Both ranks, before each step's rollouts.
-    assert [int(line) > 0 for line in slept.read_text().split()] == [True] * (2 * len(steps))
+    assert [e["step"] for e in events if e["event"] == "commit"] == [2, stopped_at, *range(stopped_at + 1, 6)]
+    # Both ranks, before each step's rollouts, and those that were stopped.
+    moved = [int(line) for line in slept.read_text().split()]
+    assert len(moved) >= 2 * len(steps)
+    assert min(moved) > 0
