@@ -240,6 +240,7 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
             run.events,
             parent=name,
             state=state,
+            alert=run.tracker.alert,
         )
         run.events.write(
             "ready",

@@ -1,13 +1,14 @@
 """Commits of a running attempt: begun after a step, written while training goes on, then finalised.
 
-A failed save costs the commit, never the run: it is reported as an event and in the log, and the
-earlier commits stay.
+A failed save costs the commit, never the run: it is reported as an event, in the log and as an
+alert, and the earlier commits stay.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,12 @@ class Saver:
         *,
         parent: CommitName | None,
         state: State,
+        alert: Callable[[str], None],
     ) -> None:
+        """``alert``: tells whoever watches the run of a commit that failed."""
         self._rundir, self._attempt, self._settings = rundir, attempt, settings
         self._trainers, self._events = trainers, events
-        self._parent = parent
+        self._parent, self._alert = parent, alert
         self._under_way: _UnderWay | None = None
         self.state = state
         """State of the last completed step, committed or not."""
@@ -167,3 +170,4 @@ class Saver:
         self._under_way = None
         log.error("commit %s failed, training goes on: %s", save.name, error)
         self._events.write("commit_failed", step=save.name.step, error=str(error))
+        self._alert(f"commit {save.name} failed, training goes on: {error}")

@@ -94,6 +94,7 @@ def make_config(
     train: dict[str, Any] | None = None,
     algorithm: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
     dtype: str = "float32",
     ranks: int = 1,
     minibatches: int = 1,
@@ -113,6 +114,7 @@ def make_config(
             "model": {"dtype": dtype},
             "placement": {"device": "cpu", "devices_per_node": ranks},
             "engine": {"backend": "cpu", "tp": 1} | (engine or {}),
+            "checkpoint": checkpoint or {},
             "environments": {"local": {"serve": "package.module:Class"}},
             "rollout": {
                 "batch_size": 2 * minibatches,

@@ -339,7 +339,7 @@ class TrainerRank:
 
         Training may go on as soon as this returns; with ``checkpoint.spare_host_memory`` the next
         :meth:`shed`, or the next :meth:`sleep` after an update, waits for the write.  Raises CheckpointError
-        while a save is under way.
+        while a save is under way, and where host memory does not take the copy; training is not harmed.
         """
         self._saves.begin(folder)
 

@@ -37,10 +37,13 @@ class RankSaves:
         """As :meth:`orhpc.train.actor.TrainerRank.save_begin`."""
         if self._save is not None and self._save.running:
             raise CheckpointError("a checkpoint is still being written")
-        if self._settings.spare_host_memory:
-            self._snapshot.borrow(self._backend.hold_shards(self._ended))
-        else:
-            self._snapshot.take(self._backend.shards())
+        try:
+            if self._settings.spare_host_memory:
+                self._snapshot.borrow(self._backend.hold_shards(self._ended))
+            else:
+                self._snapshot.take(self._backend.shards())
+        except (RuntimeError, OSError, MemoryError) as error:  # memory that is not there, or cannot be locked
+            raise CheckpointError(f"the state could not be copied to host memory: {error}") from error
         progress = {**self._backend.progress(), "rng": rng_state()}
         target = Path(folder)
 

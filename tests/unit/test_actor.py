@@ -18,6 +18,7 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Role
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
+from orhpc.train.pinned import PinnedRoom
 from tests.trainer_kit import (
     MAX_TOKENS,
     logprobs_of,
@@ -231,9 +232,7 @@ def test_a_save_holds_the_state_at_its_beginning(
         return real(*args)
 
     monkeypatch.setattr(checkpoint, "write_safetensors", held)
-    rank = make()
-    checkpoint_settings = rank.config.checkpoint.model_copy(update={"spare_host_memory": spare})
-    rank.config = rank.config.model_copy(update={"checkpoint": checkpoint_settings})
+    rank = make(checkpoint={"spare_host_memory": spare})
     rank.step(plan(0), step=1)
     before = state_of(rank)
     rank.save_begin(str(tmp_path))
@@ -256,6 +255,23 @@ def test_a_failed_save_harms_neither_training_nor_the_next_save(
     rank.save_begin(str(tmp_path / "missing"))
     with pytest.raises(CheckpointError, match="could not be written"):
         wait_for(rank.save_poll)
+    rank.step(plan(0), step=1)
+    assert len(saved(rank, tmp_path / "good")) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), OSError(12, "no memory")])
+def test_a_copy_that_finds_no_memory_harms_neither_training_nor_the_next_save(
+    make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    rank = make()
+
+    def refuse(self: PinnedRoom, size: int) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PinnedRoom, "take", refuse)
+        with pytest.raises(CheckpointError, match=r"copied to host memory: .*memory"):
+            rank.save_begin(str(tmp_path))
     rank.step(plan(0), step=1)
     assert len(saved(rank, tmp_path / "good")) == 1
 
