@@ -217,11 +217,7 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None)
     phases = Phases()
-    load = run.config.checkpoint.load if name is None else None
-    folder = run.rundir.checkpoints / str(name) if name else commits.source(Path(load)) if load else None
-    start = bring_up(
-        run.config, run.placement, run.rundir, run.attempt, state.position, state.step, folder, phases
-    )
+    start = bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step, phases)
     try:
         parts = await run.unless_stopped(start)
     except EnvironmentUnavailable as error:
@@ -230,6 +226,10 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
         # It has been waited for, and the run has nothing to lose: more likely a wrong address.
         raise PreflightError(str(error)) from error
     try:
+        load = run.config.checkpoint.load if name is None else None
+        folder = run.rundir.checkpoints / str(name) if name else commits.source(Path(load)) if load else None
+        with phases.timed("restore"):
+            await run.unless_stopped(parts.trainers.restore(folder))
         with phases.timed("sync"):
             await run.unless_stopped(parts.publish(state.step))
         saver = Saver(

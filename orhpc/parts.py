@@ -189,31 +189,25 @@ async def bring_up(
     attempt: int,
     position: Position,
     version: int,
-    restored: Path | None,
     phases: Phases,
 ) -> Parts:
-    """Start engines, trainers and workers; the engines' weights are not yet the trainers'.
+    """Start engines, trainers and workers; the trainers' weights are still the base model's.
 
-    ``restored``: checkpoint that the trainers go on from.  ``phases`` is told what each took.
+    ``phases`` is told what each took.
 
     Raises:
         InfraError: a part did not come up.
         ConfigError: the model or an environment is not what the config says.
-        CheckpointError: the checkpoint is torn, or another model's.
     """
     ids = node_ids(placement.nodes)
     model_dir = model_folder(config)
     folder = rundir.attempt(attempt)
     key = (folder / "engine.key").read_text().strip()
 
-    async def load(trainers: Trainers) -> None:
-        await timed(phases, "model", trainers.build())
-        await timed(phases, "restore", trainers.restore(restored))
-
     async def start_trainers() -> Trainers:
         trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
         if not placement.engines or not config.placement.shared_devices:
-            await load(trainers)
+            await timed(phases, "model", trainers.build())
         return trainers
 
     if not placement.engines:
@@ -227,8 +221,9 @@ async def bring_up(
         together(start_trainers(), timed(phases, "workers", starting_workers)),
     )
     if config.placement.shared_devices:
-        await engines.release()
-        await load(trainers)
+        with phases.timed("model"):
+            await engines.release()
+            await trainers.build()
     await asyncio.gather(*(w.call("connect", engines.urls, key, engines.router_url) for w in workers))
     tasks = await task_sequence(config, workers[0])
     producer = Producer(

@@ -43,7 +43,8 @@ class RankSaves:
             else:
                 self._snapshot.take(self._backend.shards())
         except (RuntimeError, OSError, MemoryError) as error:  # memory that is not there, or cannot be locked
-            raise CheckpointError(f"the state could not be copied to host memory: {error}") from error
+            said = " ".join(str(error).split())
+            raise CheckpointError(f"the state could not be copied to host memory: {said}") from error
         progress = {**self._backend.progress(), "rng": rng_state()}
         target = Path(folder)
 
