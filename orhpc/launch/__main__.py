@@ -11,7 +11,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.config_files import dump_config, load_config
 from orhpc.errors import EXIT_OK, OrhpcError, policy_of
-from orhpc.launch import holder, host_memory, prepare, slurm
+from orhpc.launch import commit_space, holder, host_memory, prepare, slurm
 from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words, without_flags
 
@@ -84,6 +84,7 @@ def submit(config: Config, path: str, overrides: list[str]) -> int:
     prepare.check_keys(config)
     rundir = prepare.run_directory(config)
     rundir.create()
+    commit_space.check(config, rundir)
     holder.check_free(rundir)
     prepare.write_config(rundir, config)
     job = slurm.submit(config, rundir, path, overrides)

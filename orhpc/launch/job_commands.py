@@ -13,7 +13,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError, PreflightError
-from orhpc.launch import holder, host_memory, internet, ledger, prepare, scheduler, slurm
+from orhpc.launch import commit_space, holder, host_memory, internet, ledger, prepare, scheduler, slurm
 from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words
 from orhpc.rundir import RunDir
@@ -161,7 +161,7 @@ def _directory(config: Config) -> str:
     free = shutil.disk_usage(existing).free
     if free < _LEAST_FREE_BYTES:
         raise ConfigError(f"{existing} has {free / 1e9:.1f} GB free")
-    return f"{rundir.path}, {free / 1e9:.0f} GB free"
+    return commit_space.check(config, rundir)
 
 
 def _run(path: Path) -> RunDir:

@@ -196,7 +196,19 @@ def lines(run: RunPlan) -> Iterator[str]:
     yield _lead_line(run.config)
     for what, size in host_parts(run).items():
         yield f"host memory a node {what}: {_gib(size)} GiB"
+    yield from _commit_lines(run)
     yield f"limit: {limit(run)}"
+
+
+def _commit_lines(run: RunPlan) -> Iterator[str]:
+    checkpoint, one = run.config.checkpoint, state_bytes(run)
+    if checkpoint.save_interval is None:
+        return
+    number = at_once(run.config)
+    yield f"commits   {one / 1e9:.2f} GB each, {number} on disk at once: {number * one / 1e9:.2f} GB"
+    if checkpoint.keep_every:
+        kept = run.config.train.steps // checkpoint.keep_every
+        yield f"          and up to {kept} kept for good: {kept * one / 1e9:.2f} GB"
 
 
 def sync_bytes(run: RunPlan) -> int:
@@ -244,10 +256,19 @@ def offloaded_bytes(run: RunPlan) -> int:
     return run.trainer.offloaded * _ranks_of_a_node(run)
 
 
+def state_bytes(run: RunPlan) -> int:
+    """A whole commit: master weights and moments, of all ranks."""
+    return run.shape.parameters * (MASTER_BYTES + run.demand.moment_bytes)
+
+
+def at_once(config: Config) -> int:
+    """Commits that lie on the disk while one is being written; those of ``keep_every`` come on top."""
+    return config.checkpoint.keep + 1
+
+
 def commit_bytes(run: RunPlan) -> int:
     """One node's part of a commit, and host memory for the copy that it is written from."""
-    state = run.shape.parameters * (MASTER_BYTES + run.demand.moment_bytes)
-    return -(-state * _ranks_of_a_node(run) // run.layout.ranks)
+    return -(-state_bytes(run) * _ranks_of_a_node(run) // run.layout.ranks)
 
 
 def _ranks_of_a_node(run: RunPlan) -> int:

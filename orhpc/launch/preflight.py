@@ -16,7 +16,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, NodeLost, OrhpcError, PreflightError, policy_of
-from orhpc.launch import host_memory, internet, scheduler
+from orhpc.launch import commit_space, host_memory, internet, scheduler
 from orhpc.launch.job import Job, this_node
 from orhpc.launch.words import split_words
 from orhpc.ports import free_ports
@@ -25,6 +25,8 @@ from orhpc.rundir import RunDir
 _COMMAND_TIMEOUT_S = 120.0
 _LEAST_FREE = 2e9
 _MOST_SKEW_S = 30.0
+_NOT_THE_NODES = ("run directory", "internet", "memory")
+"""What another node would not pass either."""
 _GPU_QUERY = "name,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
 
 
@@ -45,7 +47,8 @@ def node_verdicts(config: Config, job: Job, folder: Path) -> list[Verdict]:
     """Run every check of this node; ``folder`` is on the shared filesystem."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("network", lambda: this_node(job, config.slurm.interface).address),
-        ("disk", lambda: _disk([Path("/tmp"), Path("/dev/shm"), folder])),  # noqa: S108 - asked for space
+        ("disk", lambda: _disk([Path("/tmp"), Path("/dev/shm")])),  # noqa: S108 - asked for space
+        ("run directory", lambda: commit_space.check(config, RunDir(folder))),
         ("memory", lambda: host_memory.check(config)),
         ("clock", lambda: _clock(folder)),
         ("internet", lambda: internet.survey(config).line),
@@ -64,7 +67,7 @@ def require(config: Config, job: Job, rundir: RunDir) -> None:
     """Raises BadNode with the first check that failed here; PreflightError for what no node would pass."""
     for verdict in node_verdicts(config, job, rundir.path):
         if not verdict.good:
-            kind = PreflightError if verdict.check in ("internet", "memory") else BadNode
+            kind = PreflightError if verdict.check in _NOT_THE_NODES else BadNode
             raise kind(f"{job.node_name}: {verdict.check}: {verdict.line}")
 
 

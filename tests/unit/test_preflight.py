@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, PreflightError
-from orhpc.launch import host_memory, internet, preflight
+from orhpc.launch import commit_space, host_memory, internet, preflight
 from orhpc.launch.__main__ import submit
 from orhpc.launch.job import Job
 from orhpc.launch.memory_limit import memory_bytes
@@ -156,6 +158,40 @@ def test_a_node_without_the_memory_for_what_sleeps_there_is_refused_in_one_line(
     assert host_memory.check(config_of()).endswith(" GiB")
 
 
+def test_a_run_whose_commits_do_not_fit_is_refused_before_it_has_made_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30.53 billion parameters, of which master weights and moments take 12 bytes each."""
+    (tmp_path / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"][0]))
+    real, free = shutil.disk_usage(tmp_path), 1098e9
+
+    def usage(path: Path) -> Any:
+        return real._replace(free=int(free))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    here = {"root": str(tmp_path / "runs"), "name": "x"}
+    config = config_of(model={"path": str(tmp_path)}, run=here)
+    rundir = RunDir(tmp_path / "runs" / "x")
+    with pytest.raises(PreflightError, match=r"1098\.0 GB free, .* take 1099\.2 \(3 of 366\.4 at once, 0 of"):
+        commit_space.check(config, rundir)
+    with pytest.raises(PreflightError, match=r"lower checkpoint\.keep"):
+        submit(config, "none.yaml", [])
+    with pytest.raises(PreflightError, match=r"^n0: run directory: .*GB free, commits take"):
+        preflight.require(config, job(), rundir)
+    never = config_of(model={"path": str(tmp_path)}, run=here, checkpoint={"save_interval": None})
+    assert commit_space.check(never, rundir).endswith("GB free")
+    free = 1100e9
+    assert commit_space.check(config, rundir).endswith("commits take 1099.2")
+    rundir.create()
+    attempt = rundir.begin_attempt()
+    rundir.record_start(attempt, None)
+    (rundir.checkpoints / f"step_4.a{attempt:03d}").mkdir()
+    free = 733e9  # one is there, so two more would do
+    assert commit_space.check(config, rundir).endswith("commits take 732.8")
+    free = 1e9  # room may come: what has been committed is not given up
+    assert commit_space.check(config, rundir).endswith("1 of them there): they will fail")
+
+
 def test_the_least_of_the_machine_and_the_job_s_limits_counts(tmp_path: Path) -> None:
     machine, own, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
     machine.write_text("MemTotal:       1024 kB\nMemFree: 1 kB\n")
@@ -185,7 +221,7 @@ def test_the_command_prints_a_line_for_each_check(
     config = str(Path(__file__).parents[2] / "configs/tiny.yaml")
     monkeypatch.chdir(tmp_path)
     assert preflight.main([config]) == EXIT_OK
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["n0", "ok"]] * 6
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["n0", "ok"]] * 7
     assert preflight.main([config, "slurm.health_command=exit 1"]) == EXIT_PREFLIGHT
     assert "n0  BAD  health command: exit 1: no output\n" in capsys.readouterr().out
 
