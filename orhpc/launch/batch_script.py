@@ -96,8 +96,9 @@ done
 attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun_exit"
 
 # A start that SLURM took for dead finds a newer one running, which is not its to requeue.
+# SIGNALING is what SLURM calls a running job while a signal is on its way to it.
 about=" $(about_job) "
-case $about in
+case ${about/ JobState=SIGNALING / JobState=RUNNING } in
   *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
   *)
     echo "orhpc: exit $code, and the job is cancelled, ending or started anew: not requeued"

@@ -15,6 +15,7 @@ from orhpc.launch.job import Job
 from orhpc.launch.ledger import Outcome, Reason
 from orhpc.launch.placement import Node
 from orhpc.launch.preempt import await_notes, grace_ends, info_at_signal, why_stopped
+from orhpc.launch.scheduler import JobInfo
 from orhpc.rundir import RunDir
 
 _PROBE_S = 3.0
@@ -79,12 +80,14 @@ class Ended:
         # The script may have been rendered before the first commit was measured, or not for this run.
         lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))
         reason = why_stopped(info, lead_s, self.job.restart, granted_until=grace_ends(self.job))
-        by_srun = info is not None and info.state == "RUNNING" and not self.job.signalled
+        by_srun = info is not None and info.running and not self.job.signalled
         if reason is Reason.REQUEUED and by_srun:
             # Nobody has told the batch script: srun ends every task once one has failed.
             return Reason.INFRASTRUCTURE, "another node's task ended; its own line says why", EXIT_REQUEUE
         if reason is Reason.REQUEUED and (down := preflight.nodes_down()):
             return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
+        if reason is Reason.REQUEUED and not self.problem:
+            return reason, said(info), EXIT_REQUEUE
         return reason, self.problem, EXIT_REQUEUE
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
@@ -105,6 +108,14 @@ class Ended:
         if code == EXIT_FAILED:
             return Reason.CRASH, detail or f"driver exit status {self.status}", code
         return Reason.REFUSED, detail, code
+
+
+def said(info: JobInfo | None) -> str:
+    """What SLURM said of a job that it gave no reason to stop."""
+    if info is None:
+        return "SLURM said nothing of it"
+    asked = ("JobState", "Reason", "Restarts", "EndTime")
+    return "SLURM said " + " ".join(f"{name}={info.fields.get(name, '')}" for name in asked)
 
 
 def silent(nodes: Sequence[Node]) -> list[str]:

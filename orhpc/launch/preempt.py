@@ -76,7 +76,7 @@ class LimitWatch:
             info = scheduler.job_info(self._job.id)
         except PreflightError:
             return False
-        left_s = info.seconds_left() if info is not None and info.state == "RUNNING" else None
+        left_s = info.seconds_left() if info is not None and info.running else None
         return left_s is not None and left_s <= lead_s
 
 
@@ -110,7 +110,7 @@ def why_stopped(
     if info.being_preempted:
         return Reason.PREEMPTED
     left = info.seconds_left(now)
-    if info.state == "RUNNING" and left is not None and left <= lead_s + _SCAN_S:
+    if info.running and left is not None and left <= lead_s + _SCAN_S:
         return Reason.TIME_LIMIT
     return Reason.REQUEUED
 

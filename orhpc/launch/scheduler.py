@@ -36,6 +36,11 @@ class JobInfo:
         return self.fields.get("JobState", "")
 
     @property
+    def running(self) -> bool:
+        """Whether it runs; one that a signal is on its way to is shown as SIGNALING instead."""
+        return self.state in ("RUNNING", "SIGNALING")
+
+    @property
     def restarts(self) -> int:
         """How often it has been requeued."""
         count = self.fields.get("Restarts", "0")

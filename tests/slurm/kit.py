@@ -216,7 +216,7 @@ def assert_back(run: JobRun, attempt: int, what: str, *, fault: float | None = N
     nothing of the interrupted one is left on any node."""
     cost = note_cost(run, attempt, what, fault)
     assert cost.steps_lost <= lost, cost
-    began = _facts(run, attempt + 1)["script_started"] - 0.1
+    began = _facts(run, attempt + 1)["script_started"] - 2.0  # it looks at the clock once it runs
     assert not (left := run.cluster.processes(began)), left
 
 

@@ -123,6 +123,7 @@ def test_why_a_job_was_stopped() -> None:
 
     running = f"JobState=RUNNING EndTime={end}"
     assert why(f"{running} PreemptTime=None") is Reason.TIME_LIMIT
+    assert why(f"JobState=SIGNALING EndTime={end} PreemptTime=None") is Reason.TIME_LIMIT
     assert why(f"{running} PreemptTime={end}") is Reason.PREEMPTED
     assert why("JobState=RUNNING EndTime=Unknown PreemptTime=None") is Reason.REQUEUED
     assert why(f"JobState=CANCELLED EndTime={end} PreemptTime={end}") is Reason.CANCELLED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -174,6 +175,42 @@ def test_job_info_is_read_as_scontrol_prints_it() -> None:
     assert info.seconds_left(0) is not None
     assert JobInfo.parse(line.replace("PreemptTime=None", "PreemptTime=2030-01-01T00:00:00")).being_preempted
     assert JobInfo.parse(line.replace("2030-01-01T00:00:00", "Unknown")).seconds_left() is None
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "back"),
+    [
+        ("RUNNING", 1, True),
+        ("SIGNALING", 1, True),  # what SLURM calls a running job that a signal is on its way to
+        ("SIGNALING", 2, False),  # a newer start's
+        ("COMPLETING", 1, False),
+        ("CANCELLED", 1, False),
+    ],
+)
+def test_a_job_that_runs_is_requeued_and_no_other(
+    tmp_path: Path, state: str, restarts: int, back: bool
+) -> None:
+    programs = {
+        "srun": f'echo "{tmp_path}/attempt" >"$ORHPC_JOB_FOLDER/attempt"; exit 75',
+        "scontrol": f'[ "$1" = requeue ] && touch "{tmp_path}/requeued"; '
+        f'echo "JobId=7 JobState={state} Requeue=1 Restarts={restarts} ExcNodeList=(null) StdOut=x"',
+    }
+    (tmp_path / "attempt").mkdir()
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1", "SLURM_RESTART_COUNT": "1",
+    }  # fmt: skip
+    script = ROOT / "slurm/train.sbatch"
+    result = subprocess.run(
+        ["bash", str(script), "none.yaml"], env=variables, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (tmp_path / "requeued").exists() is back, result.stdout + result.stderr
+    assert result.returncode == (0 if back else 75)
+    assert ("not requeued" in result.stdout) is not back
 
 
 def test_no_signal_is_lost_while_slurm_is_asked_about_the_one_before(tmp_path: Path) -> None:
