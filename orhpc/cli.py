@@ -13,7 +13,7 @@ from pathlib import Path
 from orhpc import commits
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
-from orhpc.events import read_events, steps_of
+from orhpc.events import FAILURES, failure_line, read_events, steps_of
 from orhpc.launch import job_commands
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.plan_report import main as plan
@@ -73,7 +73,7 @@ def status(options: argparse.Namespace) -> int:
     steps = steps_of(events)
     last = steps[max(steps)] if steps else {}
     committed = run.lineage()
-    failures = [e for e in events if e["event"] in ("failed", "commit_failed", "restart")]
+    failures = [failure_line(e) for e in events if e["event"] in FAILURES]
     about = {
         "run": str(run.path),
         "step": last.get("step", 0),
@@ -83,7 +83,7 @@ def status(options: argparse.Namespace) -> int:
         "last_event": events[-1]["event"] if events else None,
         "last_event_age_s": round(time.time() - events[-1]["time"], 1) if events else None,
         "reward_mean": last.get("reward_mean"),
-        "last_failure": f"{failures[-1].get('kind')}: {failures[-1]['error']}" if failures else None,
+        "last_failure": failures[-1] if failures else None,
     }
     if options.json:
         print(json.dumps(about | {"jobs": dict(job_commands.jobs(run))}))

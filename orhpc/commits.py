@@ -51,12 +51,28 @@ class Manifest:
 
 
 def begin(rundir: RunDir, name: CommitName) -> Path:
-    """Make the hidden folder that ranks write the commit's shards into."""
+    """Make the hidden folder that ranks write the commit's shards into.
+
+    What crashed saves of older attempts left behind is removed: the commit may need the room.
+
+    Raises:
+        CheckpointError: the filesystem refused.
+    """
     folder = rundir.checkpoints / f".{name}.partial"
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(mode=0o700, parents=True)
+    try:
+        if rundir.newest_attempt() == name.attempt:
+            _sweep_torn(rundir, name.attempt)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be begun: {error}") from error
     return folder
+
+
+def discard(rundir: RunDir, name: CommitName) -> None:
+    """Remove what there is of a commit that failed; nobody may still write into it."""
+    shutil.rmtree(rundir.checkpoints / f".{name}.partial", ignore_errors=True)
 
 
 def finalise(folder: Path, manifest: Manifest) -> Path:
@@ -182,17 +198,23 @@ def sweep(
         return []
     lineage = rundir.lineage()
     kept = {*lineage[:keep], *pinned, *(c for c in lineage if keep_every and c.step % keep_every == 0)}
-    removed: list[str] = []
+    removed = _sweep_torn(rundir, newest)
     for path in rundir.checkpoints.iterdir():
         name = CommitName.parse(path.name)
-        partial = CommitName.parse(path.name.removeprefix(".").removesuffix(".partial"))
-        torn = name is None and partial is not None and partial.attempt < newest
-        if torn or (name is not None and name not in kept):
-            doomed = (
-                path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.doomed"))
-            )
-            shutil.rmtree(doomed)
+        if name is not None and name not in kept:
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.doomed")))
             removed.append(path.name)
-        elif path.name.endswith(".doomed"):
+    return removed
+
+
+def _sweep_torn(rundir: RunDir, newest: int) -> list[str]:
+    """Remove what saves of attempts before ``newest`` left, and removals that were cut short."""
+    removed: list[str] = []
+    for path in rundir.checkpoints.glob(".*"):
+        partial = CommitName.parse(path.name.removeprefix(".").removesuffix(".partial"))
+        torn = partial is not None and partial.attempt < newest
+        if torn or path.name.endswith(".doomed"):
             shutil.rmtree(path)
+        if torn:
+            removed.append(path.name)
     return removed

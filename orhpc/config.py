@@ -35,6 +35,8 @@ class RunSettings(Section):
     """Folder that holds run directories; on a filesystem that every node sees."""
     seed: NonNegative = 0
     """Fixes task order, sampling seeds and initial weights of random models."""
+    storage_wait_s: Seconds = 900.0
+    """How long a run whose filesystem is full, or away, waits for it before it leaves to be requeued."""
 
 
 class ModelSettings(Section):

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +42,7 @@ from orhpc.rollout.producer import Taken
 from orhpc.rundir import RunDir
 from orhpc.saving import Saver, State
 from orhpc.step_metrics import Phases, rollout_metrics
+from orhpc.storage import when_taken
 from orhpc.tracking import Tracker
 from orhpc.train.advantages import grouped_advantages
 from orhpc.train.batch import plan_batches
@@ -89,6 +90,20 @@ class Run:
         finally:
             task.cancel()
 
+    async def stored(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Do something that writes to the run directory, again for as long as that takes nothing.
+
+        Raises:
+            StorageRefused: it did not for ``run.storage_wait_s``.
+            StopRequested: the stop file appeared while it was waited for.
+        """
+        return await when_taken(write, self.config.run.storage_wait_s, self._refused, self.stop_requested)
+
+    def _refused(self, problem: str) -> None:
+        log.error(problem)
+        self.events.write("storage_refused", error=problem)
+        self.tracker.alert(problem)
+
     def close(self) -> None:
         self.tracker.close(*([_LEAVE_S] if self.stop_requested() else []))
         self.events.close()
@@ -115,15 +130,19 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         plan = plan_step(taken.groups, config, config.data_ranks, tokens)
         with phases.timed("update"):
             metrics = await update(run, parts, plan, state)
-        state = replace(state, step=state.step + 1, position=parts.producer.position)
-        with phases.timed("sync"):
-            metrics |= await parts.publish(state.step)
-        with phases.timed("record"):
-            run.require_newest()
-            await parts.record(state.step, taken)
-        with phases.timed("checkpoint"):
-            await saver.after_step(state)
-        report(run, state, taken, metrics | turns | {"padding": plan.padding}, phases)
+        # From here on the trainers hold the next step: whatever else fails, it is what a commit would hold.
+        saver.state = state = replace(state, step=state.step + 1, position=parts.producer.position)
+        metrics |= turns | {"padding": plan.padding}
+        run.require_newest()
+        try:
+            with phases.timed("record"):
+                await parts.record(state.step, taken, run.stored)
+            with phases.timed("sync"):
+                metrics |= await parts.publish(state.step)
+            with phases.timed("checkpoint"):
+                await saver.after_step()
+        finally:
+            report(run, state, taken, metrics, phases)
         if evaluation.due(config, state.step):
             await evaluate(run, parts, state.step)
 
@@ -176,7 +195,7 @@ async def evaluate(run: Run, parts: Parts, step: int) -> None:
     async with parts.serving():
         groups, metrics = await run.unless_stopped(evaluation.evaluate(run.config, parts.workers))
     run.require_newest()
-    await parts.record_evaluation(step, groups)
+    await parts.record_evaluation(step, groups, run.stored)
     await parts.publish(step)
     run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
     run.tracker.log(step, {f"eval/{k}": v for k, v in metrics.items()})
@@ -260,7 +279,7 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
         except Exception:
             await saver.rescue()
             raise
-        await saver.finish()
+        await saver.finish_run(run.config.run.storage_wait_s, run.stop_requested)
     finally:
         await leave(run, parts)
 

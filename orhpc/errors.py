@@ -17,6 +17,7 @@ class Action(Enum):
     END_ROLLOUT = "end the rollout; it is counted, and never trained on as a zero"
     ERROR_TURN = "show the error to the model as a turn and go on"
     RETRY = "retry or restart the part in place, at most `budget` times, then requeue"
+    WAIT = "wait for it, `run.storage_wait_s` at most, with everything kept in memory; then requeue"
     REDO_STEP = "halve the token budget on every rank and redo the same batch"
     SKIP_STEP = "no rank steps; skip once, then roll back to the last commit"
     PREVIOUS_COMMIT = "use the previous good commit; training goes on, loudly"
@@ -110,8 +111,8 @@ class WeightSyncFailed(InfraError):
     """New weights reached some engines only in part."""
 
 
-class StorageStalled(InfraError):
-    """The run directory's filesystem does not answer in time."""
+class StorageRefused(InfraError):
+    """The run directory's filesystem takes nothing: it is full, over quota, or has lost its server."""
 
 
 class RoutesMissing(InfraError):
@@ -176,6 +177,7 @@ POLICY: dict[type[OrhpcError], Policy] = {
     TimeLimit: Policy(Action.REQUEUE, EXIT_REQUEUE),
     NodeLost: Policy(Action.REQUEUE, EXIT_REQUEUE),
     InfraError: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
+    StorageRefused: Policy(Action.WAIT, EXIT_REQUEUE),
     DataError: Policy(Action.END_ROLLOUT, EXIT_FAILED),
     MalformedToolCall: Policy(Action.ERROR_TURN, EXIT_FAILED),
     OutOfMemory: Policy(Action.REDO_STEP, EXIT_REQUEUE, budget=3),

@@ -8,12 +8,19 @@ process may be torn, and readers leave it out.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from orhpc.storage import REFUSALS
+
+log = logging.getLogger(__name__)
+FAILURES = ("restart", "failed", "commit_failed", "commit_passed_over", "storage_refused")
+"""Events that say what went wrong, each with an ``error``."""
 
 
 class EventLog:
@@ -25,22 +32,38 @@ class EventLog:
         """Newest step reported through this log; -1 before the first."""
         self.last_step_skipped = False
         """Whether that step had no update."""
+        self._untaken = b""
+        """What a full filesystem has not taken yet."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._end_torn_line(path)
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Append one event; returns it as readers will see it.
 
-        ``time`` is seconds since the epoch.  Numbers that JSON lacks (NaN, infinity) become text.
+        ``time`` is seconds since the epoch.  Numbers that JSON lacks (NaN, infinity) become text.  What a
+        full filesystem does not take goes before the next event, or before :meth:`close`.
         """
         if event == "step":
             self.last_step, self.last_step_skipped = fields["step"], bool(fields.get("skipped"))
         line = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **_plain(fields)}
-        os.write(self._descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         return line
 
     def close(self) -> None:
+        self._append(b"")
         os.close(self._descriptor)
+
+    def _append(self, line: bytes) -> None:
+        new = not self._untaken
+        self._untaken += line
+        try:
+            while self._untaken:
+                self._untaken = self._untaken[os.write(self._descriptor, self._untaken) :]
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            if new:
+                log.error("events.jsonl: %s; events are kept until it takes them", error.strerror)
 
     def _end_torn_line(self, path: Path) -> None:
         """A predecessor killed in mid-write must not swallow our first line."""
@@ -64,6 +87,11 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return _plain(value.item())
     return str(value)
+
+
+def failure_line(event: dict[str, Any]) -> str:
+    """One of :data:`FAILURES` in a line: what failed, and how."""
+    return f"{event.get('kind') or event['event'].replace('_', ' ')}: {event['error']}"
 
 
 def parse_lines(lines: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:

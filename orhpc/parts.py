@@ -9,6 +9,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from orhpc.rollout.replay import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rundir import RunDir
 from orhpc.step_metrics import Phases
+from orhpc.storage import Stored, refusals
 from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
@@ -138,13 +140,16 @@ class Parts:
                 "seconds_trainer_wake": woken["seconds"],
             }
 
-    async def record(self, step: int, taken: Taken) -> None:
-        """Have every worker write its rollouts of the step and forget them."""
+    async def record(self, step: int, taken: Taken, stored: Stored) -> None:
+        """Have every worker write its rollouts of the step and forget them, each by ``stored``.
+
+        Raises:
+            OrhpcError: what ``stored`` raises.
+        """
         if not self.workers:
             return
         folder = self.rundir.rollouts_of(step)
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that did this step and lost it
-        folder.mkdir(mode=0o700)
+        await stored(lambda: asyncio.to_thread(_make_anew, folder))
         trained = {g.id for g in taken.groups}
         groups = [*taken.groups, *taken.dropped]
         jobs: dict[int, list[tuple[int, str | None, bool]]] = {w.index: [] for w in self.workers}
@@ -153,18 +158,21 @@ class Parts:
             worker = group.rollouts[0].worker if file is None else self.workers[i % len(self.workers)].index
             jobs[worker].append((group.id, file, group.id in trained))
         await asyncio.gather(
-            *(w.call("record", str(folder), jobs[w.index]) for w in self.workers if jobs[w.index])
+            *(
+                stored(partial(w.call, "record", str(folder), jobs[w.index]))
+                for w in self.workers
+                if jobs[w.index]
+            )
         )
 
-    async def record_evaluation(self, step: int, groups: Sequence[PromptGroup]) -> None:
+    async def record_evaluation(self, step: int, groups: Sequence[PromptGroup], stored: Stored) -> None:
         """Likewise for an evaluation's rollouts."""
         folder = self.rundir.rollouts / f"evaluation_{step}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        await stored(lambda: asyncio.to_thread(_make_anew, folder))
         for worker in self.workers:
             own = [(g.id, None, False) for g in groups if g.rollouts[0].worker == worker.index]
             if own:
-                await worker.call("record", str(folder), own)
+                await stored(partial(worker.call, "record", str(folder), own))
 
     async def tell_workers(self, method: str, *args: Any) -> None:
         await asyncio.gather(*(w.call(method, *args) for w in self.workers))
@@ -180,6 +188,13 @@ class Parts:
         if self.engines is not None:
             await self.engines.close()
         await self.trainers.close()
+
+
+def _make_anew(folder: Path) -> None:
+    """Without what an attempt left there that did the same step and lost it."""
+    with refusals("rollouts cannot be recorded"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
 
 
 async def bring_up(

@@ -12,11 +12,13 @@ its name only when it is whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +28,7 @@ import numpy as np
 
 from orhpc.errors import RecordError
 from orhpc.routes import RouteShare
+from orhpc.storage import refusals
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
 
 FORMAT = "orhpc-rollouts-1"
@@ -62,20 +65,60 @@ def write_rollouts(
         routes: whether to keep expert routes (uint8 or uint16 ``[T - 1, layers, topk]``).
 
     Raises:
-        OSError: the filesystem refused; nothing appears under ``path``.
+        StorageRefused: the filesystem takes no more; nothing appears under ``path``.
+        OSError: the file cannot be written for another reason; likewise.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with h5py.File(temporary, "w") as file:
-            file.attrs["format"] = FORMAT
-            _write(file, rollouts, frozenset(trained), routes)
-            file.flush()
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
+        with refusals("rollouts cannot be written"):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _Target(temporary, "w+") as target:
+                with target.telling(), h5py.File(target, "w") as file:
+                    file.attrs["format"] = FORMAT
+                    _write(file, rollouts, frozenset(trained), routes)
+                os.fsync(target.fileno())
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class _Target(FileIO):
+    """A file that tells of the first failed write when everything is over.
+
+    HDF5 cannot close a file whose disk is full: it would keep it open, and the disk full, for good.
+    """
+
+    _failed: OSError | None = None
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Raises, at its end, the OSError of the first write that failed."""
+        try:
+            yield
+        except Exception:
+            if self._failed is None:
+                raise
+        if self._failed is not None:
+            raise self._failed
+
+    def write(self, data: Any, /) -> int:
+        """Write all of it, or, after a failure, nothing."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while self._failed is None and rest:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self._failed = error
+        return size
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """As :meth:`write`."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self._failed = self._failed or error
+            return size or 0
 
 
 def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str], routes: bool) -> None:

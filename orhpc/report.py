@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orhpc.events import read_events, steps_of
+from orhpc.events import FAILURES, read_events, steps_of
 from orhpc.rundir import RunDir, write_atomic
 
 Event = Mapping[str, Any]
@@ -87,12 +87,7 @@ def page(run: RunDir) -> str:
         "<h2>Steps</h2>",
         *(figure for chart in CHARTS if (figure := draw(chart, steps))),
         *_events_table("Alarms", events, ("alarm",), newest=50),
-        *_events_table(
-            "Restarts and failures",
-            events,
-            ("restart", "failed", "commit_failed", "commit_passed_over"),
-            newest=50,
-        ),
+        *_events_table("Restarts and failures", events, FAILURES, newest=50),
         *_events_table("Evaluations", events, ("evaluation",), newest=200),
         "<h2>Attempts</h2>",
         _attempts(run, events),

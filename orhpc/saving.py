@@ -1,7 +1,7 @@
 """Commits of a running attempt: begun after a step, written while training goes on, then finalised.
 
 A failed save costs the commit, never the run: it is reported as an event, in the log and as an
-alert, and the earlier commits stay.
+alert, and the earlier commits stay.  Only the last one must be: a run that is not committed is not finished.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any
 
 from orhpc import commits
 from orhpc.config import CheckpointSettings
-from orhpc.errors import CheckpointError
+from orhpc.errors import CheckpointError, OrhpcError
 from orhpc.events import EventLog
 from orhpc.fleet import Trainers
 from orhpc.rollout.producer import Position
 from orhpc.rundir import CommitName, RunDir
+from orhpc.storage import pause
 
 log = logging.getLogger(__name__)
+_AGAIN_S = 60.0
+"""Between two tries at the run's last commit: what filled a disk is often gone by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,10 @@ class State:
 @dataclass(slots=True)
 class _UnderWay:
     name: CommitName
-    folder: Path
     state: State
     started: float
+    folder: Path = Path()
+    """Where shards go; empty before it is made."""
 
 
 class Saver:
@@ -77,11 +81,13 @@ class Saver:
         self._parent, self._alert = parent, alert
         self._under_way: _UnderWay | None = None
         self.state = state
-        """State of the last completed step, committed or not."""
+        """What the trainers hold: the state of the last completed step, committed or not."""
+        self._problem = ""
+        """Why the last commit failed."""
 
-    async def after_step(self, state: State) -> None:
-        """Note a completed step, finalise a finished save, begin one when it is due."""
-        self.state = state
+    async def after_step(self) -> None:
+        """Finalise a finished save, begin one when it is due."""
+        state = self.state
         await self.poll()
         interval = self._settings.save_interval
         if interval is not None and state.step % interval == 0:
@@ -99,16 +105,38 @@ class Saver:
             elif time.monotonic() - save.started > self._settings.save_timeout_s:
                 raise CheckpointError(f"the save took longer than {self._settings.save_timeout_s:.0f} s")
         except CheckpointError as error:
-            self._failed(save, error)
+            await self._failed(save, error)
+
+    @property
+    def _all_committed(self) -> bool:
+        committed = self._parent is not None and self._parent.step == self.state.step
+        return committed or self._settings.save_interval is None
 
     async def finish(self) -> None:
         """Commit the last completed step, unless it is, and wait until it is durable."""
         await self._wait()
-        if self._settings.save_interval is None:
-            return
-        if self._parent is None or self._parent.step < self.state.step:
+        if not self._all_committed:
             await self._begin(self.state)
             await self._wait()
+
+    async def finish_run(self, wait_s: float, stop: Callable[[], bool], again_s: float = _AGAIN_S) -> None:
+        """Commit the run's last step, where that fails again for up to ``wait_s``, or until ``stop``.
+
+        Raises:
+            CheckpointError: it could not be; a run is not finished without.
+        """
+        end = time.monotonic() + wait_s
+        await self.finish()
+        while not self._all_committed and time.monotonic() < end and not stop():
+            log.error("the last step is not committed: %s; once more in %.0f s", self._problem, again_s)
+            await pause(min(again_s, max(0.0, end - time.monotonic())), stop)
+            await self.finish()
+        if not self._all_committed:
+            newest = self._parent.step if self._parent else 0
+            raise CheckpointError(
+                f"step {self.state.step}, the last, is trained but not committed ({self._problem}); the same "
+                f"command goes on from step {newest}"
+            )
 
     async def rescue(self) -> None:
         """Commit the last completed step after a failure, if the trainers still hold it.
@@ -116,9 +144,7 @@ class Saver:
         What failed then costs no step, however long ago the last commit was.  Never raises: the failure
         it follows is what counts.
         """
-        if self._settings.save_interval is None:
-            return
-        if self._parent is not None and self._parent.step == self.state.step:
+        if self._all_committed:
             return
         try:
             if await self._trainers.hold_whole_step():
@@ -128,16 +154,14 @@ class Saver:
 
     async def _begin(self, state: State) -> None:
         await self._wait()  # a save still under way was begun a whole interval ago
-        name = CommitName(state.step, self._attempt)
-        folder = self._rundir.checkpoints
-        started = time.monotonic()
+        save = _UnderWay(CommitName(state.step, self._attempt), state, time.monotonic())
         try:
-            folder = commits.begin(self._rundir, name)
-            await self._trainers.save_begin(folder)
-        except (CheckpointError, OSError) as error:
-            self._failed(_UnderWay(name, folder, state, started), error)
+            save.folder = commits.begin(self._rundir, save.name)
+            await self._trainers.save_begin(save.folder)
+        except CheckpointError as error:
+            await self._failed(save, error)
             return
-        self._under_way = _UnderWay(name, folder, state, started)
+        self._under_way = save
 
     async def _wait(self) -> None:
         save = self._under_way
@@ -147,7 +171,7 @@ class Saver:
             files = await self._trainers.finish_save(self._settings.save_timeout_s)
             self._finalise(save, files)
         except CheckpointError as error:
-            self._failed(save, error)
+            await self._failed(save, error)
 
     def _finalise(self, save: _UnderWay, files: tuple[commits.ShardFile, ...]) -> None:
         parent = str(self._parent) if self._parent else None
@@ -164,10 +188,18 @@ class Saver:
             bytes=sum(f.size for f in files),
         )
         settings = self._settings
-        commits.sweep(self._rundir, self._attempt, keep=settings.keep, keep_every=settings.keep_every)
+        try:
+            commits.sweep(self._rundir, self._attempt, keep=settings.keep, keep_every=settings.keep_every)
+        except OSError as error:
+            log.error("old commits could not be removed: %s", error)  # the next commit tries again
 
-    def _failed(self, save: _UnderWay, error: Exception) -> None:
-        self._under_way = None
+    async def _failed(self, save: _UnderWay, error: CheckpointError) -> None:
+        self._under_way, self._problem = None, str(error)
         log.error("commit %s failed, training goes on: %s", save.name, error)
         self._events.write("commit_failed", step=save.name.step, error=str(error))
         self._alert(f"commit {save.name} failed, training goes on: {error}")
+        try:
+            if await self._trainers.save_give_up():  # ranks that have not failed write on
+                commits.discard(self._rundir, save.name)
+        except OrhpcError as gone:  # whoever asks the trainers next is told too
+            log.error("%s: what was written of it stays: %s", save.name, gone)

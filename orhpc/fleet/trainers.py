@@ -164,6 +164,10 @@ class Trainers:
             await asyncio.sleep(POLL_S)
         return files
 
+    async def save_give_up(self) -> bool:
+        """Have all ranks end a save that one has failed in; returns whether nobody writes any more."""
+        return all(await self.all("save_give_up", timeout_s=2 * ANSWER_S))
+
     async def close(self) -> None:
         for rank in self.ranks:
             ray.kill(rank)

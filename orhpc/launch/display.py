@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from orhpc.events import parse_lines
+from orhpc.events import FAILURES, failure_line, parse_lines
 
 _RECENT = 8
 
@@ -99,9 +99,9 @@ class Display:
             self.say(f"evaluation after step {event['step']}: {', '.join(means)}")
         elif kind == "alarm":
             self.say(f"alarm after step {event['step']}: {event['reason']}")
-        elif kind in ("restart", "failed", "commit_failed", "commit_passed_over"):
-            self.failure = f"{event.get('kind', kind)}: {event['error']}"
-            self.say(f"{kind}: {self.failure}")
+        elif kind in FAILURES:
+            self.failure = failure_line(event)
+            self.say(f"{kind}: {self.failure}" if "kind" in event else self.failure)
         elif kind == "bring_up":
             self._status = "bringing up engines, trainers and workers"
             start = f"commit {event['commit']}" if event["commit"] else "the base model"

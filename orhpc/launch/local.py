@@ -10,11 +10,12 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
-from orhpc.launch import holder, host_memory, prepare
+from orhpc.launch import commit_space, holder, host_memory, prepare
 from orhpc.launch.display import Display
 from orhpc.launch.first_node import run_first_node
 from orhpc.launch.placement import local_node, plan
 from orhpc.rundir import RunDir
+from orhpc.storage import probe
 
 
 def run_local(config: Config) -> int:
@@ -38,6 +39,7 @@ def run_local(config: Config) -> int:
     prepare.check_keys(config)
     rundir = prepare.run_directory(config)
     rundir.create()
+    probe(rundir.path)
     with rundir.held():
         holder.check_free(rundir)
         changes = prepare.write_config(rundir, config)
@@ -45,6 +47,7 @@ def run_local(config: Config) -> int:
         if done >= config.train.steps:
             print(f"{rundir.path}: finished, {done} steps; raise train.steps to go on")
             return EXIT_OK
+        commit_space.check(config, rundir)
         for change in changes:
             print(f"changed since the last start: {change}")
         prepare.ensure_model(config)

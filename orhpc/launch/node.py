@@ -7,6 +7,7 @@ environment servers, and leave when the first says that the attempt is over.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from orhpc.errors import (
     OrhpcError,
     PreflightError,
     StopRequested,
+    StorageRefused,
     policy_of,
 )
 from orhpc.launch import holder, ledger, preflight, prepare, rendezvous, slurm
@@ -38,6 +40,7 @@ from orhpc.launch.ray_cluster import RayNode
 from orhpc.launch.scratch import sweep_job_folders
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.words import split_words
+from orhpc.storage import probe, when_taken
 
 _COMPLAINTS_S = 2.0
 
@@ -89,9 +92,11 @@ class FirstNode:
 
     def run(self) -> int:
         """Returns the exit code of the job's step."""
-        self.rundir.create()
         try:
+            self._await_room()
             done = self._prepare()
+        except StorageRefused:
+            raise  # nobody can be told
         except OrhpcError as error:
             rendezvous.announce(self.rundir, self.job, exit=policy_of(error).exit_code)
             raise
@@ -112,6 +117,21 @@ class FirstNode:
         (self.job.folder / "attempt").write_text(str(self.rundir.attempt(attempt)))
         rendezvous.announce(self.rundir, self.job, attempt=attempt)
         return self._lead(attempt)
+
+    def _await_room(self) -> None:
+        """Wait where the run directory takes nothing, so that a full disk does not use up the job's budgets.
+
+        Raises:
+            StorageRefused: it does not for ``run.storage_wait_s``.
+            StopRequested: the job was told to stop meanwhile.
+        """
+        wait_s = self.config.run.storage_wait_s
+
+        async def ready() -> None:
+            self.rundir.create()
+            probe(self.rundir.path)
+
+        asyncio.run(when_taken(ready, wait_s, say, lambda: bool(self.signals.came)))
 
     def _prepare(self) -> bool:
         """Everything that can refuse the start; True when the run is finished already.

@@ -19,7 +19,7 @@ import ray
 
 from orhpc.collector import leave_loaded
 from orhpc.config import Config
-from orhpc.errors import BadTask, InfraError
+from orhpc.errors import BadTask, InfraError, StorageRefused
 from orhpc.record import RolloutFile, record_path, write_rollouts
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
@@ -132,11 +132,14 @@ class RolloutWorker:
             self._buffer_path(group_id).unlink(missing_ok=True)
 
     async def record(self, folder: str, groups: Sequence[tuple[int, str | None, bool]]) -> None:
-        """Write groups that a step used to its record and forget them.
+        """Write groups that a step used to its record, then forget them.
 
         Args:
             folder: ``RUN/rollouts/step_N``.
             groups: id, buffer file if an earlier attempt made the group, whether it was trained.
+
+        Raises:
+            StorageRefused: the filesystem takes nothing; the call may be made again, nothing is forgotten.
         """
         path = record_path(Path(folder), self._attempt, self._index)
         await asyncio.to_thread(self._record, path, list(groups))
@@ -157,11 +160,18 @@ class RolloutWorker:
         self._held[request.id] = rollouts
         newest = self._rundir.newest_attempt() <= self._attempt  # else the buffer is no longer ours to fill
         if newest and not request.evaluation and all(r.end.trainable for r in rollouts):
-            routes = self._config.rollout.record_routes
-            await asyncio.to_thread(write_rollouts, self._buffer_path(request.id), rollouts, routes=routes)
+            await asyncio.to_thread(self._keep, request.id, rollouts)
         for rollout in rollouts:
             self._uploader.put(rollout)
         return PromptGroup(request.id, request.task, tuple(self._summary(r) for r in rollouts))
+
+    def _keep(self, group_id: int, rollouts: list[Rollout]) -> None:
+        """Into the buffer, where the group outlives this process; it can do without."""
+        try:
+            routes = self._config.rollout.record_routes
+            write_rollouts(self._buffer_path(group_id), rollouts, routes=routes)
+        except StorageRefused as error:
+            log.warning("group %d is in memory only: %s", group_id, error)
 
     async def _rollout(self, request: GroupRequest, sample: int) -> Rollout:
         """One rollout, started afresh after an infrastructure failure."""
@@ -245,7 +255,7 @@ class RolloutWorker:
         rollouts: list[Rollout] = []
         trained: set[str] = set()
         for group_id, file, used in groups:
-            of_group = self._held.pop(group_id, [])
+            of_group = self._held.get(group_id, [])
             if file is not None:
                 with RolloutFile(file) as record:
                     of_group = [record.rollout(row) for row in range(len(record))]
@@ -253,6 +263,7 @@ class RolloutWorker:
             trained |= {r.id for r in of_group} if used else set()
         write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
         for group_id, _, _ in groups:
+            self._held.pop(group_id, None)
             self._buffer_path(group_id).unlink(missing_ok=True)
 
 

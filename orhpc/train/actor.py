@@ -351,6 +351,10 @@ class TrainerRank:
         """
         return self._saves.poll()
 
+    def save_give_up(self) -> bool:
+        """End the save under way, in which another rank has failed; return whether it has ended."""
+        return self._saves.give_up()
+
     def shed(self) -> float:
         """Give back what only an update needs of the device, until :meth:`wake`; return the seconds of it."""
         started = time.perf_counter()

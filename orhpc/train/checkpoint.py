@@ -165,8 +165,18 @@ class Snapshot:
         """Take shards that lie in host memory and stay as they are until they are written."""
         self._shards = list(shards)
 
-    def write(self, folder: Path, rank: int, world_size: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-        """Write this rank's shard file; see :func:`write_safetensors`."""
+    def write(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        progress: Mapping[str, Any],
+        unwanted: threading.Event | None = None,
+    ) -> dict[str, Any]:
+        """Write this rank's shard file; see :func:`write_safetensors`.
+
+        Raises CheckpointError between two tensors once it is ``unwanted``.
+        """
         about = {
             "format": FORMAT,
             "rank": rank,
@@ -177,11 +187,17 @@ class Snapshot:
         specs = [TensorSpec(s.key, s.tensor.dtype, tuple(s.tensor.shape)) for s in self._shards]
         path = folder / shard_name(rank, world_size)
         path.unlink(missing_ok=True)
-        entry = write_safetensors(
-            path, specs, (s.tensor for s in self._shards), {"orhpc": json.dumps(about, sort_keys=True)}
-        )
+        tensors = _while_wanted((s.tensor for s in self._shards), unwanted)
+        entry = write_safetensors(path, specs, tensors, {"orhpc": json.dumps(about, sort_keys=True)})
         fsync_folder(folder)
         return entry
+
+
+def _while_wanted(tensors: Iterable[Tensor], unwanted: threading.Event | None) -> Iterator[Tensor]:
+    for tensor in tensors:
+        if unwanted is not None and unwanted.is_set():
+            raise CheckpointError("given up")
+        yield tensor
 
 
 def _places(shards: Sequence[Shard]) -> list[int]:
@@ -193,38 +209,6 @@ def _places(shards: Sequence[Shard]) -> list[int]:
 def _place(shard: Shard) -> dict[str, Any]:
     place: dict[str, Any] = {"shape": list(shard.shape), "start": shard.start}
     return place if shard.column is None else {**place, "name": shard.name, "column": shard.column}
-
-
-class BackgroundSave:
-    """One save under way in a thread; its failure is told to whoever polls, and to nobody else."""
-
-    def __init__(self, work: Callable[[], list[dict[str, Any]]]) -> None:
-        self._work = work
-        self._result: list[dict[str, Any]] | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._work()
-        except Exception as error:  # noqa: BLE001 - handed on, whole, by poll()
-            self._error = error
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def poll(self) -> list[dict[str, Any]] | None:
-        """Return the written files, or None while at work; raises CheckpointError when it failed."""
-        if self.running:
-            return None
-        if self._error is not None:
-            raise CheckpointError(f"the checkpoint could not be written: {self._error}") from self._error
-        return self._result
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._thread.join(timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

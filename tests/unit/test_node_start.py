@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from orhpc.config import Config
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_CONFIG, ConfigError
-from orhpc.launch import rendezvous
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, StorageRefused
+from orhpc.launch import node, rendezvous
+from orhpc.launch.job import Job
 from orhpc.launch.served import ServedEnvironments
 from orhpc.ports import free_ports, is_free
 from orhpc.rundir import RunDir
+from orhpc.storage import when_taken
 
 HOST = "127.0.0.1"
 
@@ -64,6 +69,37 @@ def test_nodes_count_the_raylets_that_are_up(tmp_path: Path) -> None:
         rendezvous.raylet_up(rundir, attempt, rank)
     assert rendezvous.raylets_up(rundir, attempt) == 2
     assert rendezvous.raylets_up(rundir, rundir.begin_attempt(kind="slurm")) == 0
+
+
+@pytest.mark.parametrize("refusals", [0, 2, 100])
+def test_a_start_waits_for_a_run_directory_that_takes_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refusals: int
+) -> None:
+    """A full filesystem uses up none of the job's budgets: there is no attempt before it takes one."""
+    real, left = os.fsync, refusals
+
+    def fsync(descriptor: int) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(node, "when_taken", partial(when_taken, pause_s=0.01))
+    reached: list[int] = []
+    monkeypatch.setattr(node.FirstNode, "_prepare", lambda self: reached.append(left) or True)
+    config = config_of(f"run.root={tmp_path}", "run.storage_wait_s=1")
+    first = node.FirstNode(Job("7", 0, 0, 1, "n0", "7", tmp_path), config)
+    if refusals < 100:
+        assert first.run() == EXIT_OK
+        assert len(reached) == 1
+    else:
+        with pytest.raises(StorageRefused, match="quota"):
+            first.run()
+        assert reached == []
+    assert capsys.readouterr().err.count("waiting for up to 1 s") == min(1, refusals)
+    assert first.rundir.newest_attempt() == 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -180,6 +181,47 @@ def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     assert result.stdout == "held\n"
     with run.held(), pytest.raises(RunDirBusy), RunDir(run.path).held():
         pass
+
+
+def test_events_that_a_full_filesystem_does_not_take_come_later_whole_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, room = os.write, 1 << 20
+
+    def limited(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        taken = real(descriptor, data[:room])
+        room -= taken
+        return taken
+
+    log = EventLog(tmp_path / "events.jsonl", 1)
+    monkeypatch.setattr(os, "write", limited)
+    log.write("step", step=1)
+    for free in (20, 0, 1, 0, 500):  # in the middle of a line, then nothing, then some more
+        room = free
+        for _ in range(3):
+            log.write("step", step=log.last_step + 1)
+    room = 0
+    log.write("step", step=log.last_step + 1)
+    room = 1 << 20
+    log.close()
+    assert [e["step"] for e in read_events(tmp_path / "events.jsonl")] == list(range(1, 18))
+
+
+def test_a_commit_begins_by_removing_what_older_attempts_left_torn(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    old = start(run)
+    one = commit(run, 1, old)
+    torn = commits.begin(run, CommitName(2, old))
+    (torn / "rank_0.bin").write_bytes(b"half")
+    new = start(run, one)
+    assert commits.begin(run, CommitName(2, new)).is_dir()
+    assert not torn.exists()
+    again = commits.begin(run, CommitName(3, old))  # a stale attempt removes nothing of a newer one's
+    assert again.is_dir()
+    assert (run.checkpoints / f".{CommitName(2, new)}.partial").is_dir()
 
 
 def test_readers_skip_torn_lines_and_stale_attempts(tmp_path: Path) -> None:

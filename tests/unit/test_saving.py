@@ -37,6 +37,9 @@ class Trainers:
     async def hold_whole_step(self) -> bool:
         return True
 
+    async def save_give_up(self) -> bool:
+        return True
+
 
 @pytest.mark.parametrize(("interval", "committed"), [(2, [2, 4, 5]), (7, [5]), (None, [])])
 @pytest.mark.parametrize("ending", ["finish", "rescue"])
@@ -54,7 +57,8 @@ def test_commits_come_every_interval_and_at_the_end_or_never(
     async def five_steps() -> None:
         saver = Saver(rundir, 1, settings, trainers, events, parent=None, state=State(), alert=alerts.append)
         for step in range(1, 6):
-            await saver.after_step(State(step=step))
+            saver.state = State(step=step)
+            await saver.after_step()
         await getattr(saver, ending)()
 
     asyncio.run(five_steps())
@@ -74,10 +78,82 @@ def test_a_commit_that_fails_is_an_event_and_an_alert_and_the_next_is_made(tmp_p
         settings = CheckpointSettings(save_interval=1)
         saver = Saver(rundir, 1, settings, trainers, events, parent=None, state=State(), alert=alerts.append)
         for step in range(1, 4):
-            await saver.after_step(State(step=step))
+            saver.state = State(step=step)
+            await saver.after_step()
         await saver.finish()
 
     asyncio.run(three_steps())
     told = [(e["event"], e["step"]) for e in read_events(rundir.events)]
     assert told == [("commit", 1), ("commit_failed", 2), ("commit", 3)]
     assert alerts == ["commit step_2.a001 failed, training goes on: no memory"]
+
+
+class Writing(Trainers):
+    """Ranks of which one's disk is full for so many saves, while another writes on until it is told."""
+
+    def __init__(self, full: int) -> None:
+        super().__init__()
+        self.full = full
+        self.folder = Path()
+        self.writing = False
+
+    async def save_begin(self, folder: Path) -> None:
+        if self.writing:
+            raise CheckpointError("a checkpoint is still being written")
+        self.begun += 1
+        self.folder, self.writing = folder, True
+        (folder / "rank_1").write_text("half of it")
+
+    async def finish_save(self, timeout_s: float) -> tuple[Any, ...]:
+        if self.begun <= self.full:
+            raise CheckpointError("No space left on device")
+        (self.folder / "rank_1").unlink()
+        self.writing = False
+        return ()
+
+    async def save_give_up(self) -> bool:
+        self.writing = False
+        return True
+
+
+@pytest.mark.parametrize(("full", "committed"), [(0, True), (2, True), (100, False)])
+def test_a_run_ends_with_its_last_step_committed_or_with_an_error(
+    tmp_path: Path, full: int, committed: bool
+) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    rundir.begin_attempt()
+    trainers: Any = Writing(full)
+    events = EventLog(rundir.events, attempt=1)
+
+    async def end() -> None:
+        settings, state = CheckpointSettings(save_interval=10), State(step=7)
+        saver = Saver(rundir, 1, settings, trainers, events, parent=None, state=state, alert=print)
+        await saver.finish_run(0.5, lambda: False, again_s=0.01)
+
+    if committed:
+        asyncio.run(end())
+        assert trainers.begun == full + 1
+        assert [c.step for c in rundir.lineage()] == [7]
+    else:
+        with pytest.raises(CheckpointError, match=r"step 7, .*No space left.*from step 0"):
+            asyncio.run(end())
+        assert trainers.begun > 2
+    assert not list(rundir.checkpoints.glob(".*"))  # nothing that failed takes room
+
+
+def test_nobody_waits_for_room_once_the_run_is_to_stop(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    rundir.begin_attempt()
+    trainers: Any = Writing(100)
+    events = EventLog(rundir.events, attempt=1)
+
+    async def end() -> None:
+        settings, state = CheckpointSettings(save_interval=10), State(step=7)
+        saver = Saver(rundir, 1, settings, trainers, events, parent=None, state=state, alert=print)
+        await saver.finish_run(600, lambda: True)
+
+    with pytest.raises(CheckpointError, match="trained but not committed"):
+        asyncio.run(end())
+    assert trainers.begun == 1

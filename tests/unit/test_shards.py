@@ -23,7 +23,6 @@ from orhpc.config import ModelSettings
 from orhpc.errors import CheckpointError
 from orhpc.train.backend import Shard
 from orhpc.train.checkpoint import (
-    BackgroundSave,
     CheckpointReader,
     Snapshot,
     TensorSpec,
@@ -33,6 +32,7 @@ from orhpc.train.checkpoint import (
 )
 from orhpc.train.export import export_checkpoint, main, write_hf_folder
 from orhpc.train.model import HfNames, empty_model, load_model_config
+from orhpc.train.saves import BackgroundSave
 from orhpc.train.weights import plan_buckets
 from tests.trainer_kit import save_tiny_model, tiny_model
 
@@ -198,13 +198,13 @@ def test_a_full_disk_is_told_by_poll_and_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    failing = BackgroundSave(lambda: [snapshot.write(tmp_path, 0, 1, PROGRESS)])
+    failing = BackgroundSave(lambda _: [snapshot.write(tmp_path, 0, 1, PROGRESS)])
     failing.wait(30)
     with pytest.raises(CheckpointError, match="No space left"):
         failing.poll()
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "fsync", real)
-    again = BackgroundSave(lambda: [snapshot.write(tmp_path, 0, 1, PROGRESS)])
+    again = BackgroundSave(lambda _: [snapshot.write(tmp_path, 0, 1, PROGRESS)])
     again.wait(30)
     assert again.poll() is not None
 
@@ -212,7 +212,7 @@ def test_a_full_disk_is_told_by_poll_and_leaves_no_file(
 def test_poll_does_not_wait() -> None:
     gate = threading.Event()
 
-    def work() -> list[dict[str, Any]]:
+    def work(unwanted: threading.Event) -> list[dict[str, Any]]:
         gate.wait(30)
         return [{"name": "x"}]
 
@@ -223,6 +223,28 @@ def test_poll_does_not_wait() -> None:
     gate.set()
     save_.wait(30)
     assert save_.poll() == [{"name": "x"}]
+
+
+def test_a_save_that_nobody_wants_ends_between_two_tensors_and_leaves_no_file(tmp_path: Path) -> None:
+    snapshot = Snapshot(torch.device("cpu"))
+    shards = [Shard(f"model/{i}", torch.zeros(1 << 10), (1 << 10,), 0) for i in range(10)]
+    snapshot.take(shards)
+    begun = threading.Event()
+
+    def work(unwanted: threading.Event) -> list[dict[str, Any]]:
+        begun.set()
+        assert unwanted.wait(30)
+        return [snapshot.write(tmp_path, 0, 1, PROGRESS, unwanted)]
+
+    save_ = BackgroundSave(work)
+    assert begun.wait(30)
+    assert save_.give_up(30)
+    with pytest.raises(CheckpointError, match="given up"):
+        save_.poll()
+    assert not list(tmp_path.iterdir())
+    slow = BackgroundSave(lambda _: [{}] if begun.wait() and time.sleep(0.5) is None else [])
+    assert not slow.give_up(0.01)
+    assert slow.give_up(30)
 
 
 def test_random_state_survives_json() -> None:
