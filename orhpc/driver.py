@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,6 +52,8 @@ from orhpc.types import BatchPlan, PromptGroup, Sample
 log = logging.getLogger("orhpc.driver")
 T = TypeVar("T")
 _STOP_POLL_S = 0.2
+_TOLD_S = 60.0
+"""How often watchers are told of a filesystem that takes nothing, at most."""
 _LEAVE_S = 5.0
 """After a stop and its commit, how long sessions and loggers may take to close."""
 
@@ -66,6 +69,7 @@ class Run:
         self.events = EventLog(rundir.events, attempt)
         self.tracker = Tracker(self.config, rundir)
         self._stop_file = stop_file
+        self._told = -_TOLD_S
 
     def stop_requested(self) -> bool:
         return self._stop_file.exists()
@@ -100,7 +104,11 @@ class Run:
         return await when_taken(write, self.config.run.storage_wait_s, self._refused, self.stop_requested)
 
     def _refused(self, problem: str) -> None:
+        """Tell of it, once for all workers of a step."""
         log.error(problem)
+        if time.monotonic() < self._told + _TOLD_S:
+            return
+        self._told = time.monotonic()
         self.events.write("storage_refused", error=problem)
         self.tracker.alert(problem)
 
