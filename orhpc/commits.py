@@ -11,17 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orhpc.errors import CheckpointError
+from orhpc.errors import CheckpointError, StopRequested
 from orhpc.rundir import CommitName, RunDir, sync_folder, write_atomic
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,34 +117,50 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path) -> Manifest:
+def _never() -> bool:
+    return False
+
+
+def verify(folder: Path, stop: Callable[[], bool] = _never) -> Manifest:
     """Read a commit's manifest and compare every file with it, bit for bit.
 
     Raises:
         CheckpointError: names the first file that is missing, short or changed.
+        StopRequested: ``stop`` became true.
     """
     manifest = read_manifest(folder)
     with ThreadPoolExecutor(max_workers=8) as pool:
-        problems = [p for p in pool.map(lambda s: _problem(folder, s), manifest.files) if p]
+        problems = [p for p in pool.map(lambda s: _problem(folder, s, stop), manifest.files) if p]
     if problems:
         raise CheckpointError(problems[0])
     return manifest
 
 
-def _problem(folder: Path, shard: ShardFile) -> str | None:
+def _problem(folder: Path, shard: ShardFile, stop: Callable[[], bool]) -> str | None:
     path = folder / shard.name
     try:
         if path.stat().st_size != shard.size:
             return f"{path}: {path.stat().st_size} bytes, the manifest says {shard.size}"
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = _sha256(path, stop)
     except OSError as error:
         return f"{path}: {error.strerror}"
     return None if digest == shard.sha256 else f"{path}: its content changed since it was written"
 
 
-def newest_good(rundir: RunDir) -> tuple[CommitName | None, Manifest | None, list[str]]:
-    """Choose the commit to resume from.
+def _sha256(path: Path, stop: Callable[[], bool]) -> str:
+    digest, room = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while size := stream.readinto(room):
+            digest.update(room[:size])
+            if stop():
+                raise StopRequested("asked to stop while a commit was compared with its manifest")
+    return digest.hexdigest()
+
+
+def newest_good(
+    rundir: RunDir, stop: Callable[[], bool] = _never
+) -> tuple[CommitName | None, Manifest | None, list[str]]:
+    """Choose the commit to resume from; all of it is read, which takes minutes for a large one.
 
     Returns:
         Its name and manifest (None, None before the first commit), and one line about each newer
@@ -152,11 +169,12 @@ def newest_good(rundir: RunDir) -> tuple[CommitName | None, Manifest | None, lis
     Raises:
         CheckpointError: there are commits and not one of them is whole; starting over in silence
             would throw the run away.
+        StopRequested: ``stop`` became true.
     """
     passed_over: list[str] = []
     for name in rundir.lineage():
         try:
-            return name, verify(rundir.checkpoints / str(name)), passed_over
+            return name, verify(rundir.checkpoints / str(name), stop), passed_over
         except CheckpointError as error:
             passed_over.append(str(error))
     if passed_over:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
@@ -39,11 +40,11 @@ from orhpc.errors import (
 from orhpc.events import EventLog
 from orhpc.launch.placement import Placement
 from orhpc.parts import Parts, bring_up, ray_connect
-from orhpc.rollout.producer import Taken
-from orhpc.rundir import RunDir
+from orhpc.rollout.producer import Position, Taken
+from orhpc.rundir import CommitName, RunDir
 from orhpc.saving import Saver, State
 from orhpc.step_metrics import Phases, rollout_metrics
-from orhpc.storage import when_taken
+from orhpc.storage import Stored, when_taken
 from orhpc.tracking import Tracker
 from orhpc.train.advantages import grouped_advantages
 from orhpc.train.batch import plan_batches
@@ -94,14 +95,23 @@ class Run:
         finally:
             task.cancel()
 
-    async def stored(self, write: Callable[[], Awaitable[T]]) -> T:
+    def storing(self, saver: Saver) -> Stored:
         """Do something that writes to the run directory, again for as long as that takes nothing.
 
-        Raises:
-            StorageRefused: it did not for ``run.storage_wait_s``.
+        It may be a commit that has filled it, and failed: its leftovers go meanwhile.
+
+        The function raises:
+            StorageRefused: nothing was taken for ``run.storage_wait_s``.
             StopRequested: the stop file appeared while it was waited for.
         """
-        return await when_taken(write, self.config.run.storage_wait_s, self._refused, self.stop_requested)
+
+        async def stored(write: Callable[[], Awaitable[Any]]) -> Any:
+            return await when_taken(
+                write, self.config.run.storage_wait_s, self._refused, self.stop_requested,
+                meanwhile=saver.poll,
+            )  # fmt: skip
+
+        return stored
 
     def _refused(self, problem: str) -> None:
         """Tell of it, once for all workers of a step."""
@@ -124,9 +134,9 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         StopRequested: the stop file appeared.
         OrhpcError: a part failed; ``saver.state`` is that of the last completed step.
     """
-    config = run.config
+    config, stored = run.config, run.storing(saver)
     if saver.state.step == 0 and evaluation.due(config, 0):
-        await evaluate(run, parts, 0)
+        await evaluate(run, parts, 0, stored)
     while saver.state.step < config.train.steps:
         phases, state = Phases(), saver.state
         if run.stop_requested():
@@ -144,7 +154,7 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         run.require_newest()
         try:
             with phases.timed("record"):
-                await parts.record(state.step, taken, run.stored)
+                await parts.record(state.step, taken, stored)
             with phases.timed("sync"):
                 metrics |= await parts.publish(state.step)
             with phases.timed("checkpoint"):
@@ -152,7 +162,7 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         finally:
             report(run, state, taken, metrics, phases)
         if evaluation.due(config, state.step):
-            await evaluate(run, parts, state.step)
+            await evaluate(run, parts, state.step, stored)
 
 
 def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tokens: int) -> BatchPlan:
@@ -195,7 +205,7 @@ async def update(run: Run, parts: Parts, plan: BatchPlan, state: State) -> dict[
         return {"skipped": 1.0, "non_finite": 1.0}
 
 
-async def evaluate(run: Run, parts: Parts, step: int) -> None:
+async def evaluate(run: Run, parts: Parts, step: int, stored: Stored) -> None:
     """Roll out the evaluation tasks with the current weights and report."""
     if not parts.workers:
         return
@@ -203,7 +213,7 @@ async def evaluate(run: Run, parts: Parts, step: int) -> None:
     async with parts.serving():
         groups, metrics = await run.unless_stopped(evaluation.evaluate(run.config, parts.workers))
     run.require_newest()
-    await parts.record_evaluation(step, groups, run.stored)
+    await parts.record_evaluation(step, groups, stored)
     await parts.publish(step)
     run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
     run.tracker.log(step, {f"eval/{k}": v for k, v in metrics.items()})
@@ -231,9 +241,20 @@ def report(run: Run, state: State, taken: Taken, metrics: dict[str, float], phas
     run.tracker.log(state.step, rows)
 
 
-async def attempt_once(run: Run, lowered: int | None) -> None:
-    """Bring the parts up from the newest good commit and train; commits on the way out of a stop."""
-    name, manifest, passed_over = commits.newest_good(run.rundir)
+async def choose_start(run: Run, lowered: int | None) -> tuple[CommitName | None, State]:
+    """The newest good commit, and the state after it; fixes what this attempt stands on.
+
+    Raises:
+        CheckpointError: there are commits and none is whole.
+        StopRequested: the stop file appeared while one was read.
+    """
+    over = threading.Event()  # whoever waits for this may give up: nobody need read on then
+    try:
+        name, manifest, passed_over = await asyncio.to_thread(
+            commits.newest_good, run.rundir, lambda: over.is_set() or run.stop_requested()
+        )
+    finally:
+        over.set()
     for line in passed_over:
         log.error("passed over: %s", line)
         run.events.write("commit_passed_over", error=line)
@@ -243,15 +264,29 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     )
     state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None)
+    return name, state
+
+
+async def attempt_once(run: Run, lowered: int | None) -> None:
+    """Bring the parts up, go on from the newest good commit; commits on the way out of a stop."""
     phases = Phases()
-    start = bring_up(run.config, run.placement, run.rundir, run.attempt, state.position, state.step, phases)
+    choosing = asyncio.ensure_future(choose_start(run, lowered))
+
+    async def beginning() -> tuple[Position, int]:
+        _, state = await choosing
+        return state.position, state.step
+
+    start = bring_up(run.config, run.placement, run.rundir, run.attempt, beginning, phases)
     try:
         parts = await run.unless_stopped(start)
+        name, state = await choosing
     except EnvironmentUnavailable as error:
-        if name is not None:
+        if run.rundir.lineage():
             raise
         # It has been waited for, and the run has nothing to lose: more likely a wrong address.
         raise PreflightError(str(error)) from error
+    finally:
+        choosing.cancel()
     try:
         load = run.config.checkpoint.load if name is None else None
         folder = run.rundir.checkpoints / str(name) if name else commits.source(Path(load)) if load else None

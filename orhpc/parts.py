@@ -202,17 +202,18 @@ async def bring_up(
     placement: Placement,
     rundir: RunDir,
     attempt: int,
-    position: Position,
-    version: int,
+    beginning: Callable[[], Coroutine[Any, Any, tuple[Position, int]]],
     phases: Phases,
 ) -> Parts:
     """Start engines, trainers and workers; the trainers' weights are still the base model's.
 
-    ``phases`` is told what each took.
+    ``beginning`` finds meanwhile where in its data the run goes on, and from which version.  ``phases`` is
+    told what each took.
 
     Raises:
         InfraError: a part did not come up.
         ConfigError: the model or an environment is not what the config says.
+        OrhpcError: what ``beginning`` raises.
     """
     ids = node_ids(placement.nodes)
     model_dir = model_folder(config)
@@ -227,13 +228,17 @@ async def bring_up(
 
     if not placement.engines:
         producer = ReplayProducer(str(config.train.replay_rollouts))
-        return Parts(config, rundir, await start_trainers(), None, [], producer)
+        _, trainers = await together(timed(phases, "verify", beginning()), start_trainers())
+        return Parts(config, rundir, trainers, None, [], producer)
     # Processes load their libraries for longer than models; memory on shared devices is taken in turn.
     starting_engines = Engines.start(config, placement, ids, model_dir, folder, key)
     starting_workers = start_workers(config, placement, ids, model_dir, rundir, attempt)
-    engines, (trainers, workers) = await together(
-        timed(phases, "engines", starting_engines),
-        together(start_trainers(), timed(phases, "workers", starting_workers)),
+    (position, version), (engines, (trainers, workers)) = await together(
+        timed(phases, "verify", beginning()),
+        together(
+            timed(phases, "engines", starting_engines),
+            together(start_trainers(), timed(phases, "workers", starting_workers)),
+        ),
     )
     if config.placement.shared_devices:
         with phases.timed("model"):

@@ -54,12 +54,14 @@ async def when_taken(
     wait_s: float,
     tell: Callable[[str], None],
     stop: Callable[[], bool],
+    *,
+    meanwhile: Callable[[], Awaitable[object]] | None = None,
     pause_s: float = _PAUSE_S,
 ) -> T:
     """Write something, again and again while that is refused.
 
     ``tell`` is told once, at the first refusal; ``wait_s`` is reckoned from there, ``pause_s`` lies between
-    two tries.
+    two tries.  ``meanwhile`` is done before each further one: it may be what makes room.
 
     Raises:
         StorageRefused: the last refusal, when the time is over.
@@ -75,6 +77,8 @@ async def when_taken(
                 tell(f"{error}; waiting for up to {wait_s:.0f} s")
             if time.monotonic() >= end:
                 raise
+        if meanwhile is not None:
+            await meanwhile()
         if await pause(pause_s, stop):
             raise StopRequested("asked to stop while the filesystem took nothing")
 

@@ -70,7 +70,6 @@ class Run:
         self.config = load_config("configs/tiny.yaml", ["train.steps=5", "wandb.enabled=false"])
         self.events = EventLog(folder / "events.jsonl", 1)
         self.tracker: Any = self
-        self.stored = None
 
     def log(self, step: int, rows: dict[str, float]) -> None: ...
 
@@ -78,6 +77,8 @@ class Run:
         return False
 
     def require_newest(self) -> None: ...
+
+    def storing(self, saver: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def test_what_is_refused_is_written_again_until_the_time_is_over(
     refusals: int, wait_s: float, told: int
 ) -> None:
     tries: list[int] = []
+    meanwhile: list[int] = []
     said: list[str] = []
 
     async def write() -> str:
@@ -110,12 +112,16 @@ def test_what_is_refused_is_written_again_until_the_time_is_over(
             raise StorageRefused("no room")
         return "written"
 
+    async def make_room() -> None:
+        meanwhile.append(len(tries))
+
     async def run() -> str:
-        return await when_taken(write, wait_s, said.append, lambda: False, pause_s=0.01)
+        return await when_taken(write, wait_s, said.append, lambda: False, meanwhile=make_room, pause_s=0.01)
 
     if wait_s:
         assert asyncio.run(run()) == "written"
         assert len(tries) == refusals + 1
+        assert meanwhile == list(range(1, refusals + 1))
     else:
         with pytest.raises(StorageRefused, match="no room"):
             asyncio.run(run())

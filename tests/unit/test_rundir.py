@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from orhpc import commits
 from orhpc.commits import Manifest, ShardFile
-from orhpc.errors import CheckpointError, RunDirBusy
+from orhpc.errors import CheckpointError, RunDirBusy, StopRequested
 from orhpc.events import EventLog, read_events, steps_of
 from orhpc.rundir import CommitName, RunDir
 
@@ -119,6 +119,14 @@ def test_a_damaged_commit_is_passed_over_and_named(tmp_path: Path, damage: str) 
     assert found.state == {"next_group": 1}
     assert len(passed_over) == 1
     assert str(bad) in passed_over[0]
+
+
+def test_comparing_a_commit_ends_with_the_stop(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    name = commit(run, 1, start(run))
+    with pytest.raises(StopRequested):
+        commits.newest_good(run, lambda: True)
+    assert commits.newest_good(run)[0] == name
 
 
 def test_no_whole_commit_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
