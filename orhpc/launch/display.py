@@ -55,7 +55,7 @@ class Display:
         self._steps: list[dict[str, Any]] = []
         self._since = time.monotonic()
         self.failure: str | None = None
-        """The last failure event's one line."""
+        """The last failure event's one line; none once a step has followed it."""
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -85,7 +85,7 @@ class Display:
         kind = event["event"]
         if kind == "step":
             self._steps.append(event)
-            self._status = "training"
+            self._status, self.failure = "training", None
             if self._live is None:
                 self.say(_line(event, self._eta()))
         elif kind == "commit":
