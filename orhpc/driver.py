@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,8 +160,10 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
                 metrics |= await parts.publish(state.step)
             with phases.timed("checkpoint"):
                 await saver.after_step()
-        finally:
-            report(run, state, taken, metrics, phases)
+        except Exception:
+            saver.when_committed = partial(report, run, state, taken, metrics, phases)
+            raise
+        report(run, state, taken, metrics, phases)
         if evaluation.due(config, state.step):
             await evaluate(run, parts, state.step, stored)
 

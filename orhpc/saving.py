@@ -82,6 +82,8 @@ class Saver:
         self._under_way: _UnderWay | None = None
         self.state = state
         """What the trainers hold: the state of the last completed step, committed or not."""
+        self.when_committed: Callable[[], None] | None = None
+        """Called once a commit holds :attr:`state`: reports a step that failed after its update."""
         self._problem = ""
         """Why the last commit failed."""
 
@@ -187,6 +189,9 @@ class Saver:
             seconds=time.monotonic() - save.started,
             bytes=sum(f.size for f in files),
         )
+        if self.when_committed is not None and save.name.step == self.state.step:
+            self.when_committed()
+            self.when_committed = None
         settings = self._settings
         try:
             commits.sweep(self._rundir, self._attempt, keep=settings.keep, keep_every=settings.keep_every)

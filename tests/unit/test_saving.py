@@ -88,6 +88,28 @@ def test_a_commit_that_fails_is_an_event_and_an_alert_and_the_next_is_made(tmp_p
     assert alerts == ["commit step_2.a001 failed, training goes on: no memory"]
 
 
+def test_a_step_that_failed_after_its_update_is_reported_by_the_commit_that_holds_it(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    trainers: Any = Trainers()
+    events = EventLog(rundir.events, attempt=1)
+    told: list[int] = []
+
+    async def two_commits() -> None:
+        settings = CheckpointSettings(save_interval=1)
+        saver = Saver(rundir, 1, settings, trainers, events, parent=None, state=State(), alert=print)
+        saver.state = State(step=1)
+        await saver.after_step()
+        saver.state = State(step=2)  # and its weight sync fails
+        saver.when_committed = lambda: told.append(saver.state.step)
+        await saver.poll()  # the commit of step 1
+        assert told == []
+        await saver.rescue()
+
+    asyncio.run(two_commits())
+    assert told == [2]
+
+
 class Writing(Trainers):
     """Ranks of which one's disk is full for so many saves, while another writes on until it is told."""
 
