@@ -105,23 +105,20 @@ class Run:
             StorageRefused: nothing was taken for ``run.storage_wait_s``.
             StopRequested: the stop file appeared while it was waited for.
         """
+        wait_s, stop = self.config.run.storage_wait_s, self.stop_requested
 
         async def stored(write: Callable[[], Awaitable[Any]]) -> Any:
-            return await when_taken(
-                write, self.config.run.storage_wait_s, self._refused, self.stop_requested,
-                meanwhile=saver.poll,
-            )  # fmt: skip
+            return await when_taken(write, wait_s, self._refused, stop, meanwhile=saver.poll)
 
         return stored
 
     def _refused(self, problem: str) -> None:
         """Tell of it, once for all workers of a step."""
         log.error(problem)
-        if time.monotonic() < self._told + _TOLD_S:
-            return
-        self._told = time.monotonic()
-        self.events.write("storage_refused", error=problem)
-        self.tracker.alert(problem)
+        if time.monotonic() >= self._told + _TOLD_S:
+            self._told = time.monotonic()
+            self.events.write("storage_refused", error=problem)
+            self.tracker.alert(problem)
 
     def close(self) -> None:
         self.tracker.close(*([_LEAVE_S] if self.stop_requested() else []))

@@ -6,6 +6,7 @@ alert, and the earlier commits stay.  Only the last one must be: a run that is n
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -80,6 +81,8 @@ class Saver:
         self._trainers, self._events = trainers, events
         self._parent, self._alert = parent, alert
         self._under_way: _UnderWay | None = None
+        self._one_at_a_time = asyncio.Lock()
+        """Several that wait for room ask for the save under way at once."""
         self.state = state
         """What the trainers hold: the state of the last completed step, committed or not."""
         self.when_committed: Callable[[], None] | None = None
@@ -97,17 +100,18 @@ class Saver:
 
     async def poll(self) -> None:
         """Finalise the save under way when all shards are durable; never waits for them."""
-        save = self._under_way
-        if save is None:
-            return
-        try:
-            files = await self._trainers.save_poll()
-            if files is not None:
-                self._finalise(save, files)
-            elif time.monotonic() - save.started > self._settings.save_timeout_s:
-                raise CheckpointError(f"the save took longer than {self._settings.save_timeout_s:.0f} s")
-        except CheckpointError as error:
-            await self._failed(save, error)
+        async with self._one_at_a_time:
+            save = self._under_way
+            if save is None:
+                return
+            try:
+                files = await self._trainers.save_poll()
+                if files is not None:
+                    self._finalise(save, files)
+                elif time.monotonic() - save.started > self._settings.save_timeout_s:
+                    raise CheckpointError(f"the save took longer than {self._settings.save_timeout_s:.0f} s")
+            except CheckpointError as error:
+                await self._failed(save, error)
 
     @property
     def _all_committed(self) -> bool:
@@ -166,14 +170,15 @@ class Saver:
         self._under_way = save
 
     async def _wait(self) -> None:
-        save = self._under_way
-        if save is None:
-            return
-        try:
-            files = await self._trainers.finish_save(self._settings.save_timeout_s)
-            self._finalise(save, files)
-        except CheckpointError as error:
-            await self._failed(save, error)
+        async with self._one_at_a_time:
+            save = self._under_way
+            if save is None:
+                return
+            try:
+                files = await self._trainers.finish_save(self._settings.save_timeout_s)
+                self._finalise(save, files)
+            except CheckpointError as error:
+                await self._failed(save, error)
 
     def _finalise(self, save: _UnderWay, files: tuple[commits.ShardFile, ...]) -> None:
         parent = str(self._parent) if self._parent else None

@@ -20,7 +20,7 @@ def check(config: Config, rundir: RunDir) -> str:
     Raises:
         PreflightError: there is less than the run takes.
     """
-    free = shutil.disk_usage(_existing(rundir.path)).free
+    free = free_bytes(rundir.path)
     has = f"{rundir.path}: {free / 1e9:.1f} GB free"
     if config.checkpoint.save_interval is None:
         return has
@@ -39,5 +39,6 @@ def check(config: Config, rundir: RunDir) -> str:
     raise PreflightError(f"{said}: make room, set run.root to a larger filesystem, or lower checkpoint.keep")
 
 
-def _existing(path: Path) -> Path:
-    return next(p for p in [path, *path.parents] if p.exists())
+def free_bytes(path: Path) -> int:
+    """Free bytes of the filesystem of a folder, which need not be there yet."""
+    return shutil.disk_usage(next(p for p in [path, *path.parents] if p.exists())).free

@@ -157,10 +157,8 @@ def _keys(config: Config) -> str:
 def _directory(config: Config) -> str:
     rundir = prepare.run_directory(config)
     holder.check_free(rundir)
-    existing = next(p for p in [rundir.path, *rundir.path.parents] if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < _LEAST_FREE_BYTES:
-        raise ConfigError(f"{existing} has {free / 1e9:.1f} GB free")
+    if (free := commit_space.free_bytes(rundir.path)) < _LEAST_FREE_BYTES:
+        raise ConfigError(f"{rundir.path}: {free / 1e9:.1f} GB free")
     return commit_space.check(config, rundir)
 
 

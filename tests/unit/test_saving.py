@@ -110,6 +110,31 @@ def test_a_step_that_failed_after_its_update_is_reported_by_the_commit_that_hold
     assert told == [2]
 
 
+def test_several_that_ask_at_once_finalise_a_commit_once(tmp_path: Path) -> None:
+    """As workers do that wait for room."""
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    trainers: Any = Slow()
+    events = EventLog(rundir.events, attempt=1)
+
+    async def poll() -> None:
+        settings, state = CheckpointSettings(save_interval=1), State(step=1)
+        saver = Saver(rundir, 1, settings, trainers, events, parent=None, state=state, alert=print)
+        await saver.after_step()
+        await asyncio.gather(*(saver.poll() for _ in range(4)))
+
+    asyncio.run(poll())
+    assert [(e["event"], e["step"]) for e in read_events(rundir.events)] == [("commit", 1)]
+
+
+class Slow(Trainers):
+    """Ranks that take a moment to answer."""
+
+    async def save_poll(self) -> tuple[Any, ...]:
+        await asyncio.sleep(0.01)
+        return ()
+
+
 class Writing(Trainers):
     """Ranks of which one's disk is full for so many saves, while another writes on until it is told."""
 
