@@ -123,13 +123,14 @@ def _cut_short(info: JobInfo, granted_until: float | None) -> bool:
 def grace_ends(job: Job) -> float | None:
     """When the grace time of the preemption that the batch shell was first told of ends, since the epoch.
 
-    SLURM brings the job's end forward to it, but shows no end of a job without a time limit before it
-    has ended: then it is reckoned from the partition's grace time.  None where there is none to know.
+    SLURM brings a running job's end forward to it, but shows no end of one without a time limit; and of
+    one that has been cancelled since, before the batch shell had asked, it shows when that was.  Then it
+    is reckoned from the partition's grace time.  None where there is none to know.
     """
     first = JobInfo.parse(job.first_note.read_text()) if job.first_note.exists() else None
     if first is None or not first.being_preempted:
         return None
-    if (end := first.time_of("EndTime")) is not None:
+    if first.running and (end := first.time_of("EndTime")) is not None:
         return end
     preempted, partition = first.time_of("PreemptTime"), first.fields.get("Partition")
     if preempted is None or partition is None or not scheduler.available():

@@ -145,6 +145,40 @@ def test_why_a_job_was_stopped() -> None:
 
 
 @pytest.mark.parametrize(
+    "noted",
+    [
+        "RUNNING EndTime={granted}",
+        "SIGNALING EndTime=Unknown",
+        "COMPLETING EndTime={now}",  # the shell asked when it was cancelled already
+    ],
+)
+def test_a_job_cancelled_in_its_grace_time_is_told_by_that_time(
+    rundir: RunDir, squeue: Path, tmp_path: Path, noted: str
+) -> None:
+    def at(seconds: float) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
+
+    now = time.time()
+    scontrol = Path(os.environ["PATH"].split(":")[0]) / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'PartitionName=low GraceTime=100 State=UP'\n")
+    scontrol.chmod(0o755)
+    (tmp_path / "stop").touch()
+    (tmp_path / "several").touch()
+    about = f"JobId=7 Reason=None Partition=low PreemptTime={at(now)} Restarts=0"
+    (tmp_path / "first").write_text(f"{about} JobState={noted.format(granted=at(now + 100), now=at(now))}")
+    config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
+
+    def reason_if_ended(seconds: float) -> Reason:
+        (tmp_path / "again").write_text(f"{about} JobState=COMPLETING EndTime={at(now + seconds)}")
+        job = Job("7", 0, 0, 1, "n0", "7", tmp_path)
+        attempt = rundir.begin_attempt(kind="slurm")
+        return Ended(job, config, rundir, attempt, EXIT_REQUEUE).outcome().reason
+
+    assert reason_if_ended(0) is Reason.CANCELLED
+    assert reason_if_ended(100) is Reason.PREEMPTED
+
+
+@pytest.mark.parametrize(
     ("commit_s", "minutes_left", "stops"), [(200, 6, True), (200, 8, False), (100, 1, False)]
 )
 def test_a_job_stops_by_itself_where_its_signal_would_come_too_late(
