@@ -23,16 +23,39 @@ def _ceiling() -> int:
         return 32768
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def is_free(host: str, port: int) -> bool:
     """Whether a server could bind the port on that address now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError:
             return False
         return True
+
+
+def hold_port(host: str) -> socket.socket:
+    """Return a socket bound to a free port, which nobody else can bind or finds free until it is closed.
+
+    For a server that starts later: in this process it listens on the socket itself; another process
+    binds the port once the socket has been closed for it.
+
+    Raises:
+        PreflightError: there is none.
+    """
+    while True:
+        (port,) = free_ports(1, host)
+        holder = socket.socket(_family(host), socket.SOCK_STREAM)
+        try:
+            holder.bind((host, port))
+        except OSError:  # somebody else was faster
+            holder.close()
+        else:
+            return holder
 
 
 def free_ports(count: int, host: str, *, consecutive: bool = False, seed: int | None = None) -> list[int]:

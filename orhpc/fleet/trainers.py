@@ -17,7 +17,6 @@ from orhpc.config import Config
 from orhpc.errors import CheckpointError, OrhpcError
 from orhpc.fleet.actors import POLL_S, call, call_all, spawn
 from orhpc.launch.placement import Placement
-from orhpc.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.types import BatchPlan
 
@@ -58,9 +57,12 @@ class Trainers:
         ]  # fmt: skip
         host = placement.nodes[placement.trainers[0].node].address
         self = cls(ranks, host)
-        (port,) = free_ports(1, host)
-        await self.all("connect", host, port, COLLECTIVE_TIMEOUT_S)
+        await self.all("connect", host, await self.hold_port(), COLLECTIVE_TIMEOUT_S)
         return self
+
+    async def hold_port(self) -> int:
+        """Have rank 0 take a free port for the store that it hosts next; returns its number."""
+        return await call(self.ranks[0].hold_port.remote(self.host), "trainer hold_port")
 
     async def build(self) -> None:
         """Load the model on every rank."""

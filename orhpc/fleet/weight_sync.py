@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from orhpc.errors import ConfigError, EngineUnavailable, RayLost, WeightSyncFailed
 from orhpc.fleet.actors import call
-from orhpc.ports import free_ports
 
 if TYPE_CHECKING:
     from orhpc.fleet.engines import Engines
@@ -118,7 +117,7 @@ class WeightSync:
     async def _join(self, timeout_s: float) -> None:
         """Make rank 0 and the engines that have devices of their own one group."""
         engines, host = self._engines, self._trainers.host
-        (port,) = free_ports(1, host)
+        port = await self._trainers.hold_port()
         group = f"orhpc-weights-{port}"
         world = 1 + engines.receivers
         joining = call(

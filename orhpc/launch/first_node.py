@@ -108,13 +108,12 @@ class _Parts:
             cpus=plan(config, (node,) * config.placement.nodes).processes_on(0),
             object_store_bytes=object_store_bytes(),
         )  # fmt: skip
-        address = ray.begin_head()
+        ray.begin_head()
         if settle is None:
             self.environments.start()
         nodes, urls = gather(urls) if gather else ((node,), urls)
-        placement = replace(plan(config, nodes), environments=urls, ray_address=address)
+        placement = replace(plan(config, nodes), environments=urls, ray_address=ray.await_head())
         write_atomic(folder / "placement.yaml", placement.to_yaml())
-        ray.await_head()
         if settle is not None:
             settle(ray)
             self.environments.start()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import subprocess
@@ -25,6 +26,7 @@ from orhpc.launch.scratch import Scratch
 from orhpc.launch.traffic import NO_PROXY
 from orhpc.ports import free_ports
 
+log = logging.getLogger(__name__)
 _SERVERS = (
     "node-manager",
     "object-manager",
@@ -37,8 +39,15 @@ _SERVERS = (
 _WORKERS = 200
 _PORTS = len(_SERVERS) + _WORKERS
 """Ports of one node beside the head's own."""
+_HEAD_STARTS = 3
 _JOINED = "ray_current_cluster"
 """File in Ray's temporary folder: ``ray start`` writes it once its node is in the cluster."""
+
+
+def _last_entry(log: Path) -> str:
+    """What one of Ray's processes said last, without the stack that a failed check ends with."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return next((line for line in reversed(text.splitlines()) if line.startswith("[")), "nothing")[:600]
 
 
 def make_token(folder: Path) -> Path:
@@ -81,8 +90,8 @@ class RayNode:
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
-    def begin_head(self) -> str:
-        """Start GCS and raylet; returns the address that others join once :meth:`await_head` is over."""
+    def begin_head(self) -> None:
+        """Start GCS and raylet; :meth:`await_head` says where others join."""
         # One block for all: a port found by itself may lie in the range of those found next.
         self._port, clients, metrics, *others = free_ports(3 + _PORTS, self.address, consecutive=True)
         role = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
@@ -92,23 +101,33 @@ class RayNode:
         role += ["--no-monitor"]
         # The dashboard's process runs even where it serves nothing but its own metrics.
         self._start(role, others, variables={"DASHBOARD_METRIC_PORT": str(metrics)})
-        return f"{self.address}:{self._port}"
 
-    def await_head(self, timeout_s: float = 120.0) -> None:
-        """Wait until the head can be joined.
+    def await_head(self, timeout_s: float = 120.0) -> str:
+        """Wait until the head can be joined; returns the address to do so.
+
+        One that ends meanwhile is begun anew, on other ports: ``ray start`` gives the GCS 15 s, which a busy
+        node, or one that reads it from a slow filesystem for the first time, may not have it up in.
 
         Raises:
-            RayLost: it did not come up in time, with the log's last line.
+            RayLost: it did not come up in time, or ended each time, with the logs' last lines.
         """
 
         def up() -> bool:
             return not self.alive() or accepts(self.address, self._port)
 
-        if not processes.wait_until(up, timeout_s) or not self.alive():
+        for again in reversed(range(_HEAD_STARTS)):
+            came = processes.wait_until(up, timeout_s)
+            if came and self.alive():
+                break
+            gcs = self._scratch.ray / "session_latest" / "logs" / "gcs_server.out"
+            problem = f"{processes.last_line(self._log)} ({self._log}); the GCS: {_last_entry(gcs)}"
             self.stop()
-            raise RayLost(
-                f"Ray's head did not start on {self.address}: {processes.last_line(self._log)} ({self._log})"
-            )
+            if not came or not again:
+                raise RayLost(f"Ray's head did not start on {self.address}: {problem}")
+            log.warning("Ray's head ended before it could be joined, once more: %s", problem)
+            self._scratch = Scratch()
+            self.begin_head()
+        return f"{self.address}:{self._port}"
 
     def load(self) -> None:
         """Have ``ray start`` load its libraries; it starts nothing yet."""

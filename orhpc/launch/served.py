@@ -13,7 +13,7 @@ from subprocess import Popen
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError, EnvironmentUnavailable
 from orhpc.launch import processes
-from orhpc.ports import free_ports
+from orhpc.ports import hold_port
 
 _MIN_LIFE_S = 30.0
 """A served environment that ends sooner than this after its start is broken, not unlucky."""
@@ -36,7 +36,8 @@ class ServedEnvironments:
             if settings.serve is None:
                 continue
             for replica in range(settings.replicas):
-                port = self._hold_port()
+                self._held.append(hold_port(self._address))
+                port = self._held[-1].getsockname()[1]
                 command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
                 command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
                 if settings.serve_options:
@@ -75,19 +76,6 @@ class ServedEnvironments:
         self._release()
         for process in self._running.values():
             processes.stop(process, grace_s=3.0)
-
-    def _hold_port(self) -> int:
-        """A port that nobody else can bind, or finds free, until it is released."""
-        while True:
-            (port,) = free_ports(1, self._address)
-            holder = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
-            try:
-                holder.bind((self._address, port))
-            except OSError:  # somebody else was faster
-                holder.close()
-            else:
-                self._held.append(holder)
-                return port
 
     def _release(self) -> None:
         while self._held:

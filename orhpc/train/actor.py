@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from orhpc.config import Config
 from orhpc.devices import VARIABLE, visible_devices
 from orhpc.engine_config import SYNC_BUCKETS
 from orhpc.errors import NonFinite, WeightSyncFailed
+from orhpc.ports import hold_port
 from orhpc.route_shares import route_share
 from orhpc.train.backend import Batches, Role, TrainingBatch, Update, make_backend
 from orhpc.train.batch import PackedBatch
@@ -77,10 +79,23 @@ class TrainerRank:
         self._buckets: list[BucketSpec] | None = None
         plain = config.precision == "bf16"
         self._quantise = unchanged if plain else quantiser(power_of_two=config.engine.power_of_two_scales)
+        self._held: socket.socket | None = None
         self._stop = threading.Event()
         self._whole_at = 0
 
     # --- starting -----------------------------------------------------------------------------
+
+    def hold_port(self, address: str) -> int:
+        """Take a free port of this rank's node for the store that it hosts next; return its number.
+
+        Between the choice of a port and its use ranks load their libraries: nobody else may take it then.
+        """
+        self._held = hold_port(address)
+        return self._held.getsockname()[1]
+
+    def _no_longer_held(self) -> socket.socket | None:
+        held, self._held = self._held, None
+        return held
 
     def connect(self, address: str, port: int, timeout_s: float) -> None:
         """Join the ranks' process group (collective); rank 0 hosts its store on ``address:port``.
@@ -91,7 +106,8 @@ class TrainerRank:
         if self._one_device:
             torch.cuda.set_device(0)
             stay_near(self.device)
-        join_default_group(self.device, address, port, self.rank, self.world_size, timeout_s)
+        held = self._no_longer_held()
+        join_default_group(self.device, address, port, self.rank, self.world_size, timeout_s, held)
         if self.config.placement.shared_devices:  # while the engines start
             self.backend.prepare_sleep(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 
@@ -260,6 +276,7 @@ class TrainerRank:
                 world_size=world_size,
                 group_name=group_name,
                 timeout_s=timeout_s,
+                listener=self._no_longer_held(),
             )
 
     def stage_bucket(self, index: int, *, handle: bool, broadcast: bool) -> str | None:

@@ -40,21 +40,25 @@ def use_interface_towards(address: str) -> None:
             return
 
 
-def hosted_store(address: str, port: int, world_size: int, timeout: timedelta, *, wait: bool) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """Host a key-value store on ``address:port`` and on no other address.
-
-    Raises OSError when the port is taken.
-    """
+def bound(address: str, port: int) -> socket.socket:
+    """Return a socket for ``address:port`` and no other address.  Raises OSError when the port is taken."""
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-        listener.listen(2048)
     except OSError:
         listener.close()
         raise
-    # The store takes the descriptor over and closes it.
+    return listener
+
+
+def hosted_store(
+    address: str, listener: socket.socket, world_size: int, timeout: timedelta, *, wait: bool
+) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """Host a key-value store on a socket that is bound to ``address``, and take the socket over."""
+    listener.listen(2048)
+    # The store closes the descriptor.
     return _TCPStore(
         address,
         listener.getsockname()[1],
@@ -67,10 +71,17 @@ def hosted_store(address: str, port: int, world_size: int, timeout: timedelta, *
 
 
 def join_default_group(
-    device: torch.device, address: str, port: int, rank: int, world_size: int, timeout_s: float
+    device: torch.device,
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    listener: socket.socket | None = None,
 ) -> None:
     """Make this process rank ``rank`` of the trainer; rank 0 hosts the store.
 
+    ``listener``: rank 0's, where it is bound to ``address:port`` already.
     On CUDA, device tensors go through NCCL and host tensors (small agreements) through gloo.
     Raises :class:`~orhpc.errors.InfraError` past ``timeout_s``.
     """
@@ -82,7 +93,7 @@ def join_default_group(
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     with typed_failures("the trainer's process group did not come up"):
         if rank == 0:
-            store = hosted_store(address, port, world_size, timeout, wait=False)
+            store = hosted_store(address, listener or bound(address, port), world_size, timeout, wait=False)
         else:
             store = _TCPStore(address, port, world_size, is_master=False, timeout=timeout)
         dist.init_process_group(

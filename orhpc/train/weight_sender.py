@@ -11,6 +11,7 @@ A rank holds two buckets: while the engines take one, the next is gathered into 
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_h
 from orhpc.engine_config import SYNC_BUCKETS
 from orhpc.errors import WeightSyncFailed
 from orhpc.train.fp8 import Quantise
-from orhpc.train.groups import hosted_store, use_interface_towards
+from orhpc.train.groups import bound, hosted_store, use_interface_towards
 from orhpc.train.weights import BucketSpec
 from orhpc.weight_wire import bucket_handle, empty_bucket, shared_bucket
 
@@ -139,11 +140,13 @@ class WeightSender:
         world_size: int,
         group_name: str,
         timeout_s: float,
+        listener: socket.socket | None = None,
     ) -> None:
         """Host the group's store at ``address:port`` and wait for ``world_size - 1`` engine ranks.
 
         Built as SGLang's receivers build theirs: a TCP store, prefixed with the group's name, and a
-        group over it apart from the default one.  Raises WeightSyncFailed past ``timeout_s``.
+        group over it apart from the default one.  ``listener``: what is bound there already.  Raises
+        WeightSyncFailed past ``timeout_s``.
         """
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
@@ -153,7 +156,9 @@ class WeightSender:
         backend = "nccl" if device.type == "cuda" else "gloo"
         with failing_as(f"weight-sync group {group_name} did not come up"):
             use_interface_towards(address)
-            self._store = hosted_store(address, port, world_size, timeout, wait=True)
+            self._store = hosted_store(
+                address, listener or bound(address, port), world_size, timeout, wait=True
+            )
             group, _ = _new_process_group_helper(
                 world_size,
                 0,

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from orhpc.errors import InfraError, RayLost, WeightSyncFailed
+from orhpc.ports import is_free
 from orhpc.routes import RouteShare
 from orhpc.train.actor import TrainerRank
 from orhpc.train.fetch import fetch_arrays, load_batch, prefetched
@@ -133,7 +134,8 @@ def test_an_engine_that_dies_is_a_failed_sync(make: Callable[..., TrainerRank]) 
 
 def test_the_store_listens_on_the_given_address_only(make: Callable[..., TrainerRank]) -> None:
     rank = TrainerRank(make_config(), "unused", 0, 1, 1)
-    port = free_port()
+    port = rank.hold_port("127.0.0.1")
+    assert not is_free("127.0.0.1", port)
     rank.connect("127.0.0.1", port, 30)
     listening = [
         c.laddr.ip

@@ -19,6 +19,8 @@ from orhpc.config_files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, StorageRefused
 from orhpc.launch import node, rendezvous
 from orhpc.launch.job import Job
+from orhpc.launch.ray_cluster import RayNode, make_token
+from orhpc.launch.ray_start import accepts
 from orhpc.launch.served import ServedEnvironments
 from orhpc.ports import free_ports, is_free
 from orhpc.rundir import RunDir
@@ -125,3 +127,21 @@ def test_ray_start_without_orders_ends() -> None:
     command = [sys.executable, "-m", "orhpc.launch.ray_start"]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (0, b"")
+
+
+@pytest.mark.slow
+def test_a_ray_head_that_ends_while_it_starts_is_begun_anew(tmp_path: Path) -> None:
+    """Its port is taken in the moment between its choice and its use; Ray notices after 15 s."""
+    head = RayNode("n0", HOST, make_token(tmp_path), tmp_path / "ray.log", cpus=1, object_store_bytes=10**8)
+    try:
+        with socket.socket() as other:
+            head.begin_head()
+            other.bind((HOST, taken := head._port))
+            address = head.await_head()
+        host, _, port = address.rpartition(":")
+        assert host == HOST
+        assert int(port) != taken
+        assert accepts(HOST, int(port))
+        assert head.alive()
+    finally:
+        head.stop()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orhpc.config import Config
 from orhpc.errors import ConfigError
 from orhpc.launch.placement import Node, Placement, plan
-from orhpc.ports import LOWEST, free_ports, is_free
+from orhpc.ports import LOWEST, free_ports, hold_port, is_free
 
 
 def config_of(placement: dict[str, object], tp: int) -> Config:
@@ -66,3 +66,15 @@ def test_ports_are_free_distinct_and_below_the_ephemeral_range() -> None:
         taken.listen()
         assert not is_free("127.0.0.1", ports[3])
         assert ports[3] not in free_ports(50, "127.0.0.1", seed=1)
+
+
+def test_a_port_that_is_held_is_nobody_else_s_until_it_is_closed() -> None:
+    held = hold_port("127.0.0.1")
+    port = held.getsockname()[1]
+    assert not is_free("127.0.0.1", port)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    held.close()
+    assert is_free("127.0.0.1", port)
