@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 
@@ -157,12 +157,10 @@ class Parts:
             file = group.rollouts[0].location.file
             worker = group.rollouts[0].worker if file is None else self.workers[i % len(self.workers)].index
             jobs[worker].append((group.id, file, group.id in trained))
-        await asyncio.gather(
-            *(
-                stored(partial(w.call, "record", str(folder), jobs[w.index]))
-                for w in self.workers
-                if jobs[w.index]
-            )
+        await all_of(
+            stored(partial(w.call, "record", str(folder), jobs[w.index]))
+            for w in self.workers
+            if jobs[w.index]
         )
 
     async def record_evaluation(self, step: int, groups: Sequence[PromptGroup], stored: Stored) -> None:
@@ -262,14 +260,20 @@ async def timed(phases: Phases, name: str, work: Coroutine[Any, Any, A]) -> A:
         return await work
 
 
-async def together(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
-    """Await both; when one fails the other is given up and the failure raised."""
-    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+async def all_of(works: Iterable[Awaitable[A]]) -> list[A]:
+    """Await all; when one fails the others are given up and the failure raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def together(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """:func:`all_of` two that return different things."""
+    first, second = await all_of([one, other])
+    return cast(A, first), cast(B, second)
 
 
 async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:

@@ -14,6 +14,7 @@ from orhpc.config_files import load_config
 from orhpc.driver import train
 from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
 from orhpc.events import EventLog, read_events
+from orhpc.parts import all_of
 from orhpc.rollout.producer import Position, Taken
 from orhpc.saving import State
 from orhpc.storage import when_taken
@@ -142,3 +143,25 @@ def test_a_stop_ends_the_waiting() -> None:
 
     with pytest.raises(StopRequested):
         asyncio.run(when_taken(write, 600, lambda line: None, lambda: True, pause_s=600))
+
+
+def test_where_one_worker_s_record_is_refused_the_others_no_longer_try() -> None:
+    """The commit that follows must not find them still trying, and polling its save."""
+    given_up: list[int] = []
+
+    async def stored(worker: int) -> None:
+        if worker == 1:
+            raise StorageRefused("the disk is full")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            given_up.append(worker)
+            raise
+
+    async def run() -> None:
+        with pytest.raises(StorageRefused):
+            await all_of(stored(worker) for worker in range(3))
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert given_up == [0, 2]
