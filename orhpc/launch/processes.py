@@ -87,13 +87,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def last_line(log: Path) -> str:
-    """The last line with content of a log, for one-line errors."""
+def last_line(log: Path, starting: str = "", at_most: int = 300) -> str:
+    """The last line of a log with content that starts so, at most so many characters, for one-line errors."""
     try:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        text = log.read_text(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip() and line.startswith(starting)]
     except OSError:
         return "no log"
-    return lines[-1].strip()[:300] if lines else "the log is empty"
+    return lines[-1].strip()[:at_most] if lines else "the log is empty"
 
 
 def wait_until(ready: object, deadline_s: float) -> bool:

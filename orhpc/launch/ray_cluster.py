@@ -40,14 +40,9 @@ _WORKERS = 200
 _PORTS = len(_SERVERS) + _WORKERS
 """Ports of one node beside the head's own."""
 _HEAD_STARTS = 3
+"""How often a head is begun that ends before it can be joined."""
 _JOINED = "ray_current_cluster"
 """File in Ray's temporary folder: ``ray start`` writes it once its node is in the cluster."""
-
-
-def _last_entry(log: Path) -> str:
-    """What one of Ray's processes said last, without the stack that a failed check ends with."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return next((line for line in reversed(text.splitlines()) if line.startswith("[")), "nothing")[:600]
 
 
 def make_token(folder: Path) -> Path:
@@ -119,8 +114,10 @@ class RayNode:
             came = processes.wait_until(up, timeout_s)
             if came and self.alive():
                 break
-            gcs = self._scratch.ray / "session_latest" / "logs" / "gcs_server.out"
-            problem = f"{processes.last_line(self._log)} ({self._log}); the GCS: {_last_entry(gcs)}"
+            # Its entries begin with their time; the stack that a failed check ends with does not.
+            gcs_log = self._scratch.ray / "session_latest" / "logs" / "gcs_server.out"
+            gcs = processes.last_line(gcs_log, starting="[", at_most=600)
+            problem = f"{processes.last_line(self._log)} ({self._log}); the GCS: {gcs}"
             self.stop()
             if not came or not again:
                 raise RayLost(f"Ray's head did not start on {self.address}: {problem}")
