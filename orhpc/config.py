@@ -42,10 +42,12 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """The policy model."""
 
-    path: str = "Qwen/Qwen3-30B-A3B"
-    """Hugging Face folder or hub name, or ``bundled:NAME`` (see :mod:`orhpc.bundled`)."""
+    path: str = "Qwen/Qwen3-4B"
+    """A local Hugging Face folder, a hub name (``Organisation/Name``), or ``bundled:NAME`` (``tiny``,
+    ``tiny-moe``, ``smollm2-135m-instruct``). Hub models are fetched once into ``HF_HOME``, which all nodes
+    must see; gated ones need ``HF_TOKEN``."""
     revision: str | None = None
-    """Hub revision."""
+    """Branch, tag or commit of a hub model; null: ``main``. A run keeps the commit that it began with."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations in the forward pass; master weights are always float32."""
     chat_format: Literal["auto", "chatml", "llama3", "deepseek", "glm"] = "auto"

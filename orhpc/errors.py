@@ -61,6 +61,10 @@ class PreflightError(OrhpcError):
     """Something that the run needs is missing on this machine: a key, a package, disk space."""
 
 
+class HubUnreachable(PreflightError):
+    """No connection to the model hub from this machine; another one, or a later try, may have one."""
+
+
 class CrashLoop(OrhpcError):
     """Attempts keep ending without one new step."""
 

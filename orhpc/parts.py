@@ -19,8 +19,8 @@ from orhpc.config import Config
 from orhpc.errors import RecordError, WeightSyncFailed
 from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
 from orhpc.fleet.weight_sync import WeightSync
+from orhpc.launch.model import model_folder
 from orhpc.launch.placement import Placement
-from orhpc.launch.prepare import model_folder
 from orhpc.record import RolloutFile
 from orhpc.rollout.producer import Position, Producer, Taken
 from orhpc.rollout.replay import ReplayProducer
@@ -214,7 +214,7 @@ async def bring_up(
         OrhpcError: what ``beginning`` raises.
     """
     ids = node_ids(placement.nodes)
-    model_dir = model_folder(config)
+    model_dir = str(model_folder(config, rundir))
     folder = rundir.attempt(attempt)
     key = (folder / "engine.key").read_text().strip()
 
