@@ -1,4 +1,4 @@
-"""``orhpc launch | check | fetch | plan | status | report | logs | cancel | view | export``."""
+"""``orhpc launch | check | plan | status | report | ...``: what a person types; ``orhpc --help``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orhpc import commits
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
 from orhpc.events import FAILURES, failure_line, read_events, steps_of
-from orhpc.launch import job_commands
+from orhpc.launch import doctor, files, job_commands
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.model import model_folder
 from orhpc.launch.plan_report import main as plan
@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("check", help="whether a config can run, before a GPU is asked for")
     )
     job_commands.add_fetch(commands.add_parser("fetch", help="download a model into the hub's cache"))
+    doctor.add_doctor(commands.add_parser("doctor", help="what is installed here, and what is missing"))
+    files.add_files(commands.add_parser("files", help="configs, batch scripts and GPU pins in the package"))
     job_commands.add_logs(commands.add_parser("logs", help="the end of a run's logs"))
     job_commands.add_cancel(commands.add_parser("cancel", help="cancel a run's job for good"))
     _add_view(commands.add_parser("view", help="read rollouts of a step"))
