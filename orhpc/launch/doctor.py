@@ -265,7 +265,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("BAD" if few else "ok", "open files", f"limit {files[0]} (at most {files[1]})")
     shm = shutil.disk_usage("/dev/shm").total  # noqa: S108 - asked for its size only
     small = "" if shm >= _LEAST_SHM else "; small: Ray spills to disk and weights go over sockets"
-    yield Finding("ok", "shared memory", f"{shm / 2**30:.1f} GiB in /dev/shm{small}")  # noqa: S108
+    yield Finding("ok", "shared memory", f"{shm / 2**30:.1f} GiB in /dev/shm{small}")
 
 
 def _slurm() -> Finding:
