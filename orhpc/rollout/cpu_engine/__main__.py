@@ -70,10 +70,11 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(1)
         _use_interface_of(args.host)
         model = _load(args)
+        weights = WeightStore(model.model)
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
-    asyncio.run(_serve(args, key, model))
+    asyncio.run(_serve(args, key, model, weights))
     return 0
 
 
@@ -152,10 +153,10 @@ def _bytes_per_token(config: object, args: argparse.Namespace) -> int:
     return text.num_hidden_layers * per_layer * (4 if args.dtype == "float32" else 2)
 
 
-async def _serve(args: argparse.Namespace, key: str | None, model: SlotModel) -> None:
+async def _serve(args: argparse.Namespace, key: str | None, model: SlotModel, weights: WeightStore) -> None:
     scheduler = Scheduler(
         Batcher(model),
-        WeightStore(model.model),
+        weights,
         version=args.weight_version,
         threads=args.threads or os.cpu_count() or 1,
         loop=asyncio.get_running_loop(),
