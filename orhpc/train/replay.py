@@ -235,8 +235,8 @@ def weight_form(router: nn.Module, block: nn.Module, hidden: int) -> WeightForm:
     on the family's code and config alone; the model's own parameters could leave the form undecided, because
     router logits near zero have the same weights under softmax and sigmoid.
 
-    ``block``: the module that contains the router; it chooses the experts where the router returns logits only.
-    Raises ModelError for a router that none of the forms of :func:`form_of` describes.
+    ``block``: the module that contains the router; it chooses the experts where the router returns logits
+    only.  Raises ModelError for a router that none of the forms of :func:`form_of` describes.
     """
     kind = type(router).__name__
     generator = torch.Generator().manual_seed(1)
