@@ -54,6 +54,10 @@ class ModelSettings(Section):
     """How messages become tokens; ``auto`` goes by the model's type and vocabulary."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
+    check: bool = True
+    """At every start, compare log-probabilities of the trainer and of CPU engines with transformers' own
+    forward pass on a few samples, and refuse a model that they compute wrongly.  Models of more than 10
+    billion parameters are not compared; the log and the event ``ready`` say what was done."""
 
 
 class RolloutSettings(Section):
