@@ -39,6 +39,11 @@ OWN_OPTIONS: dict[str, str] = {
     "pipeline_parallel_size": "engine.tp",
 }
 """Options of SGLang that ``engine.extra`` may not set, and what decides them."""
+DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
+"""SGLang's names of the option that :attr:`SpeculativeSettings.draft_model` sets; the second is an alias."""
+ALGORITHM = "speculative_algorithm"
+WITHOUT_WEIGHTS = ("NGRAM",)
+"""Algorithms that draft without a model."""
 
 
 class SpeculativeSettings(Section):
@@ -103,16 +108,44 @@ class EngineSettings(Section):
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further options by the engine's own names: ``mem_fraction_static`` or ``mem-fraction-static``."""
 
+    def option(self, *names: str) -> Any:
+        """The value that :attr:`extra` gives the first of these options that it names; None: none of them."""
+        given = {name.replace("-", "_"): value for name, value in self.extra.items()}
+        return next((given[name] for name in names if given.get(name) is not None), None)
+
+    @property
+    def draft_model(self) -> str | None:
+        """Folder or hub name of a separate draft model, wherever it is set."""
+        own = self.speculative.draft_model if self.speculative is not None else None
+        return self.option(*DRAFT_MODEL) or own
+
     @property
     def separate_drafter(self) -> bool:
-        """Whether tokens are drafted by a model of its own, which no weight sync may touch."""
-        return self.speculative is not None and self.speculative.draft_model is not None
+        """Whether tokens are drafted by a separate model, which no weight sync may change."""
+        return self.draft_model is not None
+
+    @property
+    def drafts_with_weights(self) -> bool:
+        """Whether tokens are drafted by a model that the trainer has no weights for."""
+        own = self.speculative.algorithm if self.speculative is not None else None
+        algorithm = self.option(ALGORITHM) or own
+        return self.separate_drafter or (
+            algorithm is not None and str(algorithm).upper() not in WITHOUT_WEIGHTS
+        )
+
+    @model_validator(mode="after")
+    def _one_drafter(self) -> Self:
+        if self.speculative is not None:
+            for name in (*DRAFT_MODEL, ALGORITHM):
+                if self.option(name) is not None:
+                    raise ValueError(f"extra.{name} and speculative: set one of the two")
+        if self.separate_drafter and (self.sync == "disk" or self.check_weights):
+            name = "sync: disk" if self.sync == "disk" else "check_weights"
+            raise ValueError(f"{name} would load the policy into the draft model {self.draft_model} too")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.separate_drafter and (self.sync == "disk" or self.check_weights):
-            name = "sync: disk" if self.sync == "disk" else "check_weights"
-            raise ValueError(f"{name} would load the policy into speculative.draft_model too")
         for name in ("dp", "ep"):
             if self.tp % getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)} does not divide tp={self.tp}")

@@ -29,6 +29,11 @@ def precision_problems(c: Config) -> list[str]:
         problems.append(f"{wanted} is FP8 beside bfloat16, but model.dtype is {c.model.dtype}")
     if c.engine.dtype not in (None, "bfloat16"):
         problems.append(f"{wanted} is FP8 beside bfloat16, but engine.dtype is {c.engine.dtype}")
+    if c.engine.drafts_with_weights:
+        problems.append(
+            f"{wanted} starts engines without the files' weights, and a draft model never gets any: leave "
+            "speculative decoding out, or draft with NGRAM"
+        )
     if c.precision == "fp8" and c.train.backend != "megatron":
         problems.append(f"{wanted} trains through TransformerEngine: train.backend: megatron")
     if c.precision == "fp8" and c.placement.device != "cuda":

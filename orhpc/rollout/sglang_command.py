@@ -97,17 +97,17 @@ def _fp8_options(config: Config) -> dict[str, Any]:
 
 def _speculative_options(config: Config, part: EnginePart) -> dict[str, Any]:
     speculative = config.engine.speculative
-    if speculative is None:
-        return {}
-    options: dict[str, Any] = {
-        "speculative_algorithm": speculative.algorithm,
-        "speculative_num_steps": speculative.num_steps,
-        "speculative_eagle_topk": speculative.eagle_topk,
-        "speculative_num_draft_tokens": speculative.num_draft_tokens,
-    }
-    if speculative.draft_model is not None:
-        options["speculative_draft_model_path"] = speculative.draft_model
-    if part.shares:
+    options: dict[str, Any] = {}
+    if speculative is not None:
+        options = {
+            "speculative_algorithm": speculative.algorithm,
+            "speculative_num_steps": speculative.num_steps,
+            "speculative_eagle_topk": speculative.eagle_topk,
+            "speculative_num_draft_tokens": speculative.num_draft_tokens,
+        }
+        if speculative.draft_model is not None:
+            options["speculative_draft_model_path"] = speculative.draft_model
+    if part.shares and config.engine.drafts_with_weights:
         # The trainer has no weights for the drafter, so what sleep discards would never come back.
         options["enable_draft_weights_cpu_backup"] = True
     return options

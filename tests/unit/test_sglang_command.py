@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.fleet import engines
 from orhpc.launch.words import split_words, without_flags
 from orhpc.rollout import sglang_server
 from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
@@ -54,9 +55,9 @@ def options(part: EnginePart | None = None, **engine: Any) -> dict[str, Any]:
 def test_only_names_that_both_releases_have_are_used() -> None:
     everything = options(
         EnginePart(devices=(0, 1), node_rank=1, nnodes=2, rendezvous="10.0.0.1:5000", shares=True),
-        tp=4, dp=2, ep=4, precision="fp8-rollout", power_of_two_scales=True, deterministic=True,
-        speculative={"algorithm": "EAGLE", "draft_model": "/draft"},
+        tp=4, dp=2, ep=4, deterministic=True, speculative={"algorithm": "EAGLE", "draft_model": "/draft"},
     )  # fmt: skip
+    everything |= options(precision="fp8-rollout", power_of_two_scales=True)
     assert set(everything) == KNOWN
 
 
@@ -93,6 +94,67 @@ def test_speculative_settings_are_sglangs() -> None:
     assert mtp["enable_draft_weights_cpu_backup"] is True
     assert "speculative_draft_model_path" not in mtp
     assert not any(name.startswith("speculative") for name in options())
+
+
+DRAFTERS: list[dict[str, Any]] = [
+    {"speculative": {"algorithm": "EAGLE", "draft_model": "/draft"}},
+    {"extra": {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/draft"}},
+    {"extra": {"speculative-algorithm": "EAGLE", "speculative-draft-model": "/draft"}},
+]
+every_way = pytest.mark.parametrize("drafter", DRAFTERS, ids=["setting", "option", "alias"])
+
+
+@every_way
+def test_a_draft_model_is_understood_wherever_it_is_set(drafter: dict[str, Any]) -> None:
+    made = config(**drafter)
+    assert made.engine.separate_drafter
+    assert made.engine.draft_model == "/draft"
+    shared = options(EnginePart(shares=True), **drafter)
+    assert shared["enable_draft_weights_cpu_backup"] is True
+    words = arguments(shared)
+    assert words[words.index("--speculative-algorithm") + 1] == "EAGLE"
+    assert "enable_draft_weights_cpu_backup" not in options(**drafter)
+
+
+@every_way
+def test_sent_weights_never_reach_a_draft_model(drafter: dict[str, Any], monkeypatch: Any) -> None:
+    seen: list[bool] = []
+
+    class Pool:
+        def __init__(self, *_: Any, target_only: bool, **__: Any) -> None:
+            seen.append(target_only)
+
+    monkeypatch.setattr(engines, "EnginePool", Pool)
+    monkeypatch.setattr(engines, "transports", lambda *_: ([], []))
+    placement: Any = None
+    for own, wanted in ((drafter, True), ({"extra": {"speculative_algorithm": "NGRAM"}}, False)):
+        engines.Engines([], placement, config(**own), "key")
+        assert seen.pop() is wanted
+
+
+@every_way
+@pytest.mark.parametrize(("more", "said"), [
+    ({"sync": "disk"}, "sync: disk would load the policy into the draft model /draft"),
+    ({"check_weights": True}, "check_weights would load the policy into the draft model /draft"),
+    ({"precision": "fp8-rollout"}, "precision: fp8-rollout starts engines without the files' weights"),
+])  # fmt: skip
+def test_what_would_give_a_draft_model_wrong_weights_is_refused(
+    drafter: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        config(**drafter, **more)
+
+
+def test_fp8_goes_with_drafting_without_a_model_alone() -> None:
+    config(precision="fp8-rollout", speculative={"algorithm": "NGRAM"})
+    for own in ({"speculative": {"algorithm": "NEXTN"}}, {"extra": {"speculative_algorithm": "NEXTN"}}):
+        with pytest.raises(ValueError, match="precision: fp8-rollout starts engines without"):
+            config(precision="fp8-rollout", **own)
+
+
+def test_a_draft_model_is_set_in_one_place() -> None:
+    with pytest.raises(ValueError, match=r"extra\.speculative_draft_model_path and speculative: set one"):
+        config(speculative={"algorithm": "EAGLE"}, extra={"speculative-draft-model-path": "/draft"})
 
 
 def test_fp8_engines_start_without_the_models_files() -> None:
