@@ -36,6 +36,7 @@ from orhpc.errors import (
     OutOfMemory,
     PreflightError,
     StopRequested,
+    UserCodeError,
     policy_of,
 )
 from orhpc.events import EventLog
@@ -166,15 +167,15 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
 
 
 def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tokens: int) -> BatchPlan:
-    """Advantages and packing of a step's groups, from numbers alone."""
+    """Advantages and packing of a step's groups, from numbers alone; failed rollouts are left out."""
     advantages = grouped_advantages(
-        [[r.reward or 0.0 for r in g.rollouts] for g in groups],
+        [[r.reward or 0.0 for r in g.trainable] for g in groups],
         normalise=config.algorithm.normalise_advantage,
     )
     samples = [
         Sample(r.id, r.length, r.response_tokens, float(a), r.location)
         for group, of_group in zip(groups, advantages, strict=True)
-        for r, a in zip(group.rollouts, of_group, strict=True)
+        for r, a in zip(group.trainable, of_group, strict=True)
     ]
     return plan_batches(
         samples,
@@ -352,11 +353,15 @@ async def supervise(run: Run, lowered: int | None = None) -> int:
                 return policy.exit_code
             again = again and failures <= policy.budget and not run.stop_requested()
             log.error("%s: %s", type(error).__name__, error)
+            trace = error.trace if isinstance(error, UserCodeError) else ""
+            if trace:
+                log.error("the traceback:\n%s", trace)
             run.events.write(
                 "restart" if again else "failed",
                 kind=type(error).__name__,
                 error=str(error),
                 exit_code=policy.exit_code,
+                **({"trace": trace} if trace else {}),
             )
             if not again:
                 return policy.exit_code

@@ -315,7 +315,8 @@ def _read_group(path: Path) -> PromptGroup | None:
 
 def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
     with RolloutFile(path) as record:
-        newest = max(int(record.arrays(row)["versions_T"].max()) for row in range(len(record)))
+        # A failed rollout has no tokens.
+        newest = max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
     return newest <= version and group.min_version >= version - staleness
 
 

@@ -233,7 +233,7 @@ class Producer:
         ends = {r.end for r in group.rollouts}
         if RolloutEnd.PROMPT_TOO_LONG in ends:
             return "prompt_too_long"
-        if not all(end.trainable for end in ends):
+        if RolloutEnd.ABORTED in ends or not has_enough(group, self._settings.max_failing_rollouts):
             return "failed"
         if self._settings.filter == "equal_rewards" and len(set(group.rewards)) == 1:
             return "equal_rewards"
@@ -252,6 +252,19 @@ class Producer:
         self._dropped.reasons[reason] += 1
         if reason != "equal_rewards":
             log.warning("group %d (%s) is not trained: %s", group.id, group.task.id, reason)
+
+
+def has_enough(group: PromptGroup, max_failing: float) -> bool:
+    """Whether few enough of a group's rollouts failed for the others to be trained.
+
+    Args:
+        group: finished.
+        max_failing: ``rollout.max_failing_rollouts``: a share of the group below 1, else a number.
+    """
+    total, left = len(group.rollouts), len(group.trainable)
+    allowed = int(max_failing * total + 1e-9) if max_failing < 1 else int(max_failing)
+    # One rollout has no group to be compared with: its advantage would be 0.
+    return total - left <= allowed and left >= min(2, total)
 
 
 async def run_all(
