@@ -162,6 +162,8 @@ class BadAnswer(BadTask):
 class EnvironmentRaised(BadTask):
     """Code of the environment raised; the rollout can be made again in a new session."""
 
+    detail: str = ""
+    """The exception, as the server names it."""
     trace: str = ""
     """The server's traceback, where it sends one."""
 

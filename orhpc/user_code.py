@@ -39,7 +39,7 @@ def server_error(what: str, detail: str, trace: str) -> UserCodeError:
 
     Args:
         what: which environment, and what it was asked for.
-        detail: the server's one line.
+        detail: the exception, in the server's one line.
         trace: its traceback, or empty where the server keeps that to itself.
     """
     return _error(what, "raised", detail, trace)
@@ -59,6 +59,15 @@ def last_line(trace: str) -> str:
     return begun[-1] if begun else (lines[-1] if lines else "")
 
 
+def users_part(trace: str) -> str:
+    """Return a traceback without the frames of servers and libraries that lead to the user's first one."""
+    frames = list(_FRAME.finditer(trace))
+    first = next((f for f in frames if _is_users(f["file"])), None)
+    if first is None or not frames:
+        return trace
+    return trace[: frames[0].start()] + trace[first.start() :]
+
+
 def _is_users(file: str) -> bool:
     installed = "site-packages" in file or "dist-packages" in file
     return not (installed or file.startswith((_OWN, _STANDARD, "<")))
@@ -67,4 +76,4 @@ def _is_users(file: str) -> bool:
 def _error(what: str, did: str, reason: str, trace: str) -> UserCodeError:
     where = place_of(trace)
     line = f"{what} {did} {reason[:_LONGEST_LINE]}" + (f" ({where})" if where else "")
-    return UserCodeError(redact(line), trace=redact(trace[-_LONGEST_TRACE:]))
+    return UserCodeError(redact(line), trace=redact(users_part(trace)[-_LONGEST_TRACE:]))

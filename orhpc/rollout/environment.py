@@ -356,7 +356,8 @@ class Environment:
                 self._opened = True
                 self._later(session._wire)
                 return
-        raise server_error(f"environment {self.name!r}: opening a session", str(error), error.trace)
+        what = f"environment {self.name!r}: its code, asked for a session on {task.id},"
+        raise server_error(what, error.detail, error.trace)
 
     async def _tools(self, wire: GuardedSession, patience: Patience) -> dict[str, Any]:
         try:

@@ -133,6 +133,6 @@ def failure(wire: GuardedSession, refused: Refused, *, lost: bool = True) -> Exc
         return EnvironmentUnavailable(f"{label}: {refused}")
     if status >= 500:
         raised = EnvironmentRaised(f"{label}: {refused}")
-        raised.trace = refused.trace
+        raised.detail, raised.trace = refused.detail, refused.trace
         return raised
     return BadTask(f"{label}: {refused}")
