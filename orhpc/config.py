@@ -96,8 +96,16 @@ class RolloutSettings(Section):
     """Failed rollouts that a prompt group may have and still be trained, with the rollouts that are left:
     a share of its rollouts if below 1 (rounded down), else a number.  At least two must be left.  A group
     with more failures is dropped and another is drawn (``max_refills``)."""
+    failing_environment: Literal["stop", "leave_out"] = "stop"
+    """What happens when an environment fails for good: ``stop`` ends the attempt (exit code 75 where its
+    server may come back, 2 where nothing but its code fails); ``leave_out`` goes on with the tasks of the
+    other environments, and tries it again at the next start."""
+    failing_environment_after: Positive = 64
+    """Failed rollouts in a row, each tried again as ``retries`` says, after which an environment counts as
+    failing for good."""
     tool_timeout_s: Seconds = 600.0
-    """Deadline of one tool call."""
+    """Deadline of one tool call, until an environment's own calls have shown how long they take: a call is
+    then given up after ten times the longest that was answered, and not before 30 s."""
     session_timeout_s: Seconds = 120.0
     """Deadline of opening an environment session, its prompt included."""
     environment_start_timeout_s: Seconds = 600.0

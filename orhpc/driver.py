@@ -45,7 +45,7 @@ from orhpc.parts import Parts, bring_up, ray_connect
 from orhpc.rollout.producer import Position, Taken
 from orhpc.rundir import CommitName, RunDir
 from orhpc.saving import Saver, State
-from orhpc.step_metrics import Phases, rollout_metrics
+from orhpc.step_metrics import Phases, opening_notice, rollout_metrics
 from orhpc.storage import Stored, when_taken
 from orhpc.tracking import Tracker
 from orhpc.train.advantages import grouped_advantages
@@ -120,6 +120,12 @@ class Run:
             self._told = time.monotonic()
             self.events.write("storage_refused", error=problem)
             self.tracker.alert(problem)
+
+    def notice(self, line: str) -> None:
+        """Report something that needs a look and ends nothing."""
+        log.warning("%s", line)
+        self.events.write("notice", reason=line)
+        self.tracker.alert(line)
 
     def close(self) -> None:
         self.tracker.close(*([_LEAVE_S] if self.stop_requested() else []))
@@ -213,6 +219,8 @@ async def evaluate(run: Run, parts: Parts, step: int, stored: Stored) -> None:
     phases = Phases()
     async with parts.serving():
         groups, metrics = await run.unless_stopped(evaluation.evaluate(run.config, parts.workers))
+    for line in dict.fromkeys(line for group in groups for line in group.notices):
+        run.notice(line)
     run.require_newest()
     await parts.record_evaluation(step, groups, stored)
     await parts.publish(step)
@@ -233,6 +241,8 @@ def report(run: Run, state: State, taken: Taken, metrics: dict[str, float], phas
         phases=phases.seconds,
         **numbers,
     )
+    if line := opening_notice(numbers):
+        run.notice(f"step {state.step}: {line}")
     for alarm in alarms.raised(run.config.alarms, numbers):
         log.warning("step %d: %s", state.step, alarm)
         run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
@@ -280,6 +290,7 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     start = bring_up(run.config, run.placement, run.rundir, run.attempt, beginning, phases)
     try:
         parts = await run.unless_stopped(start)
+        parts.notice = run.notice
         name, state = await choosing
     except EnvironmentUnavailable as error:
         if run.rundir.lineage():

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from orhpc.rollout.producer import Taken
 from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary, Waits
+
+_SLOW_OPENING_S = 5.0
+_SLOW_OPENING_SHARE = 1 / 3
+"""Openings that take longer, and this share of a rollout, are said to limit the step."""
 
 
 class Phases:
@@ -109,6 +113,18 @@ def summary_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, float]:
         "rollout_seconds_max": max(r.seconds for r in rollouts),
         **_mean_waits([r.waits for r in rollouts if r.waits is not None]),
     }
+
+
+def opening_notice(numbers: Mapping[str, float]) -> str:
+    """A line when environment servers limit the step: their sessions take most of a rollout to open."""
+    opening = numbers.get("rollout_opening_seconds_mean", 0.0)
+    whole = numbers.get("rollout_seconds_mean", 0.0)
+    if opening < _SLOW_OPENING_S or opening < _SLOW_OPENING_SHARE * whole:
+        return ""
+    return (
+        f"environment servers limit the step: of a rollout's {whole:.0f} s on average, {opening:.0f} s are "
+        "the opening of its session; more environments.NAME.replicas (or a faster server) would help"
+    )
 
 
 def _mean_waits(waits: Sequence[Waits]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.config import RolloutSettings
-from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested
+from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested, UserCodeError
+from orhpc.rollout import group_watch
 from orhpc.rollout.producer import Position, Producer, Taken
 from orhpc.rollout.tasks import TaskSequence, TaskStream, streams
 from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Sampling, Task
@@ -35,6 +37,7 @@ class ScriptedWorker:
         self.asked: list[int] = []
         self.cancelled: list[int] = []
         self.most = self.flying = 0
+        self.error: str = getattr(outcome, "error", "down")
 
     async def run_group(self, request: GroupRequest) -> PromptGroup:
         self.asked.append(request.id)
@@ -49,7 +52,7 @@ class ScriptedWorker:
         rollouts = tuple(
             RolloutSummary(f"{request.id}.{i}", request.id, i, request.task, 10, 5, end, reward,
                            version if end.trainable else -1,
-                           1, 0, 0, 0.1, 0, Location(), None if end.trainable else "down")
+                           1, 0, 0, 0.1, 0, Location(), None if end.trainable else self.error)
             for i, (reward, end) in enumerate(zip(rewards, ends, strict=True))
         )  # fmt: skip
         return PromptGroup(request.id, request.task, rollouts)
@@ -190,7 +193,7 @@ def test_advantages_of_a_partial_group_are_those_of_the_group_that_is_left() -> 
 
 def test_nothing_but_failures_is_an_environment_failure_with_its_reason() -> None:
     worker = ScriptedWorker(lambda r: ([None, None], RolloutEnd.FAILED, 0))
-    with pytest.raises(EnvironmentUnavailable, match="most often: down"):
+    with pytest.raises(EnvironmentUnavailable, match=r"environment 'e': the last 32 rollouts .* with: down"):
         take(Producer(settings_of(), TASKS, [worker], seed=0))
 
 
@@ -272,3 +275,93 @@ def test_groups_that_grew_too_stale_are_dropped_and_said_so() -> None:
     assert taken.groups == []
     assert taken.reasons == Counter(stale=len(taken.dropped))
     assert len(taken.dropped) >= 4
+
+
+TWO = TaskSequence([TaskStream("good", "train", 50, 1.0), TaskStream("dead", "train", 50, 1.0)], seed=0)
+
+
+def one_dead(error: str, after: int = 0) -> Outcome:
+    """Of two environments one fails, from its group ``after`` on."""
+
+    def outcome(request: GroupRequest) -> Made:
+        dead = request.task.environment == "dead" and request.id >= after
+        return ([None, None], RolloutEnd.FAILED, 0) if dead else fine(request)
+
+    outcome.error = error  # type: ignore[attr-defined]
+    return outcome
+
+
+def steps_with(producer: Producer, steps: int) -> list[Taken]:
+    async def loop() -> list[Taken]:
+        return [await producer.take(0) for _ in range(steps)]
+
+    return asyncio.run(loop())
+
+
+@pytest.mark.parametrize(
+    ("error", "after", "expected"),
+    [
+        ("EnvironmentUnavailable: no answer", 0, EnvironmentUnavailable),
+        ("EnvironmentRaised: KeyError", 0, UserCodeError),
+        ("EnvironmentRaised: KeyError", 4, EnvironmentUnavailable),  # it has worked before
+    ],
+)
+def test_an_environment_that_fails_for_good_ends_the_run_and_is_named(
+    error: str, after: int, expected: type[Exception]
+) -> None:
+    chosen = settings_of(failing_environment_after=6, max_refills=9)
+    worker = ScriptedWorker(one_dead(error, after))
+    said = f"environment 'dead': the last 6 rollouts failed, 6 of them with: {error}"
+    with pytest.raises(expected, match=said):
+        steps_with(Producer(chosen, TWO, [worker], seed=0), 9)
+    assert len(worker.asked) < 25
+
+
+def test_an_environment_that_fails_for_good_can_be_left_out_with_a_notice() -> None:
+    chosen = settings_of(failing_environment_after=4, failing_environment="leave_out", max_refills=9)
+    worker = ScriptedWorker(one_dead("EnvironmentUnavailable: no answer"))
+    producer = Producer(chosen, TWO, [worker], seed=0)
+    taken = steps_with(producer, 6)
+    assert [len(t.groups) for t in taken] == [4] * 6
+    assert {g.task.environment for t in taken for g in t.groups} == {"good"}
+    (line,) = producer.notices
+    assert "environment 'dead': the last 4 rollouts failed" in line
+    assert "the run goes on without it" in line
+    assert producer.notices == []
+    assert sum(len(t.dropped) for t in taken) < 8  # nothing more is asked of it
+    assert set(producer.position.pending) == set()
+
+
+def test_the_last_environment_is_not_left_out() -> None:
+    chosen = settings_of(failing_environment_after=4, failing_environment="leave_out")
+    worker = ScriptedWorker(lambda r: ([None, None], RolloutEnd.FAILED, 0))
+    with pytest.raises(EnvironmentUnavailable, match="environment 'e'"):
+        take(Producer(chosen, TASKS, [worker], seed=0))
+
+
+def test_one_success_resets_the_count() -> None:
+    def outcome(request: GroupRequest) -> Made:
+        return ([None, None], RolloutEnd.FAILED, 0) if request.id % 3 else fine(request)
+
+    chosen = settings_of(failing_environment_after=5, max_refills=9)
+    taken = steps_with(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0), 5)
+    assert [len(t.groups) for t in taken] == [4] * 5
+
+
+def test_a_group_that_takes_much_longer_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_watch, "SLOW_S", 0.1)
+    worker = ScriptedWorker(fine, delay=lambda i: 0.9 if i == 6 else 0.0)
+    producer = Producer(settings_of(batch_size=7), TASKS, [worker], seed=0)
+    take(producer)
+    (line,) = producer.notices
+    assert line.startswith("the step waits for 1 groups (e 1)")
+
+
+def test_what_several_workers_report_is_passed_on_once() -> None:
+    class Noticing(ScriptedWorker):
+        async def run_group(self, request: GroupRequest) -> PromptGroup:
+            return replace(await super().run_group(request), notices=("environment 'e' sends images",))
+
+    producer = Producer(settings_of(), TASKS, [Noticing(fine), Noticing(fine)], seed=0)
+    take(producer)
+    assert producer.notices == ["environment 'e' sends images"]
