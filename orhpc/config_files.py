@@ -35,6 +35,8 @@ MAY_CHANGE_ON_RESUME = (
     "rollout.max_concurrent",
     "rollout.workers_per_node",
     "rollout.retries",
+    "rollout.max_failing_rollouts",
+    "rollout.failing_environment*",
     "rollout.*_timeout_s",
     "rollout.openreward_upload",
     "rollout.max_refills",
