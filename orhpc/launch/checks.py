@@ -21,8 +21,8 @@ from orhpc.launch import (
     internet,
     model,
     prepare,
+    references,
     slurm,
-    user_code,
 )
 from orhpc.launch.placement import Node, local_node, plan
 from orhpc.model_folders import problem_of
@@ -43,7 +43,7 @@ def of_config(config: Config) -> list[Check]:
         Check("model", lambda: _model(config)),
         Check("fit", lambda: fit.check(config)),
         Check("memory of a node", lambda: host_memory.check_told(config)),
-        Check("your code", lambda: user_code.check(config, Path.cwd())),
+        Check("your code", lambda: references.check(config, Path.cwd())),
         Check("data", lambda: prepare.check_paths(config)),
     ]
 

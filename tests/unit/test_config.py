@@ -202,3 +202,20 @@ def test_the_login_node_side_imports_neither_torch_nor_ray() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+def test_configs_of_the_package_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("configs/tiny.yaml", "tiny.yaml"):
+        assert load_config(name).run.name == "tiny"
+    (tmp_path / "mine.yaml").write_text("extends: tiny.yaml\ntrain: {steps: 7}\n")
+    assert load_config("mine.yaml").train.steps == 7
+    # A file of the user's own comes first.
+    (tmp_path / "tiny.yaml").write_text("extends: local.yaml\n")
+    assert load_config("tiny.yaml").train.steps == 30
+    with pytest.raises(ConfigError, match=r"tine\.yaml: no such config file, nor one .* mean tiny\.yaml\?"):
+        load_config("tine.yaml")
+    with pytest.raises(ConfigError, match=r"/other/tiny\.yaml: no such config file"):
+        load_config("other/tiny.yaml")
