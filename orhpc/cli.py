@@ -15,7 +15,7 @@ from orhpc import commits
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
 from orhpc.events import FAILURES, failure_line, read_events, steps_of
-from orhpc.launch import doctor, files, job_commands
+from orhpc.launch import doctor, files, init, job_commands
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.model import model_folder
 from orhpc.launch.plan_report import main as plan
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job_commands.add_fetch(commands.add_parser("fetch", help="download a model into the hub's cache"))
     doctor.add_doctor(commands.add_parser("doctor", help="what is installed here, and what is missing"))
     files.add_files(commands.add_parser("files", help="configs, batch scripts and GPU pins in the package"))
+    init.add_init(commands.add_parser("init", help="copy an example project: a task of your own"))
     job_commands.add_logs(commands.add_parser("logs", help="the end of a run's logs"))
     job_commands.add_cancel(commands.add_parser("cancel", help="cancel a run's job for good"))
     _add_view(commands.add_parser("view", help="read rollouts of a step"))
