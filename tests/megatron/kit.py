@@ -55,6 +55,8 @@ _LLAMA4: dict[str, Any] = {
     },
 }
 _CHANGED = {"gemma2": _GEMMA2, "gemma3": _GEMMA, "llama4": _LLAMA4}
+# Norms of latents have another epsilon than the config's.
+_CHANGED["glm4-moe-lite"] = _CHANGED["deepseek-v3"] = {"rms_norm_eps": 0.03}
 _CHANGED["llama4-one-chunk"] = _LLAMA4 | {"attention_chunk_size": 1 << 16}
 MODELS: dict[str, dict[str, Any]] = {
     # transformers gives the row of a padding token no gradient.
