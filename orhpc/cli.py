@@ -17,7 +17,7 @@ from orhpc.events import FAILURES, failure_line, read_events, steps_of
 from orhpc.launch import job_commands
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.plan_report import main as plan
-from orhpc.launch.prepare import model_folder
+from orhpc.model_folders import find_model
 from orhpc.report import write_report
 from orhpc.rundir import CommitName, RunDir
 
@@ -158,7 +158,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a commit as a folder that AutoModelForCausalLM loads."""
+    """Write a commit as a folder that AutoModelForCausalLM loads, and compare the two."""
     run = existing_run(options.run_dir)
     name = _chosen_commit(run, options.step)
     folder = run.checkpoints / str(name)
@@ -169,7 +169,8 @@ def export(options: argparse.Namespace) -> int:
     config = load_config(run.config)
     # In a process of its own: this one may not load torch.
     command = [sys.executable, "-m", "orhpc.train.export", str(folder), str(out)]
-    command += ["--model-dir", model_folder(config), "--dtype", config.model.dtype]
+    folder = find_model(config.model.path, config.model.revision)
+    command += ["--model-dir", str(folder), "--dtype", config.model.dtype]
     command += ["--trust-remote-code"] if config.model.trust_remote_code else []
     return subprocess.run(command, check=False).returncode
 

@@ -70,9 +70,10 @@ class FsdpBackend:
         if self.config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self.policy, self._shapes = self._load(trained=True)
         config = self._model_config()
         self._hf_names = HfNames(empty_model(config, self.config.model), config)
+        self._hf_names.check()
+        self.policy, self._shapes = self._load(trained=True)
         self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
         self.policy.check(self.device, self.dtype)
         self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
