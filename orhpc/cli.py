@@ -165,7 +165,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a commit as a folder that AutoModelForCausalLM loads."""
+    """Write a commit as a folder that AutoModelForCausalLM loads, and compare the two."""
     run = existing_run(options.run_dir)
     name = _chosen_commit(run, options.step)
     folder = run.checkpoints / str(name)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -79,6 +81,16 @@ def tiny_model(family: str) -> PreTrainedModel:
         moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 40}
         more = {"attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5}
         return Llama4ForCausalLM(Llama4TextConfig(**shape, **moe, **more))
+    if family == "deepseek_v3":  # latent attention, and routers whose correction biases are buffers
+        latent = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "v_head_dim": 8}
+        shape = _SHAPE | {"num_key_value_heads": 4}
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape | latent | moe | groups))
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                torch.nn.init.normal_(buffer, std=0.1)
+        return model
     raise ValueError(family)
 
 

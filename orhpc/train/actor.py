@@ -31,6 +31,7 @@ from orhpc.train.checkpoint import CheckpointReader, set_rng_state
 from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
+from orhpc.train.layouts import Layout, load_shards
 from orhpc.train.model_check import check_trainer
 from orhpc.train.nearby import stay_near
 from orhpc.train.residence import asleep_bytes, memory
@@ -126,7 +127,7 @@ class TrainerRank:
         return {**info, "model_check": found, "world_size": self.world_size}
 
     def restore(self, folder: str | None) -> None:
-        """Continue from a checkpoint that any number of ranks wrote; None: from the model folder.
+        """Continue from a commit of either backend and any number of ranks; None: from the model folder.
 
         Raises CheckpointError for anything torn, corrupt or of another model.
         """
@@ -134,7 +135,7 @@ class TrainerRank:
             return
         reader = CheckpointReader(folder)
         with torch.no_grad():
-            reader.load(self.backend.shards())
+            load_shards(reader, self.backend.shards(), partial(Layout.of, self.model_dir, self.config.model))
         self.backend.set_progress(reader.progress)
         set_rng_state(reader.progress["rng"])
         self._whole_at = self._optimiser_steps()

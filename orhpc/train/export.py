@@ -1,15 +1,21 @@
-"""Hugging Face folders out of the trainer: from live weights, or from a committed checkpoint.
+"""Hugging Face folders out of the trainer: from live weights, or from a commit of either backend.
 
-python -m orhpc.train.export CHECKPOINT_DIR OUT --model-dir DIR [--dtype bfloat16]
+python -m orhpc.train.export COMMIT_DIR OUT --model-dir DIR [--dtype bfloat16]
+
+An export of a commit is written to a hidden folder, loaded again and compared with the commit
+(:mod:`orhpc.train.export_check`), and only then renamed: a folder with the export's name is whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +24,17 @@ from torch import Tensor
 
 from orhpc.config import ModelSettings
 from orhpc.errors import CheckpointError, OrhpcError, policy_of
-from orhpc.train.checkpoint import CheckpointReader, TensorSpec, fsync_folder, write_safetensors
-from orhpc.train.model import DTYPES, HfNames, empty_model, load_model_config, model_parameters
+from orhpc.train.checkpoint import TensorSpec, fsync_folder, write_safetensors
+from orhpc.train.commit_weights import CommitWeights
+from orhpc.train.export_check import Comparison, compare
+from orhpc.train.model import DTYPES
 from orhpc.train.weights import BucketSpec, plan_buckets
 
 FILE_BYTES = 5_000_000_000
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+LEFT_OUT = ("hf_quant_config.json", ".gitattributes")
+TEMPLATES = "additional_chat_templates"
+"""Folder in which transformers keeps further chat templates (``PreTrainedTokenizerBase.save_pretrained``)."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -46,7 +57,7 @@ def write_hf_folder(
         target.mkdir(parents=True, exist_ok=True)
         if any(target.glob("*.safetensors")):
             raise CheckpointError(f"{target} already holds weights; export into a new folder")
-        _copy_rest(Path(model_dir), target, buckets[0].dtypes[0])
+        _copy_rest(Path(model_dir), target, buckets)
         written = [_write_file(target, i, buckets, stream) for i in range(len(buckets))]
         if len(buckets) > 1:
             _write_index(target, buckets, written)
@@ -95,45 +106,74 @@ def _write_index(target: Path, buckets: Sequence[BucketSpec], written: Sequence[
     (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _copy_rest(model_dir: Path, target: Path, dtype: str) -> None:
-    """Copy configuration, tokenizer, chat template and code; say the weights' type in config.json."""
+def _copy_rest(model_dir: Path, target: Path, buckets: Sequence[BucketSpec]) -> None:
+    """Copy configuration, tokenizer, chat templates and code; ``config.json`` gets the weights' type.
+
+    Of quantised originals ``quantization_config`` is removed, unless the weights written are quantised too.
+    """
     for path in sorted(model_dir.iterdir()):
         weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not weights:
+        if path.is_file() and not weights and path.name not in LEFT_OUT:
             shutil.copyfile(path, target / path.name)
+    if (model_dir / TEMPLATES).is_dir():
+        shutil.copytree(model_dir / TEMPLATES, target / TEMPLATES)
+    types = [dtype for bucket in buckets for dtype in bucket.dtypes]
     config = json.loads((target / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        part.pop("torch_dtype", None)
+        if not any(dtype.startswith("float8") for dtype in types):
+            part.pop("quantization_config", None)
+    config["dtype"] = max(set(types), key=types.count) if types[0].startswith("float8") else types[0]
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What :func:`export_checkpoint` wrote and compared."""
+
+    files: list[dict[str, Any]]
+    """``{"name", "size", "sha256"}`` of each weight file."""
+    comparison: Comparison
+
+
 def export_checkpoint(
-    checkpoint: str | Path, out: str | Path, *, model_dir: str, settings: ModelSettings
-) -> list[dict[str, Any]]:
-    """Convert a checkpoint's shards to a Hugging Face folder, in one process, a tensor at a time.
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    model_dir: str,
+    settings: ModelSettings,
+    host_bytes: int | None = None,
+) -> Exported:
+    """Convert a commit to a Hugging Face folder, in one process, a tensor at a time, and prove it.
 
-    ``model_dir`` is the folder the run started from: it gives the architecture and the tokenizer.
-    Raises CheckpointError for a bad checkpoint or one of another model, ModelError for a bad folder.
+    ``model_dir`` is the folder the run started from: it gives the architecture, the tokenizer and what is
+    not trained.  ``host_bytes`` is the host memory that the comparison may use; null: what is available.
+    Raises CheckpointError for a bad commit or one of another model, ModelError for a bad folder; after a
+    failure there is no ``out``.
     """
-    reader = CheckpointReader(checkpoint)
-    config = load_model_config(model_dir, settings)
-    model = empty_model(config, settings)
-    names = HfNames(model, config)
-    dtype = DTYPES[settings.dtype]
-    shapes = {name: tuple(p.shape) for name, p in model_parameters(model)}
-    for name, shape in shapes.items():
-        if reader.shapes.get(f"model/{name}") != shape:
-            raise CheckpointError(f"{checkpoint} is no checkpoint of {model_dir}: {name} differs")
-    buckets = plan_buckets(shapes, names.split, dtype, FILE_BYTES)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in shapes:
-            yield from names.split(name, reader.whole(f"model/{name}").to(dtype)).items()
-
-    return write_hf_folder(out, model_dir, buckets, tensors())
+    target = Path(out)
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty; export into a new folder")
+    weights = CommitWeights(checkpoint, model_dir, settings)
+    buckets = plan_buckets(
+        weights.shapes(), weights.layout.names.split, weights.dtype, FILE_BYTES, dtypes=weights.dtypes()
+    )
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        files = write_hf_folder(partial, model_dir, buckets, weights.tensors())
+        comparison = compare(partial, weights, settings, host_bytes)
+        partial.replace(target)
+        fsync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(files, comparison)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; every failure is one line on standard error."""
     parser = argparse.ArgumentParser(prog="python -m orhpc.train.export", description=__doc__)
     parser.add_argument("checkpoint", help="folder of a commit")
     parser.add_argument("out", help="folder to write")
@@ -143,11 +183,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     settings = ModelSettings(dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     try:
-        written = export_checkpoint(args.checkpoint, args.out, model_dir=args.model_dir, settings=settings)
+        exported = export_checkpoint(args.checkpoint, args.out, model_dir=args.model_dir, settings=settings)
     except OrhpcError as error:
         print(f"export: {error}", file=sys.stderr)
         return policy_of(error).exit_code
-    print(f"{args.out}: {len(written)} weight files, {sum(f['size'] for f in written) / 1e9:.2f} GB")
+    size = sum(f["size"] for f in exported.files) / 1e9
+    out = shlex.quote(str(Path(args.out).absolute()))
+    print(
+        f"{args.out}: {len(exported.files)} weight files, {size:.2f} GB; {exported.comparison.line()}; "
+        f"to chat: transformers serve {out} and, in another terminal, transformers chat {out}"
+    )
     return 0
 
 

@@ -77,6 +77,8 @@ class FsdpBackend:
         refuse_changing_positions(config, longest, "a trainer that packs samples", "rollout.max_total_tokens")
         self.policy, self._shapes = self._load(trained=True)
         self._hf_names = HfNames(empty_model(config, self.config.model), config)
+        self._hf_names.check()
+        self.policy, self._shapes = self._load(trained=True)
         self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
         self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
         # Noted now: a step that failed midway may leave parameters gathered.

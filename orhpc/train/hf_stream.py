@@ -82,6 +82,14 @@ class HfFolder:
         found = view[one, :, start:stop] if dim == 0 else view[one, start:stop]
         return found[0].t()
 
+    def whole(self, name: str) -> Tensor:
+        """One whole tensor, of a block-wise FP8 matrix its float32 values.
+
+        Raises ModelError when there is none of this name.
+        """
+        part = self._slice(name)[...] if not self._slice(name).get_shape() else self._slice(name)[:]
+        return self._restored(name, part, 0, 0) if part.ndim == 2 else part
+
     def _restored(self, name: str, part: Tensor, dim: int, start: int) -> Tensor:
         """Float32 values of a part of an FP8 matrix, whose blocks have a scale each; others as they are."""
         if self.block is None or f"{name}{SCALE}" not in self.files:

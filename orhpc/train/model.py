@@ -53,20 +53,25 @@ def load_model_config(model_dir: str, settings: ModelSettings, *, quantised: boo
     return config
 
 
-def empty_model(config: Any, settings: ModelSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build the model without storage (on the meta device), with packed attention."""
+def empty_model(
+    config: Any, settings: ModelSettings, dtype: torch.dtype = torch.float32, *, packed: bool = True
+) -> PreTrainedModel:
+    """Build the model without storage (on the meta device).
+
+    ``packed``: with packed attention, and only of families that it computes; otherwise as transformers
+    builds it, for its names and shapes.
+    """
     packed_attention.register()
+    attention = {"attn_implementation": packed_attention.NAME} if packed else {}
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=packed_attention.NAME,
-                trust_remote_code=settings.trust_remote_code,
+                config, dtype=dtype, trust_remote_code=settings.trust_remote_code, **attention
             )
     except (ValueError, KeyError) as error:
         raise _unusable(config, "model.path", error) from error
-    _adapt(model, config)
+    if packed:
+        _adapt(model, config)
     return model
 
 
@@ -263,6 +268,40 @@ class HfNames:
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return what one whole parameter is in a checkpoint: usually itself under the same name."""
-        with torch.no_grad():
-            found = revert_weight_conversion(self._model, {name: tensor})
+        found = self._reverted({name: tensor})
         return {f"{self._prefix}{name}": part for name, part in found.items()}
+
+    def check(self) -> None:
+        """Compare what :meth:`split` gives, tensor by tensor, with what transformers writes of all at once.
+
+        Raises:
+            ModelError: the family merges several tensors of the model into one of a checkpoint, or
+                transformers cannot take a merged one apart: an export would not be the model.
+        """
+        state = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in [*model_parameters(self._model), *saved_buffers(self._model)]
+        }
+        found: dict[str, tuple[int, ...]] = {}
+        name = "all tensors at once"
+        try:
+            whole = {f"{self._prefix}{n}": tuple(t.shape) for n, t in self._reverted(state).items()}
+            for name, tensor in state.items():
+                for part, value in self.split(name, tensor).items():
+                    if whole.get(part) != tuple(value.shape) or part in found:
+                        raise ModelError(self._refusal(name, f"is not all of {part}"))
+                    found[part] = tuple(value.shape)
+        except (ValueError, KeyError, RuntimeError, IndexError, AttributeError) as error:
+            raise ModelError(self._refusal(name, _one_line(error))) from error
+        if missing := sorted(whole.keys() - found.keys()):
+            raise ModelError(self._refusal(missing[0], "is made of several tensors"))
+
+    def _reverted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return revert_weight_conversion(self._model, state)
+
+    def _refusal(self, name: str, why: str) -> str:
+        return (
+            f"model.path: family {self._model.config.model_type!r} cannot be trained: its checkpoints hold "
+            f"several tensors of the model as one, which cannot be exported one by one ({name} {why})"
+        )

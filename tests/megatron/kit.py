@@ -57,6 +57,19 @@ _LLAMA4: dict[str, Any] = {
 _CHANGED = {"gemma2": _GEMMA2, "gemma3": _GEMMA, "llama4": _LLAMA4}
 # Norms of latents have another epsilon than the config's.
 _CHANGED["glm4-moe-lite"] = _CHANGED["deepseek-v3"] = {"rms_norm_eps": 0.03}
+# As many groups of experts as the family has by default would leave one expert in each.
+_CHANGED["deepseek-v3-plain-queries"] = {"n_group": 2, "topk_group": 1}
+_CHANGED["gemma3-images"] = {
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    }
+}
 _CHANGED["llama4-one-chunk"] = _LLAMA4 | {"attention_chunk_size": 1 << 16}
 MODELS: dict[str, dict[str, Any]] = {
     # transformers gives the row of a padding token no gradient.
@@ -75,13 +88,15 @@ class Case:
     algorithm: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     save: str | None = None
-    """Folder to write a checkpoint to after two steps; the next step's loss is returned."""
+    """Folder to write a checkpoint to after two steps; the next two steps' metrics are returned."""
     load: str | None = None
-    """Folder to restore from; one step's loss is returned."""
+    """Folder to restore from; two steps' metrics are returned."""
+    backend: str = "megatron"
 
     @property
     def name(self) -> str:
-        return f"{self.family} {'.'.join(f'{k}{v}' for k, v in self.layout.items()) or 'alone'}"
+        layout = ".".join(f"{k}{v}" for k, v in self.layout.items()) or "alone"
+        return f"{self.family} {layout}" + (" fsdp" if self.backend == "fsdp" else "")
 
 
 def save_model(folder: Path, family: str) -> None:
@@ -133,7 +148,7 @@ def run_cases(
 
 
 def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
-    config = case_config(case, world)
+    config = case_config(case, world, case.backend)
     trainer = TrainerRank(config, f"{folder}/{case.family}", rank, world, 1)
     trainer.connect("127.0.0.1", port, 120)
     trainer.build()
@@ -143,12 +158,15 @@ def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str,
     try:
         if case.load:
             trainer.restore(case.load)
-            result["next"] = trainer.step([planned(make_samples(8, seed=2), ranks)], step=3)
+            result["next"], result["after"] = _two_steps(trainer, ranks)
         elif case.save:
             steps = [trainer.step([planned(make_samples(8, seed=i), ranks)], step=i) for i in range(2)]
             result["kl"] = [metrics.get("kl", 0.0) for metrics in steps]
+            trained = trained_tensors(backend)  # collective
+            if rank == 0:
+                torch.save(trained, trained_file(case.save))
             trainer.save_begin(case.save)
-            result["next"] = trainer.step([planned(make_samples(8, seed=2), ranks)], step=3)
+            result["next"], result["after"] = _two_steps(trainer, ranks)
             while (files := trainer.save_poll()) is None:
                 pass
             result["files"] = files
@@ -167,6 +185,31 @@ def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str,
     finally:
         trainer.close()
     return result
+
+
+def _two_steps(trainer: TrainerRank, ranks: int) -> list[dict[str, float]]:
+    """The second one's loss is that of what the first made of weights and moments."""
+    return [trainer.step([planned(make_samples(8, seed=i), ranks)], step=i + 1) for i in (2, 3)]
+
+
+def trained_file(commit: str) -> Path:
+    """Where :func:`trained_tensors` of a commit's run are kept."""
+    return Path(f"{commit}.trained.pt")
+
+
+def trained_tensors(backend: Any) -> dict[str, torch.Tensor]:
+    """What this backend holds after training, in the model's type.
+
+    FSDP: every module tensor and persistent buffer, as the model itself has them.  Megatron: every tensor of
+    the checkpoint, from the ranks' live parameters.
+    """
+    if isinstance(backend, FsdpBackend):
+        hf = backend.policy.hf
+        whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in hf.named_parameters()}
+        state = hf.state_dict()
+        buffers = {n: b for n, b in hf.named_buffers() if n in state}
+        return {n: t.detach().to(backend.dtype).clone() for n, t in whole.items()} | buffers
+    return {n: t.clone() for n, t in backend.export(backend.parameter_shapes())}
 
 
 def _gradients(backend: Any, batches: list[PackedBatch], minibatch: MiniBatch) -> list[tuple[Any, ...]]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.config import ModelSettings
 from orhpc.errors import CheckpointError
+from orhpc.train import export
 from orhpc.train.backend import Shard
 from orhpc.train.checkpoint import (
     CheckpointReader,
@@ -31,10 +33,11 @@ from orhpc.train.checkpoint import (
     write_safetensors,
 )
 from orhpc.train.export import export_checkpoint, main, write_hf_folder
+from orhpc.train.fp8 import quantiser
 from orhpc.train.model import HfNames, empty_model, load_model_config
 from orhpc.train.saves import BackgroundSave
 from orhpc.train.weights import plan_buckets
-from tests.trainer_kit import save_tiny_model, tiny_model
+from tests.trainer_kit import plan, ranks_of, save_tiny_model, tiny_model
 
 PROGRESS = {"optimiser_steps": 7}
 
@@ -257,59 +260,166 @@ def test_random_state_survives_json() -> None:
 # --- export ---------------------------------------------------------------------------------------
 
 
-def checkpoint_of(folder: Path, family: str, world: int) -> dict[str, torch.Tensor]:
-    """A checkpoint whose weights differ from the starting model's by 1."""
-    moved = {f"model/{n}": p.detach() + 1 for n, p in tiny_model(family).named_parameters()}
-    save(folder, moved, world)
-    return moved
+def commit_of(folder: Path, model_dir: str) -> dict[str, torch.Tensor]:
+    """A real commit of one rank after one step; returns what the model then held, buffers included."""
+    folder.mkdir()
+    with ranks_of(model_dir) as start:
+        rank = start()
+        rank.step(plan(1), step=1)
+        hf = rank.backend.policy.hf  # type: ignore[attr-defined]
+        trained = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+        rank.save_begin(str(folder))
+        while rank.save_poll() is None:
+            time.sleep(0.01)
+    return trained
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
-@pytest.mark.parametrize("file_bytes", [5_000_000_000, 20_000])
-def test_an_exported_checkpoint_loads_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, file_bytes: int
+FAMILIES = ["llama", "qwen3_moe", "gemma3", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_commit_loads_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     model_dir = save_tiny_model(tmp_path / "model", family)
-    checkpoint_of(tmp_path / "checkpoint", family, 3)
-    monkeypatch.setattr("orhpc.train.export.FILE_BYTES", file_bytes)
-    out = tmp_path / "out"
-    files = export_checkpoint(
-        tmp_path / "checkpoint", out, model_dir=model_dir, settings=ModelSettings(dtype="float32")
-    )
-    assert (len(files) > 1) == (file_bytes == 20_000)
-    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    expected = dict(tiny_model(family).named_parameters())
-    for name, p in loaded.named_parameters():
-        assert torch.equal(p, expected[name] + 1), name
-    assert (out / "tokenizer_config.json").exists()
+    trained = commit_of(tmp_path / "commit", model_dir)
+    for file_bytes in (5_000_000_000, 20_000):
+        monkeypatch.setattr("orhpc.train.export.FILE_BYTES", file_bytes)
+        out = tmp_path / f"out{file_bytes}"
+        settings_ = ModelSettings(dtype="float32")
+        exported = export_checkpoint(tmp_path / "commit", out, model_dir=model_dir, settings=settings_)
+        assert (len(exported.files) > 1) == (file_bytes == 20_000)
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            out, output_loading_info=True, dtype=torch.float32
+        )
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+        found = loaded.state_dict()
+        assert found.keys() == trained.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+        assert (out / "tokenizer_config.json").exists()
+    start = tiny_model(family).state_dict()
+    biases = {name for name in trained if "correction_bias" in name}
+    assert bool(biases) == (family == "deepseek_v3")
+    assert not any(torch.equal(start[name], t) for name, t in trained.items() if name not in biases)
 
 
 def test_the_command_line_exports_in_half_precision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model_dir = save_tiny_model(tmp_path / "model")
-    checkpoint_of(tmp_path / "checkpoint", "llama", 2)
-    arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--model-dir", model_dir]
+    commit_of(tmp_path / "commit", model_dir)
+    out = tmp_path / "out of it"
+    arguments = [str(tmp_path / "commit"), str(out), "--model-dir", model_dir]
     assert main(arguments) == 0
-    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-    assert all(t.dtype == torch.bfloat16 for t in load_file(tmp_path / "out" / "model.safetensors").values())
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "compared 20 tensors with the commit, bit for bit, as AutoModelForCausalLM loads them" in said
+    assert f"transformers chat '{out}'" in said
+    assert AutoConfig.from_pretrained(out).dtype == torch.bfloat16
+    assert all(t.dtype == torch.bfloat16 for t in load_file(out / "model.safetensors").values())
     assert main(arguments) != 0  # not over an older export
-    assert "already holds weights" in capsys.readouterr().err
+    assert "is not empty" in capsys.readouterr().err
     arguments[0] = str(tmp_path / "nothing")
+    arguments[1] = str(tmp_path / "another")
     assert main(arguments) != 0
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_checkpoint_of_another_shape_is_not_exported(tmp_path: Path) -> None:
-    model_dir = save_tiny_model(tmp_path / "model", "qwen3")
-    checkpoint_of(tmp_path / "checkpoint", "llama", 1)
+def test_a_commit_of_another_shape_is_not_exported(tmp_path: Path) -> None:
+    model_dir = save_tiny_model(tmp_path / "qwen3", "qwen3")
+    commit_of(tmp_path / "commit", save_tiny_model(tmp_path / "llama", "llama"))
     with pytest.raises(CheckpointError, match="no checkpoint of"):
         export_checkpoint(
-            tmp_path / "checkpoint", tmp_path / "out", model_dir=model_dir, settings=ModelSettings()
+            tmp_path / "commit", tmp_path / "out", model_dir=model_dir, settings=ModelSettings()
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_quantised_original_s_export_says_nothing_of_quantisation(tmp_path: Path) -> None:
+    """Block-wise FP8, as DeepSeek-V3 is published: the Megatron backend reads it, its commits are not FP8."""
+    model_dir = save_tiny_model(tmp_path / "model", "deepseek_v3")
+    trained = commit_of(tmp_path / "commit", model_dir)
+    quantised = quantised_copy(Path(model_dir), tmp_path / "fp8")
+    out = tmp_path / "out"
+    settings_ = ModelSettings(dtype="float32")
+    export_checkpoint(tmp_path / "commit", out, model_dir=str(quantised), settings=settings_)
+    assert "quantization_config" not in (out / "config.json").read_text()
+    assert not any("scale" in name for name in load_file(out / "model.safetensors"))
+    found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+
+
+def quantised_copy(model_dir: Path, folder: Path) -> Path:
+    """The model in block-wise FP8, with what its ``config.json`` then says."""
+    shutil.copytree(model_dir, folder)
+    tensors = load_file(folder / "model.safetensors")
+    stored = dict(quantiser(power_of_two=False)(tensors.items()))
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values())
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+Damage = Callable[[dict[str, torch.Tensor]], None]
+
+
+def _drop(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.pop("model.layers.1.mlp.gate.e_score_correction_bias")
+
+
+def _change(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1e-3
+
+
+def _change_buffer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"][0] += 1e-3
+
+
+def _swap(tensors: dict[str, torch.Tensor]) -> None:
+    one, other = (f"model.layers.1.mlp.experts.0.{n}_proj.weight" for n in ("gate", "up"))
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.surplus.weight"] = torch.zeros(2, 2)
+
+
+def _cut(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+
+
+@pytest.mark.parametrize("damage", [_drop, _change, _change_buffer, _swap, _add, _cut])
+def test_an_export_that_is_not_the_commit_is_found_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage
+) -> None:
+    """Whatever goes wrong between writing and reading, with memory for the whole model or without."""
+    model_dir = save_tiny_model(tmp_path / "model", "deepseek_v3")
+    commit_of(tmp_path / "commit", model_dir)
+    real = export.write_hf_folder
+
+    def damaged(folder: Path, *rest: Any) -> Any:
+        files = real(folder, *rest)
+        path = folder / files[0]["name"]
+        tensors = load_file(path)
+        damage(tensors)
+        save_file(tensors, path, {"format": "pt"})
+        return files
+
+    monkeypatch.setattr(export, "write_hf_folder", damaged)
+    for host_bytes in (None, 1):
+        with pytest.raises(CheckpointError, match="the export") as caught:
+            export_checkpoint(
+                tmp_path / "commit",
+                tmp_path / "out",
+                model_dir=model_dir,
+                settings=ModelSettings(),
+                host_bytes=host_bytes,
+            )
+        assert "\n" not in str(caught.value)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["commit", "model"]
 
 
 def test_a_failed_export_still_uses_up_the_other_ranks_tensors(tmp_path: Path) -> None:

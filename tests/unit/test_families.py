@@ -1,0 +1,126 @@
+"""Load, commit and export, of every causal language model that the FSDP backend accepts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from orhpc.config import ModelSettings
+from orhpc.errors import ModelError
+from orhpc.train.export import export_checkpoint
+from orhpc.train.fsdp import FsdpBackend
+from tests.trainer_kit import make_config, ranks_of
+
+SIZES: dict[str, Any] = {
+    # One dictionary for all: each family takes the names that its configuration has.
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 64),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff"), 24),
+    **dict.fromkeys(("ffn_hidden_size", "intermediate_size_mlp"), 24),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_key_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "bos_token_id"), 1),
+    "q_lora_rank": 12,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "is_decoder": True,
+}
+ACCEPTED = [
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gemma2", "gemma3_text", "minimax_m2", "llama4_text", "olmo2", "olmoe",
+    "granite", "cohere2", "ernie4_5_moe", "hunyuan_v1_moe", "seed_oss", "smollm3", "exaone4", "gpt2",
+    "starcoder2",
+]  # fmt: skip
+"""Families that may not be left out: 80 of transformers 5.23 were not when this was written."""
+LARGEST = 3_000_000
+"""Parameters; what a configuration does not make smaller is left out."""
+SECONDS = 30
+
+
+class TooSlow(Exception):
+    """Or too large."""
+
+
+@contextlib.contextmanager
+def deadline() -> Iterator[None]:
+    def over(*_: Any) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def tiny_config(kind: str) -> Any:
+    plain = CONFIG_MAPPING[kind]()
+    return CONFIG_MAPPING[kind](**{name: size for name, size in SIZES.items() if hasattr(plain, name)})
+
+
+def save_tiny(kind: str, folder: Path) -> None:
+    """Raises whatever transformers raises of a configuration that cannot be so small."""
+    config = tiny_config(kind)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > LARGEST:
+        raise TooSlow
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.normal_(std=0.1)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_what_was_loaded_and_committed_is_exported(kind: str, tmp_path: Path) -> None:
+    folder, commit, out = (tmp_path / name for name in ("model", "commit", "out"))
+    commit.mkdir()
+    with deadline():
+        try:
+            save_tiny(kind, folder)
+        except Exception as error:
+            assert kind not in ACCEPTED, error
+            pytest.skip(f"cannot be built tiny: {type(error).__name__}")
+        with ranks_of(str(folder)) as start:
+            try:
+                rank = start()
+            except Exception as error:
+                assert kind not in ACCEPTED, error
+                pytest.skip(f"not accepted: {type(error).__name__} {error}"[:200])
+            rank.save_begin(str(commit))
+            while rank.save_poll() is None:
+                pass
+        export_checkpoint(commit, out, model_dir=str(folder), settings=ModelSettings(dtype="float32"))
+    before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (folder, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_family_whose_checkpoints_merge_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    """HRM's checkpoints hold queries, keys, values and gate in one tensor, the model in four."""
+    save_tiny("hrm_text", tmp_path)
+    backend = FsdpBackend(make_config(), str(tmp_path), 0, 1)
+    with pytest.raises(
+        ModelError, match="family 'hrm_text' cannot be trained: its checkpoints hold"
+    ) as caught:
+        backend.build()
+    assert "\n" not in str(caught.value)
