@@ -18,6 +18,7 @@ from orhpc.commits import read_manifest
 from orhpc.config import Config
 from orhpc.config_files import changes_on_resume, dump_config, load_config
 from orhpc.errors import CheckpointError, ConfigError, ModelError, PreflightError
+from orhpc.events import read_events
 from orhpc.memory import check_layout
 from orhpc.model_folders import find_model
 from orhpc.models import read_shape
@@ -108,6 +109,14 @@ def committed_step(rundir: RunDir) -> int:
         except CheckpointError:
             continue
     return 0
+
+
+def is_finished(rundir: RunDir, config: Config) -> bool:
+    """Whether all steps are committed; of a run that only evaluates, whether that is done."""
+    done = committed_step(rundir)
+    if config.train.steps:
+        return done >= config.train.steps
+    return done > 0 or any(event["event"] == "finished" for event in read_events(rundir.events))
 
 
 def ensure_model(config: Config) -> None:
