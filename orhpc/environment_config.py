@@ -22,10 +22,10 @@ class EnvironmentSettings(Section):
     """Server processes a node when served by the job; the sessions of one stay on it."""
     variant: str | None = None
     """Environment class on a server with several, as the server spells it."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of tasks drawn from it, relative to the others'."""
-    splits: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["train"])]
-    """Task splits to draw from."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Share of training tasks drawn from it, relative to the others'; 0: none, it is for evaluation only."""
+    splits: Annotated[list[str], Field(default_factory=lambda: ["train"])]
+    """Task splits to draw training tasks from; ``[]``: the environment is for evaluation only."""
     num_samples: Positive | None = None
     """Cap on tasks a split; null: all."""
     nonterminal_reward: float | None = None
@@ -44,6 +44,11 @@ class EnvironmentSettings(Section):
     secrets: dict[str, str | None] = Field(default_factory=dict)
     """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
     another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether training tasks are drawn from it."""
+        return bool(self.splits) and self.weight > 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

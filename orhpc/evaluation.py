@@ -18,6 +18,8 @@ FIRST_ID = 1 << 40
 def due(config: Config, step: int) -> bool:
     """Whether an evaluation follows step ``step``; 0 is before the first."""
     e = config.evaluation
+    if config.train.steps == 0:
+        return step == 0
     if not e.interval or not e.splits:
         return False
     return e.at_start if step == 0 else step % e.interval == 0 or step == config.train.steps

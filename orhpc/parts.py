@@ -285,12 +285,13 @@ async def together(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -
 
 
 async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
-    """Count the tasks of every split and lay out the run's sequence."""
+    """Count the tasks of every training split and lay out the run's sequence."""
     counts: dict[tuple[str, str], int] = {}
-    for name, settings in config.environments.items():
+    training = {name: settings for name, settings in config.environments.items() if settings.trains}
+    for name, settings in training.items():
         for split in settings.splits:
             counts[name, split] = await worker.call("num_tasks", name, split)
-    weights = {name: s.weight for name, s in config.environments.items()}
+    weights = {name: s.weight for name, s in training.items()}
     return TaskSequence(streams(counts, weights), config.run.seed)
 
 
