@@ -191,7 +191,7 @@ async def _open(
             name,
             settings,
             secrets=resolve_secrets(config.secrets, settings.secrets),
-            rollout=config.rollout,
+            rollout=settings.over(config.rollout),
             url=own.url if own else None,
         )
     )
