@@ -1,4 +1,4 @@
-"""``orhpc launch | check | plan | status | report | ...``: what a person types; ``orhpc --help``."""
+"""The command ``orhpc``: what users do with configs, environments and run directories."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return launch(arguments[1:])
     if arguments[:1] == ["plan"]:
         return plan(arguments[1:])
+    if arguments[:1] == ["try-env"]:  # in a process of its own: this one may not load the SDK
+        return subprocess.run([sys.executable, "-m", "orhpc.rollout.try_env", *arguments[1:]]).returncode
     parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
     commands.add_parser("plan", help="ranks and memory of a config, without a node (orhpc plan --help)")
+    commands.add_parser("try-env", help="play one session of an environment (orhpc try-env --help)")
     _add_status(commands.add_parser("status", help="where a run stands, from its directory and squeue"))
     _add_report(commands.add_parser("report", help="one HTML page of a run"))
     job_commands.add_check(

@@ -375,6 +375,11 @@ def _source_problems(c: Config) -> list[str]:
     if c.train.steps == 0 and (replays or not c.evaluation.splits):
         problems.append("train.steps: 0 evaluates and trains nothing; it needs evaluation.splits")
     for name, settings in c.environments.items():
+        own = settings.over(c.rollout)
+        if own.max_total_tokens > c.rollout.max_total_tokens:
+            problems.append(f"environments.{name}.max_total_tokens: is above rollout.max_total_tokens")
+        if own.max_response_tokens >= own.max_total_tokens:
+            problems.append(f"environments.{name}: max_response_tokens must be below max_total_tokens")
         if not settings.trains and name not in c.evaluation.splits:
             unused = "trains nothing (splits, weight), and evaluation.splits does not name it"
             problems.append(f"environments.{name}: {unused}")

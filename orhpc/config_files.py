@@ -32,6 +32,8 @@ MAY_CHANGE_ON_RESUME = (
     "slurm.*",
     "environments.*.url",
     "environments.*.replicas",
+    "environments.*.max_opening",
+    "environments.*.tool_timeout_s",
     "rollout.max_concurrent",
     "rollout.workers_per_node",
     "rollout.retries",

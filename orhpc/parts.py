@@ -257,6 +257,7 @@ async def bring_up(
         tasks,
         workers,
         seed=config.run.seed,
+        of_environment={name: e.over(config.rollout) for name, e in config.environments.items()},
         position=position,
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
     )

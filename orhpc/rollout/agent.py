@@ -138,10 +138,11 @@ class Agent:
         stopping: Callable[[], bool] = _never,
     ) -> Rollout:
         """Make one rollout of a group; raises as :func:`run_rollout`."""
+        settings = self.config.environments[request.task.environment]
         context = AgentContext(
             environment=environment,
-            settings=self.config.environments[request.task.environment],
-            rollout=self.config.rollout,
+            settings=settings,
+            rollout=settings.over(self.config.rollout),
             chat=self.chat,
             generate=generate,
             sampling=request.sampling,
@@ -267,6 +268,7 @@ async def _converse(
 ) -> RolloutEnd:
     """Fill the draft turn by turn; returns why it ended."""
     await _open(context, session, draft)
+    nudges = 0
     for number in range(context.settings.max_turns):
         finish = await _sample(context, request, draft, number)
         if finish is not FinishReason.STOP:
@@ -274,7 +276,10 @@ async def _converse(
         message = context.chat.parse(draft.sampled, thinking=context.rollout.thinking)
         draft.say_assistant(message)
         if not message.tool_calls and not session.terminal:
-            return RolloutEnd.ANSWERED
+            if nudges == context.settings.max_nudges or not _nudge(context, draft, number):
+                return RolloutEnd.ANSWERED
+            nudges += 1
+            continue
         with draft.waiting("tools"):
             results = await _act(session, message, draft)
         if results is None:
@@ -286,6 +291,19 @@ async def _converse(
             return RolloutEnd.LENGTH
         draft.add_context(delta)
     raise AssertionError("max_turns is positive")
+
+
+def _nudge(context: AgentContext, draft: Draft, number: int) -> bool:
+    """Have the model go on after a plain answer that no tool takes; False where it may not or cannot."""
+    text, rollout = context.settings.nudge, context.rollout
+    if text is None or number + 1 == context.settings.max_turns:
+        return False
+    ids = context.chat.user_ids(text, FinishReason.STOP, last_id=draft.tokens[-1], thinking=rollout.thinking)
+    if len(draft.tokens) + len(ids) >= rollout.max_total_tokens:
+        return False
+    draft.add_context(ids)
+    draft.say("user", text)
+    return True
 
 
 async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> None:

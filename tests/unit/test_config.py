@@ -99,6 +99,8 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
         (ENVIRONMENT + "train: {steps: 0}", [], "train.steps: 0 evaluates and trains nothing; it needs"),
         (ENVIRONMENT + "train: {steps: -1}", [], "train.steps: "),
         (ENVIRONMENT, ["environments.org/env.splits=[]"], "org/env: trains nothing (splits, weight), and"),
+        (ENVIRONMENT, ["environments.org/env.max_total_tokens=40000"], "is above rollout.max_total_tokens"),
+        (ENVIRONMENT, ["environments.org/env.max_total_tokens=9"], "max_response_tokens must be below"),
         (ENVIRONMENT, ["environments.org/env.weight=-1"], "environments.org/env.weight"),
         (
             ENVIRONMENT,
