@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.errors import ModelError
 from orhpc.model_check import BOUNDS, Difference, Samples, plain_logprobs, refuse, samples_for
+from orhpc.model_families import FAMILIES
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
 from orhpc.train.stopping import agree
@@ -72,7 +75,8 @@ def _checked(backend: Backend, config: Config, model_dir: str, parameters: int) 
         threads=torch.get_num_threads(),
     )
     try:
-        (ours_P,) = backend.logprobs(Batches([_packed(samples)], 1), Role.POLICY)
+        packed = _packed([(tokens.numpy(), len(tokens) - 1) for tokens in samples.tokens])
+        (ours_P,) = backend.logprobs(Batches([packed], 1), Role.POLICY)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         raise ModelError(
             f"{plain.model_type}: train.backend={config.train.backend} cannot compute it: {_one_line(error)}"
@@ -86,17 +90,31 @@ def _checked(backend: Backend, config: Config, model_dir: str, parameters: int) 
     return text
 
 
-def _packed(samples: Samples) -> PackedBatch:
-    planned, arrays = [], []
-    for index, tokens in enumerate(samples.tokens):
-        mask_T = np.ones(len(tokens), np.bool_)
-        mask_T[0] = False
+def sampled_logprobs(backend: Backend, samples: Sequence[tuple[list[int], int]]) -> list[list[float]] | None:
+    """The policy's log-probabilities of the last ``n`` tokens of each sample (collective).
+
+    ``samples``: token ids and ``n``.  None on ranks that report nothing, and on all but one that share them.
+    """
+    packed = _packed([(np.asarray(tokens, np.int64), n) for tokens, n in samples])
+    (ours_P,) = backend.logprobs(Batches([packed], 1), Role.POLICY)
+    if ours_P is None or not backend.reports or backend.data_rank:
+        return None
+    parts = ours_P.cpu().split([len(tokens) for tokens, _ in samples])
+    return [part[-1 - n : -1].tolist() for part, (_, n) in zip(parts, samples, strict=True)]
+
+
+def _packed(samples: Sequence[tuple[NDArray[np.int64], int]]) -> PackedBatch:
+    """Token ids, and how many of the last ones count as sampled, of each sample."""
+    planned: list[Sample] = []
+    arrays: list[dict[str, Any]] = []
+    for index, (tokens_T, n) in enumerate(samples):
+        length = len(tokens_T)
         own = {
-            "tokens_T": tokens.numpy(),
-            "loss_mask_T": mask_T,
-            "logprobs_T": np.zeros(len(tokens), np.float32),
+            "tokens_T": tokens_T,
+            "loss_mask_T": np.arange(length) >= length - n,
+            "logprobs_T": np.zeros(length, np.float32),
         }
-        planned.append(Sample(f"check.{index}", len(tokens), len(tokens) - 1, 0.0, Location(arrays=own)))
+        planned.append(Sample(f"check.{index}", length, n, 0.0, Location(arrays=own)))
         arrays.append(own)
     return pack(planned, arrays)
 
@@ -119,14 +137,13 @@ def _judge(
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, ImportError, OSError) as error:
         return _COMPARED, f"not compared with transformers, which cannot compute it here: {_one_line(error)}"
     found = Difference.of(ours, theirs)
-    other = "megatron" if config.train.backend == "fsdp" else "fsdp"
     try:
         refuse(
             plain.model_type,
             f"train.backend={config.train.backend} for packed samples",
             found,
             max(BOUNDS[dtype], ROUNDING * rounding),
-            f"train.backend: {other} may",
+            _advice(config.train.backend, plain.model_type),
         )
     except ModelError as error:
         return _FAILED, str(error)
@@ -157,6 +174,12 @@ def _reference(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return theirs, Difference.of(plain_logprobs(model, samples, temperature), theirs).mean
+
+
+def _advice(backend: str, family: str) -> str:
+    if backend == "megatron":
+        return "train.backend: fsdp may"
+    return "train.backend: megatron may" if family in FAMILIES else "no train.backend here does"
 
 
 def _shared(verdict: int, text: str) -> tuple[int, str]:
