@@ -116,9 +116,9 @@ def test_every_rollout_may_have_that_length_and_the_window_is_exceeded_on_gpus()
         config = config.model_copy(update={"rollout": rollout, "placement": place})
         return engine_check._prompt_length(config, windows, first=first)
 
-    assert length(1000, cuda=False) == length(1000, cuda=True, first=False) == 24
+    assert length(1000, cuda=False) == length(1000, cuda=True, first=False) == 8
     assert length(1000, cuda=True) == 64
-    assert length(30, cuda=True) == 22
+    assert length(30, cuda=True) == 6
 
 
 def test_the_parts_compare_once_and_again_after_an_engine_that_could_not_be_asked(
