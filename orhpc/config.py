@@ -57,8 +57,9 @@ class ModelSettings(Section):
     """Run Python code that comes with the model folder."""
     check: bool = True
     """At every start, compare log-probabilities of the trainer and of CPU engines with transformers' own
-    forward pass on a few samples, and refuse a model that they compute wrongly.  Models of more than 10
-    billion parameters are not compared; the log and the event ``ready`` say what was done."""
+    forward pass on a few samples (up to 10 billion parameters), and those of every engine with the
+    trainer's; refuse a model that one of them computes wrongly.  The log and the event ``ready`` say what
+    was compared."""
 
 
 class RolloutSettings(Section):

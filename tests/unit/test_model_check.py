@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from orhpc.config import Config
 from orhpc.errors import ModelError
 from orhpc.model_check import BEYOND, SHORT, Difference, fixed_positions, samples_for
+from orhpc.rollout.cpu_engine import __main__ as cpu_engine
 from orhpc.rollout.cpu_engine.model import SlotModel, load_model
 from orhpc.train import model_check, packed_attention
 from orhpc.train.actor import TrainerRank
@@ -334,3 +335,12 @@ def test_the_engine_refuses_what_it_cannot_run_by_name(family: str, tmp_path: Pa
         engine(saved(tmp_path / family, family, **shape))
     assert f"the cpu engine cannot run {family}" in str(caught.value).lower()
     assert "\n" not in str(caught.value)
+
+
+def test_the_engine_refuses_contexts_in_which_positions_change(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "phi3", "phi3", **_LONGROPE)
+    line = ["--model-path", folder, "--port", "1", "--max-running-requests", "2", "--context-length"]
+    said = "phi3: beyond 16 tokens .*set engine.context_length or rollout.max_total_tokens to 16 or less"
+    with pytest.raises(ModelError, match=said):
+        cpu_engine._load(cpu_engine.parse_arguments([*line, "17"]))
+    assert cpu_engine._load(cpu_engine.parse_arguments([*line, "16"])).context == 16
