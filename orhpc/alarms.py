@@ -34,6 +34,9 @@ class AlarmSettings(Section):
     """How much more than an even share of tokens a layer's busiest expert takes, as a mean over layers."""
     grad_norm: Above | None = None
     """Global norm before clipping."""
+    failed_share: Above | None = 0.1
+    """Share of rollouts that failed, in the environment where it is highest.  What fails is not random
+    (long episodes fail more often), so what is trained is then selected."""
 
 
 _LOWER_BOUNDS = {"effective_sample_size"}

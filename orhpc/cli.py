@@ -1,4 +1,4 @@
-"""``orhpc launch | check | plan | status | report | logs | cancel | view | export``: what users do."""
+"""``orhpc launch | check | plan | status | report | ...``: what a person types; ``orhpc --help``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from orhpc import commits
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
 from orhpc.events import FAILURES, failure_line, read_events, steps_of
-from orhpc.launch import job_commands
+from orhpc.launch import doctor, files, job_commands
 from orhpc.launch.__main__ import main as launch
+from orhpc.launch.model import model_folder
 from orhpc.launch.plan_report import main as plan
-from orhpc.model_folders import find_model
+from orhpc.launch.words import without_flags
 from orhpc.report import write_report
 from orhpc.rundir import CommitName, RunDir
 
@@ -38,11 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job_commands.add_check(
         commands.add_parser("check", help="whether a config can run, before a GPU is asked for")
     )
+    job_commands.add_fetch(commands.add_parser("fetch", help="download a model into the hub's cache"))
+    doctor.add_doctor(commands.add_parser("doctor", help="what is installed here, and what is missing"))
+    files.add_files(commands.add_parser("files", help="configs, batch scripts and GPU pins in the package"))
     job_commands.add_logs(commands.add_parser("logs", help="the end of a run's logs"))
     job_commands.add_cancel(commands.add_parser("cancel", help="cancel a run's job for good"))
     _add_view(commands.add_parser("view", help="read rollouts of a step"))
     _add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
-    options = parser.parse_args(arguments)
+    parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
+    options = parser.parse_args(without_flags(arguments) if arguments[:1] == ["check"] else arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -169,8 +175,7 @@ def export(options: argparse.Namespace) -> int:
     config = load_config(run.config)
     # In a process of its own: this one may not load torch.
     command = [sys.executable, "-m", "orhpc.train.export", str(folder), str(out)]
-    folder = find_model(config.model.path, config.model.revision)
-    command += ["--model-dir", str(folder), "--dtype", config.model.dtype]
+    command += ["--model-dir", str(model_folder(config, run)), "--dtype", config.model.dtype]
     command += ["--trust-remote-code"] if config.model.trust_remote_code else []
     return subprocess.run(command, check=False).returncode
 

@@ -10,7 +10,7 @@ field.  This module imports neither torch nor ray: login nodes load it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from orhpc.alarms import AlarmSettings
 from orhpc.algorithm_config import AlgorithmSettings
 from orhpc.config_types import Name, NonNegative, Positive, Seconds, Section
 from orhpc.engine_config import EngineSettings, SamplingSettings
+from orhpc.environment_config import EnvironmentSettings, check_secret_sources
 from orhpc.megatron_config import MegatronSettings
 from orhpc.memory import ELEMENT_BYTES, Demand, Layout
 from orhpc.placement_config import PlacementSettings
@@ -42,16 +43,22 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """The policy model."""
 
-    path: str = "Qwen/Qwen3-30B-A3B"
-    """Hugging Face folder or hub name, or ``bundled:NAME`` (see :mod:`orhpc.bundled`)."""
+    path: str = "Qwen/Qwen3-4B"
+    """A local Hugging Face folder, a hub name (``Organisation/Name``), or ``bundled:NAME`` (``tiny``,
+    ``tiny-moe``, ``smollm2-135m-instruct``). Hub models are fetched once into ``HF_HOME``, which all nodes
+    must see; gated ones need ``HF_TOKEN``."""
     revision: str | None = None
-    """Hub revision."""
+    """Branch, tag or commit of a hub model; null: ``main``. A run keeps the commit that it began with."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations in the forward pass; master weights are always float32."""
     chat_format: Literal["auto", "chatml", "llama3", "deepseek", "glm"] = "auto"
     """How messages become tokens; ``auto`` goes by the model's type and vocabulary."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
+    check: bool = True
+    """At every start, compare log-probabilities of the trainer and of CPU engines with transformers' own
+    forward pass on a few samples, and refuse a model that they compute wrongly.  Models of more than 10
+    billion parameters are not compared; the log and the event ``ready`` say what was done."""
 
 
 class RolloutSettings(Section):
@@ -90,9 +97,21 @@ class RolloutSettings(Section):
     max_concurrent: Positive = 512
     """Rollouts in flight a worker."""
     retries: NonNegative = 2
-    """Fresh starts of one rollout after an infrastructure failure."""
+    """Fresh starts of one rollout, each in a new session, after its environment or engine failed."""
+    max_failing_rollouts: Annotated[float, Field(ge=0)] = 0.5
+    """Failed rollouts that a prompt group may have and still be trained, with the rollouts that are left:
+    a share of its rollouts if below 1 (rounded down), else a number.  At least two must be left.  A group
+    with more failures is dropped and another is drawn (``max_refills``)."""
+    failing_environment: Literal["stop", "leave_out"] = "stop"
+    """What happens when an environment fails for good: ``stop`` ends the attempt (exit code 75 where its
+    server may come back, 2 where nothing but its code fails); ``leave_out`` goes on with the tasks of the
+    other environments, and tries it again at the next start."""
+    failing_environment_after: Positive = 64
+    """Failed rollouts in a row, each tried again as ``retries`` says, after which an environment counts as
+    failing for good."""
     tool_timeout_s: Seconds = 600.0
-    """Deadline of one tool call."""
+    """Deadline of one tool call, until an environment's own calls have shown how long they take: a call is
+    then given up after ten times the longest that was answered, and not before 30 s."""
     session_timeout_s: Seconds = 120.0
     """Deadline of opening an environment session, its prompt included."""
     environment_start_timeout_s: Seconds = 600.0
@@ -118,50 +137,6 @@ class RolloutSettings(Section):
                 )
         if self.max_response_tokens >= self.max_total_tokens:
             raise ValueError("max_response_tokens must be below max_total_tokens")
-        return self
-
-
-class EnvironmentSettings(Section):
-    """One OpenReward environment; the key is ``Organisation/Name``, or any name with ``url``."""
-
-    url: str | None = None
-    """Base URL of a server; null: resolved by OpenReward's service."""
-    serve: str | None = None
-    """The job serves it itself: ``package.module:Class`` or a bundled name."""
-    serve_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword settings of a served environment."""
-    replicas: Positive = 1
-    """Server processes a node when served by the job; the sessions of one stay on it."""
-    variant: str | None = None
-    """Environment class on a server with several, as the server spells it."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of tasks drawn from it, relative to the others'."""
-    splits: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["train"])]
-    """Task splits to draw from."""
-    num_samples: Positive | None = None
-    """Cap on tasks a split; null: all."""
-    nonterminal_reward: float | None = None
-    """Appended when the rollout never reached a terminal state."""
-    reward_reduction: Literal["sum", "mean", "max", "min"] = "sum"
-    """Of step rewards; of none it gives 0.0."""
-    min_reward: float | None = None
-    """Clamp, after reduction."""
-    max_reward: float | None = None
-    max_turns: Positive = 20
-    """Assistant turns a rollout."""
-    secrets: dict[str, str | None] = Field(default_factory=dict)
-    """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
-    another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.url and self.serve:
-            raise ValueError("url and serve exclude each other")
-        if self.serve_options and not self.serve:
-            raise ValueError("serve_options need serve")
-        if None not in (self.min_reward, self.max_reward) and self.min_reward > self.max_reward:  # type: ignore[operator]
-            raise ValueError("min_reward is above max_reward")
-        _check_secret_sources(self.secrets)
         return self
 
 
@@ -331,16 +306,8 @@ class Config(Section):
     def _consistent(self) -> Self:
         for problem in _contradictions(self):
             raise ValueError(problem)
-        _check_secret_sources(self.secrets)
+        check_secret_sources(self.secrets)
         return self
-
-
-def _check_secret_sources(secrets: dict[str, str | None]) -> None:
-    for name, source in secrets.items():
-        if source is not None and not source.startswith(("env:", "file:")):
-            raise ValueError(
-                f"secret {name!r} must be null, env:NAME or file:PATH; values never stand in a config"
-            )
 
 
 def _contradictions(c: Config) -> list[str]:

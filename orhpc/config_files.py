@@ -35,6 +35,8 @@ MAY_CHANGE_ON_RESUME = (
     "rollout.max_concurrent",
     "rollout.workers_per_node",
     "rollout.retries",
+    "rollout.max_failing_rollouts",
+    "rollout.failing_environment*",
     "rollout.*_timeout_s",
     "rollout.openreward_upload",
     "rollout.max_refills",
@@ -52,6 +54,27 @@ MAY_CHANGE_ON_RESUME = (
     "megatron.recompute*",
 )
 """Settings that a resumed run may have other values of than it started with."""
+
+
+PACKAGED = Path(__file__).parent / "configs"
+"""The configs that come with the package."""
+
+
+def find_config(path: Path) -> Path:
+    """Return the file that a config's name stands for: that file, or the packaged one of its name.
+
+    Raises:
+        ConfigError: there is neither; the message says where was looked.
+    """
+    if path.exists():
+        return path
+    named = path.parent in (Path(), Path("configs")) and not path.is_absolute()
+    if named and (packaged := PACKAGED / path.name).is_file():
+        return packaged
+    known = ", ".join(sorted(p.name for p in PACKAGED.glob("*.yaml")))
+    close = difflib.get_close_matches(path.name, [p.name for p in PACKAGED.glob("*.yaml")], n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"{path.absolute()}: no such config file, nor one of the package's ({known}){hint}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -91,7 +114,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: one line naming the file or the field.
     """
-    path = Path(path)
+    path = find_config(Path(path))
     tree = _read_with_bases(path, ())
     for override in overrides:
         _apply_override(tree, override)
@@ -137,6 +160,13 @@ def changes_on_resume(before: Config, now: Config) -> list[str]:
             "that would be another run: choose another run.name"
             + (f" (also changed: {', '.join(refused[1:])})" if refused[1:] else "")
         )
+    return differences(before, now)
+
+
+def differences(before: Config, now: Config) -> list[str]:
+    """List ``field: old -> new`` of everything that differs between two configs."""
+    old, new = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
+    changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in changed]
 
 
@@ -149,8 +179,18 @@ def _read_with_bases(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: is the name of one file")
-    parent = _read_with_bases(path.parent / base, (*below, path.resolve()))
+    parent = _read_with_bases(_base_of(path, base), (*below, path.resolve()))
     return _merge(parent, tree)
+
+
+def _base_of(path: Path, base: str) -> Path:
+    """The file that ``extends`` names: relative to the config, else one of the package's."""
+    near = path.parent / base
+    if near.exists():
+        return near
+    if "/" not in base and (PACKAGED / base).is_file():
+        return PACKAGED / base
+    raise ConfigError(f"{path}: extends: {near.absolute()}: no such config file, nor one of the package's")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from orhpc.errors import (
     OutOfMemory,
     PreflightError,
     StopRequested,
+    UserCodeError,
     policy_of,
 )
 from orhpc.events import EventLog
@@ -44,7 +45,7 @@ from orhpc.parts import Parts, bring_up, ray_connect
 from orhpc.rollout.producer import Position, Taken
 from orhpc.rundir import CommitName, RunDir
 from orhpc.saving import Saver, State
-from orhpc.step_metrics import Phases, rollout_metrics
+from orhpc.step_metrics import Phases, opening_notice, rollout_metrics
 from orhpc.storage import Stored, when_taken
 from orhpc.tracking import Tracker
 from orhpc.train.advantages import grouped_advantages
@@ -120,6 +121,12 @@ class Run:
             self.events.write("storage_refused", error=problem)
             self.tracker.alert(problem)
 
+    def notice(self, line: str) -> None:
+        """Report something that needs a look and ends nothing."""
+        log.warning("%s", line)
+        self.events.write("notice", reason=line)
+        self.tracker.alert(line)
+
     def close(self) -> None:
         self.tracker.close(*([_LEAVE_S] if self.stop_requested() else []))
         self.events.close()
@@ -166,15 +173,15 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
 
 
 def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tokens: int) -> BatchPlan:
-    """Advantages and packing of a step's groups, from numbers alone."""
+    """Advantages and packing of a step's groups, from numbers alone; failed rollouts are left out."""
     advantages = grouped_advantages(
-        [[r.reward or 0.0 for r in g.rollouts] for g in groups],
+        [[r.reward or 0.0 for r in g.trainable] for g in groups],
         normalise=config.algorithm.normalise_advantage,
     )
     samples = [
         Sample(r.id, r.length, r.response_tokens, float(a), r.location)
         for group, of_group in zip(groups, advantages, strict=True)
-        for r, a in zip(group.rollouts, of_group, strict=True)
+        for r, a in zip(group.trainable, of_group, strict=True)
     ]
     return plan_batches(
         samples,
@@ -212,6 +219,8 @@ async def evaluate(run: Run, parts: Parts, step: int, stored: Stored) -> None:
     phases = Phases()
     async with parts.serving():
         groups, metrics = await run.unless_stopped(evaluation.evaluate(run.config, parts.workers))
+    for line in dict.fromkeys(line for group in groups for line in group.notices):
+        run.notice(line)
     run.require_newest()
     await parts.record_evaluation(step, groups, stored)
     await parts.publish(step)
@@ -232,6 +241,8 @@ def report(run: Run, state: State, taken: Taken, metrics: dict[str, float], phas
         phases=phases.seconds,
         **numbers,
     )
+    if line := opening_notice(numbers):
+        run.notice(f"step {state.step}: {line}")
     for alarm in alarms.raised(run.config.alarms, numbers):
         log.warning("step %d: %s", state.step, alarm)
         run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
@@ -279,6 +290,7 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     start = bring_up(run.config, run.placement, run.rundir, run.attempt, beginning, phases)
     try:
         parts = await run.unless_stopped(start)
+        parts.notice = run.notice
         name, state = await choosing
     except EnvironmentUnavailable as error:
         if run.rundir.lineage():
@@ -352,11 +364,15 @@ async def supervise(run: Run, lowered: int | None = None) -> int:
                 return policy.exit_code
             again = again and failures <= policy.budget and not run.stop_requested()
             log.error("%s: %s", type(error).__name__, error)
+            trace = error.trace if isinstance(error, UserCodeError) else ""
+            if trace:
+                log.error("the traceback:\n%s", trace)
             run.events.write(
                 "restart" if again else "failed",
                 kind=type(error).__name__,
                 error=str(error),
                 exit_code=policy.exit_code,
+                **({"trace": trace} if trace else {}),
             )
             if not again:
                 return policy.exit_code

@@ -66,8 +66,8 @@ class EngineSettings(Section):
 
     backend: Literal["sglang", "cpu"] = "sglang"
     """``cpu``: the transformers engine that speaks SGLang's protocol."""
-    tp: Positive = 4
-    """Devices an engine."""
+    tp: Positive = 1
+    """Tensor-parallel size: GPUs per engine."""
     dp: Positive = 1
     """Groups that attention is divided into within an engine (SGLang's DP attention); divides ``tp``."""
     ep: Positive = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Action(Enum):
@@ -41,6 +42,9 @@ class OrhpcError(Exception):
     The message is one line that a user can act on: what was wrong, where, and what would be right.
     """
 
+    transcript: list[dict[str, Any]] | None = None
+    """Messages of the rollout that it ended, for the record."""
+
 
 # --- the user has to change something -------------------------------------------------------------
 
@@ -57,8 +61,21 @@ class RecordError(ConfigError):
     """A rollout record is missing, torn or not one of ours."""
 
 
+class UserCodeError(OrhpcError):
+    """The user's own environment, reward or agent function raises whatever it is given."""
+
+    def __init__(self, message: str, *, trace: str = "") -> None:
+        """``trace``: the traceback in the user's code, as text of several lines."""
+        super().__init__(message)
+        self.trace = trace
+
+
 class PreflightError(OrhpcError):
     """Something that the run needs is missing on this machine: a key, a package, disk space."""
+
+
+class HubUnreachable(PreflightError):
+    """No connection to the model hub from this machine; another one, or a later try, may have one."""
 
 
 class CrashLoop(OrhpcError):
@@ -107,6 +124,10 @@ class EnvironmentUnavailable(InfraError):
     """An environment server does not answer in time, or its session died."""
 
 
+class ToolTimeout(EnvironmentUnavailable):
+    """A tool call outlasted its deadline; it would most likely do so again."""
+
+
 class WeightSyncFailed(InfraError):
     """New weights reached some engines only in part."""
 
@@ -135,7 +156,20 @@ class MalformedToolCall(DataError):
 
 
 class BadTask(DataError):
-    """The environment refused or broke on this task."""
+    """The environment refused this task, or answered with something that cannot be trained on."""
+
+
+class BadAnswer(BadTask):
+    """An environment server's answer is not what the protocol says."""
+
+
+class EnvironmentRaised(BadTask):
+    """Code of the environment raised; the rollout can be made again in a new session."""
+
+    detail: str = ""
+    """The exception, as the server names it."""
+    trace: str = ""
+    """The server's traceback, where it sends one."""
 
 
 # --- the training step ----------------------------------------------------------------------------
@@ -169,6 +203,7 @@ class Policy:
 
 POLICY: dict[type[OrhpcError], Policy] = {
     ConfigError: Policy(Action.STOP, EXIT_CONFIG),
+    UserCodeError: Policy(Action.STOP, EXIT_CONFIG),
     PreflightError: Policy(Action.STOP, EXIT_PREFLIGHT),
     CrashLoop: Policy(Action.STOP, EXIT_CRASH_LOOP),
     RunDirBusy: Policy(Action.STOP, EXIT_BUSY),

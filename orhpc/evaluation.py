@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from orhpc.config import Config
+from orhpc.environment_config import EnvironmentSettings
 from orhpc.fleet import WorkerHandle
 from orhpc.rollout.producer import run_all
 from orhpc.step_metrics import summary_metrics
@@ -36,8 +39,10 @@ async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[Pr
     """Roll out every evaluation task once; the same tasks and seeds each time.
 
     Returns:
-        The groups, and metrics named ``reward_mean/<environment>/<split>`` and so on; rollouts that
-        failed are counted as ``failed/...`` and are in no mean.
+        The groups, and metrics named ``reward_mean/<environment>/<split>`` and so on.  A rollout that
+        failed counts in ``reward_mean`` with its environment's lowest score (:func:`lowest_score`), and
+        in ``success_rate`` as no success; ``failed/...`` is their number, ``rollouts/...`` that of all.
+        Lengths are those of the rollouts that did not fail.
     """
     requests: list[GroupRequest] = []
     for environment, splits in config.evaluation.splits.items():
@@ -57,20 +62,34 @@ async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[Pr
             ]
     limit = len(workers) * max(1, config.rollout.max_concurrent // config.evaluation.n_samples)
     groups = await run_all(workers, requests, limit)
-    return groups, _metrics(groups)
+    return groups, evaluation_metrics(groups, config.environments)
 
 
-def _metrics(groups: list[PromptGroup]) -> dict[str, float]:
-    by_split: dict[str, list[PromptGroup]] = {}
+def lowest_score(settings: EnvironmentSettings) -> float:
+    """What a failed rollout counts as in an evaluation: ``min_reward`` where it is set, else 0."""
+    return 0.0 if settings.min_reward is None else settings.min_reward
+
+
+def evaluation_metrics(
+    groups: Sequence[PromptGroup], environments: Mapping[str, EnvironmentSettings]
+) -> dict[str, float]:
+    """The numbers that :func:`evaluate` returns."""
+    by_split: dict[tuple[str, str], list[PromptGroup]] = {}
     for group in groups:
-        by_split.setdefault(f"{group.task.environment}/{group.task.split}", []).append(group)
+        by_split.setdefault((group.task.environment, group.task.split), []).append(group)
     metrics: dict[str, float] = {}
-    for name, of_it in by_split.items():
+    for (environment, split), of_it in by_split.items():
+        name, lowest = f"{environment}/{split}", lowest_score(environments[environment])
         rollouts = [r for g in of_it for r in g.rollouts]
         scored = [r for r in rollouts if r.reward is not None]
+        rewards = [lowest if r.reward is None else r.reward for r in rollouts]
+        metrics[f"rollouts/{name}"] = float(len(rollouts))
         metrics[f"failed/{name}"] = float(len(rollouts) - len(scored))
+        if rollouts:
+            metrics[f"reward_mean/{name}"] = sum(rewards) / len(rollouts)
+            successes = sum(r.reward is not None and r.reward > 0 for r in rollouts)
+            metrics[f"success_rate/{name}"] = successes / len(rollouts)
         if scored:
             summary = summary_metrics(scored)
-            kept = ("reward_mean", "success_rate", "response_length_mean", "truncated")
-            metrics |= {f"{key}/{name}": summary[key] for key in kept}
+            metrics |= {f"{key}/{name}": summary[key] for key in ("response_length_mean", "truncated")}
     return metrics

@@ -19,8 +19,8 @@ from orhpc.config import Config
 from orhpc.errors import RecordError, WeightSyncFailed
 from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
 from orhpc.fleet.weight_sync import WeightSync
+from orhpc.launch.model import model_folder
 from orhpc.launch.placement import Placement
-from orhpc.launch.prepare import model_folder
 from orhpc.record import RolloutFile
 from orhpc.rollout.producer import Position, Producer, Taken
 from orhpc.rollout.replay import ReplayProducer
@@ -51,6 +51,8 @@ class Parts:
     engines: Engines | None
     workers: list[WorkerHandle]
     producer: Producer | ReplayProducer
+    notice: Callable[[str], None] = log.warning
+    """Told of what whoever watches the run should know, while it happens."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights; returns numbers about it, ``sync_bytes`` among them.
@@ -105,9 +107,15 @@ class Parts:
             while not (await asyncio.wait([taking], timeout=_WATCH_S))[0]:
                 if self.engines is not None:
                     await self.engines.watch()
+                self._pass_on()
             return await taking
         finally:
             taking.cancel()
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        for line in self.producer.notices:
+            self.notice(line)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[dict[str, float]]:
@@ -214,7 +222,7 @@ async def bring_up(
         OrhpcError: what ``beginning`` raises.
     """
     ids = node_ids(placement.nodes)
-    model_dir = model_folder(config)
+    model_dir = str(model_folder(config, rundir))
     folder = rundir.attempt(attempt)
     key = (folder / "engine.key").read_text().strip()
 
@@ -315,7 +323,8 @@ def _read_group(path: Path) -> PromptGroup | None:
 
 def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
     with RolloutFile(path) as record:
-        newest = max(int(record.arrays(row)["versions_T"].max()) for row in range(len(record)))
+        # A failed rollout has no tokens.
+        newest = max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
     return newest <= version and group.min_version >= version - staleness
 
 

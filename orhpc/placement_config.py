@@ -20,8 +20,12 @@ class PlacementSettings(Section):
     take turns."""
     nodes: Positive = 1
     devices_per_node: Positive = 4
+    device_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one GPU (GiB): 79.6 for an H100, 139.8 for an H200. Null: detected on the nodes, and on a
+    login node from SLURM's GRES type."""
     host_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Of one node, for what trainers put there; null: what its system, or the job's limit, says there."""
+    """Host memory per node (GiB) available for offloaded trainer state. Null: detected on the nodes from the
+    system or the job's limit."""
     trainer_devices: Positive | None = None
     """``split`` and ``mixed``: devices in all for training; ``split``: null takes what engines leave."""
     engine_devices: Positive | None = None

@@ -232,6 +232,7 @@ class RolloutFile:
             turns=len(turns),
             tool_calls=sum(t.tool_calls for t in turns),
             malformed=sum(t.malformed for t in turns),
+            raised=sum(t.raised for t in turns),
             seconds=float(entry["seconds"]),
             worker=worker,
             location=Location(file=str(self.path), row=row),

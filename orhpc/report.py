@@ -57,7 +57,16 @@ CHARTS = (
     ),
     Chart("Clipped tokens", ("clip_fraction",)),
     Chart("Truncated rollouts", ("truncated",)),
+    Chart(
+        "Failed and retried rollouts, groups lost", ("failed_rollouts", "retried_rollouts", "failed_groups")
+    ),
+    Chart("Tool calls that raised, malformed calls", ("tool_errors", "malformed_calls")),
 )
+_FAILURE_COUNTS = {
+    "failed_rollouts": "failed rollouts",
+    "retried_rollouts": "retried rollouts",
+    "failed_groups": "groups lost to failures",
+}
 WIDTH, HEIGHT, MARGIN = 460, 170, 46
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 STYLE = """
@@ -86,7 +95,9 @@ def page(run: RunDir) -> str:
         _summary(events, steps),
         "<h2>Steps</h2>",
         *(figure for chart in CHARTS if (figure := draw(chart, steps))),
+        *_environments(steps),
         *_events_table("Alarms", events, ("alarm",), newest=50),
+        *_events_table("Notices", events, ("notice",), newest=50),
         *_events_table("Restarts and failures", events, FAILURES, newest=50),
         *_events_table("Evaluations", events, ("evaluation",), newest=200),
         "<h2>Attempts</h2>",
@@ -128,6 +139,21 @@ def _summary(events: Sequence[Event], steps: Sequence[Event]) -> str:
         "last event": f"{events[-1]['event']}, {_clock(events[-1]['time'])}",
     }
     return _table((), rows.items())
+
+
+def _environments(steps: Sequence[Event]) -> list[str]:
+    """A table of the environments: rewards, and what failed over all steps."""
+    names = sorted(
+        {k.partition("/")[2] for s in steps for k in s if k.startswith(("reward_mean/", "failed_"))}
+    )
+    rows = []
+    for name in filter(None, names):
+        rewards = [s[f"reward_mean/{name}"] for s in steps if f"reward_mean/{name}" in s]
+        counts = (sum(s.get(f"{what}/{name}", 0) for s in steps) for what in _FAILURE_COUNTS)
+        last = f"{rewards[-1]:.3f}" if rewards else "none was trained"
+        rows.append((name, last, *(f"{count:.0f}" for count in counts)))
+    head = ("environment", "mean reward of its last step", *_FAILURE_COUNTS.values())
+    return ["<h2>Environments</h2>", _table(head, rows)] if rows else []
 
 
 def _attempts(run: RunDir, events: Sequence[Event]) -> str:

@@ -147,10 +147,10 @@ class Saver:
     async def rescue(self) -> None:
         """Commit the last completed step after a failure, if the trainers still hold it.
 
-        What failed then costs no step, however long ago the last commit was.  Never raises: the failure
-        it follows is what counts.
+        What failed then costs no step, however long ago the last commit was.  Before the first step there
+        is nothing to save.  Never raises: the failure it follows is what counts.
         """
-        if self._all_committed:
+        if self._all_committed or self.state.step == 0:
             return
         try:
             if await self._trainers.hold_whole_step():

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from orhpc.rollout.producer import Taken
 from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary, Waits
+
+_SLOW_OPENING_S = 5.0
+_SLOW_OPENING_SHARE = 1 / 3
+"""Openings that take longer, and this share of a rollout, are said to limit the step."""
 
 
 class Phases:
@@ -38,14 +42,13 @@ def rollout_metrics(taken: Taken, version: int) -> dict[str, float]:
     """Numbers about the step's rollouts.
 
     ``reward_mean`` and lengths are over trained rollouts; ``success_rate`` counts rewards above 0;
-    ``staleness_mean`` is in policy versions; ``dropped_*`` counts groups by reason.
+    ``staleness_mean`` is in policy versions; ``dropped_*`` counts groups by reason.  Of failures see
+    :func:`failure_metrics`.
     """
-    rollouts = [r for g in taken.groups for r in g.rollouts]
+    rollouts = [r for g in taken.groups for r in g.trainable]
     metrics = {f"dropped_{reason}": float(n) for reason, n in taken.reasons.items()}
     metrics["groups"] = float(len(taken.groups))
-    metrics["failed_rollouts"] = float(
-        sum(r.end is RolloutEnd.FAILED for g in taken.dropped for r in g.rollouts)
-    )
+    metrics |= failure_metrics(taken)
     if not rollouts:
         return metrics
     metrics |= summary_metrics(rollouts)
@@ -53,6 +56,33 @@ def rollout_metrics(taken: Taken, version: int) -> dict[str, float]:
     metrics["equal_reward_groups"] = sum(len(set(g.rewards)) == 1 for g in taken.groups) / len(taken.groups)
     for environment, of_it in _by_environment(taken.groups).items():
         metrics[f"reward_mean/{environment}"] = float(np.mean(of_it))
+    return metrics
+
+
+def failure_metrics(taken: Taken) -> dict[str, float]:
+    """How the step's rollouts failed, those of groups that are not trained included.
+
+    ``failed_rollouts``, ``retried_rollouts`` (made again in a new session) and ``failed_groups`` (dropped,
+    with failed rollouts) count; ``failed_share`` is the share of failed rollouts in the environment where
+    it is highest.  ``.../ENVIRONMENT`` is the same for one environment, where it is not 0.
+    """
+    groups = [*taken.groups, *taken.dropped]
+    rollouts, failed, retried, lost = (Counter[str]() for _ in range(4))
+    for group in groups:
+        name = group.task.environment
+        failures = sum(r.end is RolloutEnd.FAILED for r in group.rollouts)
+        rollouts[name] += len(group.rollouts)
+        failed[name] += failures
+        retried[name] += sum(r.retries > 0 for r in group.rollouts)
+    for group in taken.dropped:
+        lost[group.task.environment] += any(r.end is RolloutEnd.FAILED for r in group.rollouts)
+    metrics = {
+        "failed_share": max((failed[n] / total for n, total in rollouts.items() if total), default=0.0)
+    }
+    counts = {"failed_rollouts": failed, "retried_rollouts": retried, "failed_groups": lost}
+    for what, by_name in counts.items():
+        metrics[what] = float(by_name.total())
+        metrics |= {f"{what}/{name}": float(n) for name, n in by_name.items() if n}
     return metrics
 
 
@@ -76,12 +106,25 @@ def summary_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, float]:
         "turns_mean": float(np.mean([r.turns for r in rollouts])),
         "tool_calls_mean": float(np.mean([r.tool_calls for r in rollouts])),
         "malformed_calls": float(sum(r.malformed for r in rollouts)),
+        "tool_errors": float(sum(r.raised for r in rollouts)),
         "truncated": ends[RolloutEnd.LENGTH] / len(rollouts),
         "terminal": ends[RolloutEnd.TERMINAL] / len(rollouts),
         "rollout_seconds_mean": float(np.mean([r.seconds for r in rollouts])),
         "rollout_seconds_max": max(r.seconds for r in rollouts),
         **_mean_waits([r.waits for r in rollouts if r.waits is not None]),
     }
+
+
+def opening_notice(numbers: Mapping[str, float]) -> str:
+    """A line when environment servers limit the step: their sessions take most of a rollout to open."""
+    opening = numbers.get("rollout_opening_seconds_mean", 0.0)
+    whole = numbers.get("rollout_seconds_mean", 0.0)
+    if opening < _SLOW_OPENING_S or opening < _SLOW_OPENING_SHARE * whole:
+        return ""
+    return (
+        f"environment servers limit the step: of a rollout's {whole:.0f} s on average, {opening:.0f} s are "
+        "the opening of its session; more environments.NAME.replicas (or a faster server) would help"
+    )
 
 
 def _mean_waits(waits: Sequence[Waits]) -> dict[str, float]:

@@ -135,6 +135,8 @@ class Turn:
     """Calls executed."""
     malformed: int = 0
     """Calls that did not parse or validate, shown to the model as errors."""
+    raised: int = 0
+    """Calls whose tool raised, shown to the model as errors."""
     reward: float | None = None
     """Sum of what the environment paid for this turn; None when it paid nothing."""
 
@@ -186,6 +188,8 @@ class Rollout:
     """Wall-clock seconds from session start to end."""
     waits: Waits | None = None
     """What of ``seconds`` was waiting; None where that was not measured, as in what a record gives back."""
+    retries: int = 0
+    """Fresh starts that it took, after failures of the environment or an engine; not recorded."""
 
     @property
     def length(self) -> int:
@@ -234,6 +238,10 @@ class RolloutSummary:
     location: Location
     error: str | None = None
     waits: Waits | None = None
+    retries: int = 0
+    """Fresh starts that it took, after failures of the environment or an engine."""
+    raised: int = 0
+    """Tool calls that raised and were shown to the model as errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,14 +264,24 @@ class PromptGroup:
     id: int
     task: Task
     rollouts: tuple[RolloutSummary, ...]
+    """All of them, failed ones included."""
+    notices: tuple[str, ...] = ()
+    """What the worker has to report of its environments since the group before."""
+
+    @property
+    def trainable(self) -> tuple[RolloutSummary, ...]:
+        """The rollouts that have a reward: what the group trains, and is judged by."""
+        return tuple(r for r in self.rollouts if r.end.trainable)
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        return tuple(r.reward for r in self.rollouts)
+        """Rewards of the trainable rollouts, in their order."""
+        return tuple(r.reward for r in self.trainable)
 
     @property
     def min_version(self) -> int:
-        return min(r.min_version for r in self.rollouts)
+        """Oldest policy version among the trainable rollouts' tokens; -1 if there are none."""
+        return min((r.min_version for r in self.trainable), default=-1)
 
 
 @dataclass(frozen=True, slots=True)

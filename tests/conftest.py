@@ -6,6 +6,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# Hypothesis' deadline measures the load of the machine, not the code.
+settings.register_profile("orhpc", deadline=None)
+settings.load_profile("orhpc")
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -19,8 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 class Served:
     """A running server; ``answers`` are given in place of its own, by path, and used up."""
 
-    def __init__(self, environments: list[type]) -> None:
-        self.server = Server(environments)
+    def __init__(self, environments: list[type], *, tracebacks: bool = False) -> None:
+        self.server = Server(environments, return_errors="stacktrace" if tracebacks else "exception")
         self.requests: list[tuple[str, dict[str, str]]] = []
         """Path and headers of every request but pings, in order."""
         self.connections: set[tuple[str, int]] = set()
@@ -104,10 +104,10 @@ class _Protocol(H11Protocol):
 
 
 @contextlib.contextmanager
-def serve(*environments: type, port: int = 0) -> Iterator[Served]:
-    """Serve on loopback until the block ends."""
+def serve(*environments: type, port: int = 0, tracebacks: bool = False) -> Iterator[Served]:
+    """Serve on loopback until the block ends; ``tracebacks``: as the job's own servers send them."""
     AppStatus.should_exit, AppStatus.should_exit_event = False, None  # of an earlier event loop
-    served = Served(list(environments))
+    served = Served(list(environments), tracebacks=tracebacks)
     # Said to be TCP, so that asyncio turns Nagle's algorithm off.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.config_files import dump_config, load_config
-from orhpc.errors import EXIT_OK, OrhpcError, policy_of
-from orhpc.launch import commit_space, holder, host_memory, prepare, slurm
+from orhpc.errors import EXIT_OK, HubUnreachable, OrhpcError, policy_of
+from orhpc.launch import checks, holder, model, prepare, slurm
 from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words, without_flags
 
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dry_run(config: Config, path: str, overrides: list[str]) -> int:
-    """Print the batch script, the resolved config and the placement."""
+    """Print the batch script, the resolved config and the placement; refuse what a submission would."""
+    checks.require(checks.of_config(config))
     rundir = prepare.run_directory(config)
     lead = slurm.signal_lead(config, rundir)
     options, script_arguments = slurm.sbatch_words(config, rundir, path, overrides)
@@ -70,7 +71,8 @@ def _run_local(config: Config) -> int:
 
 
 def show_local(config: Config) -> int:
-    """Print the resolved config and the placement on this machine."""
+    """Print the resolved config and the placement on this machine; refuse what a start would."""
+    checks.require(checks.of_config(config))
     placement = plan(config, (local_node(),))
     print("# resolved config\n" + dump_config(config))
     print("# placement\n" + placement.to_yaml())
@@ -79,14 +81,15 @@ def show_local(config: Config) -> int:
 
 def submit(config: Config, path: str, overrides: list[str]) -> int:
     """Check what can be checked here, submit, and say how to watch the job."""
-    prepare.check_paths(config)
-    host_memory.check_told(config)
-    prepare.check_keys(config)
+    checks.require(checks.before_the_queue(config))
     rundir = prepare.run_directory(config)
     rundir.create()
-    commit_space.check(config, rundir)
-    holder.check_free(rundir)
-    prepare.write_config(rundir, config)
+    for change in prepare.write_config(rundir, config):
+        print(f"changed since the last start: {change}")
+    try:
+        model.fetch_snapshots(config, rundir)
+    except HubUnreachable as error:
+        print(f"{error}; the job's first node tries to fetch it")
     job = slurm.submit(config, rundir, path, overrides)
     holder.note_submission(rundir, job)
     near = rundir.path.is_relative_to(Path.cwd())

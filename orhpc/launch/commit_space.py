@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import ModelError, PreflightError
-from orhpc.launch.plan_report import DEFAULT_DEVICE_GIB, at_once, make_plan, state_bytes
+from orhpc.launch.run_plan import DEFAULT_DEVICE_GIB, at_once, make_plan, state_bytes
 from orhpc.rundir import RunDir
 
 

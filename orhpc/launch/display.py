@@ -88,19 +88,24 @@ class Display:
             self._status, self.failure = "training", None
             if self._live is None:
                 self.say(_line(event, self._eta()))
+            elif failures := failures_of(event):
+                self.say(f"step {event['step']}: {failures}")
         elif kind == "commit":
             self.say(
                 f"committed step {event['step']} ({event['bytes'] / 1e6:.0f} MB, {event['seconds']:.1f} s)"
             )
         elif kind == "evaluation":
-            means = [
-                f"{k.partition('/')[2]} {v:.3f}" for k, v in event.items() if k.startswith("reward_mean/")
-            ]
-            self.say(f"evaluation after step {event['step']}: {', '.join(means)}")
+            names = [k.partition("/")[2] for k in event if k.startswith("reward_mean/")]
+            means = ", ".join(_evaluated(event, name) for name in names)
+            self.say(f"evaluation after step {event['step']}: {means or 'no rollout'}")
+        elif kind == "notice":
+            self.say(f"notice: {event['reason']}")
         elif kind == "alarm":
             self.say(f"alarm after step {event['step']}: {event['reason']}")
         elif kind in FAILURES:
             self.failure = failure_line(event)
+            if event.get("trace"):
+                self.say(str(event["trace"]).rstrip())
             self.say(f"{kind}: {self.failure}" if "kind" in event else self.failure)
         elif kind == "bring_up":
             self._status = "bringing up engines, trainers and workers"
@@ -155,6 +160,25 @@ def _number(event: dict[str, Any], key: str, form: str) -> str:
     return format(value, form) if isinstance(value, (int, float)) else "-"
 
 
+def _evaluated(event: dict[str, Any], name: str) -> str:
+    """One split of an evaluation, with the rollouts that failed, which count as the lowest score."""
+    failed, mean = event.get(f"failed/{name}", 0), f"{name} {event[f'reward_mean/{name}']:.3f}"
+    return f"{mean} ({failed:.0f} of {event[f'rollouts/{name}']:.0f} rollouts failed)" if failed else mean
+
+
+def failures_of(event: dict[str, Any]) -> str:
+    """A step's failed and retried rollouts and dropped groups, by environment; empty without any."""
+    said = []
+    for key, what in (("failed_rollouts", "failed"), ("retried_rollouts", "retried"),
+                      ("failed_groups", "groups dropped")):  # fmt: skip
+        if not event.get(key):
+            continue
+        names = [f"{k.partition('/')[2]} {v:.0f}" for k, v in event.items() if k.startswith(f"{key}/")]
+        where = f" ({', '.join(names)})" if names else ""
+        said.append(f"{what} {event[key]:.0f}{where}")
+    return "  ".join(said)
+
+
 def _phases(event: dict[str, Any]) -> str:
     return " ".join(f"{k} {v:.1f}" for k, v in event["phases"].items() if v >= 0.05)
 
@@ -166,9 +190,10 @@ def _duration(seconds: float) -> str:
 
 
 def _line(s: dict[str, Any], eta: float) -> str:
+    failures = failures_of(s)
     return (
         f"step {s['step']}/{s['steps']}  reward {_number(s, 'reward_mean', '.3f')}"
         f"  length {_number(s, 'response_length_mean', '.1f')}"
         f"  {_number(s, 'tokens_per_s', '.0f')} tokens/s  {s['seconds']:.1f} s ({_phases(s)})"
-        f"  left {_duration(eta)}"
+        f"  left {_duration(eta)}" + (f"  {failures}" if failures else "")
     )

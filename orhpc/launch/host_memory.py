@@ -5,7 +5,7 @@ from __future__ import annotations
 from orhpc.config import Config
 from orhpc.errors import ModelError
 from orhpc.launch.memory_limit import memory_bytes
-from orhpc.launch.plan_report import DEFAULT_DEVICE_GIB, check_host, host_parts, make_plan
+from orhpc.launch.run_plan import DEFAULT_DEVICE_GIB, check_host, host_parts, make_plan
 from orhpc.memory import GIB
 
 

@@ -11,14 +11,12 @@ import contextlib
 import os
 import socket
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
-from orhpc.bundled import is_bundled
 from orhpc.config import Config
 from orhpc.errors import ModelError, PreflightError
-from orhpc.model_folders import find_model
+from orhpc.model_folders import find_model, is_hub_name, problem_of
 
 _TIMEOUT_S = 5.0
 _HUB = "https://huggingface.co"
@@ -52,12 +50,12 @@ def wanted(config: Config) -> list[Outside]:
     """Every server outside that a run would talk to from its nodes."""
     found: list[Outside] = []
     path = config.model.path
-    if not is_bundled(path) and not Path(path).is_dir():
+    if is_hub_name(path):
         try:
-            find_model(path, config.model.revision)
-            switches = HUB_OFFLINE
+            here = problem_of(find_model(path, config.model.revision)) is None
         except ModelError:
-            switches = {}
+            here = False
+        switches = HUB_OFFLINE if here else {}
         found.append(Outside(os.environ.get("HF_ENDPOINT", _HUB), f"model.path: {path}", switches))
     if config.wandb.enabled and os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
         found.append(Outside(os.environ.get("WANDB_BASE_URL", _WANDB), "wandb", WANDB_OFFLINE))

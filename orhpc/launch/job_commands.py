@@ -1,24 +1,18 @@
-"""``orhpc check | logs | cancel``, and the jobs of a run, from its directory and squeue alone."""
+"""``orhpc check | fetch | logs | cancel``, and the jobs of a run, from its directory and squeue alone."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from orhpc.config import Config
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, ConfigError, OrhpcError, PreflightError
-from orhpc.launch import commit_space, holder, host_memory, internet, ledger, prepare, scheduler, slurm
-from orhpc.launch.placement import Node, local_node, plan
+from orhpc.errors import EXIT_OK, ConfigError
+from orhpc.launch import checks, holder, ledger, model, scheduler
 from orhpc.launch.words import split_words
+from orhpc.model_folders import is_hub_name
 from orhpc.rundir import RunDir
-
-_LEAST_FREE_BYTES = 5e9
 
 
 def jobs(rundir: RunDir) -> list[tuple[str, str]]:
@@ -91,6 +85,27 @@ def logs(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="+", metavar="Organisation/Name | CONFIG | key=value")
+    parser.add_argument("--revision", help="branch, tag or commit of a named model")
+    parser.set_defaults(run=fetch)
+
+
+def fetch(options: argparse.Namespace) -> int:
+    """Download the models that are named, or those of a config, into the hub's cache; say where they are."""
+    if all(is_hub_name(word) and not Path(word).exists() for word in options.words):
+        models = [(name, options.revision) for name in options.words]
+    else:
+        models = model.hub_models(load_config(*split_words(options.words)))
+        if options.revision is not None:
+            raise ConfigError("--revision: is for a model's name; a config has model.revision")
+    for name, revision in models:
+        print(f"{name}: {model.fetch(name, revision)}")
+    if not models:
+        print("no model of this config comes from the hub")
+    return EXIT_OK
+
+
 def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="CONFIG | key=value")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
@@ -102,64 +117,7 @@ def check(options: argparse.Namespace) -> int:
     path, overrides = split_words(options.words)
     overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("placement", lambda: _placement(config)),
-        ("model and data", lambda: _paths(config)),
-        ("memory of a node", lambda: host_memory.check_told(config)),
-        ("keys", lambda: _keys(config)),
-        ("internet", lambda: internet.survey(config).line),
-        ("run directory", lambda: _directory(config)),
-        ("cluster", lambda: _cluster(config)),
-    ]
-    good = True
-    for name, run in checks:
-        try:
-            print(f"ok   {name}: {run()}")
-        except OrhpcError as error:
-            good = False
-            print(f"BAD  {name}: {' '.join(str(error).split())}")
-    return EXIT_OK if good else EXIT_PREFLIGHT
-
-
-def _placement(config: Config) -> str:
-    nodes = tuple(Node(f"node{i}", "", local_node().cpus) for i in range(config.placement.nodes))
-    placed = plan(config, nodes)
-    return (
-        f"{len(nodes)} nodes, {len(placed.trainers)} trainers, {len(placed.engines)} engines, "
-        f"{len(placed.workers)} workers"
-    )
-
-
-def _cluster(config: Config) -> str:
-    """Whether the cluster has nodes for the job: SLURM itself judges the script, and submits nothing."""
-    if shutil.which("sbatch") is None:
-        return "there is no sbatch here to ask"
-    with tempfile.NamedTemporaryFile("w", prefix="orhpc-", suffix=".sbatch") as script:
-        script.write(slurm.render(config))
-        script.flush()
-        answer = scheduler.query("sbatch", "--test-only", script.name)
-    said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
-    if answer.returncode:
-        raise PreflightError(f"sbatch refuses: {'; '.join(said)[-300:]}")
-    return next((line for line in said if " to start at " in line), "sbatch accepts it")
-
-
-def _paths(config: Config) -> str:
-    prepare.check_paths(config)
-    return config.model.path
-
-
-def _keys(config: Config) -> str:
-    prepare.check_keys(config)
-    return "all are set"
-
-
-def _directory(config: Config) -> str:
-    rundir = prepare.run_directory(config)
-    holder.check_free(rundir)
-    if (free := commit_space.free_bytes(rundir.path)) < _LEAST_FREE_BYTES:
-        raise ConfigError(f"{rundir.path}: {free / 1e9:.1f} GB free")
-    return commit_space.check(config, rundir)
+    return checks.report(checks.on_the_login_node(config))
 
 
 def _run(path: Path) -> RunDir:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
-from orhpc.launch import commit_space, holder, host_memory, prepare
+from orhpc.launch import checks, commit_space, holder, host_memory, model, prepare
 from orhpc.launch.display import Display
 from orhpc.launch.first_node import run_first_node
 from orhpc.launch.placement import local_node, plan
@@ -32,7 +32,7 @@ def run_local(config: Config) -> int:
     """
     if config.placement.nodes != 1:
         raise ConfigError(f"placement.nodes: --local is one node, not {config.placement.nodes}")
-    prepare.check_paths(config)
+    checks.require(checks.of_config(config))
     plan(config, (local_node(),))
     prepare.check_machine(config)
     host_memory.check(config)
@@ -50,7 +50,7 @@ def run_local(config: Config) -> int:
         commit_space.check(config, rundir)
         for change in changes:
             print(f"changed since the last start: {change}")
-        prepare.ensure_model(config)
+        model.ensure_models(config, rundir)
         attempt = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
         print(f"run directory: {rundir.path} (attempt {attempt}, step {done} of {config.train.steps} done)")
         stop_file = rundir.attempt(attempt) / "stop"

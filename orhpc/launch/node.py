@@ -27,7 +27,7 @@ from orhpc.errors import (
     StorageRefused,
     policy_of,
 )
-from orhpc.launch import holder, ledger, preflight, prepare, rendezvous, slurm
+from orhpc.launch import checks, holder, ledger, model, preflight, prepare, rendezvous, slurm
 from orhpc.launch.ending import Ended
 from orhpc.launch.first_node import RAYLETS_S, SECRETS, TICK_S, Urls, run_first_node
 from orhpc.launch.job import Job, this_node
@@ -139,7 +139,7 @@ class FirstNode:
         Raises:
             OrhpcError: a wrong config, another holder, used-up budgets.
         """
-        prepare.check_paths(self.config)
+        checks.require(checks.of_config(self.config))
         holder.claim(self.rundir, self.job.id)
         outcomes = ledger.read(self.rundir)
         if outcomes and outcomes[-1].reason is Reason.OUT_OF_MEMORY:
@@ -153,7 +153,8 @@ class FirstNode:
         if prepare.committed_step(self.rundir) >= self.config.train.steps:
             return True
         prepare.check_machine(self.config)
-        prepare.ensure_model(self.config)
+        with rendezvous.preparing(self.rundir, self.job):
+            model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.came))
         return False
 
     def _sweep(self) -> None:

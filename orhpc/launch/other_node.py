@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, NodeLost, OrhpcError, RayLost
-from orhpc.launch import preflight, prepare, rendezvous
+from orhpc.launch import model, preflight, prepare, rendezvous
 from orhpc.launch.first_node import RAYLETS_S, TICK_S, object_store_bytes
 from orhpc.launch.job import Job, this_node
 from orhpc.launch.memory_limit import MemoryWatch
@@ -39,6 +39,7 @@ def other_node(job: Job, config: Config) -> int:
     attempt = int(announced["attempt"])
     try:
         preflight.require(config, job, rundir)
+        model.check_seen(config, rundir)
         use_switches(config)
         node = this_node(job, config.slurm.interface)
     except OrhpcError as error:

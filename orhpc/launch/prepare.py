@@ -1,6 +1,6 @@
 """What every start of a run does first, on the login node or locally: check, compare, claim.
 
-Nothing is started here, and nothing is written before the config has been found good.
+Nothing is started here.  The order of all checks is in :mod:`orhpc.launch.checks`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,18 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-from orhpc.bundled import cache_folder, folder_of, is_bundled
 from orhpc.commits import read_manifest
 from orhpc.config import Config
-from orhpc.config_files import changes_on_resume, dump_config, load_config
-from orhpc.errors import CheckpointError, ConfigError, ModelError, PreflightError
-from orhpc.memory import check_layout
-from orhpc.model_folders import find_model
-from orhpc.models import read_shape
+from orhpc.config_files import changes_on_resume, differences, dump_config, load_config
+from orhpc.errors import CheckpointError, ConfigError, PreflightError
+from orhpc.events import read_events, steps_of
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.secrets import resolve_secrets
 
 SERVICE_KEY = "OPENREWARD_API_KEY"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def run_directory(config: Config) -> RunDir:
@@ -33,43 +28,25 @@ def run_directory(config: Config) -> RunDir:
     return RunDir(Path(config.run.root) / config.run.name)
 
 
-def check_paths(config: Config) -> None:
-    """Check what the config names on this machine, in milliseconds.
+def check_paths(config: Config) -> str:
+    """Check the data that the config names on this machine, in milliseconds; returns what was looked at.
 
     Raises:
-        ConfigError: a model folder, record or checkpoint that is not there, or a layout of the trainer
-            that cannot be.
+        ConfigError: a record or checkpoint that is not there, or an address that is none.
     """
-    path = config.model.path
-    if is_bundled(path):
-        folder_of(path)
-    elif Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
-            raise ModelError(f"model.path: {path} has no config.json")
-    elif not _HUB_NAME.fullmatch(path) or path.startswith((".", "/")):
-        raise ModelError(f"model.path: {path} is neither a folder nor a hub name")
-    _check_layout(config)
+    looked: list[str] = []
     if config.train.replay_rollouts is not None:
         _check_record(Path(config.train.replay_rollouts), config.train.steps)
+        looked.append(config.train.replay_rollouts)
     load = config.checkpoint.load
-    if load is not None and not any(
-        (Path(load) / inside).exists() for inside in ("manifest.json", "attempts")
-    ):
-        raise ConfigError(f"checkpoint.load: {load} is neither a checkpoint folder nor a run directory")
+    if load is not None:
+        if not any((Path(load) / inside).exists() for inside in ("manifest.json", "attempts")):
+            raise ConfigError(f"checkpoint.load: {load} is neither a checkpoint folder nor a run directory")
+        looked.append(load)
     for name, settings in config.environments.items():
         if settings.url and not re.match(r"https?://[^/]+", settings.url):
             raise ConfigError(f"environments.{name}.url: {settings.url!r} is not an http address")
-
-
-def _check_layout(config: Config) -> None:
-    """A Megatron layout that the model or the nodes cannot have is refused before a node is asked for."""
-    if config.train.backend != "megatron":
-        return
-    try:
-        folder = find_model(config.model.path, config.model.revision)
-    except ModelError:  # not on this machine (yet); the trainer checks it again
-        return
-    check_layout(read_shape(folder), config.trainer_layout, config.placement.devices_per_node)
+    return ", ".join(looked) or "no record and no checkpoint is named"
 
 
 def _check_record(folder: Path, steps: int) -> None:
@@ -88,16 +65,37 @@ def _check_record(folder: Path, steps: int) -> None:
 def write_config(rundir: RunDir, config: Config) -> list[str]:
     """Write the resolved config, or compare it with the run's; returns the changes.
 
+    A run that has done no step yet may change in any way: what its attempts have rolled out is thrown away.
+
     Raises:
         ConfigError: a setting changed that may not.
     """
+    begun = has_begun(rundir)
     if not rundir.config.exists():
         write_atomic(rundir.config, dump_config(config))
         return []
-    changes = changes_on_resume(load_config(rundir.config), config)
-    if changes:
+    try:
+        before = load_config(rundir.config)
+    except ConfigError:
+        if begun:
+            raise
+        before = config  # of another release, or damaged; no step stands on it
+    try:
+        changes = changes_on_resume(before, config)
+    except ConfigError:
+        if begun:
+            raise
+        changes = differences(before, config)
+        for group in rundir.buffer.glob("group_*.h5"):
+            group.unlink()
+    if changes or before is config:
         write_atomic(rundir.config, dump_config(config))
     return changes
+
+
+def has_begun(rundir: RunDir) -> bool:
+    """Whether the run has done a step, committed or not."""
+    return bool(rundir.lineage()) or any(step > 0 for step in steps_of(read_events(rundir.events)))
 
 
 def committed_step(rundir: RunDir) -> int:
@@ -110,26 +108,6 @@ def committed_step(rundir: RunDir) -> int:
     return 0
 
 
-def ensure_model(config: Config) -> None:
-    """Make a bundled model if it is missing, in a process of its own: this one may not load torch.
-
-    Raises:
-        ModelError: it cannot be made.
-    """
-    if not is_bundled(config.model.path):
-        return
-    command = [sys.executable, "-m", "orhpc.bundled", config.model.path]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        lines = result.stderr.strip().splitlines() or ["no message"]
-        raise ModelError(f"{lines[-1].removeprefix('orhpc: ')} (kept in {cache_folder()})")
-
-
-def model_folder(config: Config) -> str:
-    """Local folder or hub name of the policy model."""
-    return str(folder_of(config.model.path)) if is_bundled(config.model.path) else config.model.path
-
-
 def check_machine(config: Config) -> None:
     """Check that this machine has what the job's own processes need.
 
@@ -139,9 +117,15 @@ def check_machine(config: Config) -> None:
     needed = ["torch", "ray", "transformers", "openreward", "h5py"]
     if config.engine.backend == "sglang" and config.train.replay_rollouts is None:
         needed.append("sglang")
+    if config.train.backend == "megatron":
+        needed.append("megatron")
     missing = [name for name in needed if not importlib.util.find_spec(name)]
     if missing:
-        raise PreflightError(f"{', '.join(missing)}: not installed here; pip install 'orhpc[run]'")
+        extra = "gpu" if config.placement.device == "cuda" else "run"
+        raise PreflightError(
+            f"{', '.join(missing)}: not installed for {sys.executable}; pip install 'orhpc[{extra}]' "
+            "(orhpc doctor says more)"
+        )
     if config.placement.device == "cuda":
         gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
         if gpus < config.placement.devices_per_node:
@@ -151,7 +135,7 @@ def check_machine(config: Config) -> None:
             )
 
 
-def check_keys(config: Config) -> None:
+def check_keys(config: Config) -> str:
     """Check that every key the run will need has a value, before a GPU is asked for.
 
     Raises:
@@ -166,6 +150,7 @@ def check_keys(config: Config) -> None:
             )
     if config.rollout.openreward_upload and not _service_key():
         raise PreflightError(f"rollout.openreward_upload: {SERVICE_KEY} must be set")
+    return "all are set"
 
 
 def _service_key() -> str:

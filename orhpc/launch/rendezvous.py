@@ -9,10 +9,12 @@ filesystem shows that it is not shared, so every wait has a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from orhpc.launch.job import Job
 from orhpc.rundir import RunDir, write_atomic
 
 _POLL_S = 0.1
+_BEAT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,41 @@ def announce(rundir: RunDir, job: Job, **what: Any) -> None:
     write_atomic(folder / f"{job.id}.{job.restart}.json", json.dumps(what))
 
 
+@contextlib.contextmanager
+def preparing(rundir: RunDir, job: Job) -> Iterator[None]:
+    """Have the other nodes wait on while the first one fetches a model, which may take an hour."""
+    path = _preparing_file(rundir, job)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    done = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not done.wait(_BEAT_S if count else 0):
+            count += 1
+            with contextlib.suppress(OSError):  # a filesystem that is away is the main thread's to report
+                write_atomic(path, str(count))
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _preparing_file(rundir: RunDir, job: Job) -> Path:
+    return rundir.path / "jobs" / f"{job.id}.{job.restart}.preparing"
+
+
 def await_announcement(rundir: RunDir, job: Job, timeout_s: float) -> dict[str, Any]:
-    """What the first node announced.
+    """What the first node announced; its signs of :func:`preparing` begin the time again.
 
     Raises:
         PreflightError: it never appeared.
     """
     path = rundir.path / "jobs" / f"{job.id}.{job.restart}.json"
-    if not _appears(path, timeout_s):
+    if not _appears(path, timeout_s, _preparing_file(rundir, job)):
         raise PreflightError(
             f"{job.node_name}: {path}, which the first node writes, did not appear within {timeout_s:.0f} s: "
             "run.root has to lie on a filesystem that all nodes share"
@@ -129,14 +159,23 @@ def ended(rundir: RunDir, attempt: int) -> bool:
     return (rundir.attempt(attempt) / "ended.json").exists() or rundir.newest_attempt() > attempt
 
 
-def _appears(path: Path, timeout_s: float) -> bool:
-    limit = time.monotonic() + timeout_s
+def _appears(path: Path, timeout_s: float, sign: Path) -> bool:
+    limit, seen = time.monotonic() + timeout_s, ""
     while time.monotonic() < limit:
         _refresh(path.parent)
         if path.exists():
             return True
+        if (count := _text(sign)) != seen:
+            limit, seen = time.monotonic() + timeout_s, count
         time.sleep(_POLL_S)
     return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _refresh(folder: Path) -> None:

@@ -10,13 +10,16 @@ import contextlib
 import io
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import PreflightError
 from orhpc.events import read_events
+from orhpc.launch import model, scheduler
 from orhpc.launch.batch_script import BODY
 from orhpc.rundir import RunDir
 
@@ -102,7 +105,8 @@ def render(config: Config, lead_s: int = DEFAULT_LEAD_S) -> str:
     inside: list[str] = []
     image = shlex.quote(s.container.image or "")
     root = str(Path(config.run.root).absolute())
-    mounts = [f"{root}:{root}", *s.container.mounts]
+    shared = [root, *(str(folder) for folder in model.where_models_are(config))]
+    mounts = [*(f"{folder}:{folder}" for folder in dict.fromkeys(shared)), *s.container.mounts]
     if s.container.kind == "pyxis":
         more = shlex.quote("".join("," + m for m in mounts)) if mounts else ""
         words += [f"--container-image={image}", '--container-workdir="$PWD"']
@@ -121,6 +125,24 @@ def render(config: Config, lead_s: int = DEFAULT_LEAD_S) -> str:
     body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {w}" for w in words))
     body = body.replace("@INSIDE@", "".join(f"{w} " for w in inside))
     return "#!/bin/bash\n" + "\n".join(header(config, lead_s)) + "\n" + body
+
+
+def test_submission(config: Config) -> str:
+    """Whether the cluster has nodes for the job: SLURM itself judges the script, and submits nothing.
+
+    Raises:
+        PreflightError: it refuses, with its own words.
+    """
+    if shutil.which("sbatch") is None:
+        return "there is no sbatch here to ask"
+    with tempfile.NamedTemporaryFile("w", prefix="orhpc-", suffix=".sbatch") as script:
+        script.write(render(config))
+        script.flush()
+        answer = scheduler.query("sbatch", "--test-only", script.name)
+    said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+    if answer.returncode:
+        raise PreflightError(f"sbatch refuses: {'; '.join(said)[-300:]}")
+    return next((line for line in said if " to start at " in line), "sbatch accepts it")
 
 
 def sbatch_words(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import ipaddress
+import os
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from orhpc.errors import ConfigError
+import aiohttp
+
+from orhpc.errors import ConfigError, PreflightError
 
 
 def choose_variant(name: str, wanted: str | None, available: Sequence[str]) -> str | None:
@@ -42,6 +46,32 @@ def checked_host(name: str, url: str) -> str:
     if parts.username or parts.password:
         raise ConfigError(f"environments.{name}.url: passwords never stand in a config; use secrets")
     return host
+
+
+def unreachable(name: str, host: str, cause: BaseException | None) -> PreflightError | None:
+    """Return the error of a server that waiting will not bring up; None where it may be starting.
+
+    Args:
+        name: of the environment.
+        host: of its URL.
+        cause: why no connection was made.
+    """
+    if isinstance(cause, aiohttp.ClientConnectorDNSError):
+        return PreflightError(
+            f"environment {name!r}: the name {host!r} cannot be resolved on this node: check the URL, or "
+            "whether compute nodes have internet access (orhpc check says); environments that the job "
+            "serves itself (environments.NAME.serve) need none"
+        )
+    if isinstance(cause, aiohttp.ClientSSLError):
+        reason = " ".join(str(cause).split())[:200]
+        return PreflightError(f"environment {name!r}: no secure connection to {host!r}: {reason}")
+    number = cause.os_error.errno if isinstance(cause, aiohttp.ClientConnectorError) else None
+    if number in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+        return PreflightError(
+            f"environment {name!r}: this node has no route to {host!r}: {os.strerror(number)}; "
+            "it may have no internet access (orhpc check says)"
+        )
+    return None
 
 
 def is_openreward(host: str) -> bool:

@@ -7,8 +7,9 @@ sampled output, and the delta of what the environment said.  How a turn ended de
 * ``length``: the rollout ends as LENGTH; a call that was cut off is not executed, nothing is made up;
 * ``abort``: sampling goes on from the partial turn, unless the run is stopping (ABORTED).
 
-What the model did wrong is shown to it as the call's result.  BadTask ends the rollout as FAILED;
-infrastructure failures are raised, so that the caller can make the rollout again.
+What the model did wrong is shown to it as the call's result, and so is a tool that raised.  BadTask ends
+the rollout as FAILED; infrastructure failures and EnvironmentRaised are raised, with the transcript so
+far, so that the caller can make the rollout again.
 
 **The length cap** ``rollout.max_total_tokens`` is never exceeded.  Tool results that do not fit are
 cut with a notice that the model can read, and that leaves room for the next turn; where not even the
@@ -35,7 +36,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orhpc.config import Config, EnvironmentSettings, RolloutSettings
-from orhpc.errors import BadTask, ConfigError, MalformedToolCall, ModelError, PromptTooLong
+from orhpc.errors import (
+    BadTask,
+    ConfigError,
+    EnvironmentRaised,
+    MalformedToolCall,
+    ModelError,
+    OrhpcError,
+    PromptTooLong,
+)
 from orhpc.rollout.chat import AssistantMessage, ChatFormat, chat_format
 from orhpc.rollout.draft import Draft, RolloutRequest
 from orhpc.rollout.functions import load_function
@@ -43,6 +52,7 @@ from orhpc.rollout.rewards import custom_reward, reduce_rewards
 from orhpc.rollout.tools import ToolResult, ToolSpec
 from orhpc.routes import RouteShape
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
+from orhpc.user_code import user_error
 
 _OFF_LOOP_CHARACTERS = 50_000
 """Longer texts are tokenised in a thread, so that other rollouts go on."""
@@ -150,7 +160,14 @@ class Agent:
             seed=turn_seed(turn_seed(request.seed, request.id), sample),
             attempt=next(self._attempts),
         )
-        return await self.function(context, which)
+        try:
+            return await self.function(context, which)
+        except OrhpcError:
+            raise
+        except Exception as error:
+            if self.config.rollout.custom_agent is None:
+                raise
+            raise user_error(f"rollout.custom_agent: {self.config.rollout.custom_agent}", error) from error
 
 
 def load_agent(config: Config, model_dir: str) -> Agent:
@@ -200,6 +217,9 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
     Raises:
         EnvironmentUnavailable, EngineUnavailable, RoutesMissing: infrastructure failed; there is no
             rollout and no reward, and the same request can be run again.
+        EnvironmentRaised: likewise, for the environment's own code.
+        UserCodeError: the reward function raised, or returned no finite number; or the environment
+            raises on every task.
     """
     began = time.monotonic()
     draft, error = Draft(), None
@@ -210,8 +230,11 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
             end = await _converse(context, request, session, draft)
     except PromptTooLong as failure:
         end, error = RolloutEnd.PROMPT_TOO_LONG, str(failure)
-    except BadTask as failure:
-        end, error = RolloutEnd.FAILED, str(failure)
+    except OrhpcError as failure:
+        failure.transcript = draft.messages
+        if not isinstance(failure, BadTask) or isinstance(failure, EnvironmentRaised):
+            raise
+        end, error = RolloutEnd.FAILED, f"{type(failure).__name__}: {failure}"
     scored_later = context.reward is not None or getattr(context.environment, "supports_score_group", False)
     if end is RolloutEnd.TERMINAL and not draft.rewards and not scored_later:
         error = "the environment ended the task without paying anything (a reward of NaN arrives as none)"
@@ -224,10 +247,22 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
         limit=context.rollout.max_total_tokens,
     )
     if context.reward is not None and end.trainable:
-        value = context.reward(rollout)
-        value = await value if inspect.isawaitable(value) else value
-        rollout.reward = custom_reward(value, str(context.rollout.custom_reward), context.settings)
+        rollout.reward = await _own_reward(context.reward, rollout, context)
     return rollout
+
+
+async def _own_reward(
+    function: Callable[[Rollout], float | Awaitable[float]], rollout: Rollout, context: AgentContext
+) -> float:
+    """Call ``rollout.custom_reward``; raises UserCodeError for whatever it raises."""
+    try:
+        value = function(rollout)
+        value = await value if inspect.isawaitable(value) else value
+    except Exception as error:
+        failure = user_error(f"rollout.custom_reward: {context.rollout.custom_reward}", error)
+        failure.transcript = rollout.messages
+        raise failure from error
+    return custom_reward(value, str(context.rollout.custom_reward), context.settings)
 
 
 async def _converse(

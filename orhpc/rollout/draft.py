@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +16,15 @@ from orhpc.rollout.chat.messages import AssistantMessage
 from orhpc.rollout.tools import ToolResult
 from orhpc.routes import RouteLog
 from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn, Waits
+
+_LONGEST_METADATA = 4000
+"""Characters of a tool call's metadata that are recorded."""
+
+
+def recordable(metadata: Mapping[str, Any]) -> Any:
+    """Return a call's metadata for the record: as it is, or cut to a text where it is long."""
+    text = json.dumps(metadata, default=str)
+    return json.loads(text) if len(text) <= _LONGEST_METADATA else text[:_LONGEST_METADATA]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,9 @@ class Draft:
         """
         turn = self.turns[-1]
         more: dict[str, Any] = {"error": result.error} if result.error else {}
-        if result.error is not None:
+        if result.error == "tool_raised":
+            turn.raised += 1
+        elif result.error is not None:
             turn.malformed += 1
         else:
             turn.tool_calls += is_call
@@ -114,6 +126,8 @@ class Draft:
             self.rewards.append(result.reward)
             turn.reward = (turn.reward or 0.0) + result.reward
             more["reward"] = result.reward
+        if result.metadata:
+            more["metadata"] = recordable(result.metadata)
         self.say("tool", result.text, name=name, **more)
 
     def rollout(

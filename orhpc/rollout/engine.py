@@ -184,6 +184,8 @@ def _cpu_command(
         argv.append("--enable-return-routed-experts")
     if config.model.trust_remote_code:
         argv.append("--trust-remote-code")
+    if not config.model.check:
+        argv.append("--no-model-check")
     for name, value in engine.extra.items():
         if value is False:
             continue

@@ -1,9 +1,13 @@
 """OpenReward environments: tasks, sessions and tool calls, with every failure typed.
 
-An infrastructure failure is :class:`~orhpc.errors.EnvironmentUnavailable` (the rollout can be made
-again), a task on which the environment's own code breaks is :class:`~orhpc.errors.BadTask` (the
-rollout ends and is counted), and what the model did wrong is a :class:`ToolResult` with ``error``
-set, which the model is shown.  None of them is ever a reward.
+An infrastructure failure is :class:`~orhpc.errors.EnvironmentUnavailable`, and a server that answers
+with an error of the environment's own code :class:`~orhpc.errors.EnvironmentRaised`: the rollout can be
+made again in a new session.  A task that the server refuses is :class:`~orhpc.errors.BadTask`: the
+rollout ends and is counted.  What the model did wrong, a tool that raises on its arguments included, is
+a :class:`ToolResult` with ``error`` set, which the model is shown.  None of them is ever a reward.
+
+An environment that raises on every task ends the run with :class:`~orhpc.errors.UserCodeError`: when the
+first opening raises, other tasks are tried before that is said.
 
 Tasks are named by split and index and resolved by the server, so that a task's specification,
 which often holds the gold answer, never comes to this side.
@@ -28,21 +32,26 @@ from openreward.api.environments.client import AsyncEnvironment
 from openreward.api.sandboxes.secrets import WELL_KNOWN_SECRETS
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
-from orhpc.errors import BadTask, ConfigError, EnvironmentUnavailable, PreflightError
-from orhpc.rollout.addresses import checked_host, choose_variant, is_openreward, is_private
-from orhpc.rollout.openreward_session import GuardedSession, Patience, Refused, ToolRaised
-from orhpc.rollout.session import (
-    Session,
-    failure,
-    finite,
-    terminal_tool,
-    text_of,
-    tool_specs,
-    wire_messages,
+from orhpc.errors import (
+    BadAnswer,
+    BadTask,
+    ConfigError,
+    EnvironmentRaised,
+    EnvironmentUnavailable,
+    OrhpcError,
+    PreflightError,
 )
+from orhpc.rollout.addresses import checked_host, choose_variant, is_openreward, is_private, unreachable
+from orhpc.rollout.answers import group_scores, mapping, terminal_tool, text_of, tool_specs, wire_messages
+from orhpc.rollout.call_history import CallHistory
+from orhpc.rollout.notices import Notices
+from orhpc.rollout.openreward_session import GuardedSession, Refused, ToolRaised
+from orhpc.rollout.patience import Patience
+from orhpc.rollout.session import Session, failure, image_notice
 from orhpc.rollout.tools import ToolResult, ToolSpec
 from orhpc.secrets import remember_secrets, resolve_secrets
 from orhpc.types import Task
+from orhpc.user_code import server_error
 
 __all__ = ["Environment", "Session", "ToolResult", "ToolSpec"]
 
@@ -53,6 +62,8 @@ LEAVE_TIMEOUT_S = 60.0
 """Deadline of deleting a session; afterwards the server's reaper has to find it."""
 RETRY_START_S = 1.0
 """Pause between two looks at a server that does not answer yet."""
+TASKS_TRIED = 3
+"""Tasks whose sessions have to raise before the environment is said to raise on all."""
 
 
 class Environment:
@@ -80,6 +91,13 @@ class Environment:
         self._handle = handle
         self._secrets: dict[str, str | tuple[str, list[str]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self.notices = Notices()
+        """What whoever watches the run should know of it."""
+        self._history = CallHistory(rollout.tool_timeout_s)
+        self._gate = asyncio.Semaphore(settings.max_opening)
+        self._opened = False
+        """Whether any session could be opened."""
+        self._diagnosing = asyncio.Lock()
 
     @classmethod
     async def open(
@@ -149,6 +167,8 @@ class Environment:
                 variants = await self._ask("GET", "/list_environments", missing=[])
                 break
             except EnvironmentUnavailable as error:
+                if (hopeless := unreachable(self.name, host, error.__cause__)) is not None:
+                    raise hopeless from None
                 if loop.time() + RETRY_START_S > deadline:
                     raise EnvironmentUnavailable(
                         f"environment {self.name!r} did not come up within "
@@ -157,6 +177,11 @@ class Environment:
                 await asyncio.sleep(RETRY_START_S)
         self._handle.variant = choose_variant(self.name, self.settings.variant, variants)
         tools = await self._ask("GET", self.path("/tools"), missing={})
+        if not variants and not tools:
+            raise ConfigError(
+                f"environments.{self.name}.url: {host} answers, but is no OpenReward server: it has neither "
+                "/list_environments nor /tools"
+            )
         self.supports_score_group = bool(tools.get("supports_score_group"))
         needed = await self._required_secrets()
         if missing := sorted({n for n in needed if n.lower() not in {s.lower() for s in secrets}}):
@@ -187,6 +212,7 @@ class Environment:
             api_key=self._handle.api_key,
             label=label,
             direct=self._direct,
+            toolset_name=self.settings.toolset,
         )
 
     def _patience(self, what: str) -> Patience:
@@ -204,19 +230,41 @@ class Environment:
         except Refused as refused:
             if refused.status == 404 and wire.sid and missing is not None:
                 return missing
-            if refused.status in (400, 404):
-                raise ConfigError(f"{wire.label}: {refused.detail}") from None
-            raise failure(wire.label, refused, lost=False) from None
+            if refused.status in (400, 404, 405, 501):
+                raise ConfigError(f"{wire.label}: {path.rsplit('/', 1)[-1]}: {refused.detail}") from None
+            error = failure(wire, refused, lost=False)
+            if isinstance(error, EnvironmentRaised):
+                what = f"{wire.label}: {path.rsplit('/', 1)[-1]}"
+                raise server_error(what, refused.detail, refused.trace) from None
+            raise error from None
+        except BadAnswer as error:
+            raise ConfigError(f"{error}: is its URL that of an OpenReward server?") from None
         finally:
             self._later(wire)
 
     async def num_tasks(self, split: str) -> int:
         """Tasks of a split, at most ``num_samples``; raises ConfigError when there is no such split."""
-        answer = await self._ask("POST", self.path("/num_tasks"), {"split": split})
-        count = int(answer["num_tasks"])
+        try:
+            answer = await self._ask("POST", self.path("/num_tasks"), {"split": split})
+        except ConfigError as error:
+            known = await self.splits()
+            if split in known or not known:
+                raise
+            raise ConfigError(
+                f"environment {self.name!r} has no split {split!r}; it has {', '.join(known)}"
+            ) from error
+        count = mapping(answer, f"environment {self.name!r}: num_tasks").get("num_tasks")
+        if not isinstance(count, int):
+            raise ConfigError(f"environment {self.name!r}: num_tasks is {count!r}, not a number")
         if count < 1:
             raise ConfigError(f"environment {self.name!r}: split {split!r} has no tasks")
         return min(count, self.settings.num_samples or count)
+
+    async def splits(self) -> list[str]:
+        """Names of the task splits, as far as the server says."""
+        listed = await self._ask("GET", self.path("/splits"), missing=[])
+        named = [s.get("name") if isinstance(s, dict) else s for s in listed]
+        return [name for name in named if isinstance(name, str)]
 
     @contextlib.asynccontextmanager
     async def session(self, task: Task) -> AsyncIterator[Session]:
@@ -228,14 +276,21 @@ class Environment:
 
         Raises:
             EnvironmentUnavailable: the server does not answer in time.
-            BadTask: the environment refuses the task or raises on it.
+            EnvironmentRaised: the environment raises on this task.
+            BadTask: the environment refuses the task.
+            UserCodeError: the environment raises on every task.
         """
-        opening = asyncio.ensure_future(self._enter(task))
-        try:
-            session = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            self._later(opening)
-            raise
+        async with self._gate:
+            opening = asyncio.ensure_future(self._enter(task))
+            try:
+                session = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                self._later(opening)
+                raise
+            except EnvironmentRaised as error:
+                await self._diagnose(task, error)
+                raise
+        self._opened = True
         try:
             yield session
         except EnvironmentUnavailable:
@@ -253,21 +308,56 @@ class Environment:
                 await wire.begin(patience)
                 blocks = await wire.fetch("GET", self.path("/prompt"), patience)
                 tools = await self._tools(wire, patience)
+            tools = mapping(tools, f"{task.id}: tools")
+            takes_answer = terminal_tool(tools, task.id)
             return Session(
-                prompt=text_of(blocks, f"{task.id}: the prompt"),
-                tools=tool_specs(tools),
-                terminal=terminal_tool(tools) is not None,
+                prompt=text_of(blocks, f"{task.id}: the prompt", self._image_left_out),
+                tools=tool_specs(tools, task.id),
+                terminal=takes_answer is not None,
                 _wire=wire,
+                _environment=self.name,
                 _call_path=self.path("/call"),
-                _timeout_s=self.rollout.tool_timeout_s,
-                _terminal_tool=terminal_tool(tools),
+                _history=self._history,
+                _notices=self.notices,
+                _terminal_tool=takes_answer,
             )
         except Refused as refused:
             self._later(wire)
-            raise failure(task.id, refused) from None
+            raise failure(wire, refused) from None
         except BaseException:
             self._later(wire)
             raise
+
+    def _image_left_out(self, kind: str) -> None:
+        self.notices.say_once("image", image_notice(self.name, kind))
+
+    async def _diagnose(self, task: Task, error: EnvironmentRaised) -> None:
+        """Find out, before any session has been opened, whether the environment raises on every task.
+
+        Raises:
+            UserCodeError: it does on this one and on others of its split.
+        """
+        async with self._diagnosing:
+            if self._opened:
+                return
+            try:
+                count = await self.num_tasks(task.split)
+            except OrhpcError:
+                return  # it cannot be asked, which says nothing of its code
+            others = {(task.index + count * i // TASKS_TRIED) % count for i in range(1, TASKS_TRIED)}
+            for index in sorted(others - {task.index}):
+                try:
+                    session = await self._enter(Task(task.environment, task.split, index))
+                except EnvironmentRaised as other:
+                    error = other
+                    continue
+                except OrhpcError:
+                    return
+                self._opened = True
+                self._later(session._wire)
+                return
+        what = f"environment {self.name!r}: its code, asked for a session on {task.id},"
+        raise server_error(what, error.detail, error.trace)
 
     async def _tools(self, wire: GuardedSession, patience: Patience) -> dict[str, Any]:
         try:
@@ -298,12 +388,8 @@ class Environment:
             except ToolRaised as error:
                 raise BadTask(f"{task.id}: group scoring failed: {error}") from None
             except Refused as refused:
-                raise failure(task.id, refused) from None
-        scores = [finite(s.get("reward"), f"{task.id}: group scoring") for s in answer["scores"]]
-        paid = [s for s in scores if s is not None]
-        if len(paid) != len(candidates):
-            raise BadTask(f"{task.id}: {len(candidates)} rollouts got {len(paid)} scores")
-        return paid
+                raise failure(session._wire, refused) from None
+        return group_scores(answer, len(candidates), f"{task.id}: group scoring")
 
     def _later(self, leaving: GuardedSession | asyncio.Future[Session]) -> asyncio.Task[None]:
         """Delete a session in the background; the task is kept until it is done."""

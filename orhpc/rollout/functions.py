@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orhpc.errors import ConfigError
+from orhpc.user_code import user_error
 
 
 def load_function(name: str, setting: str) -> Callable[..., Any]:
@@ -17,7 +18,8 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
         setting: the config field that names it, for the error message.
 
     Raises:
-        ConfigError: there is no such function, or importing its module fails.
+        ConfigError: there is no such module or function.
+        UserCodeError: importing the module raises.
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
@@ -25,9 +27,14 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
     try:
         found: Any = importlib.import_module(module)
     except Exception as error:  # the module may raise whatever it likes
-        raise ConfigError(
-            f"{setting}: {module} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{module}.".startswith(f"{error.name}.")
+        ):
+            raise ConfigError(f"{setting}: {module} cannot be imported: {error}") from None
+        failure = user_error(f"{setting}: {module} cannot be imported: it", error)
+        raise failure from error
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):

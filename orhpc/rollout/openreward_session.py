@@ -31,7 +31,10 @@ import orjson
 from openreward._version import USER_AGENT
 from openreward.api.environments.client import AsyncSession
 
-from orhpc.errors import EnvironmentUnavailable
+from orhpc.errors import BadAnswer, EnvironmentUnavailable
+from orhpc.rollout.patience import Patience
+from orhpc.secrets import redact
+from orhpc.user_code import last_line
 
 log = logging.getLogger(__name__)
 
@@ -49,52 +52,24 @@ END_S = 30.0
 """Deadline of deleting a session."""
 LONGEST_WAIT_S = 30.0
 """Cap on a server's Retry-After."""
+_LONGEST_TRACE = 20_000
+"""Characters of a traceback that are kept."""
 _RETRYABLE = frozenset({429, 502, 503, 504})
 
 
 class Refused(Exception):
     """The server answered with an HTTP error; it is up, and said no."""
 
-    def __init__(self, status: int, detail: str) -> None:
+    def __init__(self, status: int, detail: str, trace: str = "") -> None:
+        """``trace``: the traceback of the environment's code, where the server sends one."""
         super().__init__(f"HTTP {status}: {detail}")
         self.status = status
         self.detail = detail
+        self.trace = trace
 
 
 class ToolRaised(Exception):
     """Code of the environment raised during a call."""
-
-
-class Patience:
-    """A deadline that a server which says that it is still starting may push back.
-
-    Use as ``async with Patience(...) as patience``; raises EnvironmentUnavailable when it runs out.
-    """
-
-    def __init__(self, what: str, seconds: float, starting_seconds: float) -> None:
-        self._what = what
-        self._seconds = seconds
-        self._limit = asyncio.timeout(seconds)
-        self._last = time.monotonic() + max(seconds, starting_seconds)
-        self._trouble = ""
-
-    async def __aenter__(self) -> Patience:
-        await self._limit.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: Any) -> None:
-        try:
-            await self._limit.__aexit__(*exc)
-        except TimeoutError:
-            because = f" ({self._trouble})" if self._trouble else ""
-            raise EnvironmentUnavailable(f"{self._what}: no answer in time{because}") from None
-
-    async def starting(self, wait_s: float, trouble: str) -> None:
-        """Wait for a server that is still coming up, and let that not count against the deadline."""
-        self._trouble = trouble
-        remaining = self._last - time.monotonic()
-        self._limit.reschedule(asyncio.get_running_loop().time() + min(self._seconds, max(remaining, 0.0)))
-        await asyncio.sleep(wait_s)
 
 
 async def sse_events(stream: aiohttp.StreamReader) -> AsyncIterator[tuple[str, str]]:
@@ -140,13 +115,18 @@ async def raise_if_rejected(response: aiohttp.ClientResponse) -> None:
         detail = orjson.loads(text)["detail"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         detail = text
+    if response.content_type == "text/html":
+        detail = "the answer is a web page: is its URL that of an OpenReward server?"
     if not isinstance(detail, str):
         detail = orjson.dumps(detail).decode()
-    detail = " ".join(detail.split())[:500] or response.reason or "no reason given"
+    trace = redact(detail[-_LONGEST_TRACE:]) if detail.startswith("Traceback ") else ""
+    detail = last_line(detail) if trace else detail
+    # An environment may repeat its secrets in what it raises.
+    detail = redact(" ".join(detail.split()))[:500] or response.reason or "no reason given"
     # A proxy's word that the environment has not come up yet, so that nothing ran.
     starting = response.status == 503 and response.headers.get("X-Backend-State") == "starting"
     wait_s = retry_after_s(response.headers.get("Retry-After", ""))
-    raise _Rejected(Refused(response.status, detail), wait_s, starting)
+    raise _Rejected(Refused(response.status, detail, trace), wait_s, starting)
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:
@@ -209,6 +189,8 @@ class GuardedSession(AsyncSession):
         """Create the task's session on the server and start the keep-alive."""
         await self.connect(patience)
         task: dict[str, Any] = {"split": self.split, "index": self.index}
+        if self.toolset_name is not None:
+            task["toolset_name"] = self.toolset_name
         if self.env.variant is not None:
             task["env_name"] = self.env.variant
         self._begun = True
@@ -269,7 +251,13 @@ class GuardedSession(AsyncSession):
         async def once() -> Any:
             async with self.client.request(method, path, headers=self._headers(), json=payload) as response:
                 await raise_if_rejected(response)
-                return orjson.loads(await response.read())
+                body = await response.read()
+                try:
+                    return orjson.loads(body)
+                except orjson.JSONDecodeError:
+                    raise BadAnswer(
+                        f"{self.label}: {path}: the answer is {response.content_type}, not JSON"
+                    ) from None
 
         return await self._guard(self._retry(once, path, patience, _Progress(repeatable)))
 
@@ -304,6 +292,7 @@ class GuardedSession(AsyncSession):
                 again = status == 429 or (status in _RETRYABLE and progress.repeatable)
             except aiohttp.ClientConnectorError as failure:  # nothing was sent
                 error, again = self._broken(path, failure), True
+                error.__cause__ = failure
             except (aiohttp.ClientError, ValueError) as failure:
                 error, again = self._broken(path, failure), progress.repeatable
             if not again or progress.attempts >= ATTEMPTS:
@@ -324,6 +313,8 @@ class GuardedSession(AsyncSession):
             headers = self._headers() | {"Accept": "text/event-stream"}
             async with self.client.post(path, headers=headers, json=body, timeout=timeout) as response:
                 await raise_if_rejected(response)
+                if response.content_type == "text/html":
+                    raise BadAnswer(f"{self.label}: {path}: the answer is a web page, not events")
                 return await self._result(response, progress)
 
         return await self._retry(once, path, patience, progress)
@@ -338,13 +329,16 @@ class GuardedSession(AsyncSession):
             elif event == "error":
                 if data == "unknown task_id":
                     raise EnvironmentUnavailable(f"{self.label}: the server lost a running call")
-                raise ToolRaised(" ".join(data.split())[:500] or "no message")
+                raise ToolRaised(redact(" ".join(data.split()))[:500] or "no message")
             elif event in ("chunk", "end"):
                 chunks.append(data)
                 if event == "end":
                     await _drain(response)
                     whole = "".join(chunks)
-                    return orjson.loads(whole) if whole else None
+                    try:
+                        return orjson.loads(whole) if whole else None
+                    except orjson.JSONDecodeError:
+                        raise BadAnswer(f"{self.label}: the result of a call is not JSON") from None
         raise aiohttp.ClientPayloadError("the answer broke off")
 
     async def _guard(self, work: Coroutine[Any, Any, Any]) -> Any:

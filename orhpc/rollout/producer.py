@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from orhpc.config import RolloutSettings
-from orhpc.errors import EnvironmentUnavailable, InfraError, StopRequested
+from orhpc.errors import InfraError, StopRequested
+from orhpc.rollout.group_watch import GroupWatch
 from orhpc.rollout.tasks import TaskSequence
 from orhpc.types import GroupRequest, PromptGroup, RolloutEnd, Sampling
 
@@ -100,6 +101,13 @@ class Producer:
         self._wanted = self._budget = 0
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
+        self._watch = GroupWatch(settings)
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the run's events since this was last read."""
+        notices, self._watch.notices = self._watch.notices, []
+        return notices
 
     @property
     def position(self) -> Position:
@@ -115,7 +123,8 @@ class Producer:
 
         Raises:
             StopRequested: ``stop`` became true.
-            EnvironmentUnavailable: every group of the step failed.
+            EnvironmentUnavailable: every group of the step failed, or an environment failed for good.
+            UserCodeError: likewise, where nothing but the environment's own code fails.
             InfraError: a worker was lost.
         """
         self._version = version
@@ -136,6 +145,7 @@ class Producer:
                     raise StopRequested("stopped while collecting rollouts")
                 self._drop_stale()
                 self._fill()
+                self._watch.look()
         except BaseException:
             self._abandon()
             raise
@@ -151,6 +161,7 @@ class Producer:
     def _abandon(self, *, keep: bool = True) -> dict[int, asyncio.Task[None]]:
         """Cancel what is in flight on this side; ``keep``: as pending, to be rolled out again."""
         flying, self._flying = self._flying, {}
+        self._watch.given_up(flying)
         for group_id, task in flying.items():
             task.cancel()
             self._load[self._worker_of.pop(group_id)] -= 1
@@ -171,12 +182,9 @@ class Producer:
         taken = Taken([self._ready.pop(i) for i in ids], self._dropped.dropped, self._dropped.reasons)
         self._dropped = Taken([])
         if not taken.groups and taken.reasons["failed"] and not taken.reasons["equal_rewards"]:
-            errors = Counter(r.error for g in taken.dropped for r in g.rollouts if r.error)
-            most = errors.most_common(1)
-            raise EnvironmentUnavailable(
-                f"all {taken.reasons['failed']} prompt groups of the step failed"
-                + (f", most often: {most[0][0]}" if most else "")
-            )
+            worst = Counter(g.task.environment for g in taken.dropped).most_common(1)[0][0]
+            error = self._watch.failure(worst)
+            raise type(error)(f"all {taken.reasons['failed']} prompt groups of the step failed: {error}")
         return taken
 
     def _fill(self) -> None:
@@ -186,10 +194,14 @@ class Producer:
             self._budget -= 1
 
     def _next_id(self) -> int:
-        if self._again:
-            return self._again.pop(0)
-        self._next += 1
-        return self._next - 1
+        while True:
+            if self._again:
+                group_id = self._again.pop(0)
+            else:
+                group_id = self._next
+                self._next += 1
+            if self._tasks.task(group_id).environment not in self._watch.left_out:
+                return group_id
 
     def _dispatch(self, group_id: int) -> None:
         s = self._settings
@@ -203,6 +215,7 @@ class Producer:
             sampling=Sampling(max_new_tokens=s.max_response_tokens, temperature=s.temperature),
             seed=self._seed,
         )
+        self._watch.began(group_id, request.task.environment)
         self._flying[group_id] = asyncio.create_task(self._run(worker, request))
 
     async def _run(self, worker: int, request: GroupRequest) -> None:
@@ -219,6 +232,7 @@ class Producer:
         self._flying.pop(request.id, None)
         self._worker_of.pop(request.id, None)
         self._load[worker] -= 1
+        self._failure = self._watch.finished(group, len(self._tasks.environments)) or self._failure
         self._sort(group)
         self._fill()
         self._changed.set()
@@ -233,7 +247,7 @@ class Producer:
         ends = {r.end for r in group.rollouts}
         if RolloutEnd.PROMPT_TOO_LONG in ends:
             return "prompt_too_long"
-        if not all(end.trainable for end in ends):
+        if RolloutEnd.ABORTED in ends or not has_enough(group, self._settings.max_failing_rollouts):
             return "failed"
         if self._settings.filter == "equal_rewards" and len(set(group.rewards)) == 1:
             return "equal_rewards"
@@ -252,6 +266,19 @@ class Producer:
         self._dropped.reasons[reason] += 1
         if reason != "equal_rewards":
             log.warning("group %d (%s) is not trained: %s", group.id, group.task.id, reason)
+
+
+def has_enough(group: PromptGroup, max_failing: float) -> bool:
+    """Whether few enough of a group's rollouts failed for the others to be trained.
+
+    Args:
+        group: finished.
+        max_failing: ``rollout.max_failing_rollouts``: a share of the group below 1, else a number.
+    """
+    total, left = len(group.rollouts), len(group.trainable)
+    allowed = int(max_failing * total + 1e-9) if max_failing < 1 else int(max_failing)
+    # One rollout has no group to be compared with: its advantage would be 0.
+    return total - left <= allowed and left >= min(2, total)
 
 
 async def run_all(

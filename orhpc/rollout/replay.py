@@ -24,6 +24,8 @@ class ReplayProducer:
         self._folder = Path(folder)
         self.steps = recorded_steps(self._folder)
         self.position = Position()
+        self.notices: list[str] = []
+        """Nothing here is slow or fails; for :class:`~orhpc.rollout.producer.Producer`'s users."""
 
     async def take(self, version: int, stop: Callable[[], bool] = lambda: False) -> Taken:
         """Groups of the step that follows ``version``.

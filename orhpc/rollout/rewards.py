@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from orhpc.config import EnvironmentSettings
-from orhpc.errors import ConfigError
+from orhpc.errors import UserCodeError
 from orhpc.types import Rollout, RolloutEnd
 
 _REDUCTIONS = {
@@ -42,9 +42,9 @@ def clamp(reward: float, settings: EnvironmentSettings) -> float:
 
 
 def custom_reward(value: object, name: str, settings: EnvironmentSettings) -> float:
-    """Check and clamp what a ``rollout.custom_reward`` function returned; raises ConfigError."""
+    """Check and clamp what a ``rollout.custom_reward`` function returned; raises UserCodeError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"rollout.custom_reward: {name} returned {value!r}, which is not a finite number")
+        raise UserCodeError(f"rollout.custom_reward: {name} returned {value!r}, which is not a finite number")
     return clamp(float(value), settings)
 
 

@@ -57,6 +57,11 @@ class TaskSequence:
         self._taken = [0] * len(of)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
+    @property
+    def environments(self) -> set[str]:
+        """Names of the environments that tasks are drawn from."""
+        return {stream.environment for stream in self._streams}
+
     def task(self, group_id: int) -> Task:
         """Task of a group; ids count from 0."""
         while len(self._picked) <= group_id:

@@ -28,4 +28,7 @@ class ToolResult:
     """The task has come to its end."""
     error: str | None = None
     """``not_found``, ``name_collision``, ``input_validation``, ``bad_input_shape`` or
-    ``episode_finished`` when the call was refused and nothing ran."""
+    ``episode_finished`` when the call was refused and nothing ran; ``tool_raised`` when the tool's code
+    raised."""
+    metadata: dict[str, Any] | None = None
+    """What the environment says of the call beside its text; recorded, and never shown to the model."""

@@ -9,6 +9,7 @@ the job; once a step has used it, :meth:`RolloutWorker.record` moves it to the s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +20,12 @@ import ray
 
 from orhpc.collector import leave_loaded
 from orhpc.config import Config
-from orhpc.errors import BadTask, InfraError, StorageRefused
+from orhpc.errors import BadTask, InfraError, OrhpcError, StorageRefused, UserCodeError
 from orhpc.record import RolloutFile, record_path, write_rollouts
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
+from orhpc.rollout.health import Health
+from orhpc.rollout.producer import has_enough
 from orhpc.rollout.rewards import with_group_score
 from orhpc.rollout.upload import Uploader
 from orhpc.route_shares import route_layers
@@ -62,6 +65,7 @@ class RolloutWorker:
         self._environments: dict[str, Environment] = {}
         self._held: dict[int, list[Rollout]] = {}
         self._running: dict[int, asyncio.Task[PromptGroup]] = {}
+        self._health: dict[str, Health] = {}
         self._gate = asyncio.Semaphore(config.rollout.max_concurrent)
         self._stopping = False
 
@@ -154,16 +158,23 @@ class RolloutWorker:
         await self._pool.close()
 
     async def _group(self, request: GroupRequest) -> PromptGroup:
-        samples = [self._rollout(request, sample) for sample in range(request.n_samples)]
-        rollouts = list(await asyncio.gather(*samples))
+        samples = [asyncio.ensure_future(self._rollout(request, s)) for s in range(request.n_samples)]
+        try:
+            rollouts = list(await asyncio.gather(*samples))
+        finally:  # where one cannot go on, its siblings are not worth finishing
+            for sample in samples:
+                sample.cancel()
         await self._score_group(request.task, rollouts)
         self._held[request.id] = rollouts
+        summaries = tuple(self._summary(r) for r in rollouts)
+        notices = self._environments[request.task.environment].notices.drain()
+        group = PromptGroup(request.id, request.task, summaries, notices)
         newest = self._rundir.newest_attempt() <= self._attempt  # else the buffer is no longer ours to fill
-        if newest and not request.evaluation and all(r.end.trainable for r in rollouts):
+        if newest and not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
             await asyncio.to_thread(self._keep, request.id, rollouts)
         for rollout in rollouts:
             self._uploader.put(rollout)
-        return PromptGroup(request.id, request.task, tuple(self._summary(r) for r in rollouts))
+        return group
 
     def _keep(self, group_id: int, rollouts: list[Rollout]) -> None:
         """Into the buffer, where the group outlives this process; it can do without."""
@@ -174,42 +185,53 @@ class RolloutWorker:
             log.warning("group %d is in memory only: %s", group_id, error)
 
     async def _rollout(self, request: GroupRequest, sample: int) -> Rollout:
-        """One rollout, started afresh after an infrastructure failure."""
+        """One rollout, started again in a new session after a failure that may not repeat itself.
+
+        Raises:
+            UserCodeError: code of the user's has raised in every rollout so far.
+        """
         async with self._gate:
-            environment = self._environments[request.task.environment]
-            failure: Exception | None = None
-            for again in range(self._config.rollout.retries + 1):
+            health = self._health.setdefault(request.task.environment, Health(request.n_samples))
+            for again in itertools.count():
                 try:
-                    return await self._agent.run(
+                    rollout = await self._agent.run(
                         request,
                         sample,
-                        environment=environment,
+                        environment=self._environments[request.task.environment],
                         generate=self._pool.generate,
                         stopping=lambda: self._stopping,
                     )
-                except InfraError as error:
-                    failure = error
+                except (InfraError, BadTask, UserCodeError) as error:
                     log.warning("rollout %d.%d: %s", request.id, sample, error)
+                    if isinstance(error, UserCodeError):
+                        self._environments[request.task.environment].notices.say_once(
+                            ("user code", error.trace), str(error)
+                        )
+                    if not health.again(error, again, self._config.rollout.retries):
+                        return failed_rollout(request, sample, error, retries=again)
                     await asyncio.sleep(_BACKOFF_S * 2**again)
-                except BadTask as error:
-                    failure = error
-                    break
-            assert failure is not None
-            return failed_rollout(request, sample, failure)
+                    continue
+                rollout.retries = again
+                health.worked()
+                return rollout
+            raise AssertionError
 
     async def _score_group(self, task: Task, rollouts: list[Rollout]) -> None:
-        """Add what the environment pays for comparing the group's rollouts, where it does."""
+        """Add what the environment pays for comparing the group's finished rollouts, where it does."""
         environment = self._environments[task.environment]
-        if not environment.supports_score_group or not all(r.end.trainable for r in rollouts):
+        finished = [i for i, r in enumerate(rollouts) if r.end.trainable]
+        if not environment.supports_score_group or not finished:
             return
         try:
-            scores = await environment.score_group(task, [r.messages for r in rollouts])
+            scores = await environment.score_group(task, [rollouts[i].messages for i in finished])
         except (InfraError, BadTask) as error:
-            for rollout in rollouts:
-                rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, str(error)
+            for i in finished:
+                rollout, said = rollouts[i], f"{type(error).__name__}: {error}"
+                rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, said
             return
         settings = self._config.environments[task.environment]
-        rollouts[:] = [with_group_score(r, s, settings) for r, s in zip(rollouts, scores, strict=True)]
+        for i, score in zip(finished, scores, strict=True):
+            rollouts[i] = with_group_score(rollouts[i], score, settings)
 
     def _summary(self, rollout: Rollout) -> RolloutSummary:
         versions = rollout.versions_T[rollout.loss_mask_T]
@@ -240,6 +262,8 @@ class RolloutWorker:
             ),
             error=rollout.error,
             waits=rollout.waits,
+            retries=rollout.retries,
+            raised=sum(t.raised for t in rollout.turns),
         )
 
     def _put_routes(self, routes: np.ndarray[Any, Any]) -> tuple[Any, ...]:
@@ -260,15 +284,15 @@ class RolloutWorker:
                 with RolloutFile(file) as record:
                     of_group = [record.rollout(row) for row in range(len(record))]
             rollouts += of_group
-            trained |= {r.id for r in of_group} if used else set()
+            trained |= {r.id for r in of_group if r.end.trainable} if used else set()
         write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
         for group_id, _, _ in groups:
             self._held.pop(group_id, None)
             self._buffer_path(group_id).unlink(missing_ok=True)
 
 
-def failed_rollout(request: GroupRequest, sample: int, error: Exception) -> Rollout:
-    """A rollout without tokens or reward, for the count and the record."""
+def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:
+    """A rollout without tokens or reward, for the count and the record, with what was said in it."""
     return Rollout(
         id=f"{request.id}.{sample}",
         group_id=request.id,
@@ -281,5 +305,7 @@ def failed_rollout(request: GroupRequest, sample: int, error: Exception) -> Roll
         versions_T=np.zeros(0, np.int32),
         end=RolloutEnd.FAILED,
         reward=None,
+        messages=error.transcript or [],
         error=f"{type(error).__name__}: {error}",
+        retries=retries,
     )

@@ -32,6 +32,7 @@ from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
 from orhpc.train.layouts import Layout, load_shards
+from orhpc.train.model_check import check_trainer
 from orhpc.train.nearby import stay_near
 from orhpc.train.residence import asleep_bytes, memory
 from orhpc.train.saves import RankSaves
@@ -113,13 +114,17 @@ class TrainerRank:
             self.backend.prepare_sleep(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 
     def build(self) -> dict[str, Any]:
-        """Load the model (collective); return ``parameters`` and ``world_size``."""
+        """Load the model and compare it with transformers' (collective).
+
+        Returns ``parameters``, ``model_check`` (what the comparison found) and ``world_size``.
+        """
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
             info = self.backend.build()
+            found = check_trainer(self.backend, self.config, self.model_dir, int(info["parameters"]))
         self._saves.prepare()
         leave_loaded()
-        return {**info, "world_size": self.world_size}
+        return {**info, "model_check": found, "world_size": self.world_size}
 
     def restore(self, folder: str | None) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.

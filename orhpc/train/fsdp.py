@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from orhpc.errors import ModelError
+from orhpc.model_check import refuse_changing_positions
 from orhpc.train.backend import Batches, Role, Shard, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.gather import ELEMENTS, gathered
@@ -38,6 +39,7 @@ from orhpc.train.model import (
     load_model_config,
     model_parameters,
     saved_buffers,
+    set_modes,
 )
 from orhpc.train.optim import Optimiser, local
 from orhpc.train.replay import RouterReplay
@@ -71,11 +73,13 @@ class FsdpBackend:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         config = self._model_config()
+        longest = self.config.rollout.max_total_tokens
+        refuse_changing_positions(config, longest, "a trainer that packs samples", "rollout.max_total_tokens")
+        self.policy, self._shapes = self._load(trained=True)
         self._hf_names = HfNames(empty_model(config, self.config.model), config)
         self._hf_names.check()
         self.policy, self._shapes = self._load(trained=True)
         self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
-        self.policy.check(self.device, self.dtype)
         self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
         # Noted now: a step that failed midway may leave parameters gathered.
         self._starts = {n: self._rows(p, self._shapes[n])[0] for n, p in self._named(self.policy)}
@@ -104,9 +108,6 @@ class FsdpBackend:
         return model, shapes
 
     def _wrap(self, hf: PreTrainedModel, *, trained: bool) -> LogprobModel:
-        for module in hf.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
         if trained and self.config.train.gradient_checkpointing:
             _checkpoint_activations(hf)
         model = LogprobModel(
@@ -116,9 +117,8 @@ class FsdpBackend:
             # Never in the reference: it has routed for itself since before any engine sampled.
             routers=self._routers(hf) if trained else None,
         )
-        # Always in training mode, without any dropout: every pass of a step computes the same.
-        model.train().requires_grad_(trained)
-        return model
+        set_modes(model)  # once and for all: every pass of a step computes the same
+        return model.requires_grad_(trained)
 
     def _routers(self, hf: PreTrainedModel) -> RouterReplay | None:
         if not self.config.routes_wanted:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.errors import ModelError
-from orhpc.train import llama4, packed_attention
+from orhpc.train import llama4, packed_attention, phimoe
 from orhpc.train.batch import PackedBatch
 from orhpc.train.head import LogitScaling, token_logprobs
 from orhpc.train.packed_attention import Packing
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-PROBE_LENGTHS = (7, 5)
-"""Tokens of the two sequences of the self-check."""
 
 
 def load_model_config(model_dir: str, settings: ModelSettings, *, quantised: bool = False) -> Any:
@@ -50,7 +47,7 @@ def load_model_config(model_dir: str, settings: ModelSettings, *, quantised: boo
     if getattr(config, "quantization_config", None) and not quantised:
         raise ModelError(f"model.path: {model_dir} holds quantised weights, which cannot be trained")
     for name, value in vars(config).items():
-        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+        if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     config.use_cache = False
     return config
@@ -71,10 +68,10 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=settings.trust_remote_code, **attention
             )
-    except ValueError as error:
-        raise ModelError(f"model.path: {_one_line(error)}") from error
+    except (ValueError, KeyError) as error:
+        raise _unusable(config, "model.path", error) from error
     if packed:
-        packed_attention.check_family(type(model), config, adapted=llama4.adapt(model))
+        _adapt(model, config)
     return model
 
 
@@ -98,17 +95,45 @@ def load_model(
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model.path: {model_dir}: {_one_line(error)}") from error
+        raise _unusable(config, f"model.path: {model_dir}", error) from error
     model, info = loaded
-    packed_attention.check_family(type(model), config, adapted=llama4.adapt(model))
+    _adapt(model, config)
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(str(name) for name in info.get(what) or ()):
             raise ModelError(f"model.path: {model_dir}: {what.replace('_', ' ')}: {', '.join(names[:3])}")
     return model
 
 
+def _adapt(model: PreTrainedModel, config: Any) -> None:
+    """Refuse what cannot be packed, and put into the modules what they do not say to attention functions."""
+    packed_attention.check_family(type(model), config, adapted=llama4.adapt(model))
+    phimoe.adapt(model)
+
+
+def _unusable(config: Any, where: str, error: Exception) -> ModelError:
+    if isinstance(error, KeyError) and error.args == (packed_attention.NAME,):
+        # Its class looks its attention up in a table of its own, which has transformers' alone.
+        return ModelError(
+            f"{config.model_type} cannot be packed: transformers lets no other attention into it"
+        )
+    return ModelError(f"{where}: {_one_line(error)}")
+
+
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def set_modes(model: nn.Module) -> None:
+    """Put every module into evaluation mode, but for those that recompute activations.
+
+    Nothing is random then: neither dropout nor noise on inputs or choices of routers, whatever a family calls
+    it (PhiMoE's ``router_jitter_noise``, for one, is also a threshold that evaluation uses).  transformers
+    recomputes only in modules in training mode.
+    """
+    model.eval()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.training = True
 
 
 def logit_scaling_of(config: Any, temperature: float) -> LogitScaling:
@@ -178,15 +203,8 @@ class LogprobModel(nn.Module):
         if not isinstance(head, nn.Linear):
             raise ModelError(f"{type(hf).__name__}: its head is a {type(head).__name__}, not a linear layer")
 
-    def forward(
-        self, batch: DeviceBatch, *, entropy_gradient: bool = False, probe: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``logprobs_P`` and ``entropy_P``, float32, 0 where the mask is False.
-
-        ``probe`` returns the two sides of the self-check instead.
-        """
-        if probe:
-            return self._probe(batch)
+    def forward(self, batch: DeviceBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Return ``logprobs_P`` and ``entropy_P``, float32, 0 where the mask is False."""
         if self.routers is not None:
             # A pass without gradient comes before the update's own, over the same tokens.
             self.routers.start(batch.routed, counted=torch.is_grad_enabled())
@@ -218,56 +236,6 @@ class LogprobModel(nn.Module):
             body = self.hf.model
         output = body(input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False)
         return output.last_hidden_state[0]
-
-    def _probe(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
-        """Logits of the last sequence: ours, out of the pack, and the family's own, of it alone."""
-        start = int(batch.packing.cu_seqlens[-2])
-        hidden_TH = self._hidden(batch.input_ids_P, batch.position_ids_P, batch.packing)[start:]
-        head = self._head()
-        logits = nn.functional.linear(hidden_TH, head.weight, head.bias).float()
-        ours = LogitScaling(self.scaling.scale, self.scaling.softcap).apply_(logits)
-        alone = Packing([0, len(hidden_TH)], hidden_TH.device)
-        theirs = self.hf(
-            input_ids=batch.input_ids_P[None, start:],
-            position_ids=batch.position_ids_P[None, start:],
-            packing=alone,
-            use_cache=False,
-        ).logits[0]
-        return ours, theirs.float()
-
-    @torch.no_grad()
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Compare packed log-probabilities with the family's own forward pass on a few tokens.
-
-        ``dtype`` is the type that the forward pass runs in.  Raises
-        :class:`~orhpc.errors.ModelError` when they differ: the family does something to its
-        attention or its logits that this trainer does not know.
-        """
-        lengths = PROBE_LENGTHS
-        total = sum(lengths)
-        vocabulary = self.hf.config.get_text_config().vocab_size
-        cu = [0, lengths[0], total]
-        batch = DeviceBatch(
-            input_ids_P=torch.arange(total, device=device) * 7919 % vocabulary,
-            position_ids_P=torch.cat([torch.arange(n, device=device) for n in lengths]),
-            packing=Packing(cu, device),
-            rows_R=torch.empty(0, dtype=torch.int64, device=device),
-            targets_R=torch.empty(0, dtype=torch.int64, device=device),
-            mask_P=torch.zeros(total, dtype=torch.bool, device=device),
-            segments_P=torch.zeros(total, dtype=torch.int64, device=device),
-            n_segments=2,
-            rollout_logprobs_P=torch.zeros(total, device=device),
-            advantages_P=torch.zeros(total, device=device),
-        )
-        ours, theirs = self(batch, probe=True)
-        ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
-        difference = float((ours - theirs).abs().max())
-        bound = 1e-3 if dtype == torch.float32 else 1.0
-        if not difference <= bound:
-            raise ModelError(
-                f"{type(self.hf).__name__}: packed log-probabilities differ by {difference:.3g} from the "
-                "model's own: the family does something that the trainer does not know"
-            )
 
 
 def model_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:

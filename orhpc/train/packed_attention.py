@@ -155,6 +155,8 @@ class Traits:
 
     chunk: int | None = None
     """Tokens attend only to those of their chunk: sequences are cut at the multiples of it."""
+    window: int | None = None
+    """Tokens attend to that many keys at most, their own included; read where the family gives no window."""
     temperature: Temperature | None = None
     norm_eps: float | None = None
     """Queries and keys are divided by the root of their mean square, head by head; only read where the
@@ -209,6 +211,8 @@ def packed_attention(
     if traits.temperature is not None:
         q_PHD = scaled_queries(q_PHD, traits.temperature, packing, packing.positions)
     packing = packing.chunked(traits.chunk)
+    if sliding_window is None:
+        sliding_window = traits.window
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if softcap is not None:
         output_PHD = softcapped_attention(

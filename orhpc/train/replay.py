@@ -13,10 +13,13 @@ GLM-4.5) return logits alone, and the block around them chooses; there a hook be
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +34,9 @@ from orhpc.train.grpo import MetricSums
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
 _LAYER_INDEX = re.compile(r"\.layers\.(\d+)\.")
-_FORM_TOLERANCE = 1e-2
-"""Relative difference of weights that rounding to half precision explains; other formulas differ by more."""
+_FORM_TOLERANCE = 1e-4
+"""Relative difference of float32 weights that rounding explains; other formulas differ by far more."""
+_PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class RouterReplay:
         self._replay = replay
         self._rows: RoutedRows | None = None
         self._forms: dict[int, WeightForm] = {}
+        """By layer: read from the family's own router when this object is made."""
         self._same_MP: Tensor | None = None
         """Of a pass that is counted: by router, whether it chose the recorded experts by itself."""
         self._counts = _Counts()
@@ -115,8 +120,12 @@ class RouterReplay:
             found = _LAYER_INDEX.search(f".{name}.")
             if found and _ROUTER_CLASS.search(type(module).__name__):
                 index, layer = len(self.layers), int(found[1])
-                module.register_forward_hook(partial(self._hook, index, layer))
                 block = model.get_submodule(name.rpartition(".")[0])
+                if replay:
+                    self._forms[layer] = weight_form(
+                        module, block, model.config.get_text_config().hidden_size
+                    )
+                module.register_forward_hook(partial(self._hook, index, layer))
                 if isinstance(experts := getattr(block, "experts", None), nn.Module):
                     experts.register_forward_pre_hook(partial(self._before_experts, index, layer, block))
                 self.layers.append(layer)
@@ -213,29 +222,98 @@ class RouterReplay:
             self._loads.add(layer, recorded if self._replay else own, rows.known_P)
         if not self._replay:
             return None
-        if layer not in self._forms:
-            self._forms[layer] = weight_form(router, logits, weights, own)
         # The weights anew in every row: then nothing of the router's own has a gradient to compute.
         chosen = torch.where(rows.known_P[:, None], recorded, own)
         return self._forms[layer](logits, chosen).to(weights.dtype), chosen
 
 
 @torch.no_grad()
-def weight_form(router: nn.Module, logits: Tensor, weights: Tensor, indices: Tensor) -> WeightForm:
-    """Find how a router makes weights of its logits, by what reproduces the weights it has just given.
+def weight_form(router: nn.Module, block: nn.Module, hidden: int) -> WeightForm:
+    """Find how a family's router makes weights ``[N, K]`` of its logits ``[N, E]``.
 
-    ``router``: it, or the block around it that does so in its place.
+    A copy of the router, with random parameters, computes random inputs ``[N, hidden]``.  Its answer depends
+    on the family's code and config alone; the model's own parameters could leave the form undecided, because
+    router logits near zero have the same weights under softmax and sigmoid.
 
-    Softmax or sigmoid scores, normalised over the chosen experts or not, times the family's scaling factor:
-    that covers every router of transformers.  Raises ModelError for one that is none of them.
+    ``block``: the module that contains the router; it chooses the experts where the router returns logits
+    only.  Raises ModelError for a router that none of the forms of :func:`form_of` describes.
     """
-    factor = float(getattr(router, "routed_scaling_factor", 1.0) or 1.0)
+    kind = type(router).__name__
+    generator = torch.Generator().manual_seed(1)
+    probe = _randomised(copy.deepcopy(router), hidden, generator)
+    # Logits of standard deviation 2, for which the forms differ widely.
+    inputs_NH = 2 * torch.randn(_PROBE_TOKENS, hidden, generator=generator)
+    try:
+        if len(_required(router)) == 1 and not isinstance(output := probe(inputs_NH), Tensor):
+            logits, weights, indices = output
+        else:
+            logits, weights, indices = _through_block(block, router, probe, inputs_NH, generator)
+    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            f"routing replay: {kind} cannot be called by itself ({' '.join(str(error).split())[:200]}); "
+            "set train.routing_replay: false"
+        ) from error
+    factor = float(
+        getattr(router, "routed_scaling_factor", getattr(block, "routed_scaling_factor", 1.0)) or 1.0
+    )
+    return form_of(kind, logits, weights, indices, factor)
+
+
+def _required(module: nn.Module) -> list[str]:
+    found = inspect.signature(module.forward).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in found if p.default is p.empty and p.kind not in variable]
+
+
+def _randomised(module: nn.Module, hidden: int, generator: torch.Generator) -> nn.Module:
+    module = module.to_empty(device="cpu").float().eval()
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) / hidden**0.5)
+    return module
+
+
+class _Recorder(nn.Module):
+    """In the place of a block's other modules: keeps its inputs, and returns zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: tuple[Any, ...] = ()
+
+    def forward(self, hidden: Tensor, *others: Any, **_: Any) -> Tensor:
+        self.inputs = (hidden, *others)
+        return torch.zeros_like(hidden)
+
+
+def _through_block(
+    block: nn.Module, router: nn.Module, probe: nn.Module, inputs_NH: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, weights and indices, where the router needs the block around it, or the block chooses."""
+    twin = copy.copy(block)
+    modules = {name: probe if m is router else _Recorder() for name, m in block._modules.items()}
+    twin._modules = {}
+    twin._parameters, twin._buffers = copy.deepcopy(block._parameters), copy.deepcopy(block._buffers)
+    twin = _randomised(twin, inputs_NH.shape[1], generator)
+    twin._modules = modules  # type: ignore[assignment]
+    logits: list[Tensor] = []
+    probe.register_forward_hook(lambda _m, _i, out: logits.append(out if isinstance(out, Tensor) else out[0]))
+    twin(inputs_NH[None])
+    experts = modules["experts"]
+    assert isinstance(experts, _Recorder)
+    _, indices, weights = experts.inputs
+    return logits[0], weights, indices
+
+
+def form_of(kind: str, logits: Tensor, weights: Tensor, indices: Tensor, factor: float) -> WeightForm:
+    """The form that reproduces the weights ``[N, K]`` of a router of class ``kind``.
+
+    Softmax or sigmoid scores, normalised over the chosen experts or not, times the family's scaling factor.
+    Raises ModelError where none of them does.
+    """
     for sigmoid in (False, True):
         for normalise in (True, False):
             form = partial(_form, sigmoid=sigmoid, normalise=normalise, factor=factor)
             if torch.allclose(form(logits, indices), weights.float(), rtol=_FORM_TOLERANCE, atol=1e-6):
                 return form
     raise ModelError(
-        f"routing replay: how {type(router).__name__} weighs its experts is not known; "
-        "set train.routing_replay: false"
+        f"routing replay: how {kind} weighs its experts is not known; set train.routing_replay: false"
     )

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError
-from orhpc.launch.prepare import check_paths
+from orhpc.launch import fit
 from orhpc.memory import Demand, Layout, layer_activations, trainer_memory
 from orhpc.models import shape_of
 from orhpc.train.megatron.families import Build, build_of, spans
@@ -69,10 +69,10 @@ def test_a_layout_that_cannot_be_is_refused_before_a_node_is_asked_for(
         }
     )
     if said is None:
-        check_paths(config)
+        fit.check(config)
         return
     with pytest.raises(ConfigError, match=said):
-        check_paths(config)
+        fit.check(config)
 
 
 def build(name: str, **changes: Any) -> Build:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import pickle
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from orhpc.errors import (
     BadTask,
     ConfigError,
     EngineUnavailable,
+    EnvironmentRaised,
     EnvironmentUnavailable,
     ModelError,
     PromptTooLong,
+    UserCodeError,
 )
 from orhpc.rollout.agent import load_agent, run_rollout, turn_seed
 from orhpc.rollout.functions import load_function
@@ -410,8 +413,50 @@ def test_custom_rewards_replace_the_environments_and_are_clamped() -> None:
     rollout = run(room, Policy(CHAT, ["x"]), reward=later, settings={"max_reward": 5.0})
     assert rollout.reward == 5.0
     bad = Room(terminal=[ToolResult("", reward=0.1, finished=True)])
-    with pytest.raises(ConfigError, match="custom_reward"):
+    with pytest.raises(UserCodeError, match=r"custom_reward: .* returned nan"):
         run(bad, Policy(CHAT, ["x"]), reward=lambda rollout: float("nan"))
+
+
+@pytest.mark.parametrize("error", [TimeoutError("the judge"), KeyError("x"), AssertionError()])
+def test_whatever_a_reward_function_raises_names_its_line(error: Exception) -> None:
+    def score(rollout: Rollout) -> float:
+        raise error
+
+    room = Room(terminal=[ToolResult("", reward=0.1, finished=True)])
+    with pytest.raises(UserCodeError, match=type(error).__name__) as caught:
+        run(room, Policy(CHAT, ["x"]), reward=score)
+    assert f"{__file__}:" in str(caught.value)
+    assert "in score" in str(caught.value)
+    assert "raise error" in caught.value.trace
+    assert "\n" not in str(caught.value)
+    assert pickle.loads(pickle.dumps(caught.value)).trace == caught.value.trace
+
+
+def test_a_tool_that_raises_is_a_turn_that_the_model_sees() -> None:
+    failed = ToolResult("The tool 'add' failed: KeyError", error="tool_raised")
+    room = Room(answers={"add": [failed, ToolResult("7", reward=1.0, finished=True)]})
+    policy = Policy(CHAT, [call("add", by=5), call("add", by=1)])
+    rollout = run(room, policy)
+    assert (rollout.end, rollout.reward) == (RolloutEnd.TERMINAL, 1.0)
+    assert [(t.raised, t.malformed, t.tool_calls) for t in rollout.turns] == [(1, 0, 0), (0, 0, 1)]
+    assert "The tool 'add' failed" in CHAT.codec.decode(policy.prompts[1])
+
+
+def test_what_cannot_go_on_is_raised_with_what_was_said() -> None:
+    for failure in (EnvironmentRaised("HTTP 500"), EnvironmentUnavailable("gone")):
+        with pytest.raises(type(failure)) as caught:
+            run(Room(answers={"add": [failure]}), Policy(CHAT, [call("add")]))
+        assert [m["role"] for m in caught.value.transcript or []] == ["user", "assistant"]
+
+
+def test_metadata_of_a_call_is_recorded_and_never_shown() -> None:
+    room = Room(answers={"add": [ToolResult("7", reward=1.0, finished=True, metadata={"gold": 42})]})
+    policy = Policy(CHAT, [call("add")])
+    rollout = run(room, policy)
+    assert rollout.messages[-1]["metadata"] == {"gold": 42}
+    huge = ToolResult("7", finished=True, metadata={"log": "x" * 10**6})
+    again = run(Room(answers={"add": [huge]}), Policy(CHAT, [call("add")]))
+    assert len(again.messages[-1]["metadata"]) == 4000
 
 
 @pytest.mark.parametrize(

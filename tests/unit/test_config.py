@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc.config import Config
+from orhpc.config import Config, EnvironmentSettings
 from orhpc.config_files import changes_on_resume, dump_config, load_config, validate
+from orhpc.config_reference import reference
 from orhpc.errors import ConfigError
 from tests.cpu_time import run_timed
 
@@ -37,22 +38,25 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
 def test_defaults_are_those_users_come_with() -> None:
     """The defaults of the table in the field's training examples."""
     c = Config.model_construct()
-    assert c.model.path == "Qwen/Qwen3-30B-A3B"
+    assert c.model.path == "Qwen/Qwen3-4B"
     assert (c.train.lr, c.train.weight_decay, c.train.lr_schedule) == (1e-5, 0.0, "constant")
     assert (c.train.adam_beta1, c.train.adam_beta2, c.train.adam_eps) == (0.9, 0.999, 1e-8)
     assert (c.rollout.n_samples, c.rollout.batch_size, c.train.global_batch_size) == (16, 32, 512)
     assert (c.rollout.max_response_tokens, c.train.max_tokens_per_gpu) == (4096, 8192)
     assert (c.rollout.temperature, c.algorithm.eps_clip, c.train.steps) == (1.0, 0.2, 3000)
-    assert (c.engine.memory_fraction, c.engine.tp, c.placement.devices_per_node) == (0.7, 4, 4)
+    assert (c.engine.memory_fraction, c.engine.tp, c.placement.devices_per_node) == (0.7, 1, 4)
     assert (c.placement.mode, c.train.backend, c.checkpoint.save_interval) == ("colocated", "fsdp", 10)
     assert c.placement.device == "cuda"
 
 
-def test_base_file_spells_out_the_schema_s_defaults() -> None:
-    base = yaml.safe_load((ROOT / "configs/base.yaml").read_text())
-    defaults = Config.model_construct().model_dump(mode="json")
-    defaults.pop("environments", None)
-    assert base == defaults
+def test_base_file_is_the_schema_s_reference() -> None:
+    """Every setting, with its default and its description, those of an environment included."""
+    text = (ROOT / "configs/base.yaml").read_text()
+    assert text == reference(), "python -m orhpc.config_reference > configs/base.yaml"
+    assert yaml.safe_load(text) == Config.model_construct(environments={}).model_dump(mode="json")
+    example = [line[1:] for line in text.splitlines() if line.startswith("#  ")]
+    shown = yaml.safe_load("\n".join(example))["Organisation/Name"]
+    assert shown == EnvironmentSettings().model_dump(mode="json")
 
 
 @pytest.mark.parametrize(
@@ -198,3 +202,20 @@ def test_the_login_node_side_imports_neither_torch_nor_ray() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+def test_configs_of_the_package_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("configs/tiny.yaml", "tiny.yaml"):
+        assert load_config(name).run.name == "tiny"
+    (tmp_path / "mine.yaml").write_text("extends: tiny.yaml\ntrain: {steps: 7}\n")
+    assert load_config("mine.yaml").train.steps == 7
+    # A file of the user's own comes first.
+    (tmp_path / "tiny.yaml").write_text("extends: local.yaml\n")
+    assert load_config("tiny.yaml").train.steps == 30
+    with pytest.raises(ConfigError, match=r"tine\.yaml: no such config file, nor one .* mean tiny\.yaml\?"):
+        load_config("tine.yaml")
+    with pytest.raises(ConfigError, match=r"/other/tiny\.yaml: no such config file"):
+        load_config("other/tiny.yaml")

@@ -13,15 +13,28 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import ImageBlock, TextBlock, ToolOutput, terminal, tool
 from pydantic import BaseModel
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
-from orhpc.errors import BadTask, ConfigError, EnvironmentUnavailable, PreflightError
+from orhpc.errors import (
+    BadAnswer,
+    BadTask,
+    ConfigError,
+    EnvironmentRaised,
+    EnvironmentUnavailable,
+    PreflightError,
+    ToolTimeout,
+    UserCodeError,
+)
+from orhpc.rollout import call_history
 from orhpc.rollout import environment as environment_module
 from orhpc.rollout import openreward_session as wire
 from orhpc.rollout.addresses import choose_variant, is_private
+from orhpc.rollout.answers import tool_result
 from orhpc.rollout.environment import Environment
 from orhpc.types import Task
 from tests.served import Served, serve
@@ -140,6 +153,8 @@ class Plain(ServedEnvironment):
     @tool
     async def submit(self, text: Text) -> ToolOutput:
         """Take it."""
+        if text.text == "raise":
+            raise ValueError("cannot be read")
         right = text.text == str(self.task_spec["a"])
         return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(right), finished=True)
 
@@ -557,15 +572,87 @@ def test_a_reward_that_is_no_number_is_nothing(served: Served, told: str) -> Non
 # --- broken tasks and bad input ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("index", "words"), [(0, "constructor broke"), (1, "setup broke"), (2, "'image'")])
-def test_a_task_that_breaks_is_bad(served: Served, index: int, words: str) -> None:
+@pytest.mark.parametrize(("index", "words"), [(0, "constructor broke"), (1, "setup broke")])
+def test_a_task_that_breaks_can_be_tried_again_and_is_not_the_whole_environment(
+    served: Served, index: int, words: str
+) -> None:
     async def body(environment: Environment) -> None:
-        with pytest.raises(BadTask, match=words):
-            async with environment.session(task(index, "bad")):
-                pass
+        for _ in range(2):
+            with pytest.raises(EnvironmentRaised, match=words):
+                async with environment.session(task(index, "bad")):
+                    pass
 
     within(served.url, body)
     assert served.sessions == 0
+    assert served.calls("/create") < 6  # the second failure is not looked into again
+
+
+class AlwaysRaises(ServedEnvironment):
+    """Its constructor, setup or prompt raises on every task."""
+
+    where = ""
+
+    def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
+        super().__init__(task_spec or {}, secrets or {})
+        self._perhaps("constructor")
+
+    def _perhaps(self, where: str) -> None:
+        if where == self.where:
+            raise ZeroDivisionError("in my own code")
+
+    async def setup(self) -> None:
+        self._perhaps("setup")
+
+    @classmethod
+    def list_splits(cls) -> list[str]:
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split: str) -> Any:
+        return [{"a": i} for i in range(5)]
+
+    def get_prompt(self) -> list[TextBlock]:
+        self._perhaps("prompt")
+        return [TextBlock(text="Go.")]
+
+    @tool
+    async def go(self) -> ToolOutput:
+        """Goes."""
+        return ToolOutput(blocks=[TextBlock(text="gone")])
+
+
+@pytest.mark.parametrize("where", ["constructor", "setup", "prompt"])
+def test_an_environment_that_raises_on_every_task_is_the_users_error(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(AlwaysRaises, "where", where)
+
+    async def body(environment: Environment) -> None:
+        with pytest.raises(UserCodeError, match=r"ZeroDivisionError: in my own code") as caught:
+            async with environment.session(Task("alwaysraises", "train", 3)):
+                pass
+        assert "\n" not in str(caught.value)
+        assert f"{__file__}:" in str(caught.value)
+        assert "in _perhaps" in str(caught.value)
+        assert "self._perhaps" in caught.value.trace
+
+    with serve(AlwaysRaises, tracebacks=True) as running:
+        within(running.url, body, name="alwaysraises")
+        assert running.sessions == 0
+
+
+def test_images_are_left_out_visibly_and_said_once(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        for _ in range(2):
+            async with environment.session(task(2, "bad")) as session:
+                assert session.prompt.splitlines() == [
+                    "Look:", "[an image (image/png) was left out: this model is given text only]"
+                ]  # fmt: skip
+                assert "image/png" in (await session.call("picture", {})).text
+        (notice,) = environment.notices.drain()
+        assert "'Org/whodunit' sends images (image/png)" in notice
+
+    within(served.url, body)
 
 
 def test_an_index_that_is_not_there_is_bad(served: Served) -> None:
@@ -577,15 +664,202 @@ def test_an_index_that_is_not_there_is_bad(served: Served) -> None:
     within(served.url, body)
 
 
-@pytest.mark.parametrize(("name", "words"), [("fail", "a bug"), ("picture", "only text")])
-def test_a_tool_that_breaks_is_a_bad_task(served: Served, name: str, words: str) -> None:
+def test_a_tool_that_raises_is_shown_to_the_model_and_the_session_goes_on(served: Served) -> None:
     async def body(environment: Environment) -> None:
-        with pytest.raises(BadTask, match=words) as caught:
-            async with environment.session(task()) as session:
-                await session.call(name, {})
-        assert "\n" not in str(caught.value)
+        async with environment.session(task()) as session:
+            for _ in range(2):
+                result = await session.call("fail", {})
+                assert (result.error, result.finished, result.reward) == ("tool_raised", False, None)
+                assert "a bug" in result.text
+            assert (await session.call("pay", {"text": "1"})).reward == 1.0
+        (notice,) = environment.notices.drain()
+        assert "'Org/whodunit': tool 'fail' raised" in notice
 
     within(served.url, body)
+
+
+def test_a_tool_that_raises_in_a_lost_session_is_tried_again_in_another(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(EnvironmentUnavailable, match=r"'fail' raised .*, and the session is lost"):
+            async with environment.session(task()) as session:
+                served.answers["/ping"] = [(410, {})]
+                await session.call("fail", {})
+
+    within(served.url, body)
+
+
+def test_an_answer_on_which_the_verifier_raises_fails_the_rollout(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(EnvironmentRaised, match="tool 'submit' raised"):
+            async with environment.session(Task("plain", "train", 2)) as session:
+                await session.answer("raise")
+
+    within(served.url, body, name="plain")
+
+
+def test_a_server_error_on_a_call_can_be_tried_again_in_another_session(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        served.answers["/whodunit/call"] = [(500, {})]
+        with pytest.raises(EnvironmentRaised, match="HTTP 500"):
+            async with environment.session(task()) as session:
+                await session.call("count", {"text": "x"})
+        assert served.calls("/whodunit/call") == 1
+
+    within(served.url, body)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_one_refused_session_is_that_sessions_failure(served: Served, status: int) -> None:
+    async def body(environment: Environment) -> None:
+        served.answers["/create"] = [(status, {})]
+        with pytest.raises(EnvironmentUnavailable, match=r"refused access .* it was sent no key") as caught:
+            async with environment.session(task()):
+                pass
+        assert "Org/whodunit" in str(caught.value)
+        assert "OPENREWARD_API_KEY" not in str(caught.value)
+        async with environment.session(task()) as session:
+            assert session.prompt
+
+    within(served.url, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        ("/whodunit/task_tools", {"tools": None}),
+        ("/whodunit/task_tools", {"tools": [{"name": "a", "description": "", "input_schema": "text"}]}),
+        ("/whodunit/task_tools", {"tools": [{"name": "a", "description": ""}] * 2}),
+        ("/whodunit/task_tools", []),
+        ("/whodunit/task_tools", {"tools": [], "terminal_tool": {"arg": "x"}}),
+        ("/whodunit/prompt", {"text": "?"}),
+        ("/whodunit/prompt", None),
+        ("/whodunit/prompt", [{"type": "text"}]),
+        ("/whodunit/prompt", [{"type": "sound", "data": "?"}]),
+        ("/whodunit/prompt", "Do it."),
+    ],
+)
+def test_a_malformed_answer_is_the_rollouts_failure(served: Served, path: str, document: Any) -> None:
+    async def body(environment: Environment) -> None:
+        served.documents[path] = document
+        with pytest.raises(BadAnswer, match="Org/whodunit/train/0"):
+            async with environment.session(task()):
+                pass
+
+    within(served.url, body)
+    assert served.sessions == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, [], {}, {"ok": True}, {"ok": True, "output": None}, {"ok": True, "output": {"blocks": None}},
+     {"ok": False}, {"ok": False, "error": 3}],
+)  # fmt: skip
+def test_a_malformed_result_is_a_bad_answer(answer: Any) -> None:
+    with pytest.raises(BadAnswer, match="tool 'x'"):
+        tool_result(answer, "tool 'x'", lambda kind: None)
+
+
+def test_deadlines_of_calls_are_learned(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_history, "SHORTEST_S", 0.3)
+    monkeypatch.setattr(call_history, "TIMES_LONGEST", 1.0)
+
+    async def body(environment: Environment) -> None:
+        environment._history._longest["hang"] = 0.1
+        environment._history._count["hang"] = call_history.CALLS_NEEDED
+        began = time.monotonic()
+        with pytest.raises(ToolTimeout, match=r"the longest of 20 earlier calls took 0\.1 s"):
+            async with environment.session(task()) as session:
+                await session.call("hang", {})
+        assert time.monotonic() - began < 5
+        (notice,) = environment.notices.drain()
+        assert "'hang' did not answer in time" in notice
+
+    within(served.url, body, tool_timeout_s=60)
+
+
+@given(st.lists(st.floats(0.01, 500), max_size=60), st.floats(1, 1000))
+def test_a_learned_deadline_lies_between_its_bounds(seconds: list[float], limit: float) -> None:
+    history = call_history.CallHistory(limit)
+    for each in seconds:
+        history.note("a", each)
+    deadline = history.deadline_s("a")
+    assert deadline <= limit
+    assert history.deadline_s("never called") == limit
+    if len(seconds) < call_history.CALLS_NEEDED:
+        assert deadline == limit
+    else:
+        assert deadline >= min(limit, call_history.SHORTEST_S, max(seconds))
+        assert deadline >= min(limit, call_history.TIMES_LONGEST * max(seconds))
+
+
+def test_only_so_many_sessions_are_opened_at_a_time(served: Served) -> None:
+    most = 0
+
+    async def body(environment: Environment) -> None:
+        nonlocal most
+        opening = 0
+        enter = environment._enter
+
+        async def counted(of: Task) -> Any:
+            nonlocal opening, most
+            opening += 1
+            most = max(most, opening)
+            try:
+                return await enter(of)
+            finally:
+                opening -= 1
+
+        environment._enter = counted  # type: ignore[method-assign]
+
+        async def rollout() -> None:
+            async with environment.session(task()):
+                pass
+
+        await asyncio.gather(*(rollout() for _ in range(12)))
+
+    within(served.url, body, settings={"max_opening": 3})
+    assert most == 3
+
+
+def test_a_missing_split_names_those_there_are(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(ConfigError, match="no split 'validation'; it has train, test, bad, empty"):
+            await environment.num_tasks("validation")
+
+    within(served.url, body)
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_web_page_is_told_from_a_server_that_starts(status: int) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            page = b"<html>hello</html>"
+            head = f"HTTP/1.1 {status} X\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n\r\n"
+            writer.write(head.encode() + page)
+
+    async def ask(configured: bool) -> None:
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ConfigError, match="OpenReward server"):
+            async with opened(f"http://127.0.0.1:{port}", configured=configured):
+                pass
+        server.close()
+
+    for configured in (False, True):
+        asyncio.run(asyncio.wait_for(ask(configured), 30))
+
+
+def test_a_name_that_cannot_be_resolved_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BACKOFF_S", 0.01)
+
+    async def body(environment: Environment) -> None:
+        raise AssertionError
+
+    began = time.monotonic()
+    with pytest.raises(PreflightError, match=r"'no-such-host\.invalid' cannot be resolved"):
+        within("http://no-such-host.invalid:80", body, configured=True, environment_start_timeout_s=50)
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("split", ["validation", "empty"])
@@ -710,7 +984,7 @@ def test_a_refused_key_is_said_so(served: Served) -> None:
         raise AssertionError
 
     served.answers["/create_session"] = [(401, {})]
-    with pytest.raises(PreflightError, match="OPENREWARD_API_KEY"):
+    with pytest.raises(PreflightError, match=r"HTTP 401: injected.*it was sent no key"):
         within(served.url, body, configured=True)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openreward.environments import Environment
 
 from orhpc.errors import ConfigError
 from orhpc.ports import free_ports
@@ -27,6 +28,21 @@ from orhpc.rollout.environments.treasure import Door, Treasure
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+
+
+class Bare(Environment):
+    """An environment without a classmethod ``configure``."""
+
+
+class _OrsEnvironment:
+    """Stands for ors-sdk's base class, which is no subclass of OpenReward's."""
+
+
+_OrsEnvironment.__module__ = "ors.environments"
+
+
+class OfOrsSdk(_OrsEnvironment):
+    pass
 
 
 def tasks_of(environment: Any, split: str, count: int) -> list[Any]:
@@ -130,7 +146,9 @@ def test_reasoning_gym_verifies_answers() -> None:
         ("no.such.module:Class", {}, "cannot be loaded"),
         ("json:Nothing", {}, "cannot be loaded"),
         ("json:dumps", {}, "not a class"),
-        ("json:JSONDecoder", {"a": 1}, "takes no options"),
+        ("json:JSONDecoder", {}, "is no OpenReward environment"),
+        (f"{__name__}:Bare", {"a": 1}, "takes no options"),
+        (f"{__name__}:OfOrsSdk", {}, "of ors-sdk: start its own server"),
         ("arithmetic", {"max_numbr": 3}, "max_numbr"),
         ("arithmetic", {"max_number": -3}, "max_number"),
         ("treasure", {"doors": "many"}, "doors"),
@@ -142,6 +160,18 @@ def test_bad_options_are_one_clear_line(name: str, options: dict[str, Any], word
     with pytest.raises(ConfigError, match=words) as caught:
         environment_class(name, options)
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_raises_is_named_with_the_line_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_that_raises.py").write_text("x = 1\ny = undefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert serve_main(["--environment", "mine_that_raises:Mine", "--port", "1"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "Traceback (most recent call last):"
+    assert said[-1].startswith("orhpc: environment 'mine_that_raises:Mine': its module raised NameError: ")
+    assert said[-1].endswith("mine_that_raises.py:2 in <module>)")
 
 
 def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,13 +416,3 @@ def test_bad_model_folders_give_one_line(tmp_path: Path, damage: Callable[[Path]
         built(make_config(), str(folder))
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_family_that_changes_logits_in_an_unknown_way_is_refused(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from orhpc.train.head import LogitScaling
-
-    monkeypatch.setattr("orhpc.train.model.logit_scaling_of", lambda config, t: LogitScaling(temperature=t))
-    with pytest.raises(ModelError, match="does not know"):
-        built(make_config(), folders["gemma3"])

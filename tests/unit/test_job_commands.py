@@ -57,11 +57,14 @@ def test_check_asks_slurm_whether_the_job_could_run(
         f"ok   {name}"
         for name in (
             "placement",
-            "model and data",
+            "model",
+            "fit",
             "memory of a node",
+            "your code",
+            "data",
             "keys",
-            "internet",
             "run directory",
+            "internet",
             "cluster",
         )
     ]

@@ -147,7 +147,8 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, model: Path) -> str:
     path = tmp_path / "run.yaml"
-    path.write_text(f"model: {{path: {model}}}\nenvironments: {{a/b: {{serve: letters}}}}\n")
+    text = f"model: {{path: {model}}}\nengine: {{tp: 4}}\nenvironments: {{a/b: {{serve: letters}}}}\n"
+    path.write_text(text)
     return str(path)
 
 
@@ -215,7 +216,7 @@ def test_models_are_found_where_they_lie(
     with pytest.raises(ModelError, match=r"python -m orhpc\.bundled tiny"):
         find_model("bundled:tiny")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(ModelError, match="hf download Some/Model --revision main"):
+    with pytest.raises(ModelError, match=r"orhpc fetch Some/Model$"):
         find_model("Some/Model")
     repository, commit = tmp_path / "hub" / "models--Some--Model", "0" * 40
     (repository / "snapshots").mkdir(parents=True)
@@ -225,7 +226,7 @@ def test_models_are_found_where_they_lie(
     assert find_model("Some/Model") == find_model("Some/Model", commit) == repository / "snapshots" / commit
     with pytest.raises(ModelError, match=r"Some/Model \(v2\)"):
         find_model("Some/Model", "v2")
-    with pytest.raises(ModelError, match="neither a folder nor a hub name"):
+    with pytest.raises(ModelError, match="no such folder, and not a hub name"):
         find_model("./nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"has no config\.json"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -23,6 +22,7 @@ from orhpc.launch.job import Job
 from orhpc.launch.memory_limit import memory_bytes
 from orhpc.rundir import RunDir
 from tests.model_configs import REAL
+from tests.model_folder import write_model_folder
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -140,7 +140,7 @@ def test_a_bad_node_is_one_and_a_missing_server_outside_is_none(tmp_path: Path, 
 
 def test_a_node_without_the_memory_for_what_sleeps_there_is_refused_in_one_line(tmp_path: Path) -> None:
     """Not as a bad node: another like it would not do either."""
-    (tmp_path / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"][0]))
+    write_model_folder(tmp_path, REAL["Qwen3-30B-A3B"][0])
     wanted = {"model": {"path": str(tmp_path)}, "engine": {"tp": 2}}
     place = {"device": "cuda", "devices_per_node": 8, "host_memory_gib": 600.0}
     said = r"needs 341\.\d+ \(while engines .* = 682\.\d+ GiB .* has 600\.00 GiB"
@@ -162,7 +162,7 @@ def test_a_run_whose_commits_do_not_fit_is_refused_before_it_has_made_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """30.53 billion parameters, of which master weights and moments take 12 bytes each."""
-    (tmp_path / "config.json").write_text(json.dumps(REAL["Qwen3-30B-A3B"][0]))
+    write_model_folder(tmp_path, REAL["Qwen3-30B-A3B"][0])
     real, free = shutil.disk_usage(tmp_path), 1098e9
 
     def usage(path: Path) -> Any:

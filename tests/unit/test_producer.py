@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.config import RolloutSettings
-from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested
+from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested, UserCodeError
+from orhpc.rollout import group_watch
 from orhpc.rollout.producer import Position, Producer, Taken
 from orhpc.rollout.tasks import TaskSequence, TaskStream, streams
-from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Task
+from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Sampling, Task
 
 TASKS = TaskSequence([TaskStream("e", "train", 50, 1.0)], seed=0)
-Outcome = Callable[[GroupRequest], tuple[list[float | None], RolloutEnd, int]]
+Made = tuple[Sequence[float | None], RolloutEnd | Sequence[RolloutEnd], int]
+"""Rewards of a group's rollouts, their end or one each, and the policy version."""
+Outcome = Callable[[GroupRequest], Made]
 
 
 def settings_of(**changes: object) -> RolloutSettings:
@@ -33,6 +37,7 @@ class ScriptedWorker:
         self.asked: list[int] = []
         self.cancelled: list[int] = []
         self.most = self.flying = 0
+        self.error: str = getattr(outcome, "error", "down")
 
     async def run_group(self, request: GroupRequest) -> PromptGroup:
         self.asked.append(request.id)
@@ -43,10 +48,12 @@ class ScriptedWorker:
         finally:
             self.flying -= 1
         rewards, end, version = self.outcome(request)
+        ends = [end] * len(rewards) if isinstance(end, RolloutEnd) else end
         rollouts = tuple(
-            RolloutSummary(f"{request.id}.{i}", request.id, i, request.task, 10, 5, end, reward, version,
-                           1, 0, 0, 0.1, 0, Location(), None if end.trainable else "down")
-            for i, reward in enumerate(rewards)
+            RolloutSummary(f"{request.id}.{i}", request.id, i, request.task, 10, 5, end, reward,
+                           version if end.trainable else -1,
+                           1, 0, 0, 0.1, 0, Location(), None if end.trainable else self.error)
+            for i, (reward, end) in enumerate(zip(rewards, ends, strict=True))
         )  # fmt: skip
         return PromptGroup(request.id, request.task, rollouts)
 
@@ -54,7 +61,11 @@ class ScriptedWorker:
         self.cancelled += group_ids
 
 
-def fine(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+def request_of(group: int) -> GroupRequest:
+    return GroupRequest(group, Task("e", "train", group), 8, Sampling(max_new_tokens=5), 0)
+
+
+def fine(request: GroupRequest) -> Made:
     return [0.0, 1.0], RolloutEnd.TERMINAL, 0
 
 
@@ -102,7 +113,7 @@ def test_groups_come_in_order_whatever_order_they_finish_in() -> None:
 
 
 def test_equal_rewards_are_filtered_and_refilled_within_bounds() -> None:
-    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+    def outcome(request: GroupRequest) -> Made:
         return ([1.0, 1.0] if request.id % 2 else [0.0, 1.0]), RolloutEnd.TERMINAL, 0
 
     worker = ScriptedWorker(outcome)
@@ -119,7 +130,7 @@ def test_a_step_of_nothing_but_equal_rewards_is_empty_not_endless() -> None:
 
 
 def test_failed_groups_are_replaced_and_never_trained() -> None:
-    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+    def outcome(request: GroupRequest) -> Made:
         return ([None, None], RolloutEnd.FAILED, 0) if request.id < 3 else fine(request)
 
     taken = take(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
@@ -127,9 +138,62 @@ def test_failed_groups_are_replaced_and_never_trained() -> None:
     assert taken.reasons == Counter(failed=3)
 
 
+def partly(failing: int, of: int = 8) -> Outcome:
+    """Groups of which the first rollouts failed; the others pay 0 and 1 in turns, at version 3."""
+    ends = [RolloutEnd.FAILED] * failing + [RolloutEnd.TERMINAL] * (of - failing)
+    rewards = [None] * failing + [float(i % 2) for i in range(of - failing)]
+    return lambda request: (rewards, ends, 3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "failing", "kept"),
+    [(0.5, 4, True), (0.5, 5, False), (0.25, 2, True), (0.25, 3, False), (0, 0, True), (0, 1, False),
+     (1, 1, True), (1, 2, False), (3, 3, True), (7, 6, True), (7, 7, False)],
+)  # fmt: skip
+def test_a_group_is_trained_with_what_is_left_up_to_a_limit(limit: float, failing: int, kept: bool) -> None:
+    chosen = settings_of(n_samples=8, batch_size=1, max_failing_rollouts=limit, max_refills=0)
+    producer = Producer(chosen, TASKS, [ScriptedWorker(partly(failing))], seed=0)
+    if not kept:
+        with pytest.raises(EnvironmentUnavailable, match="1 prompt groups of the step failed"):
+            take(producer, version=3)
+        return
+    taken = take(producer, version=3)
+    (group,) = taken.groups
+    assert [r.sample for r in group.trainable] == list(range(failing, 8))
+    assert len(group.rewards) == 8 - failing
+    assert group.min_version == 3
+    assert not taken.reasons
+
+
+def test_a_group_with_failed_rollouts_is_filtered_by_the_rewards_of_the_others() -> None:
+    def outcome(request: GroupRequest) -> Made:
+        return [None, 1.0, 1.0], [RolloutEnd.FAILED, RolloutEnd.TERMINAL, RolloutEnd.TERMINAL], 0
+
+    chosen = settings_of(n_samples=3, filter="equal_rewards", max_refills=0)
+    taken = take(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0))
+    assert taken.reasons == Counter(equal_rewards=4)
+
+
+def test_advantages_of_a_partial_group_are_those_of_the_group_that_is_left() -> None:
+    from orhpc.config_files import load_config
+    from orhpc.driver import plan_step
+
+    config = load_config("configs/tiny.yaml")
+    groups = [asyncio.run(ScriptedWorker(partly(n)).run_group(request_of(n))) for n in (0, 3)]
+    plan = plan_step(groups, config, 2, 1024)
+    planned = {
+        s.rollout_id: s.advantage for m in plan.minibatches for r in m.ranks for b in r for s in b.samples
+    }
+    assert len(planned) == 8 + 5
+    left = np.array([float(i % 2) for i in range(5)])
+    expected = (left - left.mean()) / (left.std(ddof=1) + 1e-6)
+    assert [planned[f"3.{i}"] for i in range(3, 8)] == pytest.approx(expected.tolist())
+    assert sum(m.n_samples for m in plan.minibatches) == 13
+
+
 def test_nothing_but_failures_is_an_environment_failure_with_its_reason() -> None:
     worker = ScriptedWorker(lambda r: ([None, None], RolloutEnd.FAILED, 0))
-    with pytest.raises(EnvironmentUnavailable, match="most often: down"):
+    with pytest.raises(EnvironmentUnavailable, match=r"environment 'e': the last 32 rollouts .* with: down"):
         take(Producer(settings_of(), TASKS, [worker], seed=0))
 
 
@@ -155,7 +219,7 @@ def test_a_stop_ends_the_wait_and_the_tasks_stay_pending() -> None:
 
 
 def test_a_lost_worker_reaches_the_loop() -> None:
-    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+    def outcome(request: GroupRequest) -> Made:
         raise RayLost("worker 0 died")
 
     with pytest.raises(RayLost):
@@ -176,7 +240,7 @@ def test_a_resume_rolls_out_exactly_what_was_not_trained() -> None:
 def test_asynchronous_groups_are_bounded_in_number_and_staleness() -> None:
     version = 0
 
-    def outcome(request: GroupRequest) -> tuple[list[float | None], RolloutEnd, int]:
+    def outcome(request: GroupRequest) -> Made:
         return [0.0, 1.0], RolloutEnd.TERMINAL, max(0, version - 2) if request.id == 9 else version
 
     worker = ScriptedWorker(outcome, delay=lambda i: 0.001)
@@ -211,3 +275,93 @@ def test_groups_that_grew_too_stale_are_dropped_and_said_so() -> None:
     assert taken.groups == []
     assert taken.reasons == Counter(stale=len(taken.dropped))
     assert len(taken.dropped) >= 4
+
+
+TWO = TaskSequence([TaskStream("good", "train", 50, 1.0), TaskStream("dead", "train", 50, 1.0)], seed=0)
+
+
+def one_dead(error: str, after: int = 0) -> Outcome:
+    """Of two environments one fails, from its group ``after`` on."""
+
+    def outcome(request: GroupRequest) -> Made:
+        dead = request.task.environment == "dead" and request.id >= after
+        return ([None, None], RolloutEnd.FAILED, 0) if dead else fine(request)
+
+    outcome.error = error  # type: ignore[attr-defined]
+    return outcome
+
+
+def steps_with(producer: Producer, steps: int) -> list[Taken]:
+    async def loop() -> list[Taken]:
+        return [await producer.take(0) for _ in range(steps)]
+
+    return asyncio.run(loop())
+
+
+@pytest.mark.parametrize(
+    ("error", "after", "expected"),
+    [
+        ("EnvironmentUnavailable: no answer", 0, EnvironmentUnavailable),
+        ("EnvironmentRaised: KeyError", 0, UserCodeError),
+        ("EnvironmentRaised: KeyError", 4, EnvironmentUnavailable),  # it has worked before
+    ],
+)
+def test_an_environment_that_fails_for_good_ends_the_run_and_is_named(
+    error: str, after: int, expected: type[Exception]
+) -> None:
+    chosen = settings_of(failing_environment_after=6, max_refills=9)
+    worker = ScriptedWorker(one_dead(error, after))
+    said = f"environment 'dead': the last 6 rollouts failed, 6 of them with: {error}"
+    with pytest.raises(expected, match=said):
+        steps_with(Producer(chosen, TWO, [worker], seed=0), 9)
+    assert len(worker.asked) < 25
+
+
+def test_an_environment_that_fails_for_good_can_be_left_out_with_a_notice() -> None:
+    chosen = settings_of(failing_environment_after=4, failing_environment="leave_out", max_refills=9)
+    worker = ScriptedWorker(one_dead("EnvironmentUnavailable: no answer"))
+    producer = Producer(chosen, TWO, [worker], seed=0)
+    taken = steps_with(producer, 6)
+    assert [len(t.groups) for t in taken] == [4] * 6
+    assert {g.task.environment for t in taken for g in t.groups} == {"good"}
+    (line,) = producer.notices
+    assert "environment 'dead': the last 4 rollouts failed" in line
+    assert "the run goes on without it" in line
+    assert producer.notices == []
+    assert sum(len(t.dropped) for t in taken) < 8  # nothing more is asked of it
+    assert set(producer.position.pending) == set()
+
+
+def test_the_last_environment_is_not_left_out() -> None:
+    chosen = settings_of(failing_environment_after=4, failing_environment="leave_out")
+    worker = ScriptedWorker(lambda r: ([None, None], RolloutEnd.FAILED, 0))
+    with pytest.raises(EnvironmentUnavailable, match="environment 'e'"):
+        take(Producer(chosen, TASKS, [worker], seed=0))
+
+
+def test_one_success_resets_the_count() -> None:
+    def outcome(request: GroupRequest) -> Made:
+        return ([None, None], RolloutEnd.FAILED, 0) if request.id % 3 else fine(request)
+
+    chosen = settings_of(failing_environment_after=5, max_refills=9)
+    taken = steps_with(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0), 5)
+    assert [len(t.groups) for t in taken] == [4] * 5
+
+
+def test_a_group_that_takes_much_longer_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_watch, "SLOW_S", 0.1)
+    worker = ScriptedWorker(fine, delay=lambda i: 0.9 if i == 6 else 0.0)
+    producer = Producer(settings_of(batch_size=7), TASKS, [worker], seed=0)
+    take(producer)
+    (line,) = producer.notices
+    assert line.startswith("the step waits for 1 groups (e 1)")
+
+
+def test_what_several_workers_report_is_passed_on_once() -> None:
+    class Noticing(ScriptedWorker):
+        async def run_group(self, request: GroupRequest) -> PromptGroup:
+            return replace(await super().run_group(request), notices=("environment 'e' sends images",))
+
+    producer = Producer(settings_of(), TASKS, [Noticing(fine), Noticing(fine)], seed=0)
+    take(producer)
+    assert producer.notices == ["environment 'e' sends images"]

@@ -23,7 +23,7 @@ from orhpc.train.batch import pack, plan_batches
 from orhpc.train.fetch import fetch_arrays, load_batch
 from orhpc.train.fsdp import FsdpBackend
 from orhpc.train.model import DeviceBatch
-from orhpc.train.replay import RoutedRows, RouterReplay, chose_recorded, weight_form
+from orhpc.train.replay import RoutedRows, RouterReplay, chose_recorded, form_of
 from orhpc.types import Location, MiniBatch, Sample
 from tests.earlier_blocks import with_earlier_blocks
 from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model, with_routes
@@ -147,6 +147,48 @@ def test_the_recorded_experts_are_used_and_the_router_still_learns(family: str) 
     assert float(routers.metrics().sums["rerouted_tokens"]) > 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_the_familys_also_after_a_first_batch_with_router_logits_near_zero(family: str) -> None:
+    """There softmax and sigmoid agree, so that nothing could be read from that batch."""
+    model = tiny(family)
+    seen = used_experts(model)
+    with torch.no_grad():
+        logits_of(model)
+    own = {int(name.split("layers.")[1].split(".")[0]): experts for name, experts in seen.items()}
+    nothing = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    routes = torch.stack([own.get(layer, nothing) for layer in range(LAYERS)], 1).to(torch.uint8).numpy()
+    weights = [model.get_submodule(name).get_parameter("weight") for name in seen]
+    logits_of(model).square().sum().backward()
+    wanted = [w.grad.clone() for w in weights if w.grad is not None]
+    routers = RouterReplay(model, replay=True)
+    with torch.no_grad():
+        kept = [w.clone() for w in weights]
+        for w in weights:
+            w.mul_(1e-6)
+        routers.start(rows_of(routes))
+        logits_of(model)
+        for w, values in zip(weights, kept, strict=True):
+            w.copy_(values)
+    model.zero_grad()
+    routers.start(rows_of(routes))
+    logits_of(model).square().sum().backward()
+    for w, gradient in zip(weights, wanted, strict=True):
+        assert w.grad is not None
+        assert float((w.grad - gradient).norm() / gradient.norm()) < 1e-3
+
+
+def test_the_form_is_read_without_the_models_own_weights() -> None:
+    """Sharded trainers build the model without storage, and give it weights later."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny("deepseek_v3").config)
+    router = RouterReplay(model, replay=True)
+    logits = torch.randn(5, EXPERTS)
+    indices = torch.tensor([[0, 3]] * 5)
+    scores = logits.sigmoid().gather(1, indices)
+    wanted = 2.5 * scores / scores.sum(1, keepdim=True)
+    torch.testing.assert_close(router._forms[1](logits, indices), wanted)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe, transformers 5.12"])
 def test_recomputation_replays_the_same_experts_and_is_not_counted_again(family: str) -> None:
     gradients, counts = [], []
@@ -258,7 +300,7 @@ def test_a_router_that_weighs_in_another_way_is_refused() -> None:
     logits = torch.randn(4, EXPERTS)
     indices = logits.topk(TOPK).indices
     with pytest.raises(ModelError, match="not known"):
-        weight_form(nn.Linear(1, 1), logits, logits.tanh().gather(1, indices), indices)
+        form_of("OddRouter", logits, logits.tanh().gather(1, indices), indices, 1.0)
 
 
 # --- through the backend --------------------------------------------------------------------------

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from orhpc.step_metrics import summary_metrics
-from orhpc.types import Location, RolloutEnd, RolloutSummary, Task, Waits
+from orhpc.alarms import AlarmSettings, raised
+from orhpc.config import EnvironmentSettings
+from orhpc.evaluation import evaluation_metrics
+from orhpc.launch.display import failures_of
+from orhpc.rollout.producer import Taken
+from orhpc.step_metrics import rollout_metrics, summary_metrics
+from orhpc.types import Location, PromptGroup, RolloutEnd, RolloutSummary, Task, Waits
 
 
 def summary(seconds: float, waits: Waits | None) -> RolloutSummary:
@@ -36,3 +43,50 @@ def test_nothing_is_said_of_waits_that_nobody_measured() -> None:
         name.startswith(("rollout_opening", "rollout_engine", "rollout_tools")) for name in numbers
     )
     assert all(math.isfinite(value) for value in numbers.values())
+
+
+def group(number: int, environment: str, *ends: RolloutEnd, retries: int = 0) -> PromptGroup:
+    task = Task(environment, "train", number)
+    rollouts = tuple(
+        replace(summary(1.0, None), task=task, end=end, reward=1.0 if end.trainable else None, min_version=3
+                if end.trainable else -1, retries=retries)
+        for end in ends
+    )  # fmt: skip
+    return PromptGroup(number, task, rollouts)
+
+
+DONE, FAILED = RolloutEnd.TERMINAL, RolloutEnd.FAILED
+
+
+def test_failures_are_counted_for_each_environment_and_are_in_no_mean() -> None:
+    taken = Taken(
+        [group(1, "a", DONE, DONE, FAILED, DONE), group(2, "b", DONE, DONE, DONE, DONE, retries=1)],
+        [group(3, "a", FAILED, FAILED, FAILED, DONE), group(4, "b", DONE, DONE, DONE, DONE)],
+        Counter(failed=1, equal_rewards=1),
+    )
+    numbers = rollout_metrics(taken, 3)
+    assert (numbers["failed_rollouts"], numbers["retried_rollouts"], numbers["failed_groups"]) == (4, 4, 1)
+    assert (numbers["failed_rollouts/a"], numbers["retried_rollouts/b"], numbers["failed_groups/a"]) == (
+        4,
+        4,
+        1,
+    )
+    assert "failed_rollouts/b" not in numbers
+    assert numbers["failed_share"] == 0.5
+    assert numbers["reward_mean"] == numbers["reward_mean/a"] == 1.0
+    assert numbers["staleness_mean"] == 0
+    assert [str(alarm) for alarm in raised(AlarmSettings(), numbers)] == ["failed_share 0.5 is above 0.1"]
+    assert failures_of(numbers) == "failed 4 (a 4)  retried 4 (b 4)  groups dropped 1 (a 1)"
+    assert failures_of(rollout_metrics(Taken([group(2, "b", DONE, DONE)]), 3)) == ""
+
+
+@pytest.mark.parametrize(("lowest", "mean"), [(None, 0.25), (-1.0, -0.5), (0.5, 0.625)])
+def test_an_evaluation_counts_failures_as_the_lowest_score(lowest: float | None, mean: float) -> None:
+    groups = [group(1, "a", DONE), group(2, "a", FAILED), group(3, "a", FAILED), group(4, "a", FAILED)]
+    numbers = evaluation_metrics(groups, {"a": EnvironmentSettings(min_reward=lowest)})
+    assert numbers["reward_mean/a/train"] == mean
+    assert numbers["success_rate/a/train"] == 0.25
+    assert (numbers["failed/a/train"], numbers["rollouts/a/train"]) == (3, 4)
+    assert numbers["response_length_mean/a/train"] == 5
+    nothing = evaluation_metrics(groups[1:], {"a": EnvironmentSettings()})
+    assert (nothing["reward_mean/a/train"], nothing["success_rate/a/train"]) == (0, 0)

@@ -17,6 +17,7 @@ import torch
 from aiohttp import web
 
 from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.model_check import refuse_changing_positions
 from orhpc.rollout.cpu_engine.batcher import Batcher
 from orhpc.rollout.cpu_engine.control import WeightControl
 from orhpc.rollout.cpu_engine.model import SlotModel, load_model
@@ -54,6 +55,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dist-timeout", type=float, default=600.0, help="seconds until a weight transfer fails"
     )
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument(
+        "--no-model-check", action="store_true", help="do not compare the model with transformers' own pass"
+    )
     return parser.parse_args(argv)
 
 
@@ -70,10 +74,11 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(1)
         _use_interface_of(args.host)
         model = _load(args)
+        weights = WeightStore(model.model)
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
-    asyncio.run(_serve(args, key, model))
+    asyncio.run(_serve(args, key, model, weights))
     return 0
 
 
@@ -141,7 +146,19 @@ def _load(args: argparse.Namespace) -> SlotModel:
         )
     if slots < args.max_running_requests:
         log.warning("memory holds %d contexts, not %d: the others wait", slots, args.max_running_requests)
-    return SlotModel(model, slots, args.context_length, record_routes=args.enable_return_routed_experts)
+    refuse_changing_positions(
+        model.config,
+        args.context_length,
+        "an engine that caches keys",
+        "engine.context_length or rollout.max_total_tokens",
+    )
+    return SlotModel(
+        model,
+        slots,
+        args.context_length,
+        record_routes=args.enable_return_routed_experts,
+        check=not args.no_model_check,
+    )
 
 
 def _bytes_per_token(config: object, args: argparse.Namespace) -> int:
@@ -152,10 +169,10 @@ def _bytes_per_token(config: object, args: argparse.Namespace) -> int:
     return text.num_hidden_layers * per_layer * (4 if args.dtype == "float32" else 2)
 
 
-async def _serve(args: argparse.Namespace, key: str | None, model: SlotModel) -> None:
+async def _serve(args: argparse.Namespace, key: str | None, model: SlotModel, weights: WeightStore) -> None:
     scheduler = Scheduler(
         Batcher(model),
-        WeightStore(model.model),
+        weights,
         version=args.weight_version,
         threads=args.threads or os.cpu_count() or 1,
         loop=asyncio.get_running_loop(),

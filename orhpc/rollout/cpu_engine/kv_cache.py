@@ -219,7 +219,7 @@ class SlotCache(Cache):
         """
         for name in ("sliding_window", "softcap", "s_aux"):
             if kwargs.get(name) is not None:
-                raise ModelError(f"the cpu engine has no attention with {name}; this model family needs it")
+                raise ModelError(f"{type(module).__name__}: the cpu engine has no attention with {name}")
         plan = self.plan
         assert plan is not None
         heads, rows = query.shape[1], query.shape[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,36 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError
+from orhpc.model_check import Difference, Samples, picked, plain_logprobs, refuse, samples_for
 from orhpc.rollout.cpu_engine.kv_cache import SlotCache, make_plan
 from orhpc.routes import RouteShape
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
 _LAYER_INDEX = re.compile(r"\.layers\.(\d+)\.")
+DECODED = 8
+"""Tokens of each sample that the check at the start decodes one by one."""
+ENGINE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Nats by which they may differ on average; both sides round to the model's type."""
 
 
 class SlotModel:
     """The model, its slot cache and, for mixtures of experts, the record of expert routes.
 
     ``context`` and ``slots`` fix the cache's size.  ``record_routes`` keeps, a slot and position, the
-    experts that each layer's router chose when the position was computed.
+    experts that each layer's router chose when the position was computed.  ``check`` compares a few
+    log-probabilities with the model's own, see :mod:`orhpc.model_check`.
+
+    Raises ModelError for a model that the cache and its attention do not compute.
     """
 
     def __init__(
-        self, model: PreTrainedModel, slots: int, context: int, *, record_routes: bool = False
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        context: int,
+        *,
+        record_routes: bool = False,
+        check: bool = True,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.slots = slots
@@ -37,9 +52,18 @@ class SlotModel:
         self.dtype = model.dtype
         compressed = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
         self.cache = SlotCache(slots, context, gather=compressed)
-        model.set_attn_implementation(self.cache.attention_name)
-        self.routes: RouteRecorder | None = RouteRecorder(model, slots, context) if record_routes else None
-        self._check_runs()
+        self.routes: RouteRecorder | None = None
+        try:
+            samples, theirs = self._own(model) if check else (None, [])
+            model.set_attn_implementation(self.cache.attention_name)
+            self.routes = RouteRecorder(model, slots, context) if record_routes else None
+            if samples is None:
+                self._check_runs()
+            else:
+                self._compare(samples, theirs)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            kind = type(model).__name__
+            raise ModelError(f"the cpu engine cannot run {kind}: {' '.join(str(error).split())}") from error
 
     @torch.inference_mode()
     def forward(
@@ -72,14 +96,44 @@ class SlotModel:
 
     def _check_runs(self) -> None:
         """Compute two tokens, so that a model family that cannot run here fails at the start."""
-        try:
-            self.forward([0], [], [(0, 0, 1)])
-            logits = self.forward([0], [(0, 1)], [])
-        except (TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
-            kind = type(self.model).__name__
-            raise ModelError(f"the cpu engine cannot run {kind}: {error}") from error
-        if logits.shape != (1, self.vocabulary):
-            raise ModelError(f"{type(self.model).__name__} gives logits of shape {tuple(logits.shape)}")
+        self.forward([0], [], [(0, 0, 1)])
+        self.forward([0], [(0, 1)], [])
+
+    def _own(self, model: PreTrainedModel) -> tuple[Samples, list[torch.Tensor]]:
+        """Log-probabilities of a few samples by the model's own forward pass, before anything is replaced."""
+        samples = samples_for(
+            model.config,
+            longest=self.context,
+            parameters=model.num_parameters(),
+            threads=torch.get_num_threads(),
+        )
+        samples = replace(samples, tokens=samples.tokens[: self.slots])
+        return samples, plain_logprobs(model, samples, 1.0)
+
+    def _compare(self, samples: Samples, theirs: list[torch.Tensor]) -> None:
+        """Prompts in two pieces of all samples together, then the last tokens one at a time."""
+        steps = min(DECODED, *(len(tokens) - 1 for tokens in samples.tokens))
+        ends = [len(tokens) - 1 - steps for tokens in samples.tokens]
+        for first, last in ([0] * len(ends), [n // 2 for n in ends]), ([n // 2 for n in ends], ends):
+            pieces = [(slot, a, b) for slot, (a, b) in enumerate(zip(first, last, strict=True)) if a < b]
+            row = [t for slot, a, b in pieces for t in samples.tokens[slot][a:b].tolist()]
+            if row:
+                self.forward(row, [], pieces)
+        ours: list[list[torch.Tensor]] = [[] for _ in ends]
+        for step in range(steps):
+            at = [end + step for end in ends]
+            row = [int(tokens[n]) for tokens, n in zip(samples.tokens, at, strict=True)]
+            logits = self.forward(row, list(enumerate(at)), [])
+            targets = torch.stack([tokens[n + 1] for tokens, n in zip(samples.tokens, at, strict=True)])
+            for slot, value in enumerate(picked(logits, targets, 1.0)):
+                ours[slot].append(value)
+        refuse(
+            str(self.model.config.model_type),
+            "the cpu engine",
+            Difference.of([torch.stack(values) for values in ours], [t[-steps:] for t in theirs]),
+            ENGINE_BOUNDS[self.dtype],
+            "engine.backend: sglang may",
+        )
 
 
 class RouteRecorder:

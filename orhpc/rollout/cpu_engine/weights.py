@@ -1,28 +1,40 @@
 """The engine's parameters under their Hugging Face names, and whether they may be served.
 
-Mixtures of experts keep all experts of a layer in one parameter in memory; under the names that
-checkpoints and trainers use, each expert's part of it is a view, so an update is always a copy
-into place and never a second model.
+Mixtures of experts keep all experts of a layer in one parameter in memory, and some families rename
+modules; under the names that checkpoints and trainers use, each part of a parameter is a view, so an update
+is always a copy into place and never a second model.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
+from orhpc.errors import ModelError
 from orhpc.weight_wire import NamedTensor
-
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
 
 class BadUpdate(ValueError):
     """An update that does not fit this model; nothing of it was applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A view of one tensor of the model, which is contiguous."""
+
+    name: str
+    """Of the tensor in the model."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Of its first element."""
 
 
 class WeightStore:
@@ -37,9 +49,15 @@ class WeightStore:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._shapes: dict[str, torch.Size] = {name: p.shape for name, p in model.named_parameters()}
-        self._targets = _targets(model)
-        self._required = frozenset(_required(model))
-        self._first_names = _tied(model)
+        for tensor in model.parameters():
+            tensor.data = tensor.data.contiguous()  # for the views
+        self._places = _places(model)
+        self._targets = self._views()
+        self._first_names = self._tied()
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        wanted = [part for part, place in self._places.items() if place.name in parameters]
+        self._required = frozenset(map(self._canonical, wanted))
+        """The names that a complete update must cover: each parameter once, buffers not."""
         self._written: set[str] = set()
         self._partial: str | None = None
         self.released = False
@@ -135,7 +153,7 @@ class WeightStore:
         """Allocate the parameters again; their contents are undefined until a complete update."""
         for name, parameter in self._model.named_parameters():
             parameter.data = torch.zeros(self._shapes[name], dtype=parameter.dtype)
-        self._targets = _targets(self._model)
+        self._targets = self._views()
         self.released = False
         self.fail("they were released")
 
@@ -153,51 +171,78 @@ class WeightStore:
             sums[name] = hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
         return sums
 
+    def _views(self) -> dict[str, torch.Tensor]:
+        """Where each checkpoint name's values go."""
+        tensors = self._model.state_dict(keep_vars=False)
+        return {
+            part: tensors[at.name].as_strided(
+                at.shape, at.stride, tensors[at.name].storage_offset() + at.offset
+            )
+            for part, at in self._places.items()
+        }
+
+    def _tied(self) -> dict[str, str]:
+        """The first checkpoint name of the same values, by each name."""
+        first: dict[tuple[int, int], str] = {}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        return {
+            part: first.setdefault((id(parameters[at.name]), at.offset), part)
+            for part, at in self._places.items()
+            if at.name in parameters
+        }
+
     def _canonical(self, name: str) -> str:
         """The one name that stands for a parameter that several names share."""
         return self._first_names.get(name, name)
 
 
-def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Where each checkpoint name's values go."""
-    targets: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=False).items():
-        fused = _FUSED.match(name)
-        if fused and tensor.dim() == 3:
-            targets.update(_expert_views(fused[1], fused[2], tensor))
-        else:
-            targets[name] = tensor
-    return targets
+def _places(model: PreTrainedModel) -> dict[str, Place]:
+    """Where each checkpoint name's values belong, for parameters (tied ones under every name) and buffers.
+
+    Raises ModelError where a name stands for values that are no regular part of one tensor.
+    """
+    places: dict[str, Place] = {}
+    tensors = model.state_dict()
+    # The names that trainers export: those of a model that no folder was read for.
+    conversions = model.__dict__.pop("_weight_conversions", None)
+    try:
+        for name, tensor in tensors.items():
+            parts = revert_weight_conversion(model, {name: tensor})
+            if list(map(id, parts.values())) != [id(tensor)]:
+                # The same conversion of each element's number says where the parts come from.
+                numbers = torch.arange(tensor.numel()).view(tensor.shape)
+                parts = revert_weight_conversion(model, {name: numbers})
+                places |= {part: _place(name, part, found) for part, found in parts.items()}
+            else:
+                (part,) = parts
+                if not tensor.is_contiguous():
+                    raise ValueError(f"buffer {name} is not contiguous")
+                places[part] = Place(name, tensor.shape, tensor.stride(), 0)
+    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"the cpu engine cannot take weights of {model.config.model_type}: {problem}"
+        ) from error
+    finally:
+        if conversions is not None:
+            model._weight_conversions = conversions  # type: ignore[assignment]
+    return places
 
 
-def _expert_views(prefix: str, kind: str, fused: torch.Tensor) -> dict[str, torch.Tensor]:
-    views: dict[str, torch.Tensor] = {}
-    for expert in range(fused.shape[0]):
-        if kind == "down_proj":
-            views[f"{prefix}.{expert}.down_proj.weight"] = fused[expert]
-        else:
-            half = fused.shape[1] // 2
-            views[f"{prefix}.{expert}.gate_proj.weight"] = fused[expert, :half]
-            views[f"{prefix}.{expert}.up_proj.weight"] = fused[expert, half:]
-    return views
+def _place(name: str, part: str, numbers: torch.Tensor) -> Place:
+    """The view of tensor ``name`` whose elements have these numbers.
 
-
-def _tied(model: PreTrainedModel) -> dict[str, str]:
-    """Every parameter name to the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-
-
-def _required(model: PreTrainedModel) -> set[str]:
-    """The names that a complete update must cover: each parameter once, buffers not."""
-    required: set[str] = set()
-    for name, parameter in model.named_parameters():
-        fused = _FUSED.match(name)
-        if fused and parameter.dim() == 3:
-            required.update(_expert_views(fused[1], fused[2], parameter.detach()))
-        else:
-            required.add(name)
-    return required
+    Raises ValueError where there is none.
+    """
+    first = int(numbers.flatten()[0])
+    stride = tuple(
+        int(numbers.select(dim, 1).flatten()[0]) - first if numbers.shape[dim] > 1 else 1
+        for dim in range(numbers.dim())
+    )
+    count = sum((size - 1) * step for size, step in zip(numbers.shape, stride, strict=True))
+    regular = all(step > 0 for step in stride) and first + count == int(numbers.max())
+    if not regular or not torch.equal(
+        torch.arange(first + count + 1).as_strided(numbers.shape, stride, first), numbers
+    ):
+        raise ValueError(f"{part} is not a regular part of {name}")
+    return Place(name, numbers.shape, stride, first)

@@ -4,10 +4,6 @@
 ``serve_options`` are the fields of its ``Options``.
 """
 
-BUNDLED: dict[str, str] = {
-    "arithmetic": "orhpc.rollout.environments.arithmetic:Arithmetic",
-    "letters": "orhpc.rollout.environments.letters:Letters",
-    "reasoning-gym": "orhpc.rollout.environments.gym:ReasoningGym",
-    "treasure": "orhpc.rollout.environments.treasure:Treasure",
-}
-"""Name to class."""
+from orhpc.bundled_environments import BUNDLED
+
+__all__ = ["BUNDLED"]

@@ -19,8 +19,9 @@ from typing import Any
 import pydantic
 
 from orhpc.collector import leave_loaded
-from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.errors import EXIT_CONFIG, ConfigError, UserCodeError
 from orhpc.rollout.environments import BUNDLED
+from orhpc.user_code import user_error
 
 _PR_SET_PDEATHSIG = 1
 
@@ -63,8 +64,9 @@ def environment_class(name: str, options: dict[str, Any]) -> type:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"environment {name!r} cannot be loaded: {error}") from None
-    if not isinstance(found, type):
-        raise ConfigError(f"environment {name!r} is not a class")
+    except Exception as error:
+        raise user_error(f"environment {name!r}: its module", error) from error
+    _check_kind(name, found)
     configure = getattr(found, "configure", None)
     if configure is None:
         if options:
@@ -78,6 +80,22 @@ def environment_class(name: str, options: dict[str, Any]) -> type:
         raise ConfigError(f"environment {name!r}: {where}: {first['msg']}") from None
     except TypeError as error:
         raise ConfigError(f"environment {name!r}: {error}") from None
+
+
+def _check_kind(name: str, found: Any) -> None:
+    """Raises ConfigError when this is no class that OpenReward's server can serve."""
+    from openreward.environments import Environment
+
+    if isinstance(found, type) and issubclass(found, Environment):
+        return
+    if not isinstance(found, type):
+        raise ConfigError(f"environment {name!r} is not a class")
+    needed = "environments.NAME.serve takes a subclass of openreward.environments.Environment"
+    if any(base.__module__.split(".")[0] in ("ors", "ors_sdk") for base in found.__mro__):
+        needed += (
+            "; this one is of ors-sdk: start its own server and give its address in environments.NAME.url"
+        )
+    raise ConfigError(f"environment {name!r}: {found.__qualname__} is no OpenReward environment: {needed}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +116,11 @@ def main(argv: list[str] | None = None) -> int:
         found = environment_class(arguments.environment, options)
         from openreward.environments import Server
 
-        server = Server([found])
+        # Tracebacks go to the run, which shows them to the user whose code raised.
+        server = Server([found], return_errors="stacktrace")
+    except UserCodeError as error:
+        print(f"{error.trace.rstrip()}\norhpc: {error}", file=sys.stderr)
+        return EXIT_CONFIG
     except (ConfigError, json.JSONDecodeError, TypeError, ValueError) as error:
         print(f"orhpc: {error}", file=sys.stderr)
         return EXIT_CONFIG

@@ -117,6 +117,7 @@ class MegatronOptimiser:
         self._chained = chained
         self._parts: list[DistributedOptimizer] = list(chained.chained_optimizers)
         for part in self._parts:
+            _set_weight_decay(part, train.weight_decay)
             _start_state(part)
 
     def clear(self) -> None:
@@ -194,6 +195,17 @@ class MegatronOptimiser:
         """Sums of gradients: between steps they hold nothing."""
         wrapped: list[Any] = list(self._wrapped)  # their ``buffers`` hides Module's of that name
         return [b.grad_data for model in wrapped for b in (*model.buffers, *model.expert_parallel_buffers)]
+
+
+def _set_weight_decay(part: DistributedOptimizer, weight_decay: float) -> None:
+    """Decay matrices only, as :class:`orhpc.train.optim.Optimiser` does.
+
+    megatron-core marks the groups of biases and of 1-D parameters with ``wd_mult: 0``, but only its
+    OptimizerParamScheduler, which is not used here, multiplies by it: the optimizer itself would decay all
+    groups alike.
+    """
+    for group in part.param_groups:
+        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def _start_state(part: DistributedOptimizer) -> None:

@@ -1,0 +1,66 @@
+"""The settings of one environment of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from orhpc.config_types import Positive, Section
+
+
+class EnvironmentSettings(Section):
+    """One OpenReward environment; the key is ``Organisation/Name``, or any name with ``url``."""
+
+    url: str | None = None
+    """Base URL of a server; null: resolved by OpenReward's service."""
+    serve: str | None = None
+    """The job serves it itself: ``package.module:Class`` or a bundled name."""
+    serve_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword settings of a served environment."""
+    replicas: Positive = 1
+    """Server processes a node when served by the job; the sessions of one stay on it."""
+    variant: str | None = None
+    """Environment class on a server with several, as the server spells it."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of tasks drawn from it, relative to the others'."""
+    splits: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["train"])]
+    """Task splits to draw from."""
+    num_samples: Positive | None = None
+    """Cap on tasks a split; null: all."""
+    nonterminal_reward: float | None = None
+    """Appended when the rollout never reached a terminal state."""
+    reward_reduction: Literal["sum", "mean", "max", "min"] = "sum"
+    """Of step rewards; of none it gives 0.0."""
+    min_reward: float | None = None
+    """Clamp, after reduction."""
+    max_reward: float | None = None
+    max_turns: Positive = 20
+    """Assistant turns a rollout."""
+    toolset: str | None = None
+    """Name of one of OpenReward's built-in toolsets, which sessions offer beside the environment's tools."""
+    max_opening: Positive = 64
+    """Sessions that one rollout worker opens at a time; others wait their turn, without a deadline."""
+    secrets: dict[str, str | None] = Field(default_factory=dict)
+    """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
+    another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.url and self.serve:
+            raise ValueError("url and serve exclude each other")
+        if self.serve_options and not self.serve:
+            raise ValueError("serve_options need serve")
+        if None not in (self.min_reward, self.max_reward) and self.min_reward > self.max_reward:  # type: ignore[operator]
+            raise ValueError("min_reward is above max_reward")
+        check_secret_sources(self.secrets)
+        return self
+
+
+def check_secret_sources(secrets: dict[str, str | None]) -> None:
+    """Raises ValueError for a secret whose source is neither null, ``env:NAME`` nor ``file:PATH``."""
+    for name, source in secrets.items():
+        if source is not None and not source.startswith(("env:", "file:")):
+            raise ValueError(
+                f"secret {name!r} must be null, env:NAME or file:PATH; values never stand in a config"
+            )

@@ -1,0 +1,139 @@
+"""What an environment server's answers have to look like: whatever does not is a BadAnswer.
+
+Field names are those of OpenReward's protocol (openreward 0.1.167, ``environments/types.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from orhpc.errors import BadAnswer, BadTask
+from orhpc.rollout.tools import ToolResult, ToolSpec
+
+LOST_IMAGE = "[an image ({kind}) was left out: this model is given text only]"
+"""Stands in the text where an image block was."""
+
+
+def mapping(value: Any, what: str) -> Mapping[str, Any]:
+    """Return a JSON object; raises BadAnswer for anything else."""
+    if not isinstance(value, Mapping):
+        raise BadAnswer(f"{what}: the answer is {_kind(value)}, not an object")
+    return value
+
+
+def text_of(blocks: Any, what: str, left_out: Callable[[str], None] = lambda kind: None) -> str:
+    """Join text blocks line by line.
+
+    Args:
+        blocks: as the server sent them.
+        what: whose they are, for messages.
+        left_out: told the media type of each image, for which a placeholder stands in the text.
+
+    Raises:
+        BadAnswer: they are no blocks.
+    """
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise BadAnswer(f"{what}: blocks are {_kind(blocks)}, not a list")
+    texts: list[str] = []
+    for block in blocks:
+        kind = mapping(block, f"{what}: a block").get("type", "text")
+        if kind == "image":
+            media = str(block.get("mimeType") or "unknown type")[:60]
+            left_out(media)
+            texts.append(LOST_IMAGE.format(kind=media))
+        elif kind == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        else:
+            raise BadAnswer(f"{what} holds a block of type {kind!r}, or a text block without a text")
+    return "\n".join(texts)
+
+
+def tool_specs(tools: Mapping[str, Any], what: str) -> list[ToolSpec]:
+    """Read the tool list; a tool without arguments takes an empty object.
+
+    Raises:
+        BadAnswer: it is no list of tools, or two have the same name.
+    """
+    listed = tools.get("tools")
+    if not isinstance(listed, list):
+        raise BadAnswer(f"{what}: tools are {_kind(listed)}, not a list")
+    specs: list[ToolSpec] = []
+    for tool in listed:
+        tool = mapping(tool, f"{what}: a tool")
+        name, description = tool.get("name"), tool.get("description") or ""
+        schema = tool.get("input_schema") or {"type": "object", "properties": {}}
+        if not (isinstance(name, str) and name and isinstance(description, str) and isinstance(schema, dict)):
+            raise BadAnswer(f"{what}: a tool needs a name, a text as description and an object as schema")
+        specs.append(ToolSpec(name=name, description=description, schema=schema))
+    names = [spec.name for spec in specs]
+    if len(set(names)) < len(names):
+        raise BadAnswer(f"{what}: two tools have the same name, among {', '.join(names)[:200]}")
+    return specs
+
+
+def terminal_tool(tools: Mapping[str, Any], what: str) -> tuple[str, str | None] | None:
+    """Name of the tool that takes the plain answer, and of its argument if it has one; raises BadAnswer."""
+    tool = tools.get("terminal_tool")
+    if tool is None:
+        return None
+    name, argument = mapping(tool, f"{what}: the terminal tool").get("name"), tool.get("arg")
+    if not isinstance(name, str) or not isinstance(argument, str | None):
+        raise BadAnswer(f"{what}: the terminal tool has no name, or an argument that is no name")
+    return name, argument
+
+
+def tool_result(answer: Any, what: str, left_out: Callable[[str], None]) -> ToolResult:
+    """Read the answer to a tool call; raises BadAnswer, and BadTask for a reward that is no number."""
+    answer = mapping(answer, what)
+    if answer.get("ok") is not True:
+        error, reason = answer.get("error"), answer.get("reason") or "input_validation"
+        if not (isinstance(error, str) and isinstance(reason, str)):
+            raise BadAnswer(f"{what}: neither an output nor an error with a text")
+        return ToolResult(error, finished=reason == "episode_finished", error=reason)
+    output = mapping(answer.get("output"), f"{what}: output")
+    metadata = output.get("metadata")
+    return ToolResult(
+        text=text_of(output.get("blocks"), what, left_out),
+        reward=finite(output.get("reward"), what),
+        finished=bool(output.get("finished")),
+        metadata=dict(metadata) if isinstance(metadata, Mapping) else None,
+    )
+
+
+def finite(reward: Any, what: str) -> float | None:
+    """Check a reward; None stays None, which is also how the server sends a NaN."""
+    if reward is None:
+        return None
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise BadTask(f"{what} paid {reward!r}, which is not a finite number")
+    return float(reward)
+
+
+def group_scores(answer: Any, wanted: int, what: str) -> list[float]:
+    """Read one score a rollout; raises BadAnswer when they are not as many, or no numbers."""
+    listed = mapping(answer, what).get("scores")
+    if not isinstance(listed, list) or len(listed) != wanted:
+        raise BadAnswer(f"{what}: no list of {wanted} scores")
+    scores = [finite(mapping(score, what).get("reward"), what) for score in listed]
+    paid = [score for score in scores if score is not None]
+    if len(paid) != wanted:
+        raise BadAnswer(f"{what}: {wanted} rollouts got {len(paid)} scores")
+    return paid
+
+
+def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Turn a transcript into OpenReward's messages: text only, tool results as the user's words."""
+    return [
+        {
+            "role": "user" if message["role"] == "tool" else message["role"],
+            "blocks": [{"type": "text", "text": message["content"]}],
+        }
+        for message in messages
+        if message["content"]
+    ]
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"

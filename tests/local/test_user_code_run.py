@@ -1,0 +1,101 @@
+"""Runs whose environment, reward or agent is the user's own and raises: one start, one clear end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orhpc.events import read_events, steps_of
+from orhpc.rundir import RunDir
+from tests.local import kit
+
+pytestmark = pytest.mark.slow
+
+MODULE = '''
+from openreward.environments import Environment, TextBlock, ToolOutput, terminal, tool
+from pydantic import BaseModel
+
+class Answer(BaseModel):
+    text: str
+
+class Broken(Environment):
+    @classmethod
+    def list_splits(cls):
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{"i": i} for i in range(20)]
+
+    def get_prompt(self):
+        return [TextBlock(text=self.task_spec["question"])]
+
+    @terminal
+    @tool
+    async def answer(self, answer: Answer) -> ToolOutput:
+        """Take the answer."""
+        return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(len(answer.text)), finished=True)
+
+class Partly(Broken):
+    """The verifier raises on every third answer, and on all of some tasks."""
+    asked = 0
+
+    def get_prompt(self):
+        return [TextBlock(text="Go.")]
+
+    @terminal
+    @tool
+    async def answer(self, answer: Answer) -> ToolOutput:
+        """Take the answer."""
+        type(self).asked += 1
+        if type(self).asked % 3 == 0:
+            raise RuntimeError("verifier of task %s" % self.task_spec["i"])
+        return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(len(answer.text)), finished=True)
+
+def score(rollout):
+    raise TimeoutError("the judge did not answer")
+
+async def agent(context, request):
+    return context.no_such_field
+'''
+
+
+@pytest.mark.parametrize(
+    ("override", "reason", "line"),
+    [
+        ("environments={b: {serve: 'mine:Broken'}}", "KeyError: 'question'", 'self.task_spec["question"]'),
+        ("rollout.custom_reward=mine:score", "TimeoutError: the judge did", 'raise TimeoutError("the judge'),
+        ("rollout.custom_agent=mine:agent", "no_such_field", "return context.no_such_field"),
+    ],
+)
+def test_code_that_always_raises_ends_the_run_once_with_its_traceback(
+    tmp_path: Path, override: str, reason: str, line: str
+) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    result = kit.run(tmp_path, override, "wandb.enabled=false", env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert reason in result.stderr
+    assert f"{tmp_path}/mine.py:" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert line in result.stdout
+    events = read_events(RunDir(tmp_path / "tiny").events)
+    assert [e["event"] for e in events] == ["bring_up", "ready", "failed"]
+    assert RunDir(tmp_path / "tiny").lineage() == []  # nothing was trained that a commit would hold
+
+
+def test_code_that_raises_at_times_is_counted_and_the_rest_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    result = kit.run(
+        tmp_path, "environments={p: {serve: 'mine:Partly'}}", "wandb.enabled=false", "train.steps=3",
+        "rollout.retries=0",
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    events = read_events(RunDir(tmp_path / "tiny").events)
+    steps = steps_of(events)
+    assert sorted(steps) == [1, 2, 3]
+    assert sum(e.get("failed_rollouts/p", 0) for e in steps.values()) >= 5
+    assert all(e["groups"] >= 1 for e in steps.values())
+    assert "failed_share" in {e["metric"] for e in events if e["event"] == "alarm"}
+    assert "  failed " in result.stdout

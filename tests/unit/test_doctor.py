@@ -1,0 +1,141 @@
+"""``orhpc doctor`` and ``orhpc files``: what they find, against machines of every kind."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from orhpc.cli import main
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
+from orhpc.launch import doctor
+from orhpc.launch.doctor import examine
+from orhpc.launch.files import packaged
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with nothing on its path but what a test puts there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("SLURM_JOB_ID", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def found(*words: str) -> dict[str, str]:
+    config = load_config(words[0], words[1:]) if words else None
+    return {f.what: f"{f.verdict} {f.line}" for f in examine(config)}
+
+
+def gpu(folder: Path, driver: str, capability: str = "9.0", memory: int = 81559) -> None:
+    program(folder, "nvidia-smi", f"echo 'NVIDIA H100 80GB HBM3, {memory}, {driver}, {capability}'")
+
+
+def test_a_machine_without_gpus_misses_nothing_for_a_cpu_config() -> None:
+    said = found("tiny.yaml")
+    assert said["orhpc[run]"].startswith("ok")
+    assert said["GPUs"].startswith("--")
+    assert said["SLURM"].startswith("-- no sbatch here: orhpc launch --local")
+    assert not [line for line in said.values() if line.startswith("BAD")]
+
+
+def test_a_gpu_machine_without_sglang_says_what_to_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu(tmp_path, "580.95.05")
+    assert main(["doctor"]) == EXIT_PREFLIGHT
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [x for x in lines if x.startswith("BAD  orhpc[sglang]")]
+    command = line.split(": ", 2)[2]
+    assert command == "pip install 'orhpc[gpu]' -c \"$(orhpc files torch-2.11.txt)\""
+    assert "BAD  torch: is a build without CUDA: install it from an index that has one" in lines
+
+
+def test_a_driver_older_than_torch_s_cuda_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "version.py").write_text("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    spec = SimpleNamespace(origin=str(folder / "__init__.py"))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    gpu(tmp_path, "550.54.15", capability="8.0")
+    said = found()
+    assert said["driver"] == "BAD 550.54.15 is older than 580, which torch's CUDA 13.0 needs"
+    assert said["FP8"].startswith("-- compute capability 8.0")
+    gpu(tmp_path, "580.95.05")
+    assert found()["CUDA"] == "ok torch's 13.0 and driver 580.95.05"
+
+
+def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        doctor.importlib.metadata,
+        "version",
+        lambda name: "4.0.0" if name == "huggingface-hub" else real(name),
+    )
+    assert re.match(r"BAD transformers wants huggingface-hub<[\d.]+,.* here is 4\.0\.0", found()["versions"])
+
+
+def test_megatron_says_which_python_it_wants() -> None:
+    missing, wrong = doctor.missing_and_wrong("orhpc", "megatron")
+    if sys.version_info >= (3, 12):
+        assert not [w for w in wrong if w.startswith("Python")]
+    else:
+        assert wrong[0].startswith(f"Python {sys.version.split()[0]} (megatron-core wants >= 3.12)")
+    assert missing == [] or "transformer-engine" in missing
+
+
+def test_a_login_node_needs_none_of_what_nodes_need(tmp_path: Path) -> None:
+    program(tmp_path, "sbatch", "exit 0")
+    program(tmp_path, "sinfo", "echo 'gpu* gpu:h100:4 12'")
+    said = found("default.yaml")
+    assert said["orhpc[sglang]"].startswith("--")
+    assert said["SLURM"] == "ok gpu* 12 nodes with gpu:h100:4"
+
+
+def test_a_cache_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/proc/1/cache")
+    assert found()["models"] == "BAD /proc/1/cache/hub cannot be written: set HF_HOME to a folder of yours"
+
+
+def test_files_names_everything_that_is_packaged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["files"]) == EXIT_OK
+    listed = capsys.readouterr().out
+    repository = [p.name for f in ("configs", "slurm") for p in (ROOT / f).iterdir()]
+    assert set(packaged()) >= {*repository, "torch-2.11.txt", "torch-2.14.txt", "Dockerfile", "apptainer.def"}
+    assert all(f"  {name}\n" in listed for name in packaged())
+    assert main(["files", "torch-2.11.txt"]) == EXIT_OK
+    assert Path(capsys.readouterr().out.strip()).read_text().count("\ntorch==2.11.0\n") == 1
+    assert main(["files", "torch-2.12"]) == EXIT_CONFIG
+    assert "did you mean torch-2.1" in capsys.readouterr().err
+
+
+def test_recipes_are_of_this_release_and_of_sets_that_exist() -> None:
+    release = importlib.metadata.version("orhpc")
+    assert packaged()["apptainer.def"].read_text().count(f"orhpc-{release}-py3-none-any.whl") == 4
+    for name in ("Dockerfile", "apptainer.def"):
+        text = packaged()[name].read_text()
+        (default,) = set(re.findall(r"TORCH=([\d.]+)$", text, re.MULTILINE))
+        assert f"torch-{default}.txt" in packaged()
+    subprocess.run(["/bin/sh", "-n", str(packaged()["enroot.sh"])], check=True)
+
+
+def test_doctor_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from orhpc.cli import main; main(['doctor']); "
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=dict(os.environ))

@@ -1,0 +1,254 @@
+"""What cannot run is refused before the queue, by one code, with the nearest setting that would work."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orhpc.cli import main
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError
+from orhpc.launch import fit, run_plan
+from orhpc.launch.run_plan import RunPlan, make_plan
+from orhpc.models import shape_of
+from tests.model_configs import REAL
+from tests.model_folder import write_model_folder
+
+QWEN_14_HEADS = {
+    **REAL["Qwen2.5-7B"][0], "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "intermediate_size": 4864, "num_hidden_layers": 24,
+}  # fmt: skip
+"""Qwen2.5-0.5B's: the README's example."""
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with only the programs that a test puts there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def config_of(folder: Path, content: dict[str, Any], **sections: Any) -> Config:
+    write_model_folder(folder / "model", content)
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "environments": {"e": {"serve": "letters"}},
+    }
+    return Config.model_validate(tree | sections)
+
+
+def plan_of(name: str, tmp_path: Path, device_gib: float = 139.8, **sections: Any) -> RunPlan:
+    return make_plan(config_of(tmp_path, REAL[name][0], **sections), device_gib)
+
+
+def test_heads_that_an_engine_cannot_divide_are_refused_with_the_nearest_size(tmp_path: Path) -> None:
+    config = config_of(tmp_path, QWEN_14_HEADS, engine={"tp": 4})
+    with pytest.raises(ConfigError, match=r"4 does not divide 14 attention heads; engine\.tp=2 would do"):
+        fit.check(config)
+    assert "fits 80 GiB" in fit.check(config_of(tmp_path, QWEN_14_HEADS, engine={"tp": 2}))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mixtral-8x7B", "GLM-4.5", "DeepSeek-V3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8-rollout"])
+def test_what_is_suggested_is_accepted(name: str, precision: str, tmp_path: Path) -> None:
+    """For every size and division of an engine on two nodes of eight."""
+    for tp, ep in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
+        if tp % ep:
+            continue
+        settings = {"placement": {"nodes": 2, "devices_per_node": 8}, "precision": precision}
+        run = plan_of(name, tmp_path, engine={"tp": tp, "ep": ep}, **settings)
+        try:
+            fit.check_engines(run)
+        except ConfigError as error:
+            if suggested := re.search(r"engine\.tp=(\d+) would do", str(error)):
+                better = plan_of(name, tmp_path, engine={"tp": int(suggested[1]), "ep": ep}, **settings)
+                fit.check_engines(better)
+            else:
+                assert "no engine.tp would do" in str(error)
+
+
+def test_experts_must_divide_and_fp8_s_blocks_stay_whole(tmp_path: Path) -> None:
+    place = {"placement": {"devices_per_node": 8}}
+    quantized = {"precision": "fp8-rollout", **place}
+    with pytest.raises(ConfigError, match=r"768 across FP8's blocks of 128; engine\.tp=2 would do"):
+        fit.check_engines(plan_of("Qwen3-30B-A3B", tmp_path, engine={"tp": 4}, **quantized))
+    fit.check_engines(plan_of("Qwen3-30B-A3B", tmp_path, engine={"tp": 4}, **place))
+    with pytest.raises(ConfigError, match="ep = 2: the model has no experts"):
+        fit.check_engines(plan_of("Llama-3.1-8B", tmp_path, engine={"tp": 4, "ep": 2}, **place))
+
+
+def test_engine_weights_follow_the_precision(tmp_path: Path) -> None:
+    """DeepSeek-V3 is published in FP8: 671 billion weights on eight devices are 78 GiB each, not 156."""
+    place = {"placement": {"nodes": 32, "devices_per_node": 8}, "engine": {"tp": 8}}
+    half = plan_of("DeepSeek-V3", tmp_path, precision="fp8-rollout", **place).engine_weights
+    whole = plan_of("DeepSeek-V3", tmp_path, **place).engine_weights
+    assert half / 2**30 == pytest.approx(80, rel=0.04)
+    assert whole / 2**30 == pytest.approx(158, rel=0.04)
+    small = plan_of("Qwen3-30B-A3B", tmp_path, precision="fp8-rollout", engine={"tp": 4}).engine_weights
+    assert small / 2**30 == pytest.approx(7.5, rel=0.05)
+
+
+def test_every_engine_weight_is_counted_once_over_the_devices(tmp_path: Path) -> None:
+    """Of a model without parts that every device holds whole, the devices together hold the model."""
+    shape = shape_of(REAL["Llama-3.1-8B"][0])
+    norms = sum(t.elements for t in shape.tensors() if t.part == "norm")
+    for tp in (1, 2, 4):
+        run = plan_of("Llama-3.1-8B", tmp_path, engine={"tp": tp})
+        assert run.engine_weights * tp == 2 * (shape.parameters + (tp - 1) * norms)
+
+
+def test_mem_fraction_static_among_sglang_s_own_options_counts(tmp_path: Path) -> None:
+    own = plan_of("Qwen3-8B", tmp_path, engine={"extra": {"mem-fraction-static": 0.5}})
+    ours = plan_of("Qwen3-8B", tmp_path, engine={"memory_fraction": 0.5})
+    assert own.kv_tokens == ours.kv_tokens != plan_of("Qwen3-8B", tmp_path).kv_tokens
+
+
+def test_only_megatron_helps_where_whole_layers_do_not_fit(tmp_path: Path) -> None:
+    run = plan_of(
+        "DeepSeek-V3", tmp_path, 79.6, placement={"nodes": 32, "devices_per_node": 8}, engine={"tp": 8}
+    )
+    with pytest.raises(ConfigError) as caught:
+        fit.check_fit(run)
+    assert "whatever the number of ranks: train.backend=megatron divides them" in str(caught.value)
+    assert "lower" not in str(caught.value)
+
+
+def test_a_layout_that_cannot_be_comes_with_the_nearest_that_can(tmp_path: Path) -> None:
+    place = {"placement": {"nodes": 2, "devices_per_node": 8}, "train": {"backend": "megatron"}}
+    with pytest.raises(ConfigError, match="ep = 16 does not divide 8 experts; ") as caught:
+        plan_of("Mixtral-8x7B", tmp_path, megatron={"ep": 16}, **place)
+    words = dict(re.findall(r"megatron\.(\w+)=(\d+)", str(caught.value)))
+    assert words["ep"] == "8"
+    plan_of("Mixtral-8x7B", tmp_path, megatron={k: int(v) for k, v in words.items()}, **place)
+
+
+# --- what the devices are -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gres", "gib"),
+    [
+        ("gpu:h100:8(S:0-1)", 79.6),
+        ("gpu:nvidia_h200:8", 139.8),
+        ("gpu:NVIDIA-H100-80GB-HBM3:4", 79.6),
+        ("gpu:gh200:1", 95.0),
+        ("gpu:8", None),
+        ("gpu:h100:8\ngpu:h200:8", None),
+        ("gpu:v100:4", None),
+        ("(null)", None),
+    ],
+)
+def test_slurm_says_what_a_partition_s_devices_are(
+    gres: str, gib: float | None, commands: Path, tmp_path: Path
+) -> None:
+    program(commands, "sinfo", f"printf '{gres}\\n'")
+    memory = fit.device_memory(config_of(tmp_path, QWEN_14_HEADS))
+    assert (memory.gib, memory.known) == ((gib, True) if gib else (80.0, False))
+
+
+def test_the_driver_and_the_config_come_before_slurm(commands: Path, tmp_path: Path) -> None:
+    program(commands, "sinfo", "echo gpu:h100:8")
+    program(commands, "nvidia-smi", "echo 143771; echo 143771")
+    assert fit.device_memory(config_of(tmp_path, QWEN_14_HEADS)).gib == pytest.approx(140.4, abs=0.1)
+    own = config_of(tmp_path, QWEN_14_HEADS, placement={"device_memory_gib": 24})
+    assert fit.device_memory(own) == fit.DeviceMemory(24, "placement.device_memory_gib", known=True)
+
+
+def test_unknown_devices_are_judged_by_the_largest(commands: Path, tmp_path: Path) -> None:
+    """Nothing is refused that an H200 would hold, and nothing is let through that it would not."""
+    config = config_of(tmp_path, REAL["Qwen3-30B-A3B"][0], placement={"nodes": 2}, engine={"tp": 4})
+    assert fit.check(config).startswith("fits devices of 140 GiB, not of 80")
+    with pytest.raises(ConfigError, match="trainer ranks would do"):
+        fit.check(config_of(tmp_path, REAL["Qwen3-30B-A3B"][0], engine={"tp": 4}))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(10, 200), st.sampled_from([1, 2, 4, 8, 16]))
+def test_what_is_refused_at_one_memory_is_refused_below_it(gib: float, nodes: int) -> None:
+    with tempfile.TemporaryDirectory() as where:
+        config = config_of(
+            Path(where), REAL["Qwen3-30B-A3B"][0], placement={"nodes": nodes}, engine={"tp": 4}
+        )
+
+        def fits(at: float) -> bool:
+            try:
+                fit.check_fit(make_plan(config, at))
+            except ConfigError:
+                return False
+            return True
+
+        assert fits(gib * 1.5) or not fits(gib)
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def test_check_launch_and_plan_refuse_the_same(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(commands, "sinfo", "echo gpu:h100:4")
+    write_model_folder(tmp_path / "model", REAL["Qwen3-30B-A3B"][0])
+    words = [f"model.path={tmp_path / 'model'}", "engine.tp=4", f"run.root={tmp_path / 'runs'}"]
+    said = {}
+    for command in ("plan", "launch", "launch --dry-run", "check"):
+        name, *flags = command.split()
+        code = main([name, *flags, "default.yaml", *words])
+        answer = capsys.readouterr()
+        assert code == (EXIT_PREFLIGHT if name == "check" else EXIT_CONFIG)
+        line = next(x for x in (answer.err or answer.out).splitlines() if "a trainer device needs" in x)
+        said[command] = line.split("a trainer device")[1]
+    assert len(set(said.values())) == 1
+    assert "trainer ranks would do" in said["plan"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plan_and_check_take_sglang_s_options(
+    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model_folder(tmp_path / "model", QWEN_14_HEADS)
+    words = ["default.yaml", f"model.path={tmp_path / 'model'}", f"run.root={tmp_path}"]
+    words += ["--sglang-mem-fraction-static", "0.3", "--check-weights"]
+    assert main(["plan", *words]) == EXIT_OK
+    halved = re.search(r"a token, (\d+) tokens", capsys.readouterr().out)
+    assert main(["check", *words]) == EXIT_OK
+    assert main(["plan", *words[:3]]) == EXIT_OK
+    whole = re.search(r"a token, (\d+) tokens", capsys.readouterr().out)
+    assert halved is not None
+    assert whole is not None
+    assert int(halved[1]) < int(whole[1])
+
+
+@pytest.mark.parametrize("config", ["default.yaml", "qwen3-30b-a3b.yaml", "gpu-smollm2.yaml", "exact.yaml"])
+def test_configs_fit_what_they_are_for(config: str, tmp_path: Path, commands: Path) -> None:
+    """Those without a size in their name are for 80 GB."""
+    content = {
+        **REAL["Qwen3-8B"][0],
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "tie_word_embeddings": True,
+    }
+    loaded = load_config(config)
+    names = {"Qwen/Qwen3-4B": content, "Qwen/Qwen3-30B-A3B": REAL["Qwen3-30B-A3B"][0]}
+    if loaded.model.path not in names:
+        assert loaded.model.path == "bundled:smollm2-135m-instruct"
+        return
+    folder = write_model_folder(tmp_path / "model", names[loaded.model.path])
+    run = make_plan(load_config(config, [f"model.path={folder}"]), 79.6)
+    fit.check_engines(run)
+    fit.check_fit(run)
+    assert run_plan.state_bytes(run) > 0

@@ -1,0 +1,59 @@
+"""What a start compares and keeps: a run that has done no step may still be corrected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import ConfigError
+from orhpc.events import EventLog
+from orhpc.launch.prepare import write_config
+from orhpc.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    rundir = RunDir(tmp_path / "x")
+    rundir.create()
+    return rundir
+
+
+def config(**sections: object) -> Config:
+    return Config.model_validate(
+        {"environments": {"e": {"serve": "letters"}}, "run": {"name": "x"}} | sections
+    )
+
+
+def test_a_run_without_a_step_takes_a_correction_and_forgets_what_it_rolled_out(run: RunDir) -> None:
+    assert write_config(run, config()) == []
+    events = EventLog(run.events, run.begin_attempt())
+    events.write("evaluation", step=0)
+    (run.buffer / "group_3.h5").write_bytes(b"rolled out under the old settings")
+    assert write_config(run, config(train={"adam_beta1": 0.8})) == ["train.adam_beta1: 0.9 -> 0.8"]
+    assert load_config(run.config).train.adam_beta1 == 0.8
+    assert not list(run.buffer.iterdir())
+    run.config.write_text("train: {a_setting_of_another_release: 1}")
+    assert write_config(run, config()) == []
+    assert load_config(run.config) == config()
+
+
+@pytest.mark.parametrize("how", ["event", "commit"])
+def test_a_run_with_a_step_refuses_what_would_make_it_another(run: RunDir, how: str) -> None:
+    write_config(run, config())
+    attempt = run.begin_attempt()
+    if how == "event":
+        EventLog(run.events, attempt).write("step", step=1)
+    else:
+        run.record_start(attempt, None)
+        (run.checkpoints / f"step_1.a{attempt:03d}").mkdir()
+    (run.buffer / "group_3.h5").write_bytes(b"kept")
+    with pytest.raises(ConfigError, match=r"train\.adam_beta1: the run was started with 0\.9"):
+        write_config(run, config(train={"adam_beta1": 0.8}))
+    assert write_config(run, config(train={"lr": 1e-6})) == ["train.lr: 1e-05 -> 1e-06"]
+    assert (run.buffer / "group_3.h5").exists()
+    run.config.write_text("train: {a_setting_of_another_release: 1}")
+    with pytest.raises(ConfigError, match="a_setting_of_another_release"):
+        write_config(run, config())

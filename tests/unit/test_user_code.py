@@ -1,0 +1,72 @@
+"""Exceptions of the user's own code, as a run reports them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orhpc.errors import EXIT_CONFIG, Action, UserCodeError, policy_of
+from orhpc.user_code import last_line, place_of, server_error, user_error, users_part
+
+MODULE = """
+import json
+
+def score(text):
+    return json.loads(text)
+"""
+
+
+def trace_of(tmp_path: Path) -> str:
+    """A real traceback: a launcher's frame, the user's module, and the standard library at its end."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    done = subprocess.run(
+        [sys.executable, "-c", "import mine; mine.score('{')"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stderr
+
+
+def test_the_place_is_the_users_last_line_not_the_librarys(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path)
+    assert place_of(trace) == f"{tmp_path}/mine.py:5 in score"
+    assert last_line(trace).startswith("json.decoder.JSONDecodeError: ")
+    error = server_error("environment 'x'", last_line(trace), trace)
+    assert str(error).startswith("environment 'x' raised json.decoder.JSONDecodeError: ")
+    assert str(error).endswith(f"({tmp_path}/mine.py:5 in score)")
+    assert error.trace.splitlines()[1] == f'  File "{tmp_path}/mine.py", line 5, in score'
+    assert "return json.loads(text)" in error.trace
+    assert '"<string>"' not in error.trace
+
+
+def test_a_server_that_keeps_its_traceback_leaves_the_line() -> None:
+    error = server_error("environment 'x'", "KeyError: 'q'", "")
+    assert (str(error), error.trace) == ("environment 'x' raised KeyError: 'q'", "")
+
+
+def test_a_traceback_without_a_frame_of_the_users_stays_whole() -> None:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        text = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\nValueError: no\n'
+        assert users_part(text) == text
+        assert place_of(text) == "<string>:1 in <module>"
+        said = user_error("rollout.custom_reward: mine.score", error)
+    assert f"{__file__}:" in str(said)
+
+
+def test_the_run_ends_for_good_with_the_code_of_a_wrong_config() -> None:
+    policy = policy_of(UserCodeError("x"))
+    assert (policy.action, policy.exit_code) == (Action.STOP, EXIT_CONFIG)
+
+
+def test_a_recursion_does_not_fill_the_terminal() -> None:
+    def endless() -> None:
+        endless()
+
+    with pytest.raises(RecursionError) as caught:
+        endless()
+    assert len(user_error("mine", caught.value).trace) <= 8000

@@ -1,0 +1,202 @@
+"""What a rollout worker makes of failed rollouts: tried again, counted, or the end of the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orhpc.config_files import load_config
+from orhpc.errors import (
+    BadTask,
+    EngineUnavailable,
+    EnvironmentRaised,
+    EnvironmentUnavailable,
+    OrhpcError,
+    ToolTimeout,
+    UserCodeError,
+)
+from orhpc.parts import finished_groups
+from orhpc.record import RolloutFile
+from orhpc.rollout import health as health_module
+from orhpc.rollout import worker as worker_module
+from orhpc.rollout.notices import Notices
+from orhpc.rollout.producer import Position
+from orhpc.rollout.upload import Uploader
+from orhpc.rollout.worker import RolloutWorker
+from orhpc.rundir import RunDir
+from orhpc.types import GroupRequest, PromptGroup, Rollout, RolloutEnd, Sampling, Task
+from tests.unit.test_record import make_rollout
+
+NAME = "orhpc/letters"
+Answer = Callable[[int, int], OrhpcError | None]
+"""From a sample and how often it was tried before to what ends it; None: it succeeds."""
+
+
+class ScriptedAgent:
+    """Makes rollouts, or fails, as a test says."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.tried: dict[int, int] = {}
+
+    async def run(self, request: GroupRequest, sample: int, **more: Any) -> Rollout:
+        before = self.tried.get(sample, 0)
+        self.tried[sample] = before + 1
+        await asyncio.sleep(0)
+        error = self.answer(sample, before)
+        if error is not None:
+            error.transcript = [{"role": "user", "content": "as far as it came"}]
+            raise error
+        rollout = make_rollout(request.id, sample, 12, reward=float(sample))
+        rollout.task, rollout.loss_mask_T = request.task, np.arange(12) > 3
+        rollout.versions_T = np.where(rollout.loss_mask_T, 3, -1).astype(np.int32)
+        return rollout
+
+
+class Environment:
+    """What the worker asks of an environment; scores a group by the number of its transcripts."""
+
+    def __init__(self, *, scores: bool = False) -> None:
+        self.notices = Notices()
+        self.supports_score_group = scores
+        self.scored = 0
+
+    async def score_group(self, task: Task, transcripts: list[Any]) -> list[float]:
+        self.scored = len(transcripts)
+        return [0.25] * self.scored
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(worker_module.ray, "put", lambda value: value)
+
+
+def made(tmp_path: Path, answer: Answer, *, scores: bool = False, **rollout: Any) -> RolloutWorker:
+    overrides = [f"rollout.{key}={value}" for key, value in rollout.items()]
+    rundir = RunDir(tmp_path)
+    rundir.create()
+    worker = RolloutWorker(load_config("configs/tiny.yaml", overrides), "", 0, str(tmp_path), 1, {})
+    parts: Any = worker
+    parts._agent, parts._uploader, parts._route_layers = ScriptedAgent(answer), Uploader(None, ""), []
+    parts._environments = {NAME: Environment(scores=scores)}
+    parts._pool = parts
+    parts.generate = None
+    return worker
+
+
+def request_of(group: int) -> GroupRequest:
+    return GroupRequest(group, Task(NAME, "train", 2), 8, Sampling(max_new_tokens=4), 0)
+
+
+def group_of(worker: RolloutWorker, group: int = 5) -> PromptGroup:
+    return asyncio.run(worker.run_group(request_of(group)))
+
+
+@pytest.mark.parametrize("kind", [EnvironmentUnavailable, EngineUnavailable, EnvironmentRaised])
+def test_what_may_not_repeat_itself_is_tried_again_in_a_new_session(tmp_path: Path, kind: Any) -> None:
+    def twice(sample: int, before: int) -> OrhpcError | None:
+        return kind("gone") if sample == 3 and before < 2 else None
+
+    worker = made(tmp_path, twice)
+    group = group_of(worker)
+    assert len(group.trainable) == 8
+    assert [r.retries for r in group.rollouts] == [0, 0, 0, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [BadTask, ToolTimeout])
+def test_what_would_repeat_itself_is_not(tmp_path: Path, kind: Any) -> None:
+    worker = made(tmp_path, lambda sample, before: kind("no") if sample == 3 else None)
+    group = group_of(worker)
+    assert [r.end for r in group.rollouts].count(RolloutEnd.FAILED) == 1
+    failed = group.rollouts[3]
+    assert (failed.retries, failed.reward, failed.error) == (0, None, f"{kind.__name__}: no")
+    assert worker._held[5][3].messages == [{"role": "user", "content": "as far as it came"}]
+
+
+def test_an_environment_that_is_down_is_not_asked_again_and_again(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: EnvironmentUnavailable("down"), max_concurrent=1)
+
+    async def two() -> list[PromptGroup]:
+        return [await worker.run_group(request_of(group)) for group in (1, 2)]
+
+    first, second = asyncio.run(two())
+    assert {r.retries for r in first.rollouts} == {2}
+    assert {r.retries for r in second.rollouts} == {0}
+    assert health_module.HOPELESS_AFTER == 8
+
+
+def test_a_partial_group_is_kept_recorded_and_taken_up_by_the_next_attempt(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: BadTask("no") if sample < 4 else None)
+    group_of(worker)
+    rundir = RunDir(tmp_path)
+    (found,) = finished_groups(rundir, Position(6, (5,)), 3, 0)
+    assert [r.sample for r in found.trainable] == [4, 5, 6, 7]
+    assert len(found.rollouts) == 8
+    folder = rundir.rollouts_of(1)
+    folder.mkdir(parents=True)
+    asyncio.run(worker.record(str(folder), [(5, None, True)]))
+    with RolloutFile(next(folder.glob("*.h5"))) as record:
+        assert [record.trained(row) for row in range(8)] == [False] * 4 + [True] * 4
+    assert not list(rundir.buffer.glob("*.h5"))
+
+
+def test_a_group_with_too_many_failures_is_not_kept(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: BadTask("no") if sample < 5 else None)
+    group_of(worker)
+    assert not list(RunDir(tmp_path).buffer.glob("*.h5"))
+
+
+def test_scores_of_a_group_are_those_of_the_rollouts_that_are_left(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: BadTask("no") if sample == 0 else None, scores=True)
+    group = group_of(worker)
+    environment: Any = worker._environments[NAME]
+    assert environment.scored == 7
+    assert group.rollouts[0].end is RolloutEnd.FAILED
+    assert len(group.rewards) == 7
+
+
+def test_code_that_raises_for_every_rollout_ends_the_run(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: UserCodeError("mine.score raised", trace="Traceback"))
+    with pytest.raises(UserCodeError, match=r"mine\.score raised"):
+        group_of(worker)
+
+
+def test_code_that_raises_for_some_rollouts_is_their_failure_alone_and_said_once(tmp_path: Path) -> None:
+    def some(sample: int, before: int) -> OrhpcError | None:
+        return UserCodeError("mine.score raised", trace="T") if sample >= 6 else None
+
+    group = group_of(made(tmp_path, some))
+    assert [r.error for r in group.rollouts[6:]] == ["UserCodeError: mine.score raised"] * 2
+    assert len(group.trainable) == 6
+    assert group.notices == ("mine.score raised",)
+
+
+def test_siblings_of_a_rollout_that_ends_the_run_are_given_up(tmp_path: Path) -> None:
+    running: list[asyncio.Task[Any]] = []
+    worker = made(tmp_path, lambda sample, before: UserCodeError("mine raised"))
+    agent: Any = worker._agent
+
+    async def run(request: GroupRequest, sample: int, **more: Any) -> Rollout:
+        if sample < 4:
+            raise UserCodeError("mine raised")
+        task = asyncio.current_task()
+        assert task is not None
+        running.append(task)
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    agent.run = run
+
+    async def all_of_it() -> None:
+        with pytest.raises(UserCodeError):
+            await worker.run_group(request_of(5))
+        await asyncio.sleep(0)
+        assert [task.cancelled() for task in running] == [True] * 4
+
+    asyncio.run(all_of_it())
