@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +27,22 @@ from orhpc.rundir import CommitName, RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; every failure is one line on standard error."""
+    """Returns the exit code; every failure is one line on standard error.
+
+    A reader that has seen enough (``orhpc status RUN | head -1``) ends the command without a word, with the
+    code that a shell gives a process killed by SIGPIPE.
+    """
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more on its way out (docs.python.org, SIGPIPE).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["launch"]:
         return launch(arguments[1:])

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orhpc import commits, evaluation
+from orhpc import evaluation
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import (
@@ -39,16 +38,18 @@ from orhpc.errors import (
     UserCodeError,
     policy_of,
 )
+from orhpc.event_lines import line_of
 from orhpc.events import EventLog
 from orhpc.launch.placement import Placement
 from orhpc.parts import Parts, bring_up, ray_connect
+from orhpc.resume import choose_start
 from orhpc.rollout.producer import Position
-from orhpc.rundir import CommitName, RunDir
+from orhpc.rundir import RunDir
 from orhpc.saving import Saver, State
 from orhpc.step_metrics import Phases
 from orhpc.step_report import report
 from orhpc.storage import Stored, when_taken
-from orhpc.tracking import Tracker
+from orhpc.tracking import Tracker, row_of
 from orhpc.train.advantages import grouped_advantages
 from orhpc.train.batch import plan_batches
 from orhpc.types import BatchPlan, PromptGroup, Sample
@@ -70,7 +71,7 @@ class Run:
         self.folder = rundir.attempt(attempt)
         self.config: Config = load_config(self.folder / "config.yaml")
         self.placement = Placement.from_yaml((self.folder / "placement.yaml").read_text())
-        self.events = EventLog(rundir.events, attempt)
+        self.events = EventLog(rundir.events, attempt, _log_event)
         self.tracker = Tracker(self.config, rundir)
         self._stop_file = stop_file
         self._told = -_TOLD_S
@@ -131,6 +132,12 @@ class Run:
     def close(self) -> None:
         self.tracker.close(*([_LEAVE_S] if self.stop_requested() else []))
         self.events.close()
+
+
+def _log_event(event: dict[str, Any]) -> None:
+    """What users look for in a run's log: its steps, commits and evaluations."""
+    if (line := line_of(event)) is not None:
+        log.info("%s", line)
 
 
 async def train(run: Run, parts: Parts, saver: Saver) -> None:
@@ -225,34 +232,8 @@ async def evaluate(run: Run, parts: Parts, step: int, stored: Stored) -> None:
     run.require_newest()
     await parts.record_evaluation(step, groups, stored)
     await parts.publish(step)
-    run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
-    run.tracker.log(step, {f"eval/{k}": v for k, v in metrics.items()})
-
-
-async def choose_start(run: Run, lowered: int | None) -> tuple[CommitName | None, State]:
-    """The newest good commit, and the state after it; fixes what this attempt stands on.
-
-    Raises:
-        CheckpointError: there are commits and none is whole.
-        StopRequested: the stop file appeared while one was read.
-    """
-    over = threading.Event()  # whoever waits for this may give up: nobody need read on then
-    try:
-        name, manifest, passed_over = await asyncio.to_thread(
-            commits.newest_good, run.rundir, lambda: over.is_set() or run.stop_requested()
-        )
-    finally:
-        over.set()
-    for line in passed_over:
-        log.error("passed over: %s", line)
-        run.events.write("commit_passed_over", error=line)
-    run.rundir.record_start(run.attempt, name)
-    state = (
-        State.from_manifest(manifest) if manifest else State(max_tokens=run.config.train.max_tokens_per_gpu)
-    )
-    state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
-    run.events.write("bring_up", step=state.step, commit=str(name) if name else None)
-    return name, state
+    event = run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
+    run.tracker.log(step, row_of(event))
 
 
 async def attempt_once(run: Run, lowered: int | None) -> None:
@@ -261,14 +242,14 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     choosing = asyncio.ensure_future(choose_start(run, lowered))
 
     async def beginning() -> tuple[Position, int]:
-        _, state = await choosing
+        *_, state = await choosing
         return state.position, state.step
 
     start = bring_up(run.config, run.placement, run.rundir, run.attempt, beginning, phases)
     try:
         parts = await run.unless_stopped(start)
         parts.notice = run.notice
-        name, state = await choosing
+        name, folder, state = await choosing
     except EnvironmentUnavailable as error:
         if run.rundir.lineage():
             raise
@@ -277,8 +258,6 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
     finally:
         choosing.cancel()
     try:
-        load = run.config.checkpoint.load if name is None else None
-        folder = run.rundir.checkpoints / str(name) if name else commits.source(Path(load)) if load else None
         with phases.timed("restore"):
             await run.unless_stopped(parts.trainers.restore(folder))
         with phases.timed("sync"):

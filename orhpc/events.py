@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,12 @@ FAILURES = ("restart", "failed", "commit_failed", "commit_passed_over", "storage
 class EventLog:
     """Appends events of one attempt."""
 
-    def __init__(self, path: Path, attempt: int) -> None:
+    def __init__(
+        self, path: Path, attempt: int, said: Callable[[dict[str, Any]], object] | None = None
+    ) -> None:
+        """``said`` is called with every event after it has been appended."""
         self.attempt = attempt
+        self._said = said
         self.last_step = -1
         """Newest step reported through this log; -1 before the first."""
         self.last_step_skipped = False
@@ -47,6 +51,8 @@ class EventLog:
             self.last_step, self.last_step_skipped = fields["step"], bool(fields.get("skipped"))
         line = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **_plain(fields)}
         self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        if self._said is not None:
+            self._said(line)
         return line
 
     def close(self) -> None:

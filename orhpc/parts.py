@@ -361,6 +361,7 @@ def ray_connect(placement: Placement, token: Path) -> None:
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+    os.environ["RAY_COLOR_PREFIX"] = "0"  # what other processes print goes into a file
     ray.init(
         address=placement.ray_address,
         log_to_driver=True,

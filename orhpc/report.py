@@ -28,7 +28,8 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Reward", ("reward_mean", "success_rate")),
+    Chart("Mean reward", ("reward_mean",)),
+    Chart("Success rate", ("success_rate",)),
     Chart("Response length, tokens", ("response_length_mean", "response_length_max")),
     Chart(
         "Seconds a step", ("seconds", "phases.rollout", "phases.update", "phases.sync", "phases.checkpoint")
@@ -62,6 +63,8 @@ CHARTS = (
     ),
     Chart("Tool calls that raised, malformed calls", ("tool_errors", "malformed_calls")),
 )
+_ENDS = ("finished", "stopped", "failed")
+"""Events that an attempt writes last, unless it is killed."""
 _FAILURE_COUNTS = {
     "failed_rollouts": "failed rollouts",
     "retried_rollouts": "retried rollouts",
@@ -92,7 +95,7 @@ def page(run: RunDir) -> str:
     steps = [event for _, event in sorted(steps_of(events).items())]
     parts = [
         f"<h1>{_text(run.path.name)}</h1>",
-        _summary(events, steps),
+        _summary(run, events, steps),
         "<h2>Steps</h2>",
         *(figure for chart in CHARTS if (figure := draw(chart, steps))),
         *_environments(steps),
@@ -123,7 +126,7 @@ def goodput(events: Sequence[Event]) -> float | None:
     return min(1.0, sum(s["seconds"] for s in steps) / whole) if whole > 0 else None
 
 
-def _summary(events: Sequence[Event], steps: Sequence[Event]) -> str:
+def _summary(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> str:
     if not steps:
         return "<p>No step is done yet.</p>"
     last = steps[-1]
@@ -132,7 +135,7 @@ def _summary(events: Sequence[Event], steps: Sequence[Event]) -> str:
         "step": f"{last['step']} of {last.get('steps', '?')}",
         "mean reward of the first step": _number(steps[0], "reward_mean"),
         "mean reward of the last step": _number(last, "reward_mean"),
-        "attempts": str(last.get("attempt", "?")),
+        "attempts": str(run.newest_attempt()),
         "committed": str(max((e["step"] for e in events if e["event"] == "commit"), default="nothing yet")),
         "time that became steps": "-" if share is None else f"{share:.1%}",
         "alarms": str(sum(e["event"] == "alarm" for e in events)),
@@ -157,22 +160,32 @@ def _environments(steps: Sequence[Event]) -> list[str]:
 
 
 def _attempts(run: RunDir, events: Sequence[Event]) -> str:
+    newest = run.newest_attempt()
     rows: list[tuple[str, ...]] = []
-    for number in range(1, run.newest_attempt() + 1):
+    for number in range(1, newest + 1):
         own = [e for e in events if e.get("attempt") == number]
         done = [e["step"] for e in own if e["event"] == "step"]
-        outcome = run.attempt(number) / "outcome.json"
-        ended = json.loads(outcome.read_text()) if outcome.is_file() else {}
-        reason = f"{ended.get('reason', '')} {ended.get('detail', '')}".strip()
-        rows.append(
-            (
-                str(number),
-                _clock(own[0]["time"]) if own else "-",
-                f"{min(done)} to {max(done)}" if done else "none",
-                reason or (own[-1]["event"] if own else "-"),
-            )
-        )
+        began = _clock(own[0]["time"]) if own else "-"
+        steps = f"{min(done)} to {max(done)}" if done else "none"
+        rows.append((str(number), began, steps, _end_of(run, number, own, newest=number == newest)))
     return _table(("attempt", "began", "steps", "ended"), rows)
+
+
+def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> str:
+    """How an attempt ended: by the outcome that a job's launcher writes, or by its own last event."""
+    try:
+        outcome = json.loads((run.attempt(number) / "outcome.json").read_text())
+        return f"{outcome.get('reason', '')} {outcome.get('detail', '')}".strip()
+    except (FileNotFoundError, ValueError, AttributeError):
+        pass
+    if not own:
+        return "not yet: it has written no event" if newest else "killed: it wrote no event"
+    last = own[-1]
+    if last["event"] in _ENDS:
+        return f"{last['event']} {last.get('reason') or last.get('error') or ''}".strip()
+    said = f"{last['event']} of step {last['step']}" if "step" in last else str(last["event"])
+    since = f"its last event is {said}, {_clock(last['time'])}"
+    return f"not yet, or killed: {since}" if newest else f"killed: {since}"
 
 
 def _events_table(title: str, events: Sequence[Event], kinds: tuple[str, ...], newest: int) -> list[str]:

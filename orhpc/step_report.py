@@ -13,7 +13,7 @@ from orhpc.events import EventLog
 from orhpc.rollout.producer import Taken
 from orhpc.saving import State
 from orhpc.step_metrics import Phases, opening_notice, rollout_metrics
-from orhpc.tracking import Tracker
+from orhpc.tracking import Tracker, row_of
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def report(run: Reporting, state: State, taken: Taken, metrics: dict[str, float]
     numbers = rollout_metrics(taken, state.step - 1) | metrics
     numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
     numbers["train_tokens_per_s"] = numbers.get("total_tokens", 0.0) / phases.seconds["update"]
-    run.events.write(
+    event = run.events.write(
         "step",
         step=state.step,
         steps=run.config.train.steps,
@@ -48,6 +48,4 @@ def report(run: Reporting, state: State, taken: Taken, metrics: dict[str, float]
         log.warning("step %d: %s", state.step, alarm)
         run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
         run.tracker.alert(f"step {state.step}: {alarm}")
-    rows = {"step_seconds": phases.total, **numbers}
-    rows |= {f"phase/{k}": v for k, v in phases.seconds.items()}
-    run.tracker.log(state.step, rows)
+    run.tracker.log(state.step, row_of(event))

@@ -12,15 +12,18 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from orhpc.config import Config
+from orhpc.events import read_events, steps_of
 from orhpc.rundir import RunDir, write_atomic
 
 log = logging.getLogger(__name__)
 
 _QUEUE = 10_000
+_FINISHED = "wandb_step"
+"""File of the run directory: the newest step whose row an attempt has finished writing."""
 _FINISH_S = 30.0
 
 
@@ -30,6 +33,8 @@ class Tracker:
     def __init__(self, config: Config, rundir: RunDir) -> None:
         self.dropped = 0
         """Metric rows and alarms that did not fit into the queue."""
+        self._last = -1
+        """Newest step that W&B has a row of."""
         self._queue: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_QUEUE)
         self._config, self._rundir = config, rundir
         self._thread: threading.Thread | None = None
@@ -39,7 +44,31 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand over one step's metrics; returns at once."""
-        self._hand_over(lambda run: run.log(metrics, step=step))
+
+        def write(run: Any) -> None:
+            run.log(metrics, step=step)
+            self._last = step
+
+        self._hand_over(write)
+
+    def catch_up(self, step: int) -> None:
+        """Hand over rows up to ``step``, where this attempt starts, that no earlier attempt has finished.
+
+        An attempt that was killed may have left any part of its rows unwritten, and nobody can tell which.
+        W&B keeps one row a step, and refuses those before its newest.
+        """
+        self._hand_over(lambda run: self._repeat(run, step))
+
+    def _repeat(self, run: Any, step: int) -> None:
+        first = max(_finished_step(self._rundir), int(getattr(run, "starting_step", 0) or 0) - 1)
+        events = read_events(self._rundir.events)
+        rows: dict[int, dict[str, float]] = {}
+        for event in [*steps_of(events).values(), *(e for e in events if e["event"] == "evaluation")]:
+            if first < event["step"] <= step:
+                rows.setdefault(event["step"], {}).update(row_of(event))
+        for number, row in sorted(rows.items()):
+            run.log(row, step=number)
+        self._last = max(self._last, step)
 
     def alert(self, text: str) -> None:
         """Hand over an alarm, which W&B sends to whoever wants it; returns at once."""
@@ -82,6 +111,7 @@ class Tracker:
         if run is not None:
             try:
                 run.finish()
+                write_atomic(self._rundir.path / _FINISHED, str(self._last))
             except Exception as error:  # noqa: BLE001
                 log.warning("W&B did not finish: %s", " ".join(str(error).split())[:300])
 
@@ -103,6 +133,35 @@ class Tracker:
             config=self._config.model_dump(mode="json"),
             settings=wandb.Settings(silent=True, console="off", init_timeout=60),
         )
+
+
+def row_of(event: Mapping[str, Any]) -> dict[str, float]:
+    """A step's or an evaluation's event as a W&B row."""
+    evaluation = event["event"] == "evaluation"
+    row: dict[str, float] = {}
+    for key, value in event.items():
+        number = _number(value)
+        if key in ("event", "time", "attempt", "step", "steps", "phases") or number is None:
+            continue
+        if evaluation:
+            row |= {} if key == "seconds" else {f"eval/{key}": number}
+        else:
+            row["step_seconds" if key == "seconds" else key] = number
+    return row | {f"phase/{name}": seconds for name, seconds in event.get("phases", {}).items()}
+
+
+def _number(value: Any) -> float | None:
+    """Events hold what JSON lacks, NaN and infinity, as text."""
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else None
+    return value if isinstance(value, int | float) else None
+
+
+def _finished_step(rundir: RunDir) -> int:
+    try:
+        return int((rundir.path / _FINISHED).read_text())
+    except (FileNotFoundError, ValueError):
+        return -1
 
 
 def run_id(rundir: RunDir) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from orhpc import chat_families
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
 from orhpc.launch import (
@@ -41,6 +42,7 @@ def of_config(config: Config) -> list[Check]:
     return [
         Check("placement", lambda: _placement(config)),
         Check("model", lambda: _model(config)),
+        Check("chat format", lambda: chat_families.check(config, model.ensure_config(config))),
         Check("fit", lambda: fit.check(config)),
         Check("memory of a node", lambda: host_memory.check_told(config)),
         Check("your code", lambda: references.check(config, Path.cwd())),

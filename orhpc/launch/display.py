@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,9 +17,38 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from orhpc.event_lines import failures_of, line_of, number, phases_of, step_line
 from orhpc.events import FAILURES, failure_line, parse_lines
 
 _RECENT = 8
+_FRAME_LINES = 6
+"""Lines of the panel around its rows: title, borders and head, and one for the line before it."""
+_STATUS = {
+    "step": "training",
+    "bring_up": "bringing up engines, trainers and workers",
+    "ready": "ready",
+}
+"""What the panel says from an event on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    head: str
+    text: Callable[[dict[str, Any]], str]
+    least_width: int = 0
+    """Columns of the terminal below which it is left out."""
+
+
+_COLUMNS = (
+    _Column("step", lambda s: f"{s['step']}/{s['steps']}"),
+    _Column("reward", lambda s: number(s, "reward_mean", ".3f")),
+    _Column("length", lambda s: number(s, "response_length_mean", ".1f")),
+    _Column("tokens/s", lambda s: number(s, "tokens_per_s", ".0f")),
+    _Column("step s", lambda s: f"{s['seconds']:.1f}"),
+    _Column("phases", phases_of, 140),
+    _Column("loss", lambda s: number(s, "loss", ".4f")),
+    _Column("KL(rollout, train)", lambda s: number(s, "rollout_kl", ".1e"), 90),
+)
 
 
 class Tail:
@@ -59,7 +89,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self._live = Live(self._table(), console=self.console, refresh_per_second=4)
+            self._live = Live(self.panel(), console=self.console, refresh_per_second=4)
             self._live.__enter__()
         return self
 
@@ -75,7 +105,7 @@ class Display:
         for event in self._tail.new():
             self._take(event)
         if self._live is not None:
-            self._live.update(self._table())
+            self._live.update(self.panel())
 
     def say(self, line: str) -> None:
         """Print a line above the panel."""
@@ -85,19 +115,11 @@ class Display:
         kind = event["event"]
         if kind == "step":
             self._steps.append(event)
-            self._status, self.failure = "training", None
+            self.failure = None
             if self._live is None:
-                self.say(_line(event, self._eta()))
+                self.say(step_line(event, f"left {_duration(self._eta())}"))
             elif failures := failures_of(event):
                 self.say(f"step {event['step']}: {failures}")
-        elif kind == "commit":
-            self.say(
-                f"committed step {event['step']} ({event['bytes'] / 1e6:.0f} MB, {event['seconds']:.1f} s)"
-            )
-        elif kind == "evaluation":
-            names = [k.partition("/")[2] for k in event if k.startswith("reward_mean/")]
-            means = ", ".join(_evaluated(event, name) for name in names)
-            self.say(f"evaluation after step {event['step']}: {means or 'no rollout'}")
         elif kind == "notice":
             self.say(f"notice: {event['reason']}")
         elif kind == "alarm":
@@ -107,15 +129,9 @@ class Display:
             if event.get("trace"):
                 self.say(str(event["trace"]).rstrip())
             self.say(f"{kind}: {self.failure}" if "kind" in event else self.failure)
-        elif kind == "bring_up":
-            self._status = "bringing up engines, trainers and workers"
-            start = f"commit {event['commit']}" if event["commit"] else "the base model"
-            self.say(f"starting from {start}")
-        elif kind == "ready":
-            self._status = "ready"
-            took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in event["phases"].items())
-            about = f"{event.get('parameters', 0) / 1e6:.1f} M parameters, step {event['step']}"
-            self.say(f"ready after {event['seconds']:.0f} s ({took}): {about}")
+        elif kind not in ("finished", "stopped") and (line := line_of(event)) is not None:
+            self.say(line)
+        self._status = _STATUS.get(kind, self._status)
 
     def _eta(self) -> float:
         """Seconds left, by the median of recent steps."""
@@ -123,30 +139,18 @@ class Display:
         recent = statistics.median(s["seconds"] for s in self._steps[-_RECENT:])
         return recent * (last["steps"] - last["step"])
 
-    def _table(self) -> Table:
+    def panel(self) -> Table:
+        """The newest steps, one line each: what does not fit the terminal is left out."""
         table = Table(title=self._title(), title_justify="left", expand=False)
-        for column in (
-            "step",
-            "reward",
-            "length",
-            "tokens/s",
-            "step s",
-            "phases",
-            "loss",
-            "KL(rollout, train)",
-        ):
-            table.add_column(column, justify="left" if column == "phases" else "right")
-        for s in self._steps[-_RECENT:]:
-            table.add_row(
-                f"{s['step']}/{s['steps']}",
-                _number(s, "reward_mean", ".3f"),
-                _number(s, "response_length_mean", ".1f"),
-                _number(s, "tokens_per_s", ".0f"),
-                f"{s['seconds']:.1f}",
-                _phases(s),
-                _number(s, "loss", ".4f"),
-                _number(s, "rollout_kl", ".1e"),
+        size = self.console.size
+        columns = [c for c in _COLUMNS if size.width >= c.least_width]
+        for column in columns:
+            table.add_column(
+                column.head, justify="left" if column.head == "phases" else "right", no_wrap=True
             )
+        rows = max(1, min(_RECENT, size.height - _FRAME_LINES))
+        for step in self._steps[-rows:]:
+            table.add_row(*(column.text(step) for column in columns))
         return table
 
     def _title(self) -> str:
@@ -155,45 +159,7 @@ class Display:
         return f"{self._status}, {_duration(self._eta())} left"
 
 
-def _number(event: dict[str, Any], key: str, form: str) -> str:
-    value = event.get(key)
-    return format(value, form) if isinstance(value, (int, float)) else "-"
-
-
-def _evaluated(event: dict[str, Any], name: str) -> str:
-    """One split of an evaluation, with the rollouts that failed, which count as the lowest score."""
-    failed, mean = event.get(f"failed/{name}", 0), f"{name} {event[f'reward_mean/{name}']:.3f}"
-    return f"{mean} ({failed:.0f} of {event[f'rollouts/{name}']:.0f} rollouts failed)" if failed else mean
-
-
-def failures_of(event: dict[str, Any]) -> str:
-    """A step's failed and retried rollouts and dropped groups, by environment; empty without any."""
-    said = []
-    for key, what in (("failed_rollouts", "failed"), ("retried_rollouts", "retried"),
-                      ("failed_groups", "groups dropped")):  # fmt: skip
-        if not event.get(key):
-            continue
-        names = [f"{k.partition('/')[2]} {v:.0f}" for k, v in event.items() if k.startswith(f"{key}/")]
-        where = f" ({', '.join(names)})" if names else ""
-        said.append(f"{what} {event[key]:.0f}{where}")
-    return "  ".join(said)
-
-
-def _phases(event: dict[str, Any]) -> str:
-    return " ".join(f"{k} {v:.1f}" for k, v in event["phases"].items() if v >= 0.05)
-
-
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _line(s: dict[str, Any], eta: float) -> str:
-    failures = failures_of(s)
-    return (
-        f"step {s['step']}/{s['steps']}  reward {_number(s, 'reward_mean', '.3f')}"
-        f"  length {_number(s, 'response_length_mean', '.1f')}"
-        f"  {_number(s, 'tokens_per_s', '.0f')} tokens/s  {s['seconds']:.1f} s ({_phases(s)})"
-        f"  left {_duration(eta)}" + (f"  {failures}" if failures else "")
-    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 from orhpc.config_files import load_config
@@ -56,7 +58,7 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", default="driver.log", help="which log; --list names them")
     parser.add_argument("--list", action="store_true", help="name the attempt's logs")
     parser.add_argument("--lines", type=int, default=50)
-    parser.add_argument("--follow", action="store_true", help="go on as the log grows")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as the log grows; end with Ctrl-C")
     parser.set_defaults(run=logs)
 
 
@@ -77,11 +79,12 @@ def logs(options: argparse.Namespace) -> int:
             print("\n".join(str(f) for f in [*batch, *files]))
             return EXIT_OK
     with (folder / options.file).open(errors="replace") as stream:
-        sys.stdout.writelines(stream.readlines()[-options.lines :])
-        while options.follow:
-            sys.stdout.writelines(stream.readlines())
-            sys.stdout.flush()
-            time.sleep(0.5)
+        sys.stdout.writelines(deque(stream, maxlen=max(0, options.lines)))
+        with contextlib.suppress(KeyboardInterrupt):
+            while options.follow:
+                sys.stdout.flush()
+                time.sleep(0.5)
+                sys.stdout.writelines(stream.readlines())
     return EXIT_OK
 
 

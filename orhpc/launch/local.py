@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from orhpc import chat_families
 from orhpc.config import Config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
 from orhpc.launch import checks, commit_space, holder, host_memory, model, prepare
@@ -51,6 +52,7 @@ def run_local(config: Config) -> int:
         for change in changes:
             print(f"changed since the last start: {change}")
         model.ensure_models(config, rundir)
+        chat_families.check(config, model.model_folder(config, rundir))
         attempt = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
         print(f"run directory: {rundir.path} (attempt {attempt}, step {done} of {config.train.steps} done)")
         stop_file = rundir.attempt(attempt) / "stop"

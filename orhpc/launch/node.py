@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from orhpc import chat_families
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import (
@@ -155,6 +156,7 @@ class FirstNode:
         prepare.check_machine(self.config)
         with rendezvous.preparing(self.rundir, self.job):
             model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.came))
+        chat_families.check(self.config, model.model_folder(self.config, self.rundir))
         return False
 
     def _sweep(self) -> None:

@@ -104,6 +104,8 @@ class AgentContext:
     settings: EnvironmentSettings
     rollout: RolloutSettings
     chat: ChatFormat
+    """For a ``rollout.custom_agent`` of a model that no chat format fits: an object whose every use raises
+    ModelError; such an agent writes conversations by :attr:`tokenizer`."""
     generate: Generate
     sampling: Sampling
     """``max_new_tokens`` is a bound on each turn; stop tokens and seeds are added by the loop."""
@@ -111,6 +113,18 @@ class AgentContext:
     """Whether the run is stopping, so that aborted generations are not resumed."""
     record_routes: bool = False
     reward: Callable[[Rollout], float | Awaitable[float]] | None = None
+    tokenizer: Any = None
+    """transformers' own, of the policy's folder."""
+
+
+class NoChatFormat:
+    """Stands where a chat format would, for agents that need none."""
+
+    def __init__(self, reason: ModelError) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(f"rollout.custom_agent uses context.chat.{name}, but {self._reason}")
 
 
 AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
@@ -127,6 +141,7 @@ class Agent:
     function: AgentFunction
     reward: Callable[[Rollout], float | Awaitable[float]] | None
     _attempts: Iterator[int]
+    tokenizer: Any = None
 
     async def run(
         self,
@@ -149,6 +164,7 @@ class Agent:
             stopping=stopping,
             record_routes=self.config.rollout.record_routes and not request.evaluation,
             reward=self.reward,
+            tokenizer=self.tokenizer,
         )
         which = RolloutRequest(
             id=f"{request.id}.{sample}",
@@ -176,7 +192,8 @@ def load_agent(config: Config, model_dir: str) -> Agent:
         model_dir: Hugging Face folder of the policy model.
 
     Raises:
-        ModelError: the folder has no tokenizer, or no chat format fits it.
+        ModelError: the folder has no tokenizer, or no chat format fits it and ``rollout.custom_agent`` is not
+            set.
         ConfigError: a function that the config names cannot be loaded, or routes are to be recorded
             of a dense model.
     """
@@ -193,13 +210,20 @@ def load_agent(config: Config, model_dir: str) -> Agent:
     if settings.record_routes and routes is None:
         raise ConfigError("rollout.record_routes: the model is dense, it has no expert routes")
     custom, reward = settings.custom_agent, settings.custom_reward
+    try:
+        chat: Any = chat_format(config.model, tokenizer)
+    except ModelError as error:
+        if custom is None:
+            raise
+        chat = NoChatFormat(error)
     return Agent(
         config=config,
-        chat=chat_format(config.model, tokenizer),
+        chat=chat,
         route_shape=routes,
         function=load_function(custom, "rollout.custom_agent") if custom else run_rollout,
         reward=load_function(reward, "rollout.custom_reward") if reward else None,
         _attempts=itertools.count(),
+        tokenizer=tokenizer,
     )
 
 

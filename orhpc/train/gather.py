@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from torch import Tensor
 
 ELEMENTS = 1 << 25
 """Gathered at a time, at least: a collective for every bias and norm would cost more than its bytes."""
+
+
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``all_gather_into_tensor``, which torch renamed in 2.13: under its old name every process warns of it."""
 
 
 def gathered(
@@ -31,7 +36,7 @@ def gathered(
     targets = [sections[name][: part.numel()] for name, part in rows.items()]
     torch._foreach_copy_(targets, [part.flatten() for part in rows.values()])  # pyright: ignore[reportPrivateImportUsage]
     everyone = torch.empty(world_size, len(own), dtype=dtype, device=device)
-    dist.all_gather_into_tensor(everyone.view(torch.uint8).flatten(), own.view(torch.uint8))
+    gather_into(everyone.view(torch.uint8).flatten(), own.view(torch.uint8))
     parts = everyone.split(list(chunks.values()), dim=1)
     return {
         name: part.reshape(-1)[: prod(shapes[name])].view(shapes[name])

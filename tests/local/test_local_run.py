@@ -77,8 +77,16 @@ def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:
     location = read_step(finished.rollouts_of(1))[0].location
     with RolloutFile(location.file or "") as record:
         rollout = record.rollout(location.row)
-    assert [m["role"] for m in rollout.messages][-2:] != []
-    assert rollout.loss_mask_T.any()
+    user, assistant = rollout.messages[:2]
+    assert (user["role"], assistant["role"]) == ("user", "assistant")
+    assert user["content"].startswith("Letters ")
+    assert {m["role"] for m in rollout.messages[2:]} <= {"tool"}
+    # The prompt comes first, then what was sampled, and one log-probability for each of its tokens.
+    (first, *_), sampled = rollout.loss_mask_T, rollout.loss_mask_T.sum()
+    assert not first
+    assert 0 < sampled <= 12
+    assert (rollout.logprobs_T[rollout.loss_mask_T] < 0).all()
+    assert not rollout.logprobs_T[~rollout.loss_mask_T].any()
 
 
 def test_a_finished_run_says_so_and_starts_nothing(finished: RunDir) -> None:
@@ -193,6 +201,26 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     assert all(name.endswith(f"-{run_id}") for name in offline)  # one W&B run, continued
 
 
+def test_wandb_has_the_rows_of_an_attempt_that_was_killed(tmp_path: Path) -> None:
+    """W&B's own process dies with the attempt, and what it had not written with it."""
+    rundir = RunDir(tmp_path / "tiny")
+    with kit.started(tmp_path, "train.steps=200", env={"WANDB_MODE": "offline"}) as process:
+        kit.wait_for(process, rundir, lambda e: e["event"] == "commit" and e["step"] >= 4)
+    assert kit.wait_gone(rundir) == []
+    start = rundir.lineage()[0].step
+    last = kit.run(tmp_path, f"train.steps={start + 2}", env={"WANDB_MODE": "offline"})
+    assert last.returncode == 0, last.stdout + last.stderr
+    killed, newest = sorted((rundir.path / "wandb").glob("offline-run-*/*.wandb"))
+    assert _wandb_rows(killed) < start
+    assert _wandb_rows(newest) >= start + 2
+
+
+def _wandb_rows(path: Path) -> int:
+    """Rows in a file of W&B's, by keys that each row has once; a block's border may cut one of them."""
+    data = path.read_bytes()
+    return max(data.count(key) for key in (b"step_seconds", b"phase/update", b"train_tokens_per_s"))
+
+
 @pytest.mark.parametrize("how_many", ["one", "all"])
 def test_killed_engines_come_back_and_no_step_is_lost(tmp_path: Path, how_many: str) -> None:
     """Of two engines one takes over for the other; when both are gone all parts start again in place."""
@@ -227,16 +255,20 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
     rundir = RunDir(tmp_path / "tiny")
     events = steps_of(read_events(rundir.events))
     assert sorted(events) == [1, 2, 3, 4]
-    assert all(e["staleness_mean"] <= 1 for e in events.values())
-    seen = set()
+    assert all(0 <= e["staleness_mean"] <= 1 for e in events.values())
+    seen, ages = set(), set()
     for step in events:
         for summary in read_step(rundir.rollouts_of(step)):
             seen.add(summary.task.environment)
+            ages.add(step - 1 - summary.min_version)
             with RolloutFile(summary.location.file or "") as record:
                 routes = record.routes(summary.location.row)
             assert routes is not None
             assert routes.shape == (summary.length - 1, 3, 2)
     assert seen == {"orhpc/letters", "gym", "t"}
+    # Rollouts were made while the trainers stepped: those of a synchronous run are all of age 0.
+    assert ages == {0, 1}
+    assert max(e["staleness_mean"] for e in events.values()) > 0.2
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from orhpc.events import EventLog
@@ -30,3 +32,45 @@ def test_a_failure_is_the_reason_of_an_end_only_until_a_step_has_followed(tmp_pa
     assert [line for line in text if "room" in line or "gone" in line] == [
         "restart: RayLost: gone", "storage refused: no room", "commit failed: no room",
     ]  # fmt: skip
+
+
+def steps_shown(width: int, height: int, count: int, folder: Path) -> list[int]:
+    """Steps in what a terminal of this size shows of the panel, which it cuts at its height."""
+    said = io.StringIO()
+    console = Console(file=said, width=width, height=height, force_terminal=True, color_system=None)
+    log = EventLog(folder / "events.jsonl", 1)
+    display = Display(folder / "events.jsonl", 1, console)
+    for step in range(1, count + 1):
+        log.write(
+            "step", step=step, steps=200, seconds=12.3, reward_mean=0.125, response_length_mean=1234.5,
+            tokens_per_s=98765.0, loss=-0.0123, rollout_kl=1.2e-4,
+            phases={"rollout": 5.1, "update": 4.2, "sync": 1.3, "record": 0.9, "checkpoint": 0.8},
+        )  # fmt: skip
+    display.tick()
+    said.seek(0)
+    said.truncate()
+    console.print(display.panel())
+    lines = said.getvalue().splitlines()
+    assert len(lines) <= height - 1
+    assert all(len(line) <= width for line in lines)
+    return [int(found[1]) for line in lines if (found := re.search(r"(\d+)/200", line))]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize(("height", "rows"), [(24, 8), (12, 6), (9, 3)])
+def test_the_newest_steps_stay_visible(tmp_path: Path, width: int, height: int, rows: int) -> None:
+    assert steps_shown(width, height, 20, tmp_path) == list(range(21 - rows, 21))
+
+
+def test_the_start_is_said_as_it_is(tmp_path: Path) -> None:
+    log, said = EventLog(tmp_path / "events.jsonl", 1), io.StringIO()
+    display = Display(tmp_path / "events.jsonl", 1, Console(file=said, width=200))
+    log.write("bring_up", step=0, commit=None)
+    log.write("bring_up", step=0, commit=None, load="/runs/other/checkpoints/step_4.a001")
+    log.write("bring_up", step=2, commit="step_2.a001")
+    display.tick()
+    assert said.getvalue().splitlines() == [
+        "starting from the base model",
+        "starting from the weights of /runs/other/checkpoints/step_4.a001",
+        "starting from commit step_2.a001",
+    ]

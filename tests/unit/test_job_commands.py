@@ -58,6 +58,7 @@ def test_check_asks_slurm_whether_the_job_could_run(
         for name in (
             "placement",
             "model",
+            "chat format",
             "fit",
             "memory of a node",
             "your code",

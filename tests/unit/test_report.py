@@ -109,3 +109,37 @@ def test_a_metric_that_is_not_a_number_raises_its_alarm_and_a_missing_one_does_n
         "rollout_kl nan is above 0.01"
     ]
     assert not list(raised(AlarmSettings(), {"reward_mean": 1.0}))
+
+
+def test_every_attempt_is_counted_and_a_killed_one_is_called_so(tmp_path: Path) -> None:
+    """The first is killed after a step, the second before any event, the third stops, the fourth runs."""
+    run = RunDir(tmp_path)
+    run.config.write_text("{}\n")
+    for attempt in range(1, 5):
+        run.attempt(attempt).mkdir(parents=True)
+        if attempt == 2:
+            continue
+        log = EventLog(run.events, attempt)
+        log.write("bring_up", step=attempt, commit=None)
+        if attempt < 4:
+            log.write("step", step=attempt, steps=9, seconds=1.0, phases={"update": 1.0}, reward_mean=0.5)
+        if attempt == 3:
+            log.write("stopped", step=3, reason="asked to stop")
+        log.close()
+    text = page(run)
+    assert "<td>attempts</td><td>4</td>" in text
+    ends = re.findall(r"<td>(\d)</td><td>[^<]*</td><td>([^<]*)</td><td>([^<]*)</td>", text)
+    assert [(number, steps, end.split(",")[0]) for number, steps, end in ends] == [
+        ("1", "1 to 1", "killed: its last event is step of step 1"),
+        ("2", "none", "killed: it wrote no event"),
+        ("3", "3 to 3", "stopped asked to stop"),
+        ("4", "none", "not yet"),
+    ]
+
+
+def test_rewards_and_successes_do_not_hide_each_other(tmp_path: Path) -> None:
+    """Where every reward is 0 or 1 both lines are the same: each has a chart."""
+    steps = [{"step": i, "reward_mean": i / 10, "success_rate": i / 10} for i in range(1, 5)]
+    both = [chart for chart in CHARTS if {"reward_mean", "success_rate"} & set(chart.metrics)]
+    assert sorted(metric for chart in both for metric in chart.metrics) == ["reward_mean", "success_rate"]
+    assert len([figure for chart in both if (figure := draw(chart, steps))]) == 2

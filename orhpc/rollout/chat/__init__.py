@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from orhpc.chat_families import fitting
 from orhpc.config import ModelSettings
-from orhpc.errors import ModelError
 from orhpc.rollout.chat.base import TOOLS_PLACE, ChatFormat
 from orhpc.rollout.chat.chatml import ChatML
 from orhpc.rollout.chat.deepseek import DeepSeek
@@ -38,12 +38,4 @@ def chat_format(settings: ModelSettings, tokenizer: Any) -> ChatFormat:
     """
     if settings.chat_format != "auto":
         return FAMILIES[settings.chat_format](tokenizer)
-    vocabulary = tokenizer.get_added_vocab()
-    fitting = [family for family in FAMILIES.values() if all(t in vocabulary for t in family.required)]
-    if len(fitting) != 1:
-        found = " and ".join(f.family for f in fitting) or "none"
-        raise ModelError(
-            f"model.chat_format: {found} of {', '.join(FAMILIES)} fits the tokenizer's control tokens; "
-            "set model.chat_format to one of them"
-        )
-    return fitting[0](tokenizer)
+    return FAMILIES[fitting(tokenizer.get_added_vocab())](tokenizer)

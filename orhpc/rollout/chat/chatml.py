@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, load_json
@@ -20,7 +21,7 @@ class ChatML(ChatFormat):
     """
 
     family = "chatml"
-    required = ("<|im_start|>", "<|im_end|>")
+    required = CONTROL_TOKENS["chatml"]
     stops = ("<|im_end|>", "<|endoftext|>")
     text_markers = (
         "<tool_call>",

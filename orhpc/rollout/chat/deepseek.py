@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of
@@ -27,7 +28,7 @@ class DeepSeek(ChatFormat):
     """
 
     family = "deepseek"
-    required = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+    required = CONTROL_TOKENS["deepseek"]
     stops = ("<｜end▁of▁sentence｜>", "<|EOT|>")
 
     def parse_calls(self, text: str) -> AssistantMessage:

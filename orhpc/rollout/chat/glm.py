@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, load_json
@@ -24,7 +25,7 @@ class Glm(ChatFormat):
     """
 
     family = "glm"
-    required = ("[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>")
+    required = CONTROL_TOKENS["glm"]
     stops = ("<|user|>", "<|observation|>", "<|endoftext|>")
     text_markers = (
         "<arg_key>",

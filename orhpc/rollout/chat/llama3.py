@@ -6,6 +6,7 @@ import ast
 import json
 from typing import Any
 
+from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, json_values
@@ -21,7 +22,7 @@ class Llama3(ChatFormat):
     """
 
     family = "llama3"
-    required = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    required = CONTROL_TOKENS["llama3"]
     stops = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
     def parse_calls(self, text: str) -> AssistantMessage:

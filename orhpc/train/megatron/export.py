@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from orhpc.megatron_config import MegatronSettings
+from orhpc.train.gather import gather_into
 from orhpc.train.hf_mapping import HfMapping, Target
 from orhpc.train.megatron.model import Chunk, chunk_layers, held_tensors
 
@@ -114,7 +115,7 @@ class Exporter:
         flat = torch.empty(ways * sum(counts), dtype=dtype, device=device)
         if own is not None:
             if ways > 1:
-                dist.all_gather_into_tensor(flat, own, group=group)
+                gather_into(flat, own, group=group)
             else:
                 flat.copy_(own)
         self._spread(flat, owner)

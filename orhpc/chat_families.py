@@ -1,0 +1,83 @@
+"""Which chat formats there are and how they are recognized, without a tokenizer library.
+
+A family is known by its control tokens.  :mod:`orhpc.rollout.chat` has what each of them does; login nodes
+ask here whether one fits a model folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orhpc.errors import ModelError
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
+
+CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    "glm": ("[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>"),
+}
+"""Tokens that a tokenizer of the family has, by the values of ``model.chat_format``."""
+
+
+def fitting(tokens: Iterable[str]) -> str:
+    """Return the one family whose control tokens are all among these.
+
+    Raises:
+        ModelError: none fits, or several do; the message names the ways out.
+    """
+    present = set(tokens)
+    found = [family for family, wanted in CONTROL_TOKENS.items() if present.issuperset(wanted)]
+    if len(found) == 1:
+        return found[0]
+    which = " and ".join(found) or "none"
+    way = "set it to one of them" if found else "for other models write a rollout.custom_agent"
+    families = ", ".join(CONTROL_TOKENS)
+    raise ModelError(f"model.chat_format: {which} of {families} fits the tokenizer's control tokens; {way}")
+
+
+def check(config: Config, folder: Path | None) -> str:
+    """Check that rollouts can be written in the model's chat format; returns what was found.
+
+    ``folder``: the model's, None where it is not here yet.
+
+    Raises:
+        ModelError: no family fits, and ``rollout.custom_agent`` is not set.
+    """
+    if config.rollout.custom_agent is not None:
+        return "rollout.custom_agent writes conversations"
+    if config.train.replay_rollouts is not None:
+        return "recorded rollouts need none"
+    if config.model.chat_format != "auto":
+        return config.model.chat_format
+    tokens = added_tokens(folder) if folder is not None else None
+    return "known when the tokenizer is here" if tokens is None else fitting(tokens)
+
+
+def added_tokens(folder: Path) -> set[str] | None:
+    """Tokens that a tokenizer's files declare one by one; None where no file says so.
+
+    Formats: ``tokenizer.json`` of huggingface.co/docs/tokenizers, and transformers' ``added_tokens_decoder``
+    of ``tokenizer_config.json`` and ``added_tokens.json``.
+    """
+    whole = _read(folder / "tokenizer.json")
+    settings = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    listed = whole.get("added_tokens")
+    entries: list[Any] = list(listed) if isinstance(listed, list) else []
+    entries += list(settings.values()) if isinstance(settings, dict) else []
+    found = {str(entry["content"]) for entry in entries if isinstance(entry, dict) and "content" in entry}
+    found |= set(_read(folder / "added_tokens.json"))
+    return found if whole or found else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # what is damaged is refused where the tokenizer is loaded
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,59 @@
+"""Which weights an attempt starts from: the run's newest good commit, ``checkpoint.load`` or the model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orhpc import commits
+from orhpc.commits import Manifest
+from orhpc.rundir import CommitName
+from orhpc.saving import State
+
+if TYPE_CHECKING:
+    from orhpc.driver import Run
+
+log = logging.getLogger("orhpc.driver")
+
+
+async def choose_start(run: Run, lowered: int | None) -> tuple[CommitName | None, Path | None, State]:
+    """The newest good commit, the folder to restore, and the state after it.
+
+    Fixes what this attempt stands on.  Before the first commit the folder is that of ``checkpoint.load``.
+
+    Raises:
+        CheckpointError: there are commits and none is whole, or ``checkpoint.load`` is not.
+        StopRequested: the stop file appeared while one was read.
+    """
+    over = threading.Event()  # whoever waits for this may give up: nobody need read on then
+
+    def choose() -> tuple[CommitName | None, Path | None, Manifest | None, list[str]]:
+        found, manifest, passed = commits.newest_good(
+            run.rundir, lambda: over.is_set() or run.stop_requested()
+        )
+        load = run.config.checkpoint.load
+        folder = (
+            run.rundir.checkpoints / str(found) if found else commits.source(Path(load)) if load else None
+        )
+        return found, folder, manifest, passed
+
+    try:
+        name, folder, manifest, passed_over = await asyncio.to_thread(choose)
+    finally:
+        over.set()
+    for line in passed_over:
+        log.error("passed over: %s", line)
+        run.events.write("commit_passed_over", error=line)
+    run.rundir.record_start(run.attempt, name)
+    state = (
+        State.from_manifest(manifest) if manifest else State(max_tokens=run.config.train.max_tokens_per_gpu)
+    )
+    state = replace(state, max_tokens=min(state.max_tokens, lowered or state.max_tokens))
+    loaded = {"load": str(folder)} if folder is not None and name is None else {}
+    run.events.write("bring_up", step=state.step, commit=str(name) if name else None, **loaded)
+    run.tracker.catch_up(state.step)
+    return name, folder, state

@@ -1,0 +1,57 @@
+"""Optimizer steps that fail in a whole run: what is skipped, rolled back or done again, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc import commits
+from orhpc.events import read_events
+from orhpc.rundir import RunDir
+from tests.local import kit
+
+pytestmark = pytest.mark.slow
+
+SITE = Path(__file__).parent / "site"
+
+
+def failing_run(root: Path, plan: dict[int, str], *overrides: str) -> tuple[RunDir, list[dict[str, Any]]]:
+    """A run to its end, with faults at the given optimizer steps of both ranks; its folder and events."""
+    faults = root / "faults"
+    faults.mkdir()
+    (faults / "plan.json").write_text(json.dumps(plan))
+    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = kit.run(
+        root, "wandb.enabled=false", *overrides, env={"PYTHONPATH": path, "ORHPC_TEST_FAULTS": str(faults)}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rundir = RunDir(root / "tiny")
+    return rundir, read_events(rundir.events)
+
+
+def test_one_non_finite_step_is_skipped_and_two_in_a_row_are_rolled_back(tmp_path: Path) -> None:
+    """Step 3 is skipped; steps 5 and 6 are not finite, so the run goes back to the commit of step 4."""
+    rundir, events = failing_run(tmp_path, {3: "nan", 5: "nan", 6: "nan"}, "train.steps=6")
+    steps = [(e["step"], bool(e.get("non_finite"))) for e in events if e["event"] == "step"]
+    assert steps == [(1, False), (2, False), (3, True), (4, False), (5, True), (5, False), (6, False)]
+    (restart,) = [e for e in events if e["event"] == "restart"]
+    assert restart["kind"] == "NonFinite"
+    assert "no rank has stepped" in restart["error"]
+    assert [e["commit"] for e in events if e["event"] == "bring_up"] == [None, "step_4.a001"]
+    assert rundir.lineage()[0].step == 6
+    assert events[-1]["event"] == "finished"
+
+
+def test_out_of_memory_costs_no_step_and_halves_the_token_budget(tmp_path: Path) -> None:
+    rundir, events = failing_run(tmp_path, {3: "oom"}, "train.steps=4", "checkpoint.save_interval=100")
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4]
+    (restart,) = [e for e in events if e["event"] == "restart"]
+    assert restart["kind"] == "OutOfMemory"
+    assert "CUDA out of memory (injected)" in restart["error"]
+    assert [e["commit"] for e in events if e["event"] == "bring_up"] == [None, "step_2.a001"]
+    state = commits.read_manifest(rundir.checkpoints / str(rundir.lineage()[0])).state
+    assert state["max_tokens"] == 512

@@ -1,0 +1,108 @@
+"""Models that no chat format fits: refused before anything starts, unless the user brings an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc import chat_families
+from orhpc.cli import main
+from orhpc.config import Config
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_PREFLIGHT, ModelError
+from orhpc.launch.local import run_local
+from orhpc.rollout.agent import load_agent
+from orhpc.rollout.chat import FAMILIES, chat_format
+from orhpc.types import GroupRequest, Sampling, Task
+from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, tokenizer
+
+GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+AGENT = f"{__name__}:own_agent"
+
+
+def model_of(folder: Path, controls: tuple[str, ...]) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokenizer(controls).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma2", "num_hidden_layers": 2}))
+    return folder
+
+
+def config_of(folder: Path, **rollout: Any) -> Config:
+    environments = {"room": {"url": "http://127.0.0.1:1"}}
+    raw = {"environments": environments, "model": {"path": str(folder)}, "rollout": rollout}
+    return Config.model_validate(raw)
+
+
+async def own_agent(context: Any, request: Any) -> Any:
+    """Writes its prompts by the tokenizer alone."""
+    return context.tokenizer.encode("Hello", add_special_tokens=False)
+
+
+async def careless_agent(context: Any, request: Any) -> Any:
+    return context.chat.prompt_ids("Hello")
+
+
+@pytest.mark.parametrize("controls", [CHATML, QWEN, LLAMA, DEEPSEEK, GLM, GEMMA])
+def test_files_say_what_the_tokenizer_says(tmp_path: Path, controls: tuple[str, ...]) -> None:
+    """Login nodes read files; workers ask transformers."""
+    folder = model_of(tmp_path / "model", controls)
+    made = tokenizer(controls)
+    config = config_of(folder)
+    if controls is GEMMA:
+        for ask in (lambda: chat_format(config.model, made), lambda: chat_families.check(config, folder)):
+            with pytest.raises(ModelError, match=r"none of .* fits .*rollout\.custom_agent") as caught:
+                ask()
+            assert "\n" not in str(caught.value)
+    else:
+        assert chat_families.check(config, folder) == chat_format(config.model, made).family
+    assert set(chat_families.CONTROL_TOKENS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_are_found_in_every_file_that_lists_them(tmp_path: Path, name: str) -> None:
+    tokens = {token: 100 + i for i, token in enumerate(chat_families.CONTROL_TOKENS["chatml"])}
+    decoder = {str(i): {"content": token, "special": True} for token, i in tokens.items()}
+    content = tokens if name == "added_tokens.json" else {"added_tokens_decoder": decoder}
+    (tmp_path / name).write_text(json.dumps(content))
+    assert chat_families.check(config_of(tmp_path), tmp_path) == "chatml"
+
+
+def test_nothing_is_refused_before_a_tokenizer_is_here(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        assert "known when the tokenizer is here" in chat_families.check(config_of(tmp_path), folder)
+    (tmp_path / "tokenizer.json").write_text("{damaged")
+    assert "known when" in chat_families.check(config_of(tmp_path), tmp_path)
+
+
+def test_check_and_the_launcher_refuse_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_of(tmp_path / "model", GEMMA)
+    words = ["configs/tiny.yaml", f"model.path={folder}", f"run.root={tmp_path / 'runs'}"]
+    assert main(["check", *words]) == EXIT_PREFLIGHT
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "chat format" in line)
+    assert said.startswith("BAD  chat format: model.chat_format: none of chatml")
+    assert said.endswith("for other models write a rollout.custom_agent")
+    main(["check", *words, f"rollout.custom_agent={AGENT}"])
+    assert "ok   chat format: rollout.custom_agent writes" in capsys.readouterr().out
+    with pytest.raises(ModelError):
+        run_local(load_config(words[0], words[1:]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_agent_of_the_users_needs_no_chat_format(tmp_path: Path) -> None:
+    folder = model_of(tmp_path / "model", GEMMA)
+    with pytest.raises(ModelError, match="none of"):
+        load_agent(config_of(folder), str(folder))
+    request = GroupRequest(9, Task("room", "train", 0), 1, Sampling(max_new_tokens=5), 5)
+    rest: dict[str, Any] = {"environment": None, "generate": None}
+    agent = load_agent(config_of(folder, custom_agent=AGENT), str(folder))
+    found: Any = asyncio.run(agent.run(request, 0, **rest))  # type: ignore[arg-type]
+    assert found == tokenizer(GEMMA).encode("Hello", add_special_tokens=False)
+    careless = config_of(folder, custom_agent=f"{__name__}:careless_agent")
+    with pytest.raises(ModelError, match=r"uses context\.chat\.prompt_ids, but model\.chat_format: none"):
+        asyncio.run(load_agent(careless, str(folder)).run(request, 0, **rest))  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""The command line as the left side of a pipe, and a log that is followed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orhpc.events import EventLog
+from orhpc.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run whose log is longer than a pipe takes at once."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.config.write_text("environments: {letters: {serve: letters}}\n")
+    run.attempt(1).mkdir()
+    (run.attempt(1) / "driver.log").write_text("".join(f"line {i} {'x' * 100}\n" for i in range(5000)))
+    log = EventLog(run.events, 1)
+    log.write("bring_up", step=0, commit=None)
+    log.close()
+    return run
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "orhpc.cli", *words]
+
+
+@pytest.mark.parametrize("words", [["logs", "--lines", "5000"], ["status"]])
+def test_a_reader_that_has_seen_enough_is_no_failure(run: RunDir, words: list[str]) -> None:
+    process = subprocess.Popen(
+        command(words[0], str(run.path), *words[1:]), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    if words[0] == "logs":
+        assert process.stdout.readline().startswith(b"line 0")
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(60) in (0, 128 + signal.SIGPIPE)
+    assert said == b""
+
+
+def test_a_followed_log_goes_on_until_it_is_interrupted(run: RunDir) -> None:
+    process = subprocess.Popen(
+        command("logs", str(run.path), "-f", "--lines", "1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, bufsize=1,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("line 4999")
+    with (run.attempt(1) / "driver.log").open("a") as log:
+        log.write("a new line\n")
+    assert process.stdout.readline() == "a new line\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert process.stderr.read() == ""

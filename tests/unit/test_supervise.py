@@ -1,0 +1,134 @@
+"""What the supervisor does about a failed attempt, by the policy table, until its budget is used up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc import driver
+from orhpc.config_files import dump_config, load_config
+from orhpc.driver import Run, supervise
+from orhpc.errors import (
+    EXIT_CONFIG,
+    EXIT_OK,
+    EXIT_REQUEUE,
+    ModelError,
+    NonFinite,
+    OrhpcError,
+    OutOfMemory,
+    StopRequested,
+)
+from orhpc.events import read_events
+from orhpc.launch.placement import Node, plan
+from orhpc.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A real attempt, of which no part is started."""
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    config = load_config("configs/tiny.yaml", ["wandb.enabled=false", "train.max_tokens_per_gpu=1000"])
+    number = rundir.begin_attempt(kind="local")
+    folder = rundir.attempt(number)
+    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "placement.yaml").write_text(plan(config, (Node("here", "127.0.0.1", 2),)).to_yaml())
+    return Run(rundir, number, tmp_path / "stop")
+
+
+Outcome = OrhpcError | int | None
+
+
+@pytest.fixture
+def attempts(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]:
+    """Let attempts end as listed: an error, or the step that one reaches first, or None for its end.
+
+    Returns the token budgets that they were started with.
+    """
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    def script(*outcomes: Any) -> list[int | None]:
+        lowered: list[int | None] = []
+        left = list(outcomes)
+
+        async def attempt_once(_: Run, tokens: int | None) -> None:
+            lowered.append(tokens)
+            steps, error = left.pop(0)
+            for step in steps:
+                run.events.write("step", step=step, steps=9, seconds=1.0, phases={})
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(driver, "attempt_once", attempt_once)
+        monkeypatch.setattr(driver.asyncio, "sleep", sleep)
+        return lowered
+
+    return script
+
+
+def told(run: Run) -> list[tuple[str, str | None]]:
+    events = read_events(run.rundir.events)
+    return [(e["event"], e.get("kind")) for e in events if e["event"] != "step"]
+
+
+def test_out_of_memory_halves_the_budget_until_it_is_given_up(run: Run, attempts: Any) -> None:
+    lowered = attempts(*[([], OutOfMemory("step 1: out of memory"))] * 4)
+    assert asyncio.run(supervise(run)) == EXIT_REQUEUE
+    assert lowered == [None, 500, 250, 125]
+    assert told(run) == [("restart", "OutOfMemory")] * 3 + [("failed", "OutOfMemory")]
+
+
+def test_a_new_step_gives_the_whole_budget_back(run: Run, attempts: Any) -> None:
+    failure = OutOfMemory("out of memory")
+    lowered = attempts(*[([step], failure) for step in range(1, 7)], ([7], None))
+    assert asyncio.run(supervise(run)) == EXIT_OK
+    assert lowered == [None, 500, 250, 125, 62, 31, 15]
+    assert told(run)[-1] == ("finished", None)
+
+
+def test_the_budget_never_falls_to_nothing(run: Run, attempts: Any) -> None:
+    lowered = attempts(*[([step], OutOfMemory("x")) for step in range(1, 13)], ([], None))
+    asyncio.run(supervise(run))
+    assert lowered[-3:] == [1, 1, 1]
+
+
+def test_non_finite_steps_are_rolled_back_once_without_a_new_step(run: Run, attempts: Any) -> None:
+    """The step that follows the roll-back is the second failure, unless it gets beyond the first."""
+    failure = NonFinite("optimiser step 4: loss nan")
+    lowered = attempts(([1, 2], failure), ([2], failure))
+    assert asyncio.run(supervise(run)) == EXIT_REQUEUE
+    assert told(run) == [("restart", "NonFinite"), ("failed", "NonFinite")]
+    assert lowered == [None, None]  # a smaller micro-batch changes nothing about it
+
+
+def test_non_finite_steps_far_apart_are_each_rolled_back(run: Run, attempts: Any) -> None:
+    failure = NonFinite("optimiser step 4: loss nan")
+    attempts(([1, 2], failure), ([3, 4], failure), ([5, 6], None))
+    assert asyncio.run(supervise(run)) == EXIT_OK
+    assert told(run) == [("restart", "NonFinite")] * 2 + [("finished", None)]
+
+
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (ModelError("no such model"), EXIT_CONFIG, ("failed", "ModelError")),
+    (StopRequested("asked to stop"), EXIT_REQUEUE, ("stopped", None)),
+])  # fmt: skip
+def test_what_would_fail_again_and_a_stop_are_not_tried_again(
+    run: Run, attempts: Any, error: OrhpcError, code: int, said: tuple[str, str | None]
+) -> None:
+    assert len(attempts(([], error))) == 0
+    assert asyncio.run(supervise(run)) == code
+    assert told(run) == [said]
+
+
+def test_nothing_is_tried_again_once_a_stop_is_asked_for(run: Run, attempts: Any, tmp_path: Path) -> None:
+    attempts(([], OutOfMemory("out of memory")))
+    (tmp_path / "stop").touch()
+    assert asyncio.run(supervise(run)) == EXIT_REQUEUE
+    assert told(run) == [("failed", "OutOfMemory")]

@@ -1,0 +1,169 @@
+"""Weights & Biases: rows of killed attempts are written by the next, and no failure of it reaches the run."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc.config_files import load_config
+from orhpc.events import EventLog, read_events, steps_of
+from orhpc.rundir import RunDir
+from orhpc.tracking import Tracker, row_of
+
+PHASES = {"rollout": 1.0, "update": 0.5}
+
+
+class FakeWandb(types.ModuleType):
+    """The few calls that the tracker makes; each may be told to fail or to hang."""
+
+    def __init__(self, failing: str = "", starting_step: int = 0) -> None:
+        super().__init__("wandb")
+        self.failing, self.starting_step = failing, starting_step
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.alerts: list[str] = []
+        self.calls: list[str] = []
+        self.gate = threading.Event()
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.failing == f"{name} hangs":
+            self.gate.wait(30)
+        elif self.failing == name:
+            raise OSError(f"{name}: network is unreachable")
+
+    Settings = staticmethod(lambda **_: None)
+
+    def init(self, **_: Any) -> FakeWandb:
+        self._call("init")
+        return self
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self._call("log")
+        self.rows.append((step, row))
+
+    def alert(self, title: str, text: str, wait_duration: int) -> None:
+        self._call("alert")
+        self.alerts.append(text)
+
+    def finish(self) -> None:
+        self._call("finish")
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    return rundir
+
+
+def tracker(rundir: RunDir, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
+
+
+def attempt(rundir: RunDir, number: int, steps: range) -> None:
+    log = EventLog(rundir.events, number)
+    for step in steps:
+        log.write("step", step=step, steps=9, seconds=2.0, phases=PHASES, reward_mean=step / 10,
+                  rollout_kl=float("nan"))  # fmt: skip
+    log.write("evaluation", step=steps[-1], seconds=1.0, **{"reward_mean/letters/test": 0.5})
+    log.close()
+
+
+def test_the_next_attempt_writes_the_rows_of_a_killed_one(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 and 2 were finished with, 3 and 4 were committed by an attempt that was killed, 5 was lost."""
+    fake = FakeWandb()
+    first = tracker(rundir, fake, monkeypatch)
+    for step in (1, 2):
+        first.log(step, {"reward_mean": step / 10})
+    first.close()
+    attempt(rundir, 1, range(1, 3))
+    attempt(rundir, 2, range(3, 6))
+    fake.rows.clear()
+    last = tracker(rundir, fake, monkeypatch)
+    last.catch_up(4)
+    last.log(5, {"reward_mean": 0.55})
+    last.close()
+    assert [step for step, _ in fake.rows] == [3, 4, 5]
+    event = steps_of(read_events(rundir.events))[3]
+    assert fake.rows[0][1] == pytest.approx(row_of(event), nan_ok=True)
+    again = tracker(rundir, fake, monkeypatch)
+    fake.rows.clear()
+    again.catch_up(5)
+    again.close()
+    assert fake.rows == []
+
+
+def test_rows_that_the_server_has_are_not_sent_again(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb(starting_step=4)  # its newest row is 3
+    attempt(rundir, 1, range(1, 6))
+    own = tracker(rundir, fake, monkeypatch)
+    own.catch_up(5)
+    own.close()
+    assert [step for step, _ in fake.rows] == [4, 5]
+    assert fake.rows[1][1]["eval/reward_mean/letters/test"] == 0.5
+
+
+def test_a_row_is_what_the_event_says(rundir: RunDir) -> None:
+    attempt(rundir, 1, range(1, 2))
+    step, evaluation = (row_of(event) for event in read_events(rundir.events))
+    assert math.isnan(step.pop("rollout_kl"))
+    assert step == {"reward_mean": 0.1, "step_seconds": 2.0, "phase/rollout": 1.0, "phase/update": 0.5}
+    assert evaluation == {"eval/reward_mean/letters/test": 0.5}
+
+
+@pytest.mark.parametrize("failing", ["init", "log", "alert", "finish"])
+def test_whatever_fails_nothing_reaches_the_caller(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
+    fake = FakeWandb(failing)
+    attempt(rundir, 1, range(1, 3))
+    own = tracker(rundir, fake, monkeypatch)
+    own.catch_up(2)
+    own.log(3, {"reward_mean": 1.0})
+    own.alert("rollout_kl is high")
+    own.close(10)
+    assert failing in fake.calls
+    (said,) = {record.message for record in caplog.records}
+    assert "network is unreachable" in said and "\n" not in said
+    if failing == "alert":
+        assert [step for step, _ in fake.rows] == [1, 2, 3]
+    if failing == "log":
+        assert fake.alerts == ["rollout_kl is high"]
+
+
+@pytest.mark.parametrize("failing", ["init hangs", "log hangs", "finish hangs"])
+def test_a_network_that_is_away_takes_no_time_of_the_run(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    monkeypatch.setattr("orhpc.tracking._QUEUE", 4)
+    fake = FakeWandb(failing)
+    own = tracker(rundir, fake, monkeypatch)
+    began = time.monotonic()
+    for step in range(1, 20):
+        own.log(step, {"reward_mean": 1.0})
+    assert time.monotonic() - began < 1.0
+    if failing != "finish hangs":
+        assert own.dropped > 0
+    own.close(0.2)
+    assert time.monotonic() - began < 3.0
+    fake.gate.set()
+
+
+def test_without_wandb_installed_the_run_goes_on(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
+    own.log(1, {"reward_mean": 1.0})
+    own.close(10)
+    assert "W&B is off for this attempt" in caplog.text
