@@ -119,8 +119,8 @@ def check_seen(config: Config, rundir: RunDir) -> None:
 def hub_models(config: Config) -> list[tuple[str, str | None]]:
     """(name, revision) of every model of the run that comes from the hub: the policy and a drafter."""
     found = [(config.model.path, config.model.revision)]
-    if config.engine.speculative is not None and config.engine.speculative.draft_model is not None:
-        found.append((config.engine.speculative.draft_model, None))
+    if config.engine.draft_model is not None:
+        found.append((config.engine.draft_model, None))
     return [(name, revision) for name, revision in found if is_hub_name(name)]
 
 

@@ -50,6 +50,16 @@ def test_a_run_reports_every_step_and_commits(finished: RunDir) -> None:
     assert finished.lineage()[0].step == STEPS
 
 
+def test_the_log_of_a_good_run_has_its_steps_and_nothing_of_ray(finished: RunDir) -> None:
+    text = (finished.attempt(1) / "driver.log").read_text()
+    steps = [f"step {step}/{STEPS}  reward " for step in range(1, STEPS + 1)]
+    rest = ["starting from the base model", "committed step 4 (", "evaluation after step 3: "]
+    for said in [*steps, *rest, f"finished after step {STEPS}"]:
+        assert text.count(said) == 1, said
+    assert "\x1b" not in text
+    assert "pid=" not in text
+
+
 def test_a_profiled_step_tells_what_its_time_went_into(finished: RunDir) -> None:
     assert [p.name for p in (finished.path / "profiles").iterdir()] == ["step_2"]
     assert "aten::mm" in (finished.profile_of(2) / "rank_000.txt").read_text()

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orhpc import driver
+from orhpc import commits, driver
 from orhpc.config_files import dump_config, load_config
 from orhpc.driver import Run, supervise
 from orhpc.errors import (
     EXIT_CONFIG,
     EXIT_OK,
     EXIT_REQUEUE,
+    CheckpointError,
     ModelError,
     NonFinite,
     OrhpcError,
     OutOfMemory,
     StopRequested,
 )
+from orhpc.event_lines import line_of
 from orhpc.events import read_events
 from orhpc.launch.placement import Node, plan
-from orhpc.rundir import RunDir
+from orhpc.resume import choose_start
+from orhpc.rundir import CommitName, RunDir
+from orhpc.saving import State
 
 
 @pytest.fixture
@@ -132,3 +137,57 @@ def test_nothing_is_tried_again_once_a_stop_is_asked_for(run: Run, attempts: Any
     (tmp_path / "stop").touch()
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
     assert told(run) == [("failed", "OutOfMemory")]
+
+
+# --- what an attempt starts from --------------------------------------------------------------------
+
+
+def committed(rundir: RunDir, step: int, attempt: int, content: bytes = b"weights") -> Path:
+    """A whole commit, whose shard nothing here reads as tensors."""
+    name = CommitName(step, attempt)
+    folder = commits.begin(rundir, name)
+    (folder / "trainer.00000-of-00001.safetensors").write_bytes(content)
+    shard = commits.ShardFile(
+        "trainer.00000-of-00001.safetensors", len(content), hashlib.sha256(content).hexdigest()
+    )
+    state = State(step=step, max_tokens=1000).to_manifest()
+    return commits.finalise(folder, commits.Manifest(step, attempt, None, (shard,), state))
+
+
+def test_loaded_weights_are_named_in_the_event(run: Run, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "other")
+    other.create()
+    number = other.begin_attempt(kind="local")
+    other.record_start(number, None)
+    source = committed(other, 4, number)
+    load = run.config.checkpoint.model_copy(update={"load": str(other.path)})
+    run.config = run.config.model_copy(update={"checkpoint": load})
+    name, folder, state = asyncio.run(choose_start(run, None))
+    assert (name, folder, state.step) == (None, source, 0)
+    (event,) = read_events(run.rundir.events)
+    assert (event["event"], event["commit"], event["load"]) == ("bring_up", None, str(source))
+    assert line_of(event) == f"starting from the weights of {source}"
+
+
+def test_the_runs_own_commit_comes_before_what_is_to_be_loaded(run: Run) -> None:
+    own = committed(run.rundir, 2, run.attempt)
+    run.rundir.record_start(run.attempt, None)
+    load = run.config.checkpoint.model_copy(update={"load": "/nowhere"})
+    run.config = run.config.model_copy(update={"checkpoint": load})
+    name, folder, state = asyncio.run(choose_start(run, None))
+    assert (str(name), folder, state.step) == (own.name, own, 2)
+    (event,) = read_events(run.rundir.events)
+    assert "load" not in event
+    assert line_of(event) == f"starting from commit {own.name}"
+
+
+def test_damaged_weights_are_not_loaded(run: Run, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "other")
+    other.create()
+    source = committed(other, 4, other.begin_attempt(kind="local"))
+    next(source.glob("*.safetensors")).write_bytes(b"changed")
+    load = run.config.checkpoint.model_copy(update={"load": str(source)})
+    run.config = run.config.model_copy(update={"checkpoint": load})
+    with pytest.raises(CheckpointError, match="its content changed"):
+        asyncio.run(choose_start(run, None))
+    assert read_events(run.rundir.events) == []
