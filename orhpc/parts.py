@@ -163,7 +163,7 @@ class Parts:
     async def _asked(self) -> list[engine_check.Answer]:
         if not self.unchecked or self.engines is None:
             return []
-        return await engine_check.ask(self.engines, self.config, model_folder(self.config))
+        return await engine_check.ask(self.engines, self.config, str(model_folder(self.config, self.rundir)))
 
     async def _compared(self, answers: Sequence[engine_check.Answer]) -> dict[str, float]:
         if not answers:
