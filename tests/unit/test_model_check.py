@@ -240,6 +240,22 @@ def test_what_is_too_large_is_not_compared_and_said_to_be_so(
         assert "GB of host memory free" in info["model_check"]
 
 
+def test_free_memory_is_that_of_the_jobs_control_group_where_it_has_a_limit(tmp_path: Path) -> None:
+    groups = tmp_path / "root"
+    job, step = groups / "job_1", groups / "job_1" / "step_0"
+    step.mkdir(parents=True)
+    for group, limit in ((job, "5000000"), (step, "max")):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("4000000\n")
+        (group / "memory.stat").write_text("anon 3000000\ninactive_file 700000\n")
+    own = tmp_path / "cgroup"
+    own.write_text("0::/job_1/step_0\n")
+    assert model_check.free_host_bytes(own, groups) == 1_700_000
+    own.write_text("4:memory:/job_1\n")  # of version 1, whose limits are elsewhere
+    assert model_check.free_host_bytes(own, groups) > 10_000_000
+    assert model_check.free_host_bytes(tmp_path / "none", groups) > 10_000_000
+
+
 @pytest.mark.parametrize(("family", "values"), [("phi3", _LONGROPE), ("llama", _DYNAMIC)])
 def test_positions_that_change_with_the_length_are_refused_beyond_it_and_right_within(
     family: str, values: dict[str, Any], tmp_path: Path
