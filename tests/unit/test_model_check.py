@@ -24,6 +24,7 @@ from orhpc.train.batch import pack
 from orhpc.train.head import LogitScaling
 from orhpc.train.packed_attention import Packing
 from orhpc.types import Location, Sample
+from tests.earlier_blocks import with_earlier_blocks
 from tests.trainer_kit import free_port, logprobs_of, make_config, run_ranks, save_tiny_model
 
 _SHAPE: dict[str, Any] = {
@@ -360,3 +361,15 @@ def test_the_engine_refuses_contexts_in_which_positions_change(tmp_path: Path) -
     with pytest.raises(ModelError, match=said):
         cpu_engine._load(cpu_engine.parse_arguments([*line, "17"]))
     assert cpu_engine._load(cpu_engine.parse_arguments([*line, "16"])).context == 16
+
+
+def test_routes_of_routers_that_return_logits_alone_are_not_made_up(tmp_path: Path) -> None:
+    """Some releases of transformers choose the experts in the block around the router."""
+    moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = saved(tmp_path / "glm4_moe", "glm4_moe", first_k_dense_replace=1, n_group=1, topk_group=1, **moe)
+    model = load_model(folder, dtype="float32", load_format="auto", seed=0, trust_remote_code=False)
+    SlotModel(model, 2, 64, record_routes=True)
+    model.set_attn_implementation("sdpa")
+    with_earlier_blocks(model)
+    with pytest.raises(ModelError, match="LogitsTopkRouter does not say which 2 experts it chooses"):
+        SlotModel(model, 2, 64, record_routes=True)
