@@ -7,9 +7,11 @@ allocate meanwhile does not change, and it is another implementation than the de
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,30 +71,18 @@ def _checked(backend: Backend, config: Config, model_dir: str, parameters: int) 
     plain = AutoConfig.from_pretrained(
         model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
     )
-    samples = samples_for(
-        plain,
-        longest=config.rollout.max_total_tokens,
-        parameters=parameters,
-        threads=torch.get_num_threads(),
-    )
-    lengths = [len(tokens) for tokens in samples.tokens]
-    ids_P = torch.zeros(sum(lengths), dtype=torch.int64)
-    judge = backend.reports and backend.data_rank == 0
     text = ""
     reference: _Reference | None = None
-    if judge:
-        reference, text = _reference(config, plain, model_dir, samples, parameters)
-        if reference is not None:
-            ids_P = torch.cat(reference.samples.tokens)
-    text = _shared(text)
-    if text:
+    if backend.reports and backend.data_rank == 0:
+        reference, text = _reference(config, plain, model_dir, parameters)
+    if text := _shared(text):
         return text
-    agree(ids_P)  # the one rank's; all others have zeros
-    ours = _ours(backend, config, plain.model_type, [part.numpy() for part in ids_P.split(lengths)])
+    tokens = _shared_tokens(None if reference is None else reference.samples.tokens)
+    ours = _ours(backend, config, plain.model_type, [part.numpy() for part in tokens])
     refusal = ""
     if reference is not None:
         difference = Difference.of(ours, reference.logprobs)
-        text = f"within {difference.mean:.2g} nats of transformers on {samples.described}"
+        text = f"within {difference.mean:.2g} nats of transformers on {reference.samples.described}"
         try:
             refuse(
                 plain.model_type,
@@ -162,20 +152,43 @@ class _Reference:
     """Nats that rounding explains."""
 
 
-def _reference(
-    config: Config, plain: Any, model_dir: str, samples: Samples, parameters: int
-) -> tuple[_Reference | None, str]:
+def _reference(config: Config, plain: Any, model_dir: str, parameters: int) -> tuple[_Reference | None, str]:
     """On the one rank that judges; or why there is none."""
-    free = psutil.virtual_memory().available
+    free = free_host_bytes()
     if 4 * parameters > MEMORY_SHARE * free:
         return None, (
             f"not compared with transformers: {4 * parameters / 1e9:.1f} GB of weights, "
             f"{free / 1e9:.1f} GB of host memory free"
         )
+    longest, threads = config.rollout.max_total_tokens, torch.get_num_threads()
     try:
+        samples = samples_for(plain, longest=longest, parameters=parameters, threads=threads)
         return _computed(config, plain, model_dir, samples), ""
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ImportError, OSError) as error:
         return None, f"not compared with transformers, which cannot compute it here: {_one_line(error)}"
+
+
+def free_host_bytes(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that this process may still take: of the machine, or of its control groups (version 2).
+
+    A job with a memory limit is killed where it takes more, whatever the machine has free.  What a group
+    holds of files that were read is given back when it is needed, and counts as free.
+    """
+    free = [psutil.virtual_memory().available]
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []  # no control groups
+    for line in lines:
+        path = line.removeprefix("0::/")
+        group = root / path
+        while path != line and group != root:
+            limit, used = group / "memory.max", group / "memory.current"
+            if limit.is_file() and (bound := limit.read_text().strip()).isdigit():
+                files = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                free.append(int(bound) - int(used.read_text()) + (int(files[1]) if files else 0))
+            group = group.parent
+    return max(0, min(free))
 
 
 @torch.no_grad()
@@ -218,6 +231,15 @@ def _shared(text: str) -> str:
     message[: len(said)] = torch.tensor(list(said), dtype=torch.int64)
     agree(message)
     return bytes(byte for byte in message.tolist() if byte).decode("utf-8", "replace")
+
+
+def _shared_tokens(tokens: Sequence[Tensor] | None) -> list[Tensor]:
+    """The judging rank's samples on all ranks (collective); ``tokens`` is None on the others."""
+    lengths = torch.tensor([0, 0] if tokens is None else [len(sample) for sample in tokens])
+    agree(lengths)
+    ids_P = torch.zeros(int(lengths.sum()), dtype=torch.int64) if tokens is None else torch.cat(list(tokens))
+    agree(ids_P)
+    return list(ids_P.split(lengths.tolist()))
 
 
 def _one_line(error: BaseException) -> str:

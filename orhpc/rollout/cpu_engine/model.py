@@ -161,8 +161,14 @@ class RouteRecorder:
             )
 
     def _hook(self, layer: int) -> Any:
-        def record(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            self._chosen[layer] = output[2].reshape(-1, self.shape.topk)
+        def record(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            chosen = output[2] if isinstance(output, tuple) and len(output) == 3 else None
+            if chosen is None or chosen.is_floating_point() or chosen.shape[-1] != self.shape.topk:
+                raise ModelError(
+                    f"{type(module).__name__} does not say which {self.shape.topk} experts it chooses, so "
+                    "its routes cannot be recorded"
+                )
+            self._chosen[layer] = chosen.reshape(-1, self.shape.topk)
 
         return record
 
