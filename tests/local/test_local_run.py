@@ -16,6 +16,7 @@ from orhpc import commits
 from orhpc.events import read_events, steps_of
 from orhpc.record import RolloutFile, read_step
 from orhpc.rundir import CommitName, RunDir
+from orhpc.types import RolloutEnd
 from tests.local import kit
 
 pytestmark = pytest.mark.slow
@@ -70,11 +71,16 @@ def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:
         assert len(rollouts) == 16
         assert {r.min_version for r in rollouts} == {step - 1}
     assert list(finished.buffer.iterdir()) == []
-    location = read_step(finished.rollouts_of(1))[0].location
-    with RolloutFile(location.file or "") as record:
-        rollout = record.rollout(location.row)
-    assert [m["role"] for m in rollout.messages][-2:] != []
-    assert rollout.loss_mask_T.any()
+    for summary in read_step(finished.rollouts_of(1)):
+        with RolloutFile(summary.location.file or "") as record:
+            rollout = record.rollout(summary.location.row)
+        roles = [m["role"] for m in rollout.messages]
+        if rollout.end is RolloutEnd.TERMINAL:
+            assert roles == ["user", "assistant", "tool"]
+            assert rollout.messages[-1]["reward"] == rollout.reward
+        else:
+            assert (rollout.end, roles) == (RolloutEnd.LENGTH, ["user", "assistant"])
+        assert rollout.loss_mask_T.any()
 
 
 def test_a_finished_run_says_so_and_starts_nothing(finished: RunDir) -> None:
@@ -224,6 +230,8 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
     events = steps_of(read_events(rundir.events))
     assert sorted(events) == [1, 2, 3, 4]
     assert all(e["staleness_mean"] <= 1 for e in events.values())
+    assert events[1]["staleness_mean"] == 0
+    assert max(e["staleness_mean"] for e in events.values()) > 0  # rollouts went on while the trainer trained
     seen = set()
     for step in events:
         for summary in read_step(rundir.rollouts_of(step)):
