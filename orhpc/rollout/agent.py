@@ -332,10 +332,11 @@ def _nudge(context: AgentContext, draft: Draft, number: int) -> bool:
 
 async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> None:
     rollout = context.rollout
+    said = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
 
     def render() -> list[int]:
         return context.chat.prompt_ids(
-            session.prompt,
+            said,
             system=rollout.system_prompt_template,
             tools=session.tools,
             thinking=rollout.thinking,
@@ -345,7 +346,8 @@ async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> N
     draft.add_context(ids)
     if rollout.system_prompt_template is not None:
         draft.say("system", rollout.system_prompt_template)
-    draft.say("user", session.prompt)
+    for role, text in said:
+        draft.say(role, text)
     if len(ids) >= rollout.max_total_tokens:
         raise PromptTooLong(
             f"the prompt has {len(ids)} tokens, rollout.max_total_tokens is {rollout.max_total_tokens}"

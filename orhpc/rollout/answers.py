@@ -5,6 +5,7 @@ Field names are those of OpenReward's protocol (openreward 0.1.167, ``environmen
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,6 +49,49 @@ def text_of(blocks: Any, what: str, left_out: Callable[[str], None] = lambda kin
         else:
             raise BadAnswer(f"{what} holds a block of type {kind!r}, or a text block without a text")
     return "\n".join(texts)
+
+
+def is_conversation(blocks: Any) -> bool:
+    """Whether a prompt is a conversation, flattened: the server then marks where each message begins.
+
+    OpenReward's ``flatten_messages`` gives those blocks a ``detail`` with the role (SDK 0.1.157).
+    """
+    marked = (b.get("detail") for b in blocks if isinstance(b, Mapping)) if isinstance(blocks, list) else ()
+    return any(isinstance(detail, Mapping) and "role" in detail for detail in marked)
+
+
+def conversation(messages: Any, what: str, left_out: Callable[[str], None]) -> tuple[tuple[str, str], ...]:
+    """Read a conversation as (role, text); earlier tool calls and their results become text.
+
+    Returns nothing for one that no chat template can be expected to write: a system message after the
+    first, or the model's own word at the end.  Raises BadAnswer.
+    """
+    if not isinstance(messages, list):
+        raise BadAnswer(f"{what}: messages are {_kind(messages)}, not a list")
+    said: list[tuple[str, str]] = []
+    for message in messages:
+        role, blocks = mapping(message, f"{what}: a message").get("role"), message.get("blocks")
+        if role not in ("system", "user", "assistant") or not isinstance(blocks, list):
+            raise BadAnswer(f"{what}: a message without a known role, or without blocks")
+        plain = [part for block in blocks for part in _plain(block, what)]
+        said.append((role, text_of(plain, what, left_out)))
+    roles = [role for role, _ in said]
+    return tuple(said) if roles and "system" not in roles[1:] and roles[-1] == "user" else ()
+
+
+def _plain(block: Any, what: str) -> list[Any]:
+    """A block of a conversation as text and image blocks."""
+    kind = mapping(block, f"{what}: a block").get("type", "text")
+    if kind == "reasoning":
+        return []
+    if kind == "tool_call":
+        arguments = json.dumps(block.get("input"), ensure_ascii=False, default=str)
+        return [{"text": f"[tool_call {block.get('name')}] {arguments}"}]
+    if kind == "tool_result":
+        inner = block.get("blocks")
+        head = "[tool_result (error)]" if block.get("is_error") else "[tool_result]"
+        return [{"text": head}, *(inner if isinstance(inner, list) else [])]
+    return [block]
 
 
 def tool_specs(tools: Mapping[str, Any], what: str) -> list[ToolSpec]:

@@ -40,8 +40,8 @@ from orhpc.errors import (
     EnvironmentUnavailable,
     PreflightError,
 )
+from orhpc.rollout import answers
 from orhpc.rollout.addresses import checked_host, choose_variant, is_openreward, is_private, unreachable
-from orhpc.rollout.answers import group_scores, mapping, terminal_tool, text_of, tool_specs, wire_messages
 from orhpc.rollout.call_history import CallHistory
 from orhpc.rollout.diagnosis import Diagnosis
 from orhpc.rollout.notices import Notices
@@ -249,7 +249,7 @@ class Environment:
             raise ConfigError(
                 f"environment {self.name!r} has no split {split!r}; it has {', '.join(known)}"
             ) from error
-        count = mapping(answer, f"environment {self.name!r}: num_tasks").get("num_tasks")
+        count = answers.mapping(answer, f"environment {self.name!r}: num_tasks").get("num_tasks")
         if not isinstance(count, int):
             raise ConfigError(f"environment {self.name!r}: num_tasks is {count!r}, not a number")
         if count < 1:
@@ -259,8 +259,7 @@ class Environment:
     async def splits(self) -> list[str]:
         """Names of the task splits, as far as the server says."""
         listed = await self._ask("GET", self.path("/splits"), missing=[])
-        named = [s.get("name") if isinstance(s, dict) else s for s in listed]
-        return [name for name in named if isinstance(name, str)]
+        return [str(s.get("name") if isinstance(s, dict) else s) for s in listed]
 
     @contextlib.asynccontextmanager
     async def session(self, task: Task) -> AsyncIterator[Session]:
@@ -303,12 +302,14 @@ class Environment:
             async with self._patience(f"{task.id}: opening the session") as patience:
                 await wire.begin(patience)
                 blocks = await wire.fetch("GET", self.path("/prompt"), patience)
+                said = await self._conversation(wire, patience) if answers.is_conversation(blocks) else ()
                 tools = await self._tools(wire, patience)
-            tools = mapping(tools, f"{task.id}: tools")
-            takes_answer = terminal_tool(tools, task.id)
+            tools = answers.mapping(tools, f"{task.id}: tools")
+            takes_answer = answers.terminal_tool(tools, task.id)
             return Session(
-                prompt=text_of(blocks, f"{task.id}: the prompt", self._image_left_out),
-                tools=tool_specs(tools, task.id),
+                prompt=answers.text_of(blocks, f"{task.id}: the prompt", self._image_left_out),
+                tools=answers.tool_specs(tools, task.id),
+                conversation=said,
                 terminal=takes_answer is not None,
                 _wire=wire,
                 _environment=self.name,
@@ -323,6 +324,10 @@ class Environment:
         except BaseException:
             self._later(wire)
             raise
+
+    async def _conversation(self, wire: GuardedSession, patience: Patience) -> tuple[tuple[str, str], ...]:
+        messages = await wire.fetch("GET", self.path("/messages"), patience)
+        return answers.conversation(messages, f"{wire.label}: the conversation", self._image_left_out)
 
     def _image_left_out(self, kind: str) -> None:
         self.notices.say_once("image", image_notice(self.name, kind))
@@ -349,7 +354,7 @@ class Environment:
         Returns one score a transcript, which comes on top of what the rollout was paid.
         Raises BadTask when judging fails, EnvironmentUnavailable when the server does not answer.
         """
-        candidates = [{"messages": wire_messages(messages)} for messages in transcripts]
+        candidates = [{"messages": answers.wire_messages(messages)} for messages in transcripts]
         budget = self.rollout.tool_timeout_s
         async with self.session(task) as session:
             try:
@@ -361,7 +366,7 @@ class Environment:
                 raise BadTask(f"{task.id}: group scoring failed: {error}") from None
             except Refused as refused:
                 raise failure(session._wire, refused) from None
-        return group_scores(answer, len(candidates), f"{task.id}: group scoring")
+        return answers.group_scores(answer, len(candidates), f"{task.id}: group scoring")
 
     def _later(self, leaving: GuardedSession | asyncio.Future[Session]) -> asyncio.Task[None]:
         """Delete a session in the background; the task is kept until it is done."""

@@ -33,6 +33,8 @@ class Session:
     _history: CallHistory
     _notices: Notices
     _terminal_tool: tuple[str, str | None] | None
+    conversation: tuple[tuple[str, str], ...] = ()
+    """The prompt as (role, text), where it is a conversation of several messages; else empty."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a tool once; it is never run twice, whatever happens to the connection.

@@ -18,6 +18,7 @@ from typing import Any
 
 from orhpc.config import Config
 from orhpc.errors import PreflightError
+from orhpc.rollout.notices import Notices
 from orhpc.secrets import redact, remember_secrets
 from orhpc.types import Rollout
 
@@ -60,6 +61,8 @@ class Uploader:
         upload_timeout_s: float = UPLOAD_TIMEOUT_S,
     ) -> None:
         self.counts = UploadCounts()
+        self.notices = Notices()
+        """Uploads that failed: said at the first, the tenth, the hundredth ..."""
         self._key, self._run_name, self._model_name = api_key, run_name, model_name
         self._timeout_s = upload_timeout_s
         self._queue: queue.Queue[Rollout | None] = queue.Queue(queue_rollouts)
@@ -91,6 +94,12 @@ class Uploader:
             self._queue.put_nowait(rollout)
         except queue.Full:
             self.counts.dropped += 1
+            self._lost("the queue is full")
+
+    def _lost(self, reason: str) -> None:
+        lost = self.counts.failed + self.counts.dropped
+        said = f"{lost} rollouts were not uploaded to OpenReward; {reason}" if lost > 1 else reason
+        self.notices.say_once(len(str(lost)), redact(f"upload to OpenReward: {said}; training goes on"))
 
     def close(self, timeout_s: float = DRAIN_TIMEOUT_S) -> UploadCounts:
         """Upload what is queued, for at most ``timeout_s``; returns the counts.  Never raises."""
@@ -132,27 +141,26 @@ class Uploader:
 
     def _within_deadline(self, rollout: Rollout) -> bool:
         """Upload one rollout in a thread that is left behind when it takes too long."""
-        outcome: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def upload() -> None:
             try:
-                outcome.put(self._upload(rollout))
+                outcome.put("" if self._upload(rollout) else "the service refused it")
             except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
-                log.warning(
-                    "rollout %s was not uploaded: %s", rollout.id, redact(f"{type(error).__name__}: {error}")
-                )
-                outcome.put(False)
+                outcome.put(redact(f"{type(error).__name__}: {error}"))
 
         threading.Thread(target=upload, name="orhpc-upload-one", daemon=True).start()
         left = min(self._timeout_s, max(0.0, self._give_up_at - time.monotonic()))
         try:
-            done = outcome.get(timeout=left)
+            problem = outcome.get(timeout=left)
         except queue.Empty:
-            log.warning("rollout %s was not uploaded within %g s", rollout.id, left)
-            done = False
-        self.counts.uploaded += done
-        self.counts.failed += not done
-        return done
+            problem = f"it took longer than {left:g} s"
+        self.counts.uploaded += not problem
+        self.counts.failed += bool(problem)
+        if problem:
+            log.warning("rollout %s was not uploaded: %s", rollout.id, problem)
+            self._lost(f"rollout {rollout.id}: {problem}")
+        return not problem
 
     def _open(self) -> Any:
         with self._opening:

@@ -167,7 +167,8 @@ class RolloutWorker:
         await self._score_group(request.task, rollouts)
         self._held[request.id] = rollouts
         summaries = tuple(self._summary(r) for r in rollouts)
-        notices = self._environments[request.task.environment].notices.drain()
+        own = self._environments[request.task.environment].notices.drain()
+        notices = (*own, *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)
         newest = self._rundir.newest_attempt() <= self._attempt  # else the buffer is no longer ours to fill
         if newest and not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):

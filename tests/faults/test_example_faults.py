@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from orhpc import secrets
 from orhpc.config import EnvironmentSettings, RolloutSettings
-from orhpc.errors import EngineUnavailable, EnvironmentUnavailable, PreflightError
+from orhpc.errors import EngineUnavailable, EnvironmentRaised, EnvironmentUnavailable, PreflightError
 from orhpc.rollout.agent import AgentContext, run_rollout
 from orhpc.rollout.chat import ChatFormat
 from orhpc.rollout.environment import Environment
@@ -184,9 +184,24 @@ def test_02_infrastructure_failures_are_never_samples(served: Served) -> None:
     served.answers["/create"] = [(503, {})]
     with pytest.raises(EnvironmentUnavailable):
         play(served, [say("a")])
-    broken, _ = play(served, [say("break")], settings={"nonterminal_reward": -1.0})
+    served.answers["/counter/call"] = [(500, {})]
+    with pytest.raises(EnvironmentRaised):
+        play(served, [say("a")])
+    served.documents["/counter/prompt"] = {"no": "blocks"}
+    try:
+        broken, _ = play(served, [say("a")], settings={"nonterminal_reward": -1.0})
+    finally:
+        served.documents.clear()
     assert (broken.end, broken.reward) == (RolloutEnd.FAILED, None)
     assert not broken.end.trainable
+
+
+def test_02b_a_tool_that_raises_is_a_turn_that_the_model_sees(served: Served) -> None:
+    rollout, policy = play(served, [say("break"), say("a"), say("b")])
+    assert "failed: a bug" in chat(QWEN).codec.decode(policy.prompts[1])
+    assert (rollout.end, rollout.reward) == (RolloutEnd.TERMINAL, 0.5)
+    assert [t.raised for t in rollout.turns] == [1, 0, 0]
+    assert Counter.log == ["break", "a", "b"]
 
 
 def test_03_length_abort_and_stop_are_told_apart(served: Served) -> None:

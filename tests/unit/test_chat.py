@@ -250,6 +250,38 @@ def test_tool_results_continue_the_official_conversation(
     assert form.codec.decode(whole).startswith(text.removesuffix("<think>\n\n</think>\n\n").rstrip())
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_users_word_continues_the_official_conversation(name: str, thinking: bool) -> None:
+    made, form = tokenizer(*FAMILIES[name]), chat_for(name)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ANSWER"}]
+    whole = official(made, [*messages, {"role": "user", "content": "Go on."}], thinking=thinking)
+    delta = form.user_ids("Go on.", FinishReason.LENGTH, thinking=thinking)
+    answer = form.codec.encode(["ANSWER"])
+    assert whole[-len(answer + delta) :] == answer + delta
+    last = delta[0]
+    assert form.user_ids("Go on.", STOP, last_id=last, thinking=thinking) == delta[1:]
+
+
+@pytest.mark.parametrize("system", [None, "Be {brief}."])
+@pytest.mark.parametrize("opening", [[], [("system", "You are a clerk.")]])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_equal_the_official_template(
+    name: str, opening: list[tuple[str, str]], system: str | None
+) -> None:
+    made, form = tokenizer(*FAMILIES[name]), chat_for(name)
+    turns = [*opening, ("user", "Hi"), ("assistant", "Hello, you."), ("user", " What now?\n")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    if system and opening:
+        messages[0]["content"] = f"{system}\n\n{messages[0]['content']}"
+    elif system:
+        messages.insert(0, {"role": "system", "content": system})
+    expected = official(made, messages)
+    got = form.prompt_ids(turns, system=system)
+    assert made.decode(got) == made.decode(expected)
+    assert got == expected
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("thinking", [False, True])
 def test_renderers_stand_in_for_the_template(name: str, thinking: bool) -> None:

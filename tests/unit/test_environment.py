@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import ImageBlock, TextBlock, ToolOutput, terminal, tool
+from openreward.environments.types import Message, ReasoningBlock, ToolCallBlock, ToolResultBlock
 from pydantic import BaseModel
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
@@ -34,7 +35,7 @@ from orhpc.rollout import call_history
 from orhpc.rollout import environment as environment_module
 from orhpc.rollout import openreward_session as wire
 from orhpc.rollout.addresses import choose_variant, is_private
-from orhpc.rollout.answers import tool_result
+from orhpc.rollout.answers import conversation, tool_result
 from orhpc.rollout.environment import Environment
 from orhpc.types import Task
 from tests.served import Served, serve
@@ -159,11 +160,27 @@ class Plain(ServedEnvironment):
         return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(right), finished=True)
 
 
+class Dialogue(Plain):
+    """Serves its prompt as a conversation."""
+
+    def get_messages(self) -> list[Message]:
+        call = ToolCallBlock(id="1", name="look", input={"at": "door"})
+        result = ToolResultBlock(tool_call_id="1", blocks=[TextBlock(text="It is shut.")])
+        return [
+            Message(role="system", blocks=[TextBlock(text="You are a clerk.")]),
+            Message(role="user", blocks=[TextBlock(text="Hi.")]),
+            Message(role="assistant", blocks=[ReasoningBlock(text="Hm."), TextBlock(text="Wait."), call]),
+            Message(role="user", blocks=[result, TextBlock(text=f"Say {self.task_spec['a']}")]),
+        ]
+
+    get_prompt = ServedEnvironment.get_prompt
+
+
 @pytest.fixture
 def served() -> Iterator[Served]:
     WhoDunIt.runs = {}
     WhoDunIt.release.clear()
-    with serve(WhoDunIt, Plain) as running:
+    with serve(WhoDunIt, Plain, Dialogue) as running:
         yield running
         WhoDunIt.release.set()
 
@@ -240,6 +257,43 @@ def test_a_terminal_tool_takes_the_answer_and_cannot_be_called(served: Served) -
             assert (result.reward, result.finished) == (1.0, True)
 
     within(served.url, body, name="plain")
+
+
+def test_a_conversation_arrives_with_its_roles(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(Task("dialogue", "train", 1)) as session:
+            assert session.conversation == (
+                ("system", "You are a clerk."),
+                ("user", "Hi."),
+                ("assistant", 'Wait.\n[tool_call look] {"at": "door"}'),
+                ("user", "[tool_result]\nIt is shut.\nSay 1"),
+            )
+            assert "[system]\nYou are a clerk." in session.prompt
+
+    within(served.url, body, name="dialogue")
+
+
+def test_a_plain_prompt_is_asked_for_once(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        async with environment.session(Task("plain", "train", 1)) as session:
+            assert session.conversation == ()
+        assert served.calls("/plain/messages") == 0
+
+    within(served.url, body, name="plain")
+
+
+@pytest.mark.parametrize(
+    "messages", [None, {}, [1], [{"role": "tool", "blocks": []}], [{"role": "user", "blocks": "Hi"}]]
+)
+def test_a_malformed_conversation_is_a_bad_answer(messages: Any) -> None:
+    with pytest.raises(BadAnswer):
+        conversation(messages, "a task", lambda kind: None)
+
+
+@pytest.mark.parametrize("roles", [[], ["user", "assistant"], ["user", "system", "user"]])
+def test_a_conversation_that_no_template_writes_is_left_flat(roles: list[str]) -> None:
+    messages = [{"role": role, "blocks": [{"text": "x"}]} for role in roles]
+    assert conversation(messages, "a task", lambda kind: None) == ()
 
 
 def test_what_the_model_did_wrong_is_a_result(served: Served) -> None:
@@ -892,7 +946,7 @@ def test_an_unknown_variant_names_those_there_are(served: Served) -> None:
     async def body(environment: Environment) -> None:
         raise AssertionError
 
-    with pytest.raises(ConfigError, match=r"did you mean 'whodunit'.*whodunit, plain"):
+    with pytest.raises(ConfigError, match=r"did you mean 'whodunit'.*whodunit, plain, dialogue"):
         within(served.url, body, settings={"variant": "whodunnit"})
 
 

@@ -152,6 +152,25 @@ def test_a_broken_service_costs_nothing_but_the_upload(
     assert counts.failed + counts.dropped == 200
 
 
+def test_failed_uploads_are_said_at_the_first_and_the_tenth(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Uploader, rollout: Rollout) -> bool:
+        raise ConnectionError("refused with key-of-mine")
+
+    monkeypatch.setattr(Uploader, "_upload", refused)
+    monkeypatch.setattr(upload, "FAILURES", 1000)
+    uploader = Uploader("key", "run")
+    for number in range(12):
+        uploader.put(_rollout(number))
+    uploader.close(10.0)
+    first, tenth = uploader.notices.drain()
+    assert first == (
+        "upload to OpenReward: rollout 0.0: ConnectionError: refused with key-of-mine; training goes on"
+    )
+    assert "10 rollouts were not uploaded to OpenReward" in tenth
+
+
 def test_the_end_waits_no_longer_than_it_is_told(endpoint: Endpoint) -> None:
     endpoint.mode = "hang"
     uploader = Uploader("key", "run", upload_timeout_s=30.0)

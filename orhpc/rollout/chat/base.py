@@ -89,7 +89,7 @@ class ChatFormat(ABC):
 
     def prompt_ids(
         self,
-        user: str,
+        user: str | Sequence[tuple[str, str]],
         *,
         system: str | None = None,
         tools: Sequence[ToolSpec] = (),
@@ -98,7 +98,8 @@ class ChatFormat(ABC):
         """Render the beginning of a rollout, up to where the model writes.
 
         Args:
-            user: the environment's prompt: foreign text.
+            user: the environment's prompt, or its conversation as (role, text), of roles system (first
+                only), user and assistant, with the user's word last: foreign text.
             system: the system prompt template; its ``{tools}`` becomes the tool descriptions, other
                 braces stay.  None: the model's own.  Without ``{tools}`` the descriptions go where
                 the chat template puts them, or below the system prompt if it knows of none.  It
@@ -106,8 +107,10 @@ class ChatFormat(ABC):
             tools: what the environment offers.
             thinking: the template's thinking mode.
         """
-        parts = self._skeleton(system, _json([_function(tool) for tool in tools]), thinking)
-        return self._fill(parts, [user])
+        said = [("user", user)] if isinstance(user, str) else list(user)
+        roles = tuple(role for role, _ in said)
+        parts = self._skeleton(system, _json([_function(tool) for tool in tools]), thinking, roles)
+        return self._fill(parts, [text for _, text in said])
 
     def tool_results_ids(
         self,
@@ -184,7 +187,9 @@ class ChatFormat(ABC):
         safe = [self._plain_markers.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) for text in texts]
         return self.codec.encode([p if isinstance(p, str) else p.fill(safe[p.index]) for p in parts])
 
-    def _make_skeleton(self, system: str | None, tools: str, thinking: bool) -> tuple[str | _Slot, ...]:
+    def _make_skeleton(
+        self, system: str | None, tools: str, thinking: bool, roles: tuple[str, ...] = ("user",)
+    ) -> tuple[str | _Slot, ...]:
         functions = _map_strings(json.loads(tools), self._defuse)
         listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
         if system is not None and TOOLS_PLACE in system:
@@ -192,9 +197,12 @@ class ChatFormat(ABC):
         elif functions and not self._takes_tools:
             said = self.tool_instructions(listed)
             system, functions = f"{system}\n\n{said}" if system else said, []
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        rendered = self._render([*messages, {"role": "user", "content": _marker(0)}], functions, thinking)
-        return _parts(rendered, 1)
+        messages = [{"role": role, "content": _marker(i)} for i, role in enumerate(roles)]
+        if system is not None and roles[0] == "system":
+            messages[0]["content"] = f"{system}\n\n{_marker(0)}"
+        elif system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return _parts(self._render(messages, functions, thinking), len(roles))
 
     def _make_results_skeleton(self, count: int, thinking: bool) -> tuple[str | _Slot, ...]:
         said = "orhpcassistantturn"

@@ -1,0 +1,61 @@
+"""A run of two environments, of which one's server goes away for good in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openreward.environments import Environment, TextBlock, ToolOutput, terminal, tool
+from pydantic import BaseModel
+
+from orhpc.events import read_events, steps_of
+from orhpc.rundir import RunDir
+from tests.local import kit
+from tests.served import serve
+
+pytestmark = pytest.mark.slow
+
+
+class Text(BaseModel):
+    text: str
+
+
+class Away(Environment):
+    """Answered in one turn; its server is not the job's."""
+
+    @classmethod
+    def list_splits(cls) -> list[str]:
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split: str) -> Any:
+        return [{"a": i} for i in range(9)]
+
+    def get_prompt(self) -> list[TextBlock]:
+        return [TextBlock(text="Go.")]
+
+    @terminal
+    @tool
+    async def submit(self, text: Text) -> ToolOutput:
+        """Take it."""
+        return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(len(text.text)), finished=True)
+
+
+def test_a_run_goes_on_without_an_environment_that_is_gone_and_says_so(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "tiny")
+    with serve(Away) as server:
+        overrides = [f"environments.away={{url: '{server.url}'}}", "rollout.failing_environment=leave_out"]
+        overrides += ["rollout.failing_environment_after=8", "rollout.session_timeout_s=5", "train.steps=200"]
+        with kit.started(tmp_path, *overrides, "wandb.enabled=false", "rollout.retries=0") as process:
+            kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 1)
+            server.stop()
+            notice = kit.wait_for(process, rundir, lambda e: e["event"] == "notice")
+            left_out_at = max(steps_of(read_events(rundir.events)))
+            kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= left_out_at + 3)
+    assert notice["reason"].startswith("environment 'away': the last 8 rollouts failed")
+    assert "the run goes on without it" in notice["reason"]
+    steps = steps_of(read_events(rundir.events))
+    assert sum(e.get("failed_rollouts/away", 0) for e in steps.values()) >= 8
+    assert steps[left_out_at + 3]["failed_rollouts"] == 0
+    assert steps[left_out_at + 3]["groups"] == 4
