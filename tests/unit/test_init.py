@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,13 +49,11 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_readme_s_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_s_commands_exist() -> None:
     """Every command of the project's README is one of ours."""
     lines = [x.split("#")[0].split() for x in project("tools")["README.md"].splitlines()]
     commands = {words[1] for words in lines if words[:1] == ["orhpc"]}
     assert {"try-env", "check", "launch", "status", "view", "export"} <= commands
+    listed = subprocess.run([sys.executable, "-m", "orhpc.cli", "--help"], capture_output=True, text=True)
     for command in commands:
-        with pytest.raises(SystemExit) as ended:
-            main([command, "--help"])
-        assert ended.value.code == 0
-    capsys.readouterr()
+        assert re.search(rf"^ +{command}\b", listed.stdout, re.MULTILINE), command
