@@ -36,15 +36,17 @@ class Hub:
     """Bytes after which a file's connection is dropped, once a file; 0: never."""
     bytes_per_s: float = 0.0
     """0: as fast as it can."""
+    host: str = "127.0.0.1"
+    """Address that it listens on."""
     requests: list[str] = field(default_factory=list)
     """``METHOD path`` of every request."""
 
     def __enter__(self) -> Hub:
         self._cut: set[str] = set()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = ThreadingHTTPServer((self.host, 0), _handler(self))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = f"http://{self.host}:{self._server.server_port}"
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,7 +30,7 @@ NOT_THE_JOBS = ("SLURM_", "SBATCH_", "GLOO_", "NCCL_")
 """What of this process's environment no job gets: another test in it has trained over loopback."""
 _NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL"]
 _BRIDGE = "orhpc0"
-_NET = "10.78.0"
+NET = "10.78.0"
 _LOCK = Path("/tmp/orhpc-slurm.lock")
 """Held while a cluster runs: two would take each other's network away."""
 _RESTART_S = 5.0
@@ -173,7 +173,7 @@ class Cluster:
             os.mknod(self.root / f"dev/nvidia{i}", 0o20666, os.makedev(1, 3))
         host = socket.gethostname().partition(".")[0]
         conf = _CONF.format(
-            root=self.root, host=host, net=_NET, last=NODES - 1,
+            root=self.root, host=host, net=NET, last=NODES - 1,
             user_signal="SlurmctldParameters=preempt_send_user_signal" if user_signal else "",
             proctrack="proctrack/cgroup" if _cgroup_v1() else "proctrack/linuxproc",
             task="task/cgroup" if memory_limits else "task/none",
@@ -186,8 +186,8 @@ class Cluster:
             "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\nConstrainCores=no\n"
             f"ConstrainDevices=no\nConstrainRAMSpace={'yes' if memory_limits else 'no'}\n"
         )
-        names = [f"{_NET}.1{i} n{i}" for i in range(NODES)]
-        (self.root / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{_NET}.1 {host}", *names, ""]))
+        names = [f"{NET}.1{i} n{i}" for i in range(NODES)]
+        (self.root / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{NET}.1 {host}", *names, ""]))
         (self.root / "resolv.conf").write_text("options timeout:1 attempts:1\n")
         (self.root / "init.sh").write_text(_INIT.format(root=self.root, visible=_visible()))
         key = self.root / "munge.key"
@@ -197,7 +197,7 @@ class Cluster:
     def start(self) -> None:
         ip("link", "del", _BRIDGE, check=False)  # left by a cluster that was killed
         ip("link", "add", _BRIDGE, "type", "bridge")
-        ip("addr", "replace", f"{_NET}.1/24", "dev", _BRIDGE)
+        ip("addr", "replace", f"{NET}.1/24", "dev", _BRIDGE)
         ip("link", "set", _BRIDGE, "up")
         r = self.root
         self._daemon(
@@ -233,9 +233,7 @@ class Cluster:
         ip("link", "del", f"orhpcv{i}", check=False)
         ip("link", "add", f"orhpcv{i}", "type", "veth", "peer", "name", "eth0", "netns", str(init))
         ip("link", "set", f"orhpcv{i}", "master", _BRIDGE, "up")
-        inside = (
-            f"ip addr add {_NET}.1{i}/24 dev eth0; ip link set eth0 up; ip route add default via {_NET}.1"
-        )
+        inside = f"ip addr add {NET}.1{i}/24 dev eth0; ip link set eth0 up; ip route add default via {NET}.1"
         subprocess.run(["nsenter", "-t", str(init), "-n", "sh", "-c", inside], check=True)
 
     def power_off(self, i: int) -> None:

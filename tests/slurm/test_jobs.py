@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from orhpc.bundled import ensure
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT
 from orhpc.launch.ledger import Reason
 from orhpc.rundir import RunDir
-from tests.slurm.cluster import Cluster, wait_until
-from tests.slurm.kit import ROOT, JobRun, assert_nothing_left, assert_whole, launch, orhpc, sbatch
+from tests.hub import Hub
+from tests.slurm.cluster import NET, Cluster, wait_until
+from tests.slurm.kit import BRING_UP_S, ROOT, JobRun, assert_nothing_left, assert_whole, launch, orhpc, sbatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -55,6 +58,25 @@ def test_a_job_that_keeps_crashing_stops_with_the_reason(cluster: Cluster, root:
     assert run.run.newest_attempt() == 3
     assert "ExitCode=4:0" in cluster.run("scontrol", "show", "job", "-o", run.job).stdout
     assert "CrashLoop: 3 attempts in a row ended with crash" in run.report()
+    assert_nothing_left(run)
+
+
+def test_the_first_node_fetches_a_hub_model_while_the_others_wait(cluster: Cluster, root: Path) -> None:
+    """Submitted by hand, so nothing is fetched before; the download outlasts the wait for nodes."""
+    shutil.copytree(ensure("bundled:tiny"), root / "served" / "Acme" / "Tiny")
+    before = cluster.environment
+    with Hub(root / "served", host=f"{NET}.1", bytes_per_s=150_000) as hub:
+        cluster.environment = {**before, "HF_ENDPOINT": hub.url, "HF_HOME": str(root / "hf")}
+        try:
+            words = ["model.path=Acme/Tiny", "train.steps=1", "slurm.start_timeout_s=6"]
+            run = sbatch(cluster, root, *words, options=("--nodes=2",))
+        finally:
+            cluster.environment = before
+        run.wait_state("COMPLETED", "FAILED", timeout=BRING_UP_S)
+        assert run.committed() == 1, run.report()
+        fetched = hub.downloads("Acme/Tiny")
+    assert sorted(fetched) == sorted(set(fetched))
+    assert "orhpc: fetching Acme/Tiny" in run.report()
     assert_nothing_left(run)
 
 
