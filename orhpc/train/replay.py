@@ -116,18 +116,20 @@ class RouterReplay:
         self._loads = ExpertLoads(shape.layers, shape.experts) if shape else ExpertLoads(0, 0)
         self.layers: list[int] = []
         """Indices of the layers that have a router."""
+        known: dict[tuple[type, type], WeightForm] = {}
         for name, module in model.named_modules():
             found = _LAYER_INDEX.search(f".{name}.")
             if found and _ROUTER_CLASS.search(type(module).__name__):
                 index, layer = len(self.layers), int(found[1])
                 block = model.get_submodule(name.rpartition(".")[0])
                 if replay:
-                    self._forms[layer] = weight_form(
-                        module, block, model.config.get_text_config().hidden_size
-                    )
+                    kinds = (type(module), type(block))
+                    if kinds not in known:
+                        known[kinds] = weight_form(module, block, model.config.get_text_config().hidden_size)
+                    self._forms[layer] = known[kinds]
                 module.register_forward_hook(partial(self._hook, index, layer))
                 if isinstance(experts := getattr(block, "experts", None), nn.Module):
-                    experts.register_forward_pre_hook(partial(self._before_experts, index, layer, block))
+                    experts.register_forward_pre_hook(partial(self._before_experts, index, layer))
                 self.layers.append(layer)
 
     def start(self, rows: RoutedRows | None, *, counted: bool = True) -> None:
@@ -190,21 +192,21 @@ class RouterReplay:
         if isinstance(output, Tensor):
             self._logits[layer] = output
             return None
-        replayed = self._replayed(index, layer, router, *output)
+        replayed = self._replayed(index, layer, *output)
         return None if replayed is None else (output[0], *replayed)
 
     def _before_experts(
-        self, index: int, layer: int, block: nn.Module, experts: nn.Module, inputs: tuple[Tensor, ...]
+        self, index: int, layer: int, experts: nn.Module, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | None:
         logits = self._logits.pop(layer, None)
         if logits is None:
             return None
         hidden, own, weights = inputs
-        replayed = self._replayed(index, layer, block, logits, weights, own)
+        replayed = self._replayed(index, layer, logits, weights, own)
         return None if replayed is None else (hidden, replayed[1], replayed[0])
 
     def _replayed(
-        self, index: int, layer: int, router: nn.Module, logits: Tensor, weights: Tensor, own: Tensor
+        self, index: int, layer: int, logits: Tensor, weights: Tensor, own: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Weights and experts in the place of a router's own; None: its own."""
         rows = self._rows

@@ -226,7 +226,10 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     found: set[int] = set()
     generation: GenerationConfig | None = model.generation_config
-    for value in (model.config.get_text_config().eos_token_id, generation and generation.eos_token_id):
+    for value in (
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        generation and generation.eos_token_id,
+    ):
         if isinstance(value, int):
             found.add(value)
         elif value:
