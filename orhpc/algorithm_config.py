@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from orhpc.config_types import Section
+from orhpc.config_types import Positive, Section
 
 
 class CorrectionSettings(Section):
@@ -40,15 +40,21 @@ class AlgorithmSettings(Section):
     """GRPO and its relatives; formulas and sources in :mod:`orhpc.train.grpo`."""
 
     normalise_advantage: bool = True
-    """Divide by the group's standard deviation; false is Dr.GRPO."""
+    """Divide advantages by the group's standard deviation.  False together with
+    ``normalise_loss: constant`` is Dr.GRPO (arXiv:2503.20783)."""
     loss: Literal["grpo", "gspo", "cispo"] = "grpo"
     eps_clip: Annotated[float, Field(gt=0)] = 0.2
     eps_clip_high: Annotated[float, Field(gt=0)] | None = None
     """Upper bound's distance from 1; null: as ``eps_clip``."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound c of dual clip for negative advantages; null: off."""
-    normalise_loss: Literal["sample", "token"] = "sample"
-    """Mean over samples of each one's token mean, or over all tokens of the mini-batch."""
+    normalise_loss: Literal["sample", "token", "constant"] = "sample"
+    """``sample``: mean over samples of each one's token mean (GRPO, arXiv:2402.03300); ``token``: mean over
+    all tokens of the mini-batch (DAPO, arXiv:2503.14476); ``constant``: mean over samples of each one's
+    token sum, divided by ``normalise_length`` whatever its length (Dr.GRPO, arXiv:2503.20783)."""
+    normalise_length: Positive | None = None
+    """Tokens that ``normalise_loss: constant`` divides by, which needs it: Dr.GRPO takes the largest number
+    of tokens that the policy may sample for one sample."""
     use_kl_loss: bool = False
     kl_coef: Annotated[float, Field(ge=0)] = 0.001
     kl_type: Literal["k1", "k2", "k3", "k3_clamped"] = "k3"
@@ -67,6 +73,21 @@ class AlgorithmSettings(Section):
     def _one_correction(self) -> Self:
         if self.use_tis and self.correction.mode != "none":
             raise ValueError("use_tis and correction.mode exclude each other")
+        return self
+
+    @model_validator(mode="after")
+    def _constant_length(self) -> Self:
+        if (self.normalise_loss == "constant") != (self.normalise_length is not None):
+            raise ValueError("normalise_loss: constant and normalise_length need each other")
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_ratios(self) -> Self:
+        if self.loss == "gspo" and self.correction.mode == "mask" and self.correction.level == "token":
+            raise ValueError(
+                "loss: gspo has one ratio for each sample, through which a token that correction masks would "
+                "keep its gradient; set correction.level: sequence or geometric"
+            )
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""``orhpc launch | check | plan | status | report | ...``: what a person types; ``orhpc --help``."""
+"""The command ``orhpc``: what users do with configs, environments and run directories."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from orhpc import commits
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, RecordError, policy_of
+from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, policy_of
 from orhpc.events import FAILURES, failure_line, read_events, steps_of
-from orhpc.launch import doctor, files, job_commands
+from orhpc.launch import doctor, files, init, job_commands
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.model import model_folder
 from orhpc.launch.plan_report import main as plan
@@ -48,10 +48,13 @@ def _main(arguments: Sequence[str] | None) -> int:
         return launch(arguments[1:])
     if arguments[:1] == ["plan"]:
         return plan(arguments[1:])
+    if arguments[:1] == ["try-env"]:  # in a process of its own: this one may not load the SDK
+        return subprocess.run([sys.executable, "-m", "orhpc.rollout.try_env", *arguments[1:]]).returncode
     parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
     commands.add_parser("plan", help="ranks and memory of a config, without a node (orhpc plan --help)")
+    commands.add_parser("try-env", help="play one session of an environment (orhpc try-env --help)")
     _add_status(commands.add_parser("status", help="where a run stands, from its directory and squeue"))
     _add_report(commands.add_parser("report", help="one HTML page of a run"))
     job_commands.add_check(
@@ -60,6 +63,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     job_commands.add_fetch(commands.add_parser("fetch", help="download a model into the hub's cache"))
     doctor.add_doctor(commands.add_parser("doctor", help="what is installed here, and what is missing"))
     files.add_files(commands.add_parser("files", help="configs, batch scripts and GPU pins in the package"))
+    init.add_init(commands.add_parser("init", help="copy an example project: a task of your own"))
     job_commands.add_logs(commands.add_parser("logs", help="the end of a run's logs"))
     job_commands.add_cancel(commands.add_parser("cancel", help="cancel a run's job for good"))
     _add_view(commands.add_parser("view", help="read rollouts of a step"))
@@ -138,39 +142,18 @@ def report(options: argparse.Namespace) -> int:
 def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int, help="default: the newest recorded one, or wherever --rollout is")
+    parser.add_argument(
+        "--evaluation", type=int, metavar="STEP", help="the evaluation after a step (0: at start)"
+    )
     parser.add_argument("--rollout", metavar="ID", help="GROUP.SAMPLE; default: a line for each rollout")
     parser.set_defaults(run=view)
 
 
 def view(options: argparse.Namespace) -> int:
-    """Print a step's rollouts, or one with its text."""
-    from orhpc.record import RolloutFile, read_step
+    """Print a step's or an evaluation's rollouts, or one of them with all that was said."""
+    from orhpc.view import show
 
-    run = existing_run(options.run_dir)
-    recorded = [int(p.name.removeprefix("step_")) for p in run.rollouts.glob("step_*")]
-    if not recorded:
-        raise RecordError(f"{run.rollouts}: no step is recorded yet")
-    if options.rollout is None:
-        step = max(recorded) if options.step is None else options.step
-        found = read_step(run.rollouts_of(step), trained_only=False)
-        print(f"step {step}: {len(found)} rollouts")
-        for s in found:
-            reward = "-" if s.reward is None else f"{s.reward:.3f}"
-            print(f"{s.id:>10}  {reward:>7}  {s.length:>6} tokens  {s.turns} turns  {s.end:<10} {s.task.id}")
-        return EXIT_OK
-    steps = sorted(recorded, reverse=True) if options.step is None else [options.step]
-    found = (s for step in steps for s in read_step(run.rollouts_of(step), trained_only=False))
-    chosen = next((s for s in found if s.id == options.rollout), None)
-    if chosen is None or chosen.location.file is None:
-        where = "any recorded step" if options.step is None else f"step {options.step}"
-        raise RecordError(f"there is no rollout {options.rollout!r} in {where}")
-    with RolloutFile(chosen.location.file) as record:
-        rollout = record.rollout(chosen.location.row)
-    for message in rollout.messages:
-        print(f"--- {message.get('role')}")
-        print(message.get("content", ""))
-    print(f"--- end: {rollout.end}, reward {rollout.reward}{f', {rollout.error}' if rollout.error else ''}")
-    return EXIT_OK
+    return show(existing_run(options.run_dir), options.step, options.evaluation, options.rollout)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

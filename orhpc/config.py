@@ -57,8 +57,9 @@ class ModelSettings(Section):
     """Run Python code that comes with the model folder."""
     check: bool = True
     """At every start, compare log-probabilities of the trainer and of CPU engines with transformers' own
-    forward pass on a few samples, and refuse a model that they compute wrongly.  Models of more than 10
-    billion parameters are not compared; the log and the event ``ready`` say what was done."""
+    forward pass on a few samples (up to 10 billion parameters), and those of every engine with the
+    trainer's; refuse a model that one of them computes wrongly.  The log and the event ``ready`` say what
+    was compared."""
 
 
 class RolloutSettings(Section):
@@ -146,8 +147,8 @@ class TrainSettings(Section):
     backend: Literal["fsdp", "megatron"] = "fsdp"
     """``fsdp``: a transformers model, sharded over all ranks; ``megatron``: megatron-core, laid out as
     the ``megatron`` section says."""
-    steps: Positive = 3000
-    """Rollout and update steps of the run."""
+    steps: NonNegative = 3000
+    """Rollout and update steps of the run; 0: evaluate once (``evaluation.splits``) and train nothing."""
     global_batch_size: Positive = 512
     """Samples a mini-batch: one optimiser step."""
     steps_per_rollout: Positive = 1
@@ -211,11 +212,11 @@ class EvaluationSettings(Section):
     """Evaluation every k steps."""
 
     interval: NonNegative = 0
-    """Steps between evaluations; 0: never."""
+    """Steps between evaluations; 0: never, but once in a run of ``train.steps: 0``."""
     at_start: bool = True
     """Also before the first step."""
     splits: dict[str, list[str]] = Field(default_factory=dict)
-    """Environment key to its splits."""
+    """Environment key to the splits to evaluate on; the environment need not train."""
     num_samples: Positive | None = None
     """Tasks a split; null: all."""
     n_samples: Positive = 1
@@ -321,8 +322,7 @@ def _contradictions(c: Config) -> list[str]:
             f"train.steps_per_rollout, but {c.rollout.batch_size} x {c.rollout.n_samples} = {rollouts} "
             f"and {c.train.global_batch_size} x {c.train.steps_per_rollout} = {trained}"
         )
-    if not c.environments and not c.train.replay_rollouts:
-        problems.append("environments: at least one is needed")
+    problems += _source_problems(c)
     if c.train.routing_replay and not (c.rollout.record_routes or c.train.replay_rollouts):
         problems.append("train.routing_replay: needs rollout.record_routes: true")
     if c.engine.backend == "cpu" and c.engine.tp != 1:
@@ -357,6 +357,15 @@ def _contradictions(c: Config) -> list[str]:
     problems += precision_problems(c)
     if c.engine.deterministic and c.evaluation.sampling.min_p:
         problems.append("evaluation.sampling.min_p: SGLang samples none with engine.deterministic")
+    return problems
+
+
+def _source_problems(c: Config) -> list[str]:
+    """What is wrong with where tasks come from."""
+    problems: list[str] = []
+    replays = c.train.replay_rollouts is not None
+    if not c.environments and not replays:
+        problems.append("environments: at least one is needed")
     for name, splits in c.evaluation.splits.items():
         if name not in c.environments:
             problems.append(f"evaluation.splits: {name!r} is not one of the environments")
@@ -364,4 +373,17 @@ def _contradictions(c: Config) -> list[str]:
             problems.append(f"evaluation.splits.{name}: name at least one split")
     if c.evaluation.interval and not c.evaluation.splits:
         problems.append("evaluation.interval: evaluation needs evaluation.splits")
+    if c.train.steps == 0 and (replays or not c.evaluation.splits):
+        problems.append("train.steps: 0 evaluates and trains nothing; it needs evaluation.splits")
+    for name, settings in c.environments.items():
+        own = settings.over(c.rollout)
+        if own.max_total_tokens > c.rollout.max_total_tokens:
+            problems.append(f"environments.{name}.max_total_tokens: is above rollout.max_total_tokens")
+        if own.max_response_tokens >= own.max_total_tokens:
+            problems.append(f"environments.{name}: max_response_tokens must be below max_total_tokens")
+        if not settings.trains and name not in c.evaluation.splits:
+            unused = "trains nothing (splits, weight), and evaluation.splits does not name it"
+            problems.append(f"environments.{name}: {unused}")
+    if c.train.steps and not replays and not any(e.trains for e in c.environments.values()):
+        problems.append("environments: all are for evaluation only; train.steps: 0 evaluates")
     return problems

@@ -32,6 +32,8 @@ MAY_CHANGE_ON_RESUME = (
     "slurm.*",
     "environments.*.url",
     "environments.*.replicas",
+    "environments.*.max_opening",
+    "environments.*.tool_timeout_s",
     "rollout.max_concurrent",
     "rollout.workers_per_node",
     "rollout.retries",
@@ -71,10 +73,13 @@ def find_config(path: Path) -> Path:
     named = path.parent in (Path(), Path("configs")) and not path.is_absolute()
     if named and (packaged := PACKAGED / path.name).is_file():
         return packaged
-    known = ", ".join(sorted(p.name for p in PACKAGED.glob("*.yaml")))
-    close = difflib.get_close_matches(path.name, [p.name for p in PACKAGED.glob("*.yaml")], n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"{path.absolute()}: no such config file, nor one of the package's ({known}){hint}")
+    packaged = sorted(p.name for p in PACKAGED.glob("*.yaml"))
+    near = [str(p) for p in sorted(path.parent.glob("*.y*ml"))]
+    close = difflib.get_close_matches(str(path), near, n=1) or difflib.get_close_matches(
+        path.name, packaged, n=1
+    )
+    hint = f"; did you mean {close[0]}?" if close else f" ({', '.join(packaged)})"
+    raise ConfigError(f"{path.absolute()}: no such config file, nor one of the package's{hint}")
 
 
 class _Loader(yaml.SafeLoader):

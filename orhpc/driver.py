@@ -16,12 +16,12 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orhpc import alarms, evaluation
+from orhpc import evaluation
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import (
@@ -43,10 +43,11 @@ from orhpc.events import EventLog
 from orhpc.launch.placement import Placement
 from orhpc.parts import Parts, bring_up, ray_connect
 from orhpc.resume import choose_start
-from orhpc.rollout.producer import Position, Taken
+from orhpc.rollout.producer import Position
 from orhpc.rundir import RunDir
 from orhpc.saving import Saver, State
-from orhpc.step_metrics import Phases, opening_notice, rollout_metrics
+from orhpc.step_metrics import Phases
+from orhpc.step_report import report
 from orhpc.storage import Stored, when_taken
 from orhpc.tracking import Tracker, row_of
 from orhpc.train.advantages import grouped_advantages
@@ -235,28 +236,6 @@ async def evaluate(run: Run, parts: Parts, step: int, stored: Stored) -> None:
     run.tracker.log(step, row_of(event))
 
 
-def report(run: Run, state: State, taken: Taken, metrics: dict[str, float], phases: Phases) -> None:
-    """One step's event and W&B row."""
-    numbers = rollout_metrics(taken, state.step - 1) | metrics
-    numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
-    numbers["train_tokens_per_s"] = numbers.get("total_tokens", 0.0) / phases.seconds["update"]
-    event = run.events.write(
-        "step",
-        step=state.step,
-        steps=run.config.train.steps,
-        seconds=phases.total,
-        phases=phases.seconds,
-        **numbers,
-    )
-    if line := opening_notice(numbers):
-        run.notice(f"step {state.step}: {line}")
-    for alarm in alarms.raised(run.config.alarms, numbers):
-        log.warning("step %d: %s", state.step, alarm)
-        run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
-        run.tracker.alert(f"step {state.step}: {alarm}")
-    run.tracker.log(state.step, row_of(event))
-
-
 async def attempt_once(run: Run, lowered: int | None) -> None:
     """Bring the parts up, go on from the newest good commit; commits on the way out of a stop."""
     phases = Phases()
@@ -304,14 +283,16 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
         try:
             await train(run, parts, saver)
         except StopRequested:
-            await saver.finish()
+            if run.config.train.steps:
+                await saver.finish()
             raise
         except NonFinite:
             raise  # what is to be rolled back must not be committed
         except Exception:
             await saver.rescue()
             raise
-        await saver.finish_run(run.config.run.storage_wait_s, run.stop_requested)
+        if run.config.train.steps:  # an evaluation leaves nothing to commit
+            await saver.finish_run(run.config.run.storage_wait_s, run.stop_requested)
     finally:
         await leave(run, parts)
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from orhpc.config_types import Positive, Section
+from orhpc.config_types import Positive, Seconds, Section
+
+if TYPE_CHECKING:
+    from orhpc.config import RolloutSettings
+
+OF_ROLLOUT = (
+    "n_samples",
+    "max_response_tokens",
+    "max_total_tokens",
+    "system_prompt_template",
+    "thinking",
+    "tool_timeout_s",
+)
+"""Settings of ``rollout`` that an environment may have its own values of."""
 
 
 class EnvironmentSettings(Section):
@@ -22,10 +35,10 @@ class EnvironmentSettings(Section):
     """Server processes a node when served by the job; the sessions of one stay on it."""
     variant: str | None = None
     """Environment class on a server with several, as the server spells it."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of tasks drawn from it, relative to the others'."""
-    splits: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["train"])]
-    """Task splits to draw from."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Share of training tasks drawn from it, relative to the others'; 0: none, it is for evaluation only."""
+    splits: Annotated[list[str], Field(default_factory=lambda: ["train"])]
+    """Task splits to draw training tasks from; ``[]``: the environment is for evaluation only."""
     num_samples: Positive | None = None
     """Cap on tasks a split; null: all."""
     nonterminal_reward: float | None = None
@@ -37,6 +50,24 @@ class EnvironmentSettings(Section):
     max_reward: float | None = None
     max_turns: Positive = 20
     """Assistant turns a rollout."""
+    n_samples: Positive | None = None
+    """Rollouts a prompt group of this environment; null: ``rollout.n_samples``.  A step then trains on
+    more or fewer samples than ``train.global_batch_size``, divided evenly over its mini-batches."""
+    max_response_tokens: Positive | None = None
+    """Tokens of one generation call; null: ``rollout.max_response_tokens``."""
+    max_total_tokens: Positive | None = None
+    """Tokens of one rollout; null: ``rollout.max_total_tokens``, which it may not exceed."""
+    system_prompt_template: str | None = None
+    """System message; null: ``rollout.system_prompt_template``."""
+    thinking: bool | None = None
+    """The chat format's thinking mode; null: ``rollout.thinking``."""
+    tool_timeout_s: Seconds | None = None
+    """Deadline of one tool call; null: ``rollout.tool_timeout_s``."""
+    nudge: str | None = None
+    """What the model is told, as the user, after a plain answer that no tool takes, so that it goes on; null:
+    such an answer ends the rollout."""
+    max_nudges: Positive = 1
+    """Nudges a rollout; a plain answer after the last one ends it."""
     toolset: str | None = None
     """Name of one of OpenReward's built-in toolsets, which sessions offer beside the environment's tools."""
     max_opening: Positive = 64
@@ -44,6 +75,17 @@ class EnvironmentSettings(Section):
     secrets: dict[str, str | None] = Field(default_factory=dict)
     """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
     another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""
+
+    def over(self, rollout: RolloutSettings) -> RolloutSettings:
+        """Return the rollout settings with this environment's own values in their places."""
+        return rollout.model_copy(
+            update={name: value for name in OF_ROLLOUT if (value := getattr(self, name)) is not None}
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether training tasks are drawn from it."""
+        return bool(self.splits) and self.weight > 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

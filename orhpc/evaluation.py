@@ -18,16 +18,18 @@ FIRST_ID = 1 << 40
 def due(config: Config, step: int) -> bool:
     """Whether an evaluation follows step ``step``; 0 is before the first."""
     e = config.evaluation
+    if config.train.steps == 0:
+        return step == 0
     if not e.interval or not e.splits:
         return False
     return e.at_start if step == 0 else step % e.interval == 0 or step == config.train.steps
 
 
-def sampling_of(config: Config) -> Sampling:
-    """Evaluation's own sampling parameters."""
-    s = config.evaluation.sampling
+def sampling_of(config: Config, environment: str) -> Sampling:
+    """Evaluation's own sampling parameters, with an environment's limits."""
+    s, rollout = config.evaluation.sampling, config.environments[environment].over(config.rollout)
     return Sampling(
-        max_new_tokens=s.max_response_tokens or config.rollout.max_response_tokens,
+        max_new_tokens=s.max_response_tokens or rollout.max_response_tokens,
         temperature=s.temperature,
         top_p=s.top_p,
         top_k=s.top_k,
@@ -54,7 +56,7 @@ async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[Pr
                     id=FIRST_ID + len(requests) + index,
                     task=Task(environment, split, index),
                     n_samples=config.evaluation.n_samples,
-                    sampling=sampling_of(config),
+                    sampling=sampling_of(config, environment),
                     seed=config.run.seed,
                     evaluation=True,
                 )

@@ -12,7 +12,7 @@ Neither login nodes nor the driver import this module.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ MOST_TOKENS = 4352
 """Of the first sample: bounds memory, and covers the usual window and original length, 4096."""
 OPERATIONS_PER_THREAD = 1e11
 """Floating-point operations that a check may take of one CPU thread: a few seconds."""
+PASSES = 5
+"""Of the samples through the model: the one that is checked, the reference, its rounding, two for tokens."""
 BLOCK = 16
 """Tokens whose mean difference is judged: an error that begins far into a sample is not averaged away."""
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -60,8 +62,7 @@ def samples_for(config: Any, *, longest: int, parameters: int, threads: int) -> 
     text = config.get_text_config()
     limits = [length for length in lengths_that_matter(text) if length < longest]
     wanted = max(limits, default=0) + BEYOND
-    # Each token of three passes: the one that is checked, the reference, and the reference's rounding.
-    affordable = int(OPERATIONS_PER_THREAD * threads / (3 * 2 * max(parameters, 1))) - SHORT
+    affordable = int(OPERATIONS_PER_THREAD * threads / (PASSES * 2 * max(parameters, 1))) - SHORT
     length = max(2, min(wanted, longest, MOST_TOKENS, max(affordable, BEYOND)))
     generator = torch.Generator().manual_seed(7919)
     tokens = tuple(
@@ -125,6 +126,25 @@ def plain_logprobs(model: PreTrainedModel, samples: Samples, temperature: float)
         picked(model(input_ids=tokens[None], use_cache=False).logits[0, :-1], tokens[1:], temperature)
         for tokens in samples.tokens
     ]
+
+
+@torch.no_grad()
+def likely(model: PreTrainedModel, samples: Samples) -> Samples:
+    """The same samples with tokens that the model may have sampled.
+
+    Half precision rounds unlikely tokens' log-probabilities by several times as much as likely ones', which
+    would hide a wrong computation.  Each of two passes replaces all tokens after the first at once, by what
+    the model samples after the tokens that stood before them.
+    """
+    generator = torch.Generator().manual_seed(6007)
+    found: list[Tensor] = []
+    for tokens in samples.tokens:
+        for _ in range(2):
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            drawn = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)[:, 0]
+            tokens = torch.cat([tokens[:1], drawn])
+        found.append(tokens)
+    return replace(samples, tokens=tuple(found))
 
 
 def picked(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:

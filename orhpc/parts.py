@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 
+from orhpc import engine_check
 from orhpc.config import Config
 from orhpc.errors import RecordError, WeightSyncFailed
 from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
@@ -53,6 +54,8 @@ class Parts:
     producer: Producer | ReplayProducer
     notice: Callable[[str], None] = log.warning
     """Told of what whoever watches the run should know, while it happens."""
+    unchecked: bool = False
+    """The engines have not been compared with the trainer yet, and are to be (:mod:`orhpc.engine_check`)."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights; returns numbers about it, ``sync_bytes`` among them.
@@ -122,21 +125,30 @@ class Parts:
         """Engines serve inside; where both sides share devices the trainer sleeps meanwhile.
 
         Yields numbers about the turns, complete after the block: what each side freed, left behind and
-        took for it (``memory_*_gb``, ``seconds_*``).
+        took for it (``memory_*_gb``, ``seconds_*``), and the first time ``engine_check_diff``.
+
+        Raises:
+            ModelError: an engine does not sample from the trainer's policy.
         """
         numbers: dict[str, float] = {}
-        if self.engines is None or not self.engines.shared:
+        if self.engines is None:
+            yield numbers
+            return
+        if not self.engines.shared:
+            numbers |= await self._compared(await self._asked())
             yield numbers
             return
         turns = Phases()
         slept = await self.trainers.sleep()
         with turns.timed("resume"):
             await self.engines.resume_serving()
+        answers = await self._asked()
         yield numbers
         await self.engines.watch()
         with turns.timed("release"):
             await self.engines.release()
         woken = await self.trainers.wake()
+        numbers |= await self._compared(answers)
         numbers |= {f"seconds_engines_{name}": seconds for name, seconds in turns.seconds.items()}
         if slept and woken:
             numbers |= {
@@ -147,6 +159,17 @@ class Parts:
                 "seconds_trainer_sleep": slept["seconds"],
                 "seconds_trainer_wake": woken["seconds"],
             }
+
+    async def _asked(self) -> list[engine_check.Answer]:
+        if not self.unchecked or self.engines is None:
+            return []
+        return await engine_check.ask(self.engines, self.config, str(model_folder(self.config, self.rundir)))
+
+    async def _compared(self, answers: Sequence[engine_check.Answer]) -> dict[str, float]:
+        if not answers:
+            return {}
+        self.unchecked = False
+        return {"engine_check_diff": await engine_check.compare(self.trainers, answers, self.config)}
 
     async def record(self, step: int, taken: Taken, stored: Stored) -> None:
         """Have every worker write its rollouts of the step and forget them, each by ``stored``.
@@ -257,10 +280,11 @@ async def bring_up(
         tasks,
         workers,
         seed=config.run.seed,
+        of_environment={name: e.over(config.rollout) for name, e in config.environments.items()},
         position=position,
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
     )
-    return Parts(config, rundir, trainers, engines, workers, producer)
+    return Parts(config, rundir, trainers, engines, workers, producer, unchecked=config.model.check)
 
 
 async def timed(phases: Phases, name: str, work: Coroutine[Any, Any, A]) -> A:
@@ -285,12 +309,13 @@ async def together(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -
 
 
 async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
-    """Count the tasks of every split and lay out the run's sequence."""
+    """Count the tasks of every training split and lay out the run's sequence."""
     counts: dict[tuple[str, str], int] = {}
-    for name, settings in config.environments.items():
+    training = {name: settings for name, settings in config.environments.items() if settings.trains}
+    for name, settings in training.items():
         for split in settings.splits:
             counts[name, split] = await worker.call("num_tasks", name, split)
-    weights = {name: s.weight for name, s in config.environments.items()}
+    weights = {name: s.weight for name, s in training.items()}
     return TaskSequence(streams(counts, weights), config.run.seed)
 
 

@@ -45,7 +45,7 @@ def run_local(config: Config) -> int:
         holder.check_free(rundir)
         changes = prepare.write_config(rundir, config)
         done = prepare.committed_step(rundir)
-        if done >= config.train.steps:
+        if prepare.is_finished(rundir, config):
             print(f"{rundir.path}: finished, {done} steps; raise train.steps to go on")
             return EXIT_OK
         commit_space.check(config, rundir)

@@ -151,7 +151,7 @@ class FirstNode:
             say(f"changed since the last start: {change}")
         self._sweep()
         prepare.check_keys(self.config)
-        if prepare.committed_step(self.rundir) >= self.config.train.steps:
+        if prepare.is_finished(self.rundir, self.config):
             return True
         prepare.check_machine(self.config)
         with rendezvous.preparing(self.rundir, self.job):

@@ -108,6 +108,14 @@ def committed_step(rundir: RunDir) -> int:
     return 0
 
 
+def is_finished(rundir: RunDir, config: Config) -> bool:
+    """Whether all steps are committed; of a run that only evaluates, whether that is done."""
+    done = committed_step(rundir)
+    if config.train.steps:
+        return done >= config.train.steps
+    return done > 0 or any(event["event"] == "finished" for event in read_events(rundir.events))
+
+
 def check_machine(config: Config) -> None:
     """Check that this machine has what the job's own processes need.
 

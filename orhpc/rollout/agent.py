@@ -47,6 +47,7 @@ from orhpc.errors import (
 )
 from orhpc.rollout.chat import AssistantMessage, ChatFormat, chat_format
 from orhpc.rollout.draft import Draft, RolloutRequest
+from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results
 from orhpc.rollout.functions import load_function
 from orhpc.rollout.rewards import custom_reward, reduce_rewards
 from orhpc.rollout.tools import ToolResult, ToolSpec
@@ -54,12 +55,8 @@ from orhpc.routes import RouteShape
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from orhpc.user_code import user_error
 
-_OFF_LOOP_CHARACTERS = 50_000
-"""Longer texts are tokenised in a thread, so that other rollouts go on."""
 _LONGEST_PAUSE_S = 1.0
 """Between two tries at an engine that aborts without a token, because it is paused."""
-_CHARACTERS_PER_TOKEN = 8
-"""More than this a token, and a cut result keeps less text than it could."""
 
 
 class Generate(Protocol):
@@ -156,10 +153,11 @@ class Agent:
         stopping: Callable[[], bool] = _never,
     ) -> Rollout:
         """Make one rollout of a group; raises as :func:`run_rollout`."""
+        settings = self.config.environments[request.task.environment]
         context = AgentContext(
             environment=environment,
-            settings=self.config.environments[request.task.environment],
-            rollout=self.config.rollout,
+            settings=settings,
+            rollout=settings.over(self.config.rollout),
             chat=self.chat,
             generate=generate,
             sampling=request.sampling,
@@ -294,6 +292,7 @@ async def _converse(
 ) -> RolloutEnd:
     """Fill the draft turn by turn; returns why it ended."""
     await _open(context, session, draft)
+    nudges = 0
     for number in range(context.settings.max_turns):
         finish = await _sample(context, request, draft, number)
         if finish is not FinishReason.STOP:
@@ -301,18 +300,34 @@ async def _converse(
         message = context.chat.parse(draft.sampled, thinking=context.rollout.thinking)
         draft.say_assistant(message)
         if not message.tool_calls and not session.terminal:
-            return RolloutEnd.ANSWERED
+            if nudges == context.settings.max_nudges or not _nudge(context, draft, number):
+                return RolloutEnd.ANSWERED
+            nudges += 1
+            continue
         with draft.waiting("tools"):
             results = await _act(session, message, draft)
         if results is None:
             return RolloutEnd.TERMINAL
         if number + 1 == context.settings.max_turns:
             return RolloutEnd.MAX_TURNS
-        delta = await _fit(context, results, draft)
+        delta = await fit_results(context, results, draft)
         if delta is None:
             return RolloutEnd.LENGTH
         draft.add_context(delta)
     raise AssertionError("max_turns is positive")
+
+
+def _nudge(context: AgentContext, draft: Draft, number: int) -> bool:
+    """Have the model go on after a plain answer that no tool takes; False where it may not or cannot."""
+    text, rollout = context.settings.nudge, context.rollout
+    if text is None or number + 1 == context.settings.max_turns:
+        return False
+    ids = context.chat.user_ids(text, FinishReason.STOP, last_id=draft.tokens[-1], thinking=rollout.thinking)
+    if len(draft.tokens) + len(ids) >= rollout.max_total_tokens:
+        return False
+    draft.add_context(ids)
+    draft.say("user", text)
+    return True
 
 
 async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> None:
@@ -326,7 +341,7 @@ async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> N
             thinking=rollout.thinking,
         )
 
-    ids = await asyncio.to_thread(render) if len(session.prompt) > _OFF_LOOP_CHARACTERS else render()
+    ids = await asyncio.to_thread(render) if len(session.prompt) > OFF_LOOP_CHARACTERS else render()
     draft.add_context(ids)
     if rollout.system_prompt_template is not None:
         draft.say("system", rollout.system_prompt_template)
@@ -400,42 +415,3 @@ async def _act(session: AgentSession, message: AssistantMessage, draft: Draft) -
             return None
         results.append(result.text)
     return results
-
-
-async def _fit(context: AgentContext, results: list[str], draft: Draft) -> list[int] | None:
-    """Render results so that they fit under the length cap, cut if need be; None when nothing fits."""
-    room = context.rollout.max_total_tokens - len(draft.tokens) - 1
-    last_id = draft.tokens[-1]
-
-    def render(texts: Sequence[str]) -> list[int]:
-        return context.chat.tool_results_ids(
-            texts, FinishReason.STOP, last_id=last_id, thinking=context.rollout.thinking
-        )
-
-    def fit() -> list[int] | None:
-        whole = render(results)
-        if len(whole) <= room:
-            return whole
-        # What is cut also makes room for a turn that can say something about it.
-        target = room - min(context.sampling.max_new_tokens, room // 4)
-        best = render([_cut(text, 0) for text in results])
-        if len(best) > target:
-            return None
-        low, high = 0, min(max(map(len, results)), target * _CHARACTERS_PER_TOKEN)
-        while low < high:
-            middle = (low + high + 1) // 2
-            attempt = render([_cut(text, middle) for text in results])
-            if len(attempt) <= target:
-                low, best = middle, attempt
-            else:
-                high = middle - 1
-        return best
-
-    long = sum(map(len, results)) > _OFF_LOOP_CHARACTERS
-    return await asyncio.to_thread(fit) if long else fit()
-
-
-def _cut(text: str, length: int) -> str:
-    if len(text) <= length:
-        return text
-    return f"{text[:length]}\n[{len(text) - length} more characters left out: the length limit is near]"

@@ -38,12 +38,12 @@ from orhpc.errors import (
     ConfigError,
     EnvironmentRaised,
     EnvironmentUnavailable,
-    OrhpcError,
     PreflightError,
 )
 from orhpc.rollout.addresses import checked_host, choose_variant, is_openreward, is_private, unreachable
 from orhpc.rollout.answers import group_scores, mapping, terminal_tool, text_of, tool_specs, wire_messages
 from orhpc.rollout.call_history import CallHistory
+from orhpc.rollout.diagnosis import Diagnosis
 from orhpc.rollout.notices import Notices
 from orhpc.rollout.openreward_session import GuardedSession, Refused, ToolRaised
 from orhpc.rollout.patience import Patience
@@ -62,8 +62,6 @@ LEAVE_TIMEOUT_S = 60.0
 """Deadline of deleting a session; afterwards the server's reaper has to find it."""
 RETRY_START_S = 1.0
 """Pause between two looks at a server that does not answer yet."""
-TASKS_TRIED = 3
-"""Tasks whose sessions have to raise before the environment is said to raise on all."""
 
 
 class Environment:
@@ -95,9 +93,7 @@ class Environment:
         """What whoever watches the run should know of it."""
         self._history = CallHistory(rollout.tool_timeout_s)
         self._gate = asyncio.Semaphore(settings.max_opening)
-        self._opened = False
-        """Whether any session could be opened."""
-        self._diagnosing = asyncio.Lock()
+        self._diagnosis = Diagnosis(name)
 
     @classmethod
     async def open(
@@ -288,9 +284,9 @@ class Environment:
                 self._later(opening)
                 raise
             except EnvironmentRaised as error:
-                await self._diagnose(task, error)
+                await self._diagnosis.of(task, error, self.num_tasks, self._try)
                 raise
-        self._opened = True
+        self._diagnosis.opened = True
         try:
             yield session
         except EnvironmentUnavailable:
@@ -331,33 +327,9 @@ class Environment:
     def _image_left_out(self, kind: str) -> None:
         self.notices.say_once("image", image_notice(self.name, kind))
 
-    async def _diagnose(self, task: Task, error: EnvironmentRaised) -> None:
-        """Find out, before any session has been opened, whether the environment raises on every task.
-
-        Raises:
-            UserCodeError: it does on this one and on others of its split.
-        """
-        async with self._diagnosing:
-            if self._opened:
-                return
-            try:
-                count = await self.num_tasks(task.split)
-            except OrhpcError:
-                return  # it cannot be asked, which says nothing of its code
-            others = {(task.index + count * i // TASKS_TRIED) % count for i in range(1, TASKS_TRIED)}
-            for index in sorted(others - {task.index}):
-                try:
-                    session = await self._enter(Task(task.environment, task.split, index))
-                except EnvironmentRaised as other:
-                    error = other
-                    continue
-                except OrhpcError:
-                    return
-                self._opened = True
-                self._later(session._wire)
-                return
-        what = f"environment {self.name!r}: its code, asked for a session on {task.id},"
-        raise server_error(what, error.detail, error.trace)
+    async def _try(self, task: Task) -> None:
+        """Open a session on a task and delete it again; raises as :meth:`session`."""
+        self._later((await self._enter(task))._wire)
 
     async def _tools(self, wire: GuardedSession, patience: Patience) -> dict[str, Any]:
         try:

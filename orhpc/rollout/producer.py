@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,6 +72,7 @@ class Producer:
         seed: int,
         position: Position | None = None,
         finished: Sequence[PromptGroup] = (),
+        of_environment: Mapping[str, RolloutSettings] | None = None,
     ) -> None:
         """Args:
         settings: batch size, samples, filters, staleness.
@@ -80,9 +81,11 @@ class Producer:
         seed: the run's; a group's rollouts are seeded by it and the group's id.
         position: of the commit that the run resumes from.
         finished: groups that an earlier attempt finished and no step has trained.
+        of_environment: settings of an environment's rollouts, where they are not those of the run.
         """
         position = position or Position()
         self._settings = settings
+        self._of = of_environment or {}
         self._tasks = tasks
         self._workers = list(workers)
         self._load = [0] * len(self._workers)
@@ -204,13 +207,14 @@ class Producer:
                 return group_id
 
     def _dispatch(self, group_id: int) -> None:
-        s = self._settings
+        task = self._tasks.task(group_id)
+        s = self._of.get(task.environment, self._settings)
         worker = self._load.index(min(self._load))
         self._load[worker] += 1
         self._worker_of[group_id] = worker
         request = GroupRequest(
             id=group_id,
-            task=self._tasks.task(group_id),
+            task=task,
             n_samples=s.n_samples,
             sampling=Sampling(max_new_tokens=s.max_response_tokens, temperature=s.temperature),
             seed=self._seed,

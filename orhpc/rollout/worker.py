@@ -88,7 +88,7 @@ class RolloutWorker:
                 name,
                 settings,
                 secrets=resolve_secrets(self._config.secrets, settings.secrets),
-                rollout=self._config.rollout,
+                rollout=settings.over(self._config.rollout),
                 url=self._environment_urls.get(name),
             )
         leave_loaded()

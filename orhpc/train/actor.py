@@ -32,7 +32,7 @@ from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.groups import join_default_group, typed_failures
 from orhpc.train.layouts import Layout, load_shards
-from orhpc.train.model_check import check_trainer
+from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.nearby import stay_near
 from orhpc.train.residence import asleep_bytes, memory
 from orhpc.train.saves import RankSaves
@@ -141,6 +141,11 @@ class TrainerRank:
         self._whole_at = self._optimiser_steps()
 
     # --- training -----------------------------------------------------------------------------
+
+    def sampled_logprobs(self, samples: Sequence[tuple[list[int], int]]) -> list[list[float]] | None:
+        """See :func:`orhpc.train.model_check.sampled_logprobs` (collective)."""
+        with typed_failures("log-probabilities of what engines sampled"):
+            return sampled_logprobs(self.backend, samples)
 
     def step(self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "") -> dict[str, float]:
         """Train on this rank's micro-batches of all mini-batches (collective).

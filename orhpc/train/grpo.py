@@ -143,7 +143,9 @@ def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, kind: KLType) -> Tensor
     """Return each token's estimate of KL(policy || reference) (Schulman 2020, "Approximating KL").
 
     With ``d = log p - log p_ref``: k1 is ``d``; k2 ``d^2 / 2``; k3 ``exp(-d) + d - 1``; k3_clamped
-    bounds ``d`` to +-20 and the estimate to 10, so that one token cannot carry a step.
+    bounds ``d`` to +-20 and the estimate to 10, so that one token cannot carry a step.  Below ``d = -20``
+    k3 goes on along its exponential's tangent: value and gradient stay finite (the exponential overflows
+    float32 at -89) and the gradient keeps its sign; above, nothing changes.
     """
     difference_P = logprobs_P - reference_P
     if kind == "k1":
@@ -151,7 +153,9 @@ def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, kind: KLType) -> Tensor
     if kind == "k2":
         return 0.5 * difference_P.square()
     if kind == "k3":
-        return torch.expm1(-difference_P) + difference_P
+        near_P = (-difference_P).clamp(max=MAX_LOG_RATIO)
+        beyond_P = (-difference_P - MAX_LOG_RATIO).clamp(min=0)
+        return torch.expm1(near_P) + math.exp(MAX_LOG_RATIO) * beyond_P + difference_P
     bounded_P = difference_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (torch.expm1(-bounded_P) + bounded_P).clamp(max=10.0)
 
@@ -167,17 +171,23 @@ def token_weights(
     segments_P: Tensor,
     n_segments: int,
     *,
-    normalise: Literal["sample", "token"],
+    normalise: Literal["sample", "token", "constant"],
     n_samples: int,
     n_tokens: int,
+    length: int | None = None,
 ) -> Tensor:
-    """Return what each token's loss is multiplied by; over the global mini-batch they sum to 1.
+    """Return what each token's loss is multiplied by, ``[P]``.
 
     ``sample``: ``1 / (n_samples x tokens of its sample)``, the mean over samples of each one's
     token mean (arXiv:2402.03300, eq. 3).  ``token``: ``1 / n_tokens`` (arXiv:2503.14476, eq. 8).
+    Either sums to 1 over the global mini-batch.  ``constant``: ``1 / (n_samples x length)``, so that no
+    token weighs less because its sample is long (Dr.GRPO, arXiv:2503.20783, section 3.2).
     ``n_samples`` and ``n_tokens`` count the whole mini-batch over all ranks.
     """
     mask_float_P = mask_P.to(torch.float32)
+    if normalise == "constant":
+        assert length is not None
+        return mask_float_P / (max(n_samples, 1) * length)
     if normalise == "token":
         return mask_float_P / max(n_tokens, 1)
     per_sample_S = _tokens_of_segments(mask_P, segments_P, n_segments) * max(n_samples, 1)
@@ -259,6 +269,7 @@ def packed_loss(
         normalise=settings.normalise_loss,
         n_samples=n_samples,
         n_tokens=n_tokens,
+        length=settings.normalise_length,
     )
     loss = (torch.where(mask_P, total_P, torch.zeros_like(total_P)) * weights_P).sum()
     metrics.sums |= {

@@ -7,20 +7,27 @@ allocate meanwhile does not change, and it is another implementation than the de
 from __future__ import annotations
 
 import logging
+import re
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.errors import ModelError
-from orhpc.model_check import BOUNDS, Difference, Samples, plain_logprobs, refuse, samples_for
+from orhpc.model_check import BOUNDS, Difference, Samples, likely, plain_logprobs, refuse, samples_for
+from orhpc.model_families import FAMILIES
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
+from orhpc.train.model import DTYPES
 from orhpc.train.stopping import agree
 from orhpc.types import Location, Sample
 
@@ -36,7 +43,6 @@ MEMORY_SHARE = 0.5
 ROUNDING = 4.0
 """How many times the rounding of the reference itself in half precision may the trainer's be."""
 _MESSAGE_BYTES = 1024
-_FAILED, _COMPARED = 1, 2
 
 
 def check_trainer(backend: Backend, config: Config, model_dir: str, parameters: int) -> str:
@@ -65,80 +71,129 @@ def _checked(backend: Backend, config: Config, model_dir: str, parameters: int) 
     plain = AutoConfig.from_pretrained(
         model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
     )
-    samples = samples_for(
-        plain,
-        longest=config.rollout.max_total_tokens,
-        parameters=parameters,
-        threads=torch.get_num_threads(),
-    )
+    text = ""
+    reference: _Reference | None = None
+    if backend.reports and backend.data_rank == 0:
+        reference, text = _reference(config, plain, model_dir, parameters)
+    if text := _shared(text):
+        return text
+    tokens = _shared_tokens(None if reference is None else reference.samples.tokens)
+    ours = _ours(backend, config, plain.model_type, [part.numpy() for part in tokens])
+    refusal = ""
+    if reference is not None:
+        difference = Difference.of(ours, reference.logprobs)
+        text = f"within {difference.mean:.2g} nats of transformers on {reference.samples.described}"
+        try:
+            refuse(
+                plain.model_type,
+                f"train.backend={config.train.backend} for packed samples",
+                difference,
+                reference.allowed,
+                _advice(config.train.backend, plain.model_type),
+            )
+        except ModelError as error:
+            refusal = str(error)
+    if refusal := _shared(refusal):
+        raise ModelError(refusal)
+    return _shared(text)
+
+
+def _ours(backend: Backend, config: Config, family: str, samples: list[NDArray[np.int64]]) -> list[Tensor]:
+    """The trainer's log-probabilities, ``[T - 1]`` of each sample; empty where this rank computes none."""
+    packed = _packed([(tokens, len(tokens) - 1) for tokens in samples])
     try:
-        (ours_P,) = backend.logprobs(Batches([_packed(samples)], 1), Role.POLICY)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        (ours_P,) = backend.logprobs(Batches([packed], 1), Role.POLICY)
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
         raise ModelError(
-            f"{plain.model_type}: train.backend={config.train.backend} cannot compute it: {_one_line(error)}"
+            f"{family}: train.backend={config.train.backend} cannot compute it: {_one_line(error)}"
         ) from error
-    verdict, text = 0, ""
-    if ours_P is not None and backend.reports and backend.data_rank == 0:
-        verdict, text = _judge(config, plain, model_dir, samples, ours_P.cpu(), parameters)
-    verdict, text = _shared(verdict, text)
-    if verdict == _FAILED:
-        raise ModelError(text)
-    return text
+    if ours_P is None:
+        return []
+    return [part[:-1] for part in ours_P.cpu().split([len(tokens) for tokens in samples])]
 
 
-def _packed(samples: Samples) -> PackedBatch:
-    planned, arrays = [], []
-    for index, tokens in enumerate(samples.tokens):
-        mask_T = np.ones(len(tokens), np.bool_)
-        mask_T[0] = False
+def sampled_logprobs(backend: Backend, samples: Sequence[tuple[list[int], int]]) -> list[list[float]] | None:
+    """The policy's log-probabilities of the last ``n`` tokens of each sample (collective).
+
+    ``samples``: token ids and ``n``.  None on ranks that report nothing, and on all but one that share them.
+    """
+    packed = _packed([(np.asarray(tokens, np.int64), n) for tokens, n in samples])
+    (ours_P,) = backend.logprobs(Batches([packed], 1), Role.POLICY)
+    if ours_P is None or not backend.reports or backend.data_rank:
+        return None
+    parts = ours_P.cpu().split([len(tokens) for tokens, _ in samples])
+    return [part[-1 - n : -1].tolist() for part, (_, n) in zip(parts, samples, strict=True)]
+
+
+def _packed(samples: Sequence[tuple[NDArray[np.int64], int]]) -> PackedBatch:
+    """Token ids, and how many of the last ones count as sampled, of each sample."""
+    planned: list[Sample] = []
+    arrays: list[dict[str, Any]] = []
+    for index, (tokens_T, n) in enumerate(samples):
+        length = len(tokens_T)
         own = {
-            "tokens_T": tokens.numpy(),
-            "loss_mask_T": mask_T,
-            "logprobs_T": np.zeros(len(tokens), np.float32),
+            "tokens_T": tokens_T,
+            "loss_mask_T": np.arange(length) >= length - n,
+            "logprobs_T": np.zeros(length, np.float32),
         }
-        planned.append(Sample(f"check.{index}", len(tokens), len(tokens) - 1, 0.0, Location(arrays=own)))
+        planned.append(Sample(f"check.{index}", length, n, 0.0, Location(arrays=own)))
         arrays.append(own)
     return pack(planned, arrays)
 
 
-def _judge(
-    config: Config, plain: Any, model_dir: str, samples: Samples, ours_P: Tensor, parameters: int
-) -> tuple[int, str]:
-    """Verdict and text, on the one rank that computes the reference."""
-    free = psutil.virtual_memory().available
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What transformers computes."""
+
+    samples: Samples
+    logprobs: list[Tensor]
+    """float32 ``[T - 1]`` of each sample, of weights that are rounded to the model's type."""
+    allowed: float
+    """Nats that rounding explains."""
+
+
+def _reference(config: Config, plain: Any, model_dir: str, parameters: int) -> tuple[_Reference | None, str]:
+    """On the one rank that judges; or why there is none."""
+    free = free_host_bytes()
     if 4 * parameters > MEMORY_SHARE * free:
-        return _COMPARED, (
+        return None, (
             f"not compared with transformers: {4 * parameters / 1e9:.1f} GB of weights, "
             f"{free / 1e9:.1f} GB of host memory free"
         )
-    lengths = [len(tokens) for tokens in samples.tokens]
-    ours = [part[:-1] for part in ours_P.split(lengths)]
-    dtype = getattr(torch, config.model.dtype)
+    longest, threads = config.rollout.max_total_tokens, torch.get_num_threads()
     try:
-        theirs, rounding = _reference(config, plain, model_dir, samples, dtype)
-    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, ImportError, OSError) as error:
-        return _COMPARED, f"not compared with transformers, which cannot compute it here: {_one_line(error)}"
-    found = Difference.of(ours, theirs)
-    other = "megatron" if config.train.backend == "fsdp" else "fsdp"
+        samples = samples_for(plain, longest=longest, parameters=parameters, threads=threads)
+        return _computed(config, plain, model_dir, samples), ""
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ImportError, OSError) as error:
+        return None, f"not compared with transformers, which cannot compute it here: {_one_line(error)}"
+
+
+def free_host_bytes(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that this process may still take: of the machine, or of its control groups (version 2).
+
+    A job with a memory limit is killed where it takes more, whatever the machine has free.  What a group
+    holds of files that were read is given back when it is needed, and counts as free.
+    """
+    free = [psutil.virtual_memory().available]
     try:
-        refuse(
-            plain.model_type,
-            f"train.backend={config.train.backend} for packed samples",
-            found,
-            max(BOUNDS[dtype], ROUNDING * rounding),
-            f"train.backend: {other} may",
-        )
-    except ModelError as error:
-        return _FAILED, str(error)
-    return _COMPARED, f"within {found.mean:.2g} nats of transformers on {samples.described}"
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []  # no control groups
+    for line in lines:
+        path = line.removeprefix("0::/")
+        group = root / path
+        while path != line and group != root:
+            limit, used = group / "memory.max", group / "memory.current"
+            if limit.is_file() and (bound := limit.read_text().strip()).isdigit():
+                files = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                free.append(int(bound) - int(used.read_text()) + (int(files[1]) if files else 0))
+            group = group.parent
+    return max(0, min(free))
 
 
 @torch.no_grad()
-def _reference(
-    config: Config, plain: Any, model_dir: str, samples: Samples, dtype: torch.dtype
-) -> tuple[list[Tensor], float]:
-    """Log-probabilities by the family's own class, of weights that are rounded to ``dtype`` and computed in
-    float32; and how far those of a pass in ``dtype`` are from them."""
+def _computed(config: Config, plain: Any, model_dir: str, samples: Samples) -> _Reference:
+    """By the family's own class, in float32; and how far a pass in the model's type is from that."""
     # Some releases of transformers choose for themselves an attention that leaves a soft cap out.
     capped = getattr(plain.get_text_config(), "attn_logit_softcapping", None)
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -148,28 +203,43 @@ def _reference(
         trust_remote_code=config.model.trust_remote_code,
         local_files_only=True,
     ).eval()
-    temperature = config.rollout.temperature
+    dtype, temperature = DTYPES[config.model.dtype], config.rollout.temperature
     if dtype == torch.float32:
-        return plain_logprobs(model, samples, temperature), 0.0
+        return _Reference(samples, plain_logprobs(model, samples, temperature), BOUNDS[dtype])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
+    samples = likely(model, samples)
     theirs = plain_logprobs(model, samples, temperature)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return theirs, Difference.of(plain_logprobs(model, samples, temperature), theirs).mean
+    rounding = Difference.of(plain_logprobs(model, samples, temperature), theirs).mean
+    return _Reference(samples, theirs, max(BOUNDS[dtype], ROUNDING * rounding))
 
 
-def _shared(verdict: int, text: str) -> tuple[int, str]:
-    """What the one rank that judged has found, on all ranks (collective)."""
+def _advice(backend: str, family: str) -> str:
+    if backend == "megatron":
+        return "train.backend: fsdp may"
+    return "train.backend: megatron may" if family in FAMILIES else "no train.backend here does"
+
+
+def _shared(text: str) -> str:
+    """What the one rank that judges says, on all ranks (collective); the others have nothing to say."""
     if dist.get_world_size() == 1:
-        return verdict, text
-    message = torch.zeros(_MESSAGE_BYTES + 1, dtype=torch.int64)
+        return text
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.int64)
     said = text.encode()[:_MESSAGE_BYTES]
-    message[0] = verdict
-    message[1 : 1 + len(said)] = torch.tensor(list(said), dtype=torch.int64)
+    message[: len(said)] = torch.tensor(list(said), dtype=torch.int64)
     agree(message)
-    found = bytes(byte for byte in message[1:].tolist() if byte)
-    return int(message[0]), found.decode("utf-8", "replace")
+    return bytes(byte for byte in message.tolist() if byte).decode("utf-8", "replace")
+
+
+def _shared_tokens(tokens: Sequence[Tensor] | None) -> list[Tensor]:
+    """The judging rank's samples on all ranks (collective); ``tokens`` is None on the others."""
+    lengths = torch.tensor([0, 0] if tokens is None else [len(sample) for sample in tokens])
+    agree(lengths)
+    ids_P = torch.zeros(int(lengths.sum()), dtype=torch.int64) if tokens is None else torch.cat(list(tokens))
+    agree(ids_P)
+    return list(ids_P.split(lengths.tolist()))
 
 
 def _one_line(error: BaseException) -> str:

@@ -74,6 +74,10 @@ def test_engine_and_trainer_agree_on_log_probabilities(finished: RunDir) -> None
     for event in steps_of(read_events(finished.events)).values():
         assert event["logprob_diff_max"] < 1e-4
         assert event["staleness_mean"] == 0
+    log = (finished.attempt(1) / "driver.log").read_text()
+    assert log.count("engines and trainer agree within") == 1
+    (ready,) = [e for e in read_events(finished.events) if e["event"] == "ready"]
+    assert ready["model_check"].startswith("within ")
 
 
 def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:

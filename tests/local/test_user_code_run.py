@@ -95,7 +95,7 @@ def test_code_that_raises_at_times_is_counted_and_the_rest_is_trained(tmp_path: 
     events = read_events(RunDir(tmp_path / "tiny").events)
     steps = steps_of(events)
     assert sorted(steps) == [1, 2, 3]
-    assert sum(e.get("failed_rollouts/p", 0) for e in steps.values()) >= 5
+    assert sum(e.get("failed_rollouts/p", 0) for e in steps.values()) >= 1
     assert all(e["groups"] >= 1 for e in steps.values())
     assert "failed_share" in {e["metric"] for e in events if e["event"] == "alarm"}
     assert "  failed " in result.stdout

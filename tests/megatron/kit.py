@@ -55,6 +55,8 @@ _LLAMA4: dict[str, Any] = {
     },
 }
 _CHANGED = {"gemma2": _GEMMA2, "gemma3": _GEMMA, "llama4": _LLAMA4}
+# Norms of latents have another epsilon than the config's.
+_CHANGED["glm4-moe-lite"] = _CHANGED["deepseek-v3"] = {"rms_norm_eps": 0.03}
 # As many groups of experts as the family has by default would leave one expert in each.
 _CHANGED["deepseek-v3-plain-queries"] = {"n_group": 2, "topk_group": 1}
 _CHANGED["gemma3-images"] = {

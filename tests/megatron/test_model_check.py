@@ -16,7 +16,12 @@ from tests.trainer_kit import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CASES = [Case("gemma2", {"pp": 2}), Case("qwen3-moe", {"tp": 2, "ep": 2}), Case("qwen3", {"cp": 2})]
+CASES = [
+    Case("gemma2", {"pp": 2}),
+    Case("qwen3-moe", {"tp": 2, "ep": 2}),
+    Case("qwen3", {"cp": 2}),
+    Case("glm4-moe-lite", {"tp": 2}),
+]
 
 
 def _build(rank: int, world: int, port: int, folder: str, ports: list[int]) -> list[tuple[str, str]]:

@@ -140,6 +140,36 @@ def test_without_a_terminal_tool_an_answer_ends_unpaid() -> None:
     assert (rollout.end, rollout.reward) == (RolloutEnd.ANSWERED, -0.5)
 
 
+def test_a_plain_answer_that_ends_nothing_can_be_nudged() -> None:
+    room = Room(answers={"add": [ToolResult("7", reward=1.0, finished=True)]})
+    policy = Policy(CHAT, ["Hello.", call("add", by=3)])
+    rollout = run(room, policy, settings={"nudge": "Use a <|im_end|> tool."})
+    assert (rollout.end, rollout.reward) == (RolloutEnd.TERMINAL, 1.0)
+    assert [m["role"] for m in rollout.messages] == ["user", "assistant", "user", "assistant", "tool"]
+    nudge = "Use a <|im_end|> tool.<|im_end|>\n<|im_start|>assistant\n"
+    assert CHAT.codec.decode(policy.prompts[1]).endswith(f"Hello.<|im_end|>\n<|im_start|>user\n{nudge}")
+    ends = [prompt.count(CHAT.stop_token_ids[0]) for prompt in policy.prompts]
+    assert ends[1] == ends[0] + 2  # the text's own is no control token
+    assert policy.prompts[1][: len(policy.prompts[0]) + len(policy.outputs[0])] == (
+        policy.prompts[0] + policy.outputs[0]
+    )
+    assert rollout.loss_mask_T.sum() == sum(map(len, policy.outputs))
+
+
+@pytest.mark.parametrize(("settings", "turns"), [({}, 2), ({"max_nudges": 3}, 4), ({"max_turns": 1}, 1)])
+def test_nudges_are_counted(settings: dict[str, Any], turns: int) -> None:
+    policy = Policy(CHAT, ["No."] * 9)
+    rollout = run(Room(answers={"add": []}), policy, settings={"nudge": "Go on.", **settings})
+    assert (rollout.end, len(rollout.turns)) == (RolloutEnd.ANSWERED, turns)
+
+
+def test_a_nudge_that_does_not_fit_ends_the_rollout() -> None:
+    room = Room(answers={"add": []})
+    rollout = run(room, Policy(CHAT, ["No."]), settings={"nudge": "x" * 900}, max_total_tokens=900)
+    assert rollout.end is RolloutEnd.ANSWERED
+    assert rollout.length < 900
+
+
 def test_turns_are_capped() -> None:
     room = Room(answers={"add": [ToolResult("x", reward=0.1)] * 5})
     rollout = run(room, Policy(CHAT, [call("add")] * 3), settings={"max_turns": 3})
@@ -529,6 +559,20 @@ def test_samples_of_a_group_have_their_own_seeds_and_attempts_share_them(model_d
     assert policy.samplings[0].seed == policy.samplings[2].seed != policy.samplings[1].seed
     assert len(set(policy.rids)) == 3
     assert first.reward == 0.5
+
+
+def test_an_environments_own_limits_come_before_the_runs(model_dir: str) -> None:
+    config = config_of()
+    own = {"max_total_tokens": 900, "max_response_tokens": 30, "system_prompt_template": "Be brief."}
+    room = config.environments["room"].model_copy(update=own)
+    config = config.model_copy(update={"environments": {"room": room}})
+    agent = load_agent(config, model_dir)
+    policy = Policy(agent.chat, ["One."])
+    running = agent.run(group(), 0, environment=Room(answers={"add": []}), generate=policy)
+    asyncio.run(running)  # type: ignore[arg-type]
+    assert "Be brief." in agent.chat.codec.decode(policy.prompts[0])
+    assert room.over(config.rollout).max_total_tokens == 900
+    assert room.over(config.rollout).n_samples == config.rollout.n_samples
 
 
 def test_functions_of_the_users_are_called(model_dir: str) -> None:

@@ -15,6 +15,7 @@ from orhpc.config import Config, EnvironmentSettings
 from orhpc.config_files import changes_on_resume, dump_config, load_config, validate
 from orhpc.config_reference import reference
 from orhpc.errors import ConfigError
+from orhpc.evaluation import due
 from tests.cpu_time import run_timed
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,17 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
         ),
         (ENVIRONMENT + "train: {lr: fast}", [], "train.lr: "),
         (ENVIRONMENT + "train: {lr: .nan}", [], "train.lr: "),
-        (ENVIRONMENT + "train: {steps: 0}", [], "train.steps: "),
+        (ENVIRONMENT + "train: {steps: 0}", [], "train.steps: 0 evaluates and trains nothing; it needs"),
+        (ENVIRONMENT + "train: {steps: -1}", [], "train.steps: "),
+        (ENVIRONMENT, ["environments.org/env.splits=[]"], "org/env: trains nothing (splits, weight), and"),
+        (ENVIRONMENT, ["environments.org/env.max_total_tokens=40000"], "is above rollout.max_total_tokens"),
+        (ENVIRONMENT, ["environments.org/env.max_total_tokens=9"], "max_response_tokens must be below"),
+        (ENVIRONMENT, ["environments.org/env.weight=-1"], "environments.org/env.weight"),
+        (
+            ENVIRONMENT,
+            ["environments.org/env.weight=0", "evaluation.splits={org/env: [test]}", "evaluation.interval=1"],
+            "all are for evaluation only",
+        ),
         (ENVIRONMENT + "a: 1\na: 2", [], "'a' stands twice"),
         (ENVIRONMENT, ["rollout.batch_size=3"], "golden rule"),
         (ENVIRONMENT, ["rollout.top_p=0.9"], "top_p=0.9 is refused for training rollouts"),
@@ -123,6 +134,17 @@ def test_bad_configs_are_one_line_that_names_the_field(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
     assert expected in refusal(tmp_path, text, *overrides)
+
+
+@pytest.mark.parametrize("override", ["splits=[]", "weight=0"])
+def test_an_environment_may_be_for_evaluation_only(tmp_path: Path, override: str) -> None:
+    path = write(tmp_path, ENVIRONMENT + "  other: {serve: letters}\n")
+    evaluated = ["evaluation.splits={other: [test]}", "evaluation.interval=5"]
+    config = load_config(path, [f"environments.other.{override}", *evaluated])
+    assert [name for name, e in config.environments.items() if e.trains] == ["org/env"]
+    alone = load_config(path, [f"environments.other.{override}", "train.steps=0", evaluated[0]])
+    assert due(alone, 0)
+    assert not due(alone, 5)
 
 
 @settings(max_examples=150, deadline=None)

@@ -821,6 +821,15 @@ def test_only_so_many_sessions_are_opened_at_a_time(served: Served) -> None:
     assert most == 3
 
 
+def test_a_toolset_is_asked_for_by_its_name(served: Served) -> None:
+    async def body(environment: Environment) -> None:
+        with pytest.raises(BadTask, match="unknown toolset 'none-such'; valid options are"):
+            async with environment.session(task()):
+                pass
+
+    within(served.url, body, settings={"toolset": "none-such"})
+
+
 def test_a_missing_split_names_those_there_are(served: Served) -> None:
     async def body(environment: Environment) -> None:
         with pytest.raises(ConfigError, match="no split 'validation'; it has train, test, bad, empty"):

@@ -172,6 +172,20 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(
     np.testing.assert_allclose(results[0][1], logprobs.numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_recomputed_and_nothing_else_is_in_training_mode(
+    folders: dict[str, str], checkpointing: bool
+) -> None:
+    backend = built(make_config(train={"gradient_checkpointing": checkpointing}), folders["llama"])
+    layers: list[torch.nn.Module] = list(backend.policy.hf.model.layers)
+    calls: list[torch.nn.Module] = []
+    layers[0].self_attn.register_forward_hook(lambda module, *_: calls.append(module))  # type: ignore[union-attr]
+    gradients(backend, make_samples(2), 60)
+    assert len(calls) == (2 if checkpointing else 1)
+    inside = [m for layer in layers for m in layer.modules() if m is not layer]
+    assert inside and not any(module.training for module in inside)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bfloat16_keeps_float32_master_weights(folders: dict[str, str], family: str) -> None:
     backend = built(make_config(dtype="bfloat16"), folders[family])

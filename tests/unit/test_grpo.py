@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from orhpc.algorithm_config import AlgorithmSettings, CorrectionSettings
 from orhpc.train import grpo
+from orhpc.train.backend import Update
+from orhpc.train.groups import join_default_group
 from orhpc.train.grpo import LossInputs, group_advantages, grouped_advantages, packed_loss
+from orhpc.train.step_report import StepReport
+from tests.trainer_kit import free_port
 
 rewards = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=20)
 
@@ -94,6 +100,9 @@ class Reference:
             losses = [self.token(i, log_ratios.mean(), w) for i, w in zip(slots, weights, strict=True)]
             if self.s.normalise_loss == "sample":
                 total += sum(losses) / len(slots) / self.n_samples
+            elif self.s.normalise_loss == "constant":
+                assert self.s.normalise_length is not None
+                total += sum(losses) / self.s.normalise_length / self.n_samples
             else:
                 total += sum(losses) / self.n_tokens
         return total
@@ -165,13 +174,24 @@ def inputs(a: dict[str, np.ndarray], logprobs: torch.Tensor | None = None, *, ol
     )
 
 
+def allowed(**values: Any) -> AlgorithmSettings:
+    """Settings, with what excludes each other made to agree."""
+    correction, length = values["correction"], values.pop("length")
+    if values["loss"] == "gspo" and correction.mode == "mask" and correction.level == "token":
+        values["correction"] = correction.model_copy(update={"level": "sequence"})
+    if values["normalise_loss"] == "constant":
+        values["normalise_length"] = length
+    return AlgorithmSettings(**values)
+
+
 algorithms = st.builds(
-    AlgorithmSettings,
+    allowed,
     loss=st.sampled_from(["grpo", "gspo", "cispo"]),
     eps_clip=st.floats(0.05, 0.4),
     eps_clip_high=st.none() | st.floats(0.05, 0.6),
     dual_clip=st.none() | st.floats(1.1, 4.0),
-    normalise_loss=st.sampled_from(["sample", "token"]),
+    normalise_loss=st.sampled_from(["sample", "token", "constant"]),
+    length=st.integers(1, 50),
     use_kl_loss=st.booleans(),
     kl_coef=st.floats(0, 0.5),
     kl_type=st.sampled_from(["k1", "k2", "k3", "k3_clamped"]),
@@ -265,6 +285,132 @@ def test_a_huge_log_ratio_stays_finite() -> None:
     loss.sum().backward()
     assert log_ratio.grad is not None
     assert bool(loss.isfinite().all() and log_ratio.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "used"), [(19.5, 19.5), (20.5, 20.0), (-19.5, -19.5), (-20.5, -20.0), (1.0, 1.0)]
+)
+def test_log_ratios_are_clamped_at_20(log_ratio: float, used: float) -> None:
+    """In the loss (where no clip bounds it), in the metrics, and in correction weights."""
+    ratios, mask = torch.tensor([log_ratio], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
+    # Of A < 0 the larger ratio counts, of A > 0 the smaller one.
+    advantage = -1.0 if log_ratio > 0 else 1.0
+    loss, _ = grpo.grpo_loss(ratios, torch.tensor([advantage]), eps_low=0.2, eps_high=0.2)
+    assert float(loss) == pytest.approx(-advantage * math.exp(used), rel=1e-9)
+    correction = CorrectionSettings(mode="truncate", high=1e30)
+    weights = grpo.correction_weights(ratios, mask, torch.zeros(1, dtype=torch.int64), 1, correction)
+    assert float(weights) == pytest.approx(math.exp(used), rel=1e-9)
+    assert float(grpo.mismatch(ratios, mask).sums["rho"]) == pytest.approx(math.exp(used), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("difference", "k1", "k2", "k3", "bounded"),
+    [
+        (0.5, 0.5, 0.125, 0.1065306597, 0.1065306597),
+        (-0.5, -0.5, 0.125, 0.1487212707, 0.1487212707),
+        (-2.0, -2.0, 2.0, 4.3890560989, 4.3890560989),
+        (-2.6, -2.6, 3.38, 9.8637380350, 9.8637380350),
+        (-2.7, -2.7, 3.645, 11.1797317249, 10.0),
+        (9.0, 9.0, 40.5, 8.0001234098, 8.0001234098),
+        (12.0, 12.0, 72.0, 11.0000061442, 10.0),
+    ],
+)
+def test_kl_estimates_have_the_values_of_their_formulas(
+    difference: float, k1: float, k2: float, k3: float, bounded: float
+) -> None:
+    """Worked out by hand: exp(-0.5) + 0.5 - 1 = 0.1065, exp(2) - 2 - 1 = 4.389."""
+    policy, reference = torch.tensor([-3.0 + difference], dtype=torch.float64), torch.tensor([-3.0])
+    for kind, wanted in (("k1", k1), ("k2", k2), ("k3", k3), ("k3_clamped", bounded)):
+        assert float(grpo.kl_estimate(policy, reference, kind)) == pytest.approx(wanted, rel=1e-9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3_clamped"])
+def test_a_kl_estimate_of_a_token_that_the_policy_has_given_up_is_finite(kind: Any) -> None:
+    """In float32, where exp(100) is not; with a gradient that still points back to the reference."""
+    policy = torch.tensor([-100.0, -200.0, -25.0, -15.0], requires_grad=True)
+    estimate = grpo.kl_estimate(policy, torch.zeros(4), kind)
+    estimate.sum().backward()
+    assert policy.grad is not None
+    assert bool(estimate.isfinite().all() and policy.grad.isfinite().all())
+    if kind == "k3":
+        assert bool((policy.grad < -1e6).all())
+        assert float(policy.grad[3]) == pytest.approx(1 - math.exp(15), rel=1e-5)
+        assert float(policy.grad[0]) == pytest.approx(1 - math.exp(20), rel=1e-5)
+        assert bool(estimate[1] > estimate[0] > estimate[2] > estimate[3])
+    else:
+        assert bool((estimate == 10).all())
+
+
+# Ratios of the trainer's probability to the engine's.
+RATIOS = [1.9, 0.55, 1.0, 2.1, 0.45, 3.9, 0.3]
+
+
+def test_mismatch_metrics_have_the_values_of_their_formulas() -> None:
+    """The engine sampled: k1 is its log-probability less the trainer's, k3 is rho - 1 - log(rho)."""
+    log_rho = torch.tensor([math.log(r) for r in RATIOS] + [5.0], dtype=torch.float64)
+    mask = torch.tensor([True] * len(RATIOS) + [False])
+    found = grpo.mismatch(log_rho, mask)
+    sums = {name: float(value) for name, value in found.sums.items()}
+    assert grpo.mismatch(log_rho[:1], mask[:1]).sums["rollout_kl"] == pytest.approx(
+        0.2581461138
+    )  # 0.9 - log 1.9
+    assert grpo.mismatch(log_rho[1:2], mask[1:2]).sums["rollout_kl"] == pytest.approx(0.1478370008)
+    assert sums["rollout_kl_k1"] == pytest.approx(-math.log(1.9 * 0.55 * 2.1 * 0.45 * 3.9 * 0.3))
+    assert sums["rollout_kl"] == pytest.approx(10.2 - 7 - math.log(1.9 * 0.55 * 2.1 * 0.45 * 3.9 * 0.3))
+    assert sums["rho"] == pytest.approx(10.2)
+    assert sums["rho_squared"] == pytest.approx(3.61 + 0.3025 + 1 + 4.41 + 0.2025 + 15.21 + 0.09)
+    assert sums["extreme"] == 4  # 2.1, 0.45, 3.9 and 0.3 are beyond 2 or 1/2
+    assert float(found.maxima["logprob_diff_max"]) == pytest.approx(math.log(3.9))
+
+
+def test_a_steps_report_says_what_the_alarms_use() -> None:
+    """Means over sampled tokens of all mini-batches; Kish's effective sample size as a share of them."""
+    join_default_group(torch.device("cpu"), "127.0.0.1", free_port(), 0, 1, 30)
+    try:
+        report = StepReport(torch.device("cpu"))
+        for ratios in (RATIOS[:3], RATIOS[3:]):
+            n = len(ratios)
+            a = {"rollout": np.full(n, -1.0), "old": -1.0 + np.log(ratios)}
+            a |= {name: np.zeros(n) for name in ("advantages", "entropy", "reference")}
+            a |= {"logprobs": a["old"], "mask": np.ones(n, bool), "segments": np.zeros(n, np.int64)}
+            _, metrics = packed_loss(inputs(a), AlgorithmSettings(), n_samples=1, n_tokens=n)
+            report.add_update(Update(metrics, 1.0, 1e-3, 0.0), packed_tokens=n)
+        found = report.reduced()
+    finally:
+        dist.destroy_process_group()
+    assert found["effective_sample_size"] == pytest.approx(10.2**2 / (24.825 * 7))  # 0.5987
+    assert found["extreme_token_fraction"] == pytest.approx(4 / 7)
+    product = 1.9 * 0.55 * 2.1 * 0.45 * 3.9 * 0.3
+    assert found["rollout_kl_k1"] == pytest.approx(-math.log(product) / 7)
+    assert found["rollout_kl"] == pytest.approx((10.2 - 7 - math.log(product)) / 7)
+    assert found["logprob_diff_max"] == pytest.approx(math.log(3.9))
+
+
+def test_a_constant_normaliser_weighs_tokens_of_long_and_short_samples_alike() -> None:
+    """Dr.GRPO (arXiv:2503.20783): 1 / (samples x length), whatever each sample's own length."""
+    mask = torch.tensor([True, True, True, False, True])
+    segments = torch.tensor([0, 0, 0, 1, 1])
+    weights = grpo.token_weights(mask, segments, 2, normalise="constant", n_samples=4, n_tokens=99, length=10)
+    assert weights.tolist() == pytest.approx([1 / 40, 1 / 40, 1 / 40, 0, 1 / 40])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"normalise_loss": "constant"}, "normalise_length need each other"),
+        ({"normalise_length": 10}, "normalise_length need each other"),
+        ({"loss": "gspo", "correction": {"mode": "mask"}}, "correction.level: sequence or geometric"),
+    ],
+)
+def test_settings_that_would_not_do_what_they_say_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        AlgorithmSettings.model_validate(values)
+
+
+def test_gspo_masks_whole_samples() -> None:
+    for level in ("sequence", "geometric"):
+        AlgorithmSettings.model_validate({"loss": "gspo", "correction": {"mode": "mask", "level": level}})
+    AlgorithmSettings.model_validate({"loss": "gspo", "correction": {"mode": "truncate"}})
 
 
 def test_kl_loss_needs_the_reference() -> None:

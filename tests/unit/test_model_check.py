@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from orhpc.config import Config
 from orhpc.errors import ModelError
 from orhpc.model_check import BEYOND, SHORT, Difference, fixed_positions, samples_for
+from orhpc.rollout.cpu_engine import __main__ as cpu_engine
 from orhpc.rollout.cpu_engine.model import SlotModel, load_model
 from orhpc.train import model_check, packed_attention
 from orhpc.train.actor import TrainerRank
@@ -23,6 +24,7 @@ from orhpc.train.batch import pack
 from orhpc.train.head import LogitScaling
 from orhpc.train.packed_attention import Packing
 from orhpc.types import Location, Sample
+from tests.earlier_blocks import with_earlier_blocks
 from tests.trainer_kit import free_port, logprobs_of, make_config, run_ranks, save_tiny_model
 
 _SHAPE: dict[str, Any] = {
@@ -239,6 +241,22 @@ def test_what_is_too_large_is_not_compared_and_said_to_be_so(
         assert "GB of host memory free" in info["model_check"]
 
 
+def test_free_memory_is_that_of_the_jobs_control_group_where_it_has_a_limit(tmp_path: Path) -> None:
+    groups = tmp_path / "root"
+    job, step = groups / "job_1", groups / "job_1" / "step_0"
+    step.mkdir(parents=True)
+    for group, limit in ((job, "5000000"), (step, "max")):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("4000000\n")
+        (group / "memory.stat").write_text("anon 3000000\ninactive_file 700000\n")
+    own = tmp_path / "cgroup"
+    own.write_text("0::/job_1/step_0\n")
+    assert model_check.free_host_bytes(own, groups) == 1_700_000
+    own.write_text("4:memory:/job_1\n")  # of version 1, whose limits are elsewhere
+    assert model_check.free_host_bytes(own, groups) > 10_000_000
+    assert model_check.free_host_bytes(tmp_path / "none", groups) > 10_000_000
+
+
 @pytest.mark.parametrize(("family", "values"), [("phi3", _LONGROPE), ("llama", _DYNAMIC)])
 def test_positions_that_change_with_the_length_are_refused_beyond_it_and_right_within(
     family: str, values: dict[str, Any], tmp_path: Path
@@ -334,3 +352,24 @@ def test_the_engine_refuses_what_it_cannot_run_by_name(family: str, tmp_path: Pa
         engine(saved(tmp_path / family, family, **shape))
     assert f"the cpu engine cannot run {family}" in str(caught.value).lower()
     assert "\n" not in str(caught.value)
+
+
+def test_the_engine_refuses_contexts_in_which_positions_change(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "phi3", "phi3", **_LONGROPE)
+    line = ["--model-path", folder, "--port", "1", "--max-running-requests", "2", "--context-length"]
+    said = "phi3: beyond 16 tokens .*set engine.context_length or rollout.max_total_tokens to 16 or less"
+    with pytest.raises(ModelError, match=said):
+        cpu_engine._load(cpu_engine.parse_arguments([*line, "17"]))
+    assert cpu_engine._load(cpu_engine.parse_arguments([*line, "16"])).context == 16
+
+
+def test_routes_of_routers_that_return_logits_alone_are_not_made_up(tmp_path: Path) -> None:
+    """Some releases of transformers choose the experts in the block around the router."""
+    moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = saved(tmp_path / "glm4_moe", "glm4_moe", first_k_dense_replace=1, n_group=1, topk_group=1, **moe)
+    model = load_model(folder, dtype="float32", load_format="auto", seed=0, trust_remote_code=False)
+    SlotModel(model, 2, 64, record_routes=True)
+    model.set_attn_implementation("sdpa")
+    with_earlier_blocks(model)
+    with pytest.raises(ModelError, match="LogitsTopkRouter does not say which 2 experts it chooses"):
+        SlotModel(model, 2, 64, record_routes=True)

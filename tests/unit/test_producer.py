@@ -339,6 +339,20 @@ def test_the_last_environment_is_not_left_out() -> None:
         take(Producer(chosen, TASKS, [worker], seed=0))
 
 
+def test_an_environment_may_have_groups_of_its_own_size() -> None:
+    asked: dict[str, tuple[int, int]] = {}
+
+    def outcome(request: GroupRequest) -> Made:
+        asked[request.task.environment] = (request.n_samples, request.sampling.max_new_tokens)
+        return [float(i) for i in range(request.n_samples)], RolloutEnd.TERMINAL, 0
+
+    own = {"dead": settings_of(n_samples=5, max_response_tokens=7)}
+    producer = Producer(settings_of(), TWO, [ScriptedWorker(outcome)], seed=0, of_environment=own)
+    groups = take(producer).groups
+    assert {len(g.rollouts) for g in groups if g.task.environment == "dead"} == {5}
+    assert asked == {"good": (2, 4096), "dead": (5, 7)}
+
+
 def test_one_success_resets_the_count() -> None:
     def outcome(request: GroupRequest) -> Made:
         return ([None, None], RolloutEnd.FAILED, 0) if request.id % 3 else fine(request)

@@ -32,8 +32,22 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    "mine:score mine:agent mine:Env mine:Env.inner mine:later mine:b mine:torch mine:j mine:chosen "
-    "pack.deep.envs:Env pack.deep:anything json:dumps orhpc.config:Config math:floor".split(),
+    [
+        "mine:score",
+        "mine:agent",
+        "mine:Env",
+        "mine:Env.inner",
+        "mine:later",
+        "mine:b",
+        "mine:torch",
+        "mine:j",
+        "mine:chosen",
+        "pack.deep.envs:Env",
+        "pack.deep:anything",
+        "json:dumps",
+        "orhpc.config:Config",
+        "math:floor",
+    ],
 )
 def test_what_is_there_is_found(name: str, project: Path) -> None:
     before = set(sys.modules)

@@ -82,6 +82,7 @@ class ChatFormat(ABC):
         self._plain_markers = re.compile("|".join(map(re.escape, plain)) or r"(?!)")
         self._skeleton = lru_cache(maxsize=256)(self._make_skeleton)
         self._results_skeleton = lru_cache(maxsize=64)(self._make_results_skeleton)
+        self._user_skeleton = lru_cache(maxsize=2)(self._make_user_skeleton)
         self._takes_tools = self._template is None or _PROBE_TOOL in self._render(
             [{"role": "user", "content": "?"}], [_function(ToolSpec(_PROBE_TOOL, "", {}))], False
         )
@@ -129,6 +130,16 @@ class ChatFormat(ABC):
             thinking: the template's thinking mode.
         """
         ids = self._fill(self._results_skeleton(len(results), thinking), results)
+        return ids[1:] if after is FinishReason.STOP and ids[:1] == [last_id] else ids
+
+    def user_ids(
+        self, text: str, after: FinishReason, *, last_id: int | None = None, thinking: bool = False
+    ) -> list[int]:
+        """Render a user's message and the opening of the next turn, to follow a sampled turn.
+
+        As :meth:`tool_results_ids`; ``text`` is foreign text.
+        """
+        ids = self._fill(self._user_skeleton(thinking), [text])
         return ids[1:] if after is FinishReason.STOP and ids[:1] == [last_id] else ids
 
     def parse(self, ids: Sequence[int], *, thinking: bool = False) -> AssistantMessage:
@@ -194,6 +205,16 @@ class ChatFormat(ABC):
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *results]
         _, _, rendered = self._render(messages, [], thinking).rpartition(said)
         return _parts(rendered, count)
+
+    def _make_user_skeleton(self, thinking: bool) -> tuple[str | _Slot, ...]:
+        said = "orhpcassistantturn"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": _marker(0)},
+        ]
+        _, _, rendered = self._render(messages, [], thinking).rpartition(said)
+        return _parts(rendered, 1)
 
     def _opens_thought(self, thinking: bool) -> bool:
         last = self._skeleton(None, "[]", thinking)[-1]

@@ -19,9 +19,9 @@ from orhpc.routes import RouteShape
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
 _LAYER_INDEX = re.compile(r"\.layers\.(\d+)\.")
-DECODED = 8
+DECODED = 4
 """Tokens of each sample that the check at the start decodes one by one."""
-ENGINE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+ENGINE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Nats by which they may differ on average; both sides round to the model's type."""
 
 
@@ -161,8 +161,14 @@ class RouteRecorder:
             )
 
     def _hook(self, layer: int) -> Any:
-        def record(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            self._chosen[layer] = output[2].reshape(-1, self.shape.topk)
+        def record(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            chosen = output[2] if isinstance(output, tuple) and len(output) == 3 else None
+            if chosen is None or chosen.is_floating_point() or chosen.shape[-1] != self.shape.topk:
+                raise ModelError(
+                    f"{type(module).__name__} does not say which {self.shape.topk} experts it chooses, so "
+                    "its routes cannot be recorded"
+                )
+            self._chosen[layer] = chosen.reshape(-1, self.shape.topk)
 
         return record
 

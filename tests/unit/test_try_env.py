@@ -1,0 +1,201 @@
+"""Playing an environment by hand, on the examples that come with the project."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc.environments import TaskEnvironment
+from orhpc.errors import MalformedToolCall
+from orhpc.examples.end_state import Shelf
+from orhpc.examples.one_turn import Sums
+from orhpc.examples.tools import GuessNumber
+from orhpc.rollout.try_env import main, read_call
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+environments:
+  sums: {serve: "orhpc.examples.one_turn:Sums", serve_options: {max_number: 20}}
+  guess: {serve: "orhpc.examples.tools:GuessNumber", max_turns: 3, nonterminal_reward: -0.5}
+  shelf: {serve: "orhpc.examples.end_state:Shelf", reward_reduction: max}
+  mine: {serve: "mine_to_try:Mine"}
+  broken: {serve: "mine_to_try:Broken"}
+  absent: {serve: "mine_to_try:NoSuch"}
+"""
+MINE = '''
+from orhpc.examples.one_turn import Answer, Sum
+from orhpc.environments import TaskEnvironment, ToolOutput, reply, terminal, tool
+
+class Mine(TaskEnvironment[Sum]):
+    """Tools that do each thing wrong that an environment can do wrong."""
+    Task = Sum
+
+    @classmethod
+    def tasks(cls, split):
+        return [Sum(a=1, b=2)]
+
+    def prompt(self):
+        return "Do it."
+
+    @tool
+    async def stumble(self, answer: Answer) -> ToolOutput:
+        """Raises on some arguments."""
+        return reply(str({}[answer.text]))
+
+    @terminal
+    @tool
+    async def end(self, answer: Answer) -> ToolOutput:
+        """Pays nothing."""
+        if answer.text == "raise":
+            raise LookupError("no verdict")
+        return reply("over", finished=True)
+
+class Broken(Mine):
+    def prompt(self):
+        return self.task.no_such_field
+
+def halved(rollout):
+    return rollout.reward / 2
+
+def wrong(rollout):
+    return rollout.nothing
+'''
+Play = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Play:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "mine_to_try.py").write_text(MINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    script = tmp_path / "script.txt"
+
+    def played(environment: str, *turns: str, more: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        script.write_text("\n".join(["# a comment", "", *turns]))
+        words = [str(tmp_path / "c.yaml"), "--env", environment, "--script", str(script), *more]
+        code = main(words)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return played
+
+
+def task_of(environment: type[TaskEnvironment[Any]], split: str = "train") -> Any:
+    return environment.tasks(split)[0]
+
+
+def test_one_turn(play: Play) -> None:
+    task = task_of(Sums.configure(max_number=20))
+    code, said, _ = play("sums", str(task.a + task.b))
+    assert code == 0
+    assert f"What is {task.a} + {task.b}?" in said
+    assert "--- paid 1, the task is finished" in said
+    assert "--- end: terminal; sum of [1], clamped: 1" in said
+    code, said, _ = play("sums", "no idea", more=("rollout.custom_reward=mine_to_try:halved",))
+    assert (code, "clamped: 0\n" in said, "mine_to_try:halved: 0 (" in said) == (0, True, True)
+
+
+def test_tool_calls_and_what_a_model_gets_wrong(play: Play) -> None:
+    number = task_of(GuessNumber).number
+    call = f"guess {json.dumps({'number': number})}"
+    code, said, _ = play("guess", 'guess {"nunber": 1}', call)
+    assert code == 0
+    assert "!! input_validation: the arguments do not fit the tool's schema" in said
+    assert "--- end: terminal; sum of [1], clamped: 1" in said
+    wrong = 'guess {"number": 99}'
+    code, said, _ = play("guess", wrong, "guess {", 'look {"at": 1}', call)
+    assert code == 0
+    assert "!! malformed: this is no call" in said
+    assert "!! not_found: the environment has no such tool" in said
+    assert "max_turns is 3: the rollout ends" in said
+    assert "--- end: max_turns; sum of [-0.5 (nonterminal_reward)], clamped: -0.5" in said
+    code, said, _ = play("guess", "I give up.")
+    assert "a plain answer, which no tool takes" in said
+    assert "--- end: answered" in said
+    code, said, _ = play("guess", wrong)
+    assert (code, "no more turns, and the task has not ended" in said) == (1, True)
+
+
+def test_the_end_state_is_what_is_paid(play: Play) -> None:
+    titles = list(task_of(Shelf).titles)
+    turns = []
+    for place, title in enumerate(sorted(titles)):
+        other = titles.index(title)
+        titles[place], titles[other] = titles[other], titles[place]
+        turns.append(f"swap {json.dumps({'first': place + 1, 'second': other + 1})}")
+    code, said, _ = play("shelf", *turns, "I am done.")
+    assert code == 0
+    assert "3 of 3 in order." in said
+    assert "--- end: terminal; max of [1], clamped: 1" in said
+    assert 'not shown to a model: {"swaps": 4}' in said
+
+
+def test_what_an_environment_does_wrong_is_explained_with_its_traceback(play: Play) -> None:
+    code, said, _ = play("mine", 'stumble {"text": "x"}', "over")
+    assert code == 1
+    assert "!! tool_raised: your tool raised" in said
+    assert "return reply(str({}[answer.text]))" in said
+    assert "site-packages" not in said
+    assert "!! the task ended without paying anything" in said
+    code, said, _ = play("mine", "raise")
+    assert code == 1
+    assert 'raise LookupError("no verdict")' in said
+    assert "!! the environment's code raised: the rollout would be made again, then fail" in said
+
+
+def test_an_environment_that_cannot_be_opened_is_a_wrong_config(play: Play) -> None:
+    code, _, complaint = play("broken", "x")
+    assert code == 2
+    assert "return self.task.no_such_field" in complaint
+    assert complaint.rstrip().splitlines()[-1].endswith("mine_to_try.py:31 in prompt)")
+    code, _, complaint = play("absent", "x")
+    assert (code, "NoSuch" in complaint, complaint.count("\n")) == (2, True, 1)
+    code, _, complaint = play("none", "x")
+    assert complaint.startswith("orhpc: --env: there is no 'none': choose one of sums, guess")
+    code, _, complaint = play("sums", "x", more=("--split", "validation"))
+    assert (code, "it has train, test" in complaint) == (2, True)
+    code, _, complaint = play("sums", "x", more=("--task", "5000"))
+    assert (code, "so 0 to" in complaint) == (2, True)
+    code, _, complaint = play("sums", "1", more=("rollout.custom_reward=mine_to_try:wrong",))
+    assert (code, "return rollout.nothing" in complaint) == (2, True)
+
+
+def test_turns_can_be_typed(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\nno idea\n"))
+    assert main([str(tmp_path / "c.yaml"), "--env", "sums", "--split", "test", "--task", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('guess {"number": 1}', ("guess", {"number": 1})),
+        ("guess", ("guess", {})),
+        ('other {"x": [1]}', ("other", {"x": [1]})),
+        ("42", None),
+        ("I think {it} is 3", None),
+        ('{"name": "guess"}', None),
+    ],
+)
+def test_what_is_a_call_and_what_is_an_answer(text: str, expected: Any) -> None:
+    assert read_call(text, ["guess"]) == expected
+
+
+@pytest.mark.parametrize("text", ["guess {", "guess [1]", "guess NaN", "other {x}"])
+def test_what_is_a_call_that_does_not_parse(text: str) -> None:
+    assert isinstance(read_call(text, ["guess"]), MalformedToolCall)
+
+
+def test_splits_of_the_examples_are_different() -> None:
+    for environment in (Sums, GuessNumber, Shelf):
+        assert list(environment.tasks("train")) == list(environment.tasks("train"))
+        assert list(environment.tasks("train")) != list(environment.tasks("test"))
+    asked = {(t.a, t.b) for t in Sums.tasks("train")} & {(t.a, t.b) for t in Sums.tasks("test")}
+    assert not asked

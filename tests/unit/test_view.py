@@ -1,0 +1,83 @@
+"""What ``orhpc view`` shows of a rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orhpc.cli import main
+from orhpc.errors import RecordError
+from orhpc.record import record_path, write_rollouts
+from orhpc.rundir import RunDir
+from orhpc.view import show
+from tests.unit.test_record import make_rollout
+
+MESSAGES = [
+    {"role": "user", "content": "Open the door."},
+    {
+        "role": "assistant",
+        "content": "I try.",
+        "reasoning": "It may be locked.",
+        "tool_calls": [{"name": "open", "arguments": {"word": "rät"}}, {"error": "no JSON"}],
+    },
+    {"role": "tool", "content": "It \x1b[31mopens", "name": "open", "reward": 0.25, "metadata": {"door": 1}},
+    {"role": "tool", "content": "failed", "name": "close", "error": "tool_raised"},
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    run.config.write_text("")
+    for folder, group in (("step_1", 1), ("step_2", 2), ("evaluation_0", 3)):
+        rollouts = [make_rollout(group, sample, 9, reward=None if sample else 0.5) for sample in range(2)]
+        for rollout in rollouts:
+            rollout.messages = MESSAGES
+        write_rollouts(record_path(run.rollouts / folder, 1, 0), rollouts)
+    return run
+
+
+def test_a_rollout_shows_calls_arguments_rewards_reasoning_and_errors(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(run, None, None, "1.1") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "--- user",
+        "Open the door.",
+        "--- assistant",
+        "(reasoning) It may be locked.",
+        "I try.",
+        '=> open {"word": "rät"}',
+        "=> malformed call: no JSON",
+        "--- tool open, reward 0.25",
+        "It \\x1b[31mopens",
+        '(metadata) {"door": 1}',
+        "--- tool close, error: tool_raised",
+        "failed",
+        "--- end: failed, reward None, it broke",
+    ]
+
+
+def test_evaluations_are_listed_and_opened(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(run.path), "--evaluation", "0"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.startswith("evaluation after step 0: 2 rollouts")
+    assert "it broke" in listed
+    assert main(["view", str(run.path), "--evaluation", "0", "--rollout", "3.0"]) == 0
+    assert "reward 0.5" in capsys.readouterr().out
+    assert main(["view", str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith("step 2: 2 rollouts")
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluation", "rollout"),
+    [(None, None, "9.9"), (1, None, "2.0"), (None, 7, None), (None, 0, "1.0")],
+)
+def test_what_is_not_there_is_said(
+    run: RunDir, step: int | None, evaluation: int | None, rollout: str | None
+) -> None:
+    with pytest.raises(RecordError):
+        show(run, step, evaluation, rollout)
