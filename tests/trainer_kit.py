@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -37,6 +39,7 @@ from orhpc.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
+from orhpc.train.fp8 import quantiser
 from orhpc.types import Location, MiniBatch, Sample
 
 VOCABULARY = 97
@@ -99,6 +102,19 @@ def save_tiny_model(folder: Path, family: str = "llama") -> str:
     tiny_model(family).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
     return str(folder)
+
+
+def quantised_copy(model_dir: Path, folder: Path) -> Path:
+    """The model in block-wise FP8, with what its ``config.json`` then says."""
+    shutil.copytree(model_dir, folder)
+    tensors = load_file(folder / "model.safetensors")
+    stored = dict(quantiser(power_of_two=False)(tensors.items()))
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values())
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
 
 
 def make_config(

@@ -18,7 +18,7 @@ from orhpc.ports import free_ports
 from orhpc.train.export import Exported, export_checkpoint
 from tests.megatron.kit import Case, run_cases, save_model, trained_file
 from tests.model_configs import TINY
-from tests.trainer_kit import run_ranks
+from tests.trainer_kit import quantised_copy, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -162,6 +162,20 @@ def test_a_model_larger_than_host_memory_is_compared_file_by_file(
     small, whole = (load_file(tmp_path / n / "model.safetensors") for n in ("small", "whole"))
     assert small.keys() == whole.keys()
     assert all(torch.equal(small[n], t) for n, t in whole.items())
+
+
+def test_a_commit_of_a_model_that_began_in_fp8_is_exported(models: Path, tmp_path: Path) -> None:
+    """The trainer reads blocks with scales, as DeepSeek-V3 is published; commits and exports have none."""
+    folder, commit, out = tmp_path / "glm4-moe", tmp_path / "commit", tmp_path / "out"
+    quantised_copy(models / "glm4-moe", folder)
+    launch(1, tmp_path, [Case("glm4-moe", dtype="bfloat16", save=str(commit))])
+    settings = ModelSettings(dtype="bfloat16")
+    export_checkpoint(commit, out, model_dir=str(folder), settings=settings)
+    trained, found = torch.load(trained_file(str(commit))), load_file(out / "model.safetensors")
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in trained.items())
+    assert "quantization_config" not in (out / "config.json").read_text()
+    loaded(out, torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])

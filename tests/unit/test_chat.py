@@ -602,8 +602,11 @@ def test_the_family_shows_in_the_vocabulary(controls: tuple[str, ...], name: str
 
 
 def test_an_unknown_vocabulary_names_the_setting() -> None:
-    for controls in (("<s>", "</s>"), (*CHATML, *LLAMA)):
-        with pytest.raises(ModelError, match=r"set model\.chat_format"):
+    for controls, way in (
+        (("<s>", "</s>"), r"write a rollout\.custom_agent"),
+        ((*CHATML, *LLAMA), "set it to"),
+    ):
+        with pytest.raises(ModelError, match=rf"model\.chat_format: .*; .*{way}"):
             chat(controls)
     assert chat_format(ModelSettings(chat_format="llama3"), tokenizer((*CHATML, *LLAMA))).family == "llama3"
 

@@ -33,11 +33,10 @@ from orhpc.train.checkpoint import (
     write_safetensors,
 )
 from orhpc.train.export import export_checkpoint, main, write_hf_folder
-from orhpc.train.fp8 import quantiser
 from orhpc.train.model import HfNames, empty_model, load_model_config
 from orhpc.train.saves import BackgroundSave
 from orhpc.train.weights import plan_buckets
-from tests.trainer_kit import plan, ranks_of, save_tiny_model, tiny_model
+from tests.trainer_kit import plan, quantised_copy, ranks_of, save_tiny_model, tiny_model
 
 PROGRESS = {"optimiser_steps": 7}
 
@@ -348,19 +347,6 @@ def test_a_quantised_original_s_export_says_nothing_of_quantisation(tmp_path: Pa
     found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     assert found.keys() == trained.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
-
-
-def quantised_copy(model_dir: Path, folder: Path) -> Path:
-    """The model in block-wise FP8, with what its ``config.json`` then says."""
-    shutil.copytree(model_dir, folder)
-    tensors = load_file(folder / "model.safetensors")
-    stored = dict(quantiser(power_of_two=False)(tensors.items()))
-    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values())
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    content = json.loads((folder / "config.json").read_text())
-    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(content))
-    return folder
 
 
 Damage = Callable[[dict[str, torch.Tensor]], None]
