@@ -109,3 +109,22 @@ def test_a_metric_that_is_not_a_number_raises_its_alarm_and_a_missing_one_does_n
         "rollout_kl nan is above 0.01"
     ]
     assert not list(raised(AlarmSettings(), {"reward_mean": 1.0}))
+
+
+def test_failures_stand_beside_each_environments_rewards() -> None:
+    from orhpc.report import _environments
+
+    steps = [
+        {"step": 1, "reward_mean/a": 0.5, "failed_rollouts/a": 2.0, "failed_share": 0.1},
+        {
+            "step": 2,
+            "reward_mean/a": 0.75,
+            "failed_rollouts/a": 1.0,
+            "failed_rollouts/b": 8.0,
+            "failed_groups/b": 2.0,
+        },
+    ]
+    _, table = _environments(steps)
+    assert "<td>a</td><td>0.750</td><td>3</td><td>0</td><td>0</td>" in table
+    assert "<td>b</td><td>none was trained</td><td>8</td><td>0</td><td>2</td>" in table
+    assert _environments([]) == []
