@@ -167,15 +167,45 @@ def group_scores(answer: Any, wanted: int, what: str) -> list[float]:
     return paid
 
 
-def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turn a transcript into OpenReward's messages: text only, tool results as the user's words."""
+def wire_messages(messages: Sequence[Mapping[str, Any]], *, rich: bool = False) -> list[dict[str, Any]]:
+    """Turn a transcript into OpenReward's messages.
+
+    Args:
+        messages: of a rollout, as :class:`~orhpc.rollout.draft.Draft` writes them.
+        rich: the server takes reasoning, tool calls and their results as what they are (SDK 0.1.157);
+            else they are left out, and results are the user's words.
+    """
+    made: list[dict[str, Any]] = []
+    pending: list[str | None] = []
+    for number, message in enumerate(messages):
+        role, blocks = message["role"], []
+        if message["content"]:
+            blocks = [{"type": "text", "text": message["content"]}]
+        if role == "assistant":
+            calls = message.get("tool_calls") or ()
+            pending = [None if "error" in call else f"call_{number}_{i}" for i, call in enumerate(calls)]
+            if rich:
+                blocks = [*_reasoning(message), *blocks, *_calls(calls, pending)]
+        elif role == "tool":
+            role, call_id = "user", pending.pop(0) if pending else None
+            if rich and call_id is not None:
+                failed = message.get("error") is not None
+                result = {"type": "tool_result", "tool_call_id": call_id, "is_error": failed}
+                blocks = [{**result, "blocks": blocks}]
+        if blocks:
+            made.append({"role": role, "blocks": blocks})
+    return made
+
+
+def _reasoning(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "reasoning", "text": message["reasoning"]}] if message.get("reasoning") else []
+
+
+def _calls(calls: Sequence[Mapping[str, Any]], ids: Sequence[str | None]) -> list[dict[str, Any]]:
     return [
-        {
-            "role": "user" if message["role"] == "tool" else message["role"],
-            "blocks": [{"type": "text", "text": message["content"]}],
-        }
-        for message in messages
-        if message["content"]
+        {"type": "tool_call", "id": call_id, "name": call["name"], "input": call["arguments"]}
+        for call, call_id in zip(calls, ids, strict=True)
+        if call_id is not None
     ]
 
 

@@ -4,10 +4,8 @@ An infrastructure failure is :class:`~orhpc.errors.EnvironmentUnavailable`, and 
 with an error of the environment's own code :class:`~orhpc.errors.EnvironmentRaised`: the rollout can be
 made again in a new session.  A task that the server refuses is :class:`~orhpc.errors.BadTask`: the
 rollout ends and is counted.  What the model did wrong, a tool that raises on its arguments included, is
-a :class:`ToolResult` with ``error`` set, which the model is shown.  None of them is ever a reward.
-
-An environment that raises on every task ends the run with :class:`~orhpc.errors.UserCodeError`: when the
-first opening raises, other tasks are tried before that is said.
+a :class:`ToolResult` with ``error`` set, which the model is shown.  None of them is ever a reward.  An
+environment that raises on every task ends the run with :class:`~orhpc.errors.UserCodeError`.
 
 Tasks are named by split and index and resolved by the server, so that a task's specification,
 which often holds the gold answer, never comes to this side.
@@ -59,7 +57,7 @@ log = logging.getLogger(__name__)
 
 API_KEY = "OPENREWARD_API_KEY"
 LEAVE_TIMEOUT_S = 60.0
-"""Deadline of deleting a session; afterwards the server's reaper has to find it."""
+"""Deadline of deleting a session; afterwards the server's reaper finds it."""
 RETRY_START_S = 1.0
 """Pause between two looks at a server that does not answer yet."""
 
@@ -83,7 +81,7 @@ class Environment:
         self.name = name
         self.settings = settings
         self.rollout = rollout
-        self.supports_score_group = False
+        self.supports_score_group = self._rich = False
         """The environment compares the rollouts of a group: see :meth:`score_group`."""
         self._client = client
         self._handle = handle
@@ -179,6 +177,7 @@ class Environment:
                 "/list_environments nor /tools"
             )
         self.supports_score_group = bool(tools.get("supports_score_group"))
+        self._rich = "tool_call" in (tools.get("message_block_types") or ())
         needed = await self._required_secrets()
         if missing := sorted({n for n in needed if n.lower() not in {s.lower() for s in secrets}}):
             secrets = {**secrets, **resolve_secrets({}, {}, required=missing)}
@@ -354,7 +353,9 @@ class Environment:
         Returns one score a transcript, which comes on top of what the rollout was paid.
         Raises BadTask when judging fails, EnvironmentUnavailable when the server does not answer.
         """
-        candidates = [{"messages": answers.wire_messages(messages)} for messages in transcripts]
+        candidates = [
+            {"messages": answers.wire_messages(messages, rich=self._rich)} for messages in transcripts
+        ]
         budget = self.rollout.tool_timeout_s
         async with self.session(task) as session:
             try:

@@ -35,7 +35,7 @@ from orhpc.rollout import call_history
 from orhpc.rollout import environment as environment_module
 from orhpc.rollout import openreward_session as wire
 from orhpc.rollout.addresses import choose_variant, is_private
-from orhpc.rollout.answers import conversation, tool_result
+from orhpc.rollout.answers import conversation, tool_result, wire_messages
 from orhpc.rollout.environment import Environment
 from orhpc.types import Task
 from tests.served import Served, serve
@@ -324,6 +324,44 @@ def test_group_scores_come_one_a_rollout(served: Served) -> None:
         assert served.sessions == 0
 
     within(served.url, body)
+
+
+TRANSCRIPT = [
+    {"role": "user", "content": "Who?"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning": "Hm.",
+        "tool_calls": [
+            {"name": "look", "arguments": {"at": 1}},
+            {"error": "no JSON"},
+            {"name": "go", "arguments": {}},
+        ],
+    },
+    {"role": "tool", "content": "a door", "name": "look"},
+    {"role": "tool", "content": "Error: no JSON", "name": "", "error": "malformed"},
+    {"role": "tool", "content": "", "name": "go", "error": "tool_raised"},
+    {"role": "assistant", "content": "It was I."},
+    {"role": "tool", "content": "Right.", "name": "answer", "reward": 1.0},
+]
+
+
+def test_a_transcript_is_scored_with_its_calls_as_they_were() -> None:
+    made = [Message.model_validate(message) for message in wire_messages(TRANSCRIPT, rich=True)]
+    assert [m.role for m in made] == ["user", "assistant", "user", "user", "user", "assistant", "user"]
+    kinds = [[block.type for block in m.blocks] for m in made]
+    assert kinds[1] == ["reasoning", "text", "tool_call", "tool_call"]
+    assert kinds[2:5] == [["tool_result"], ["text"], ["tool_result"]]
+    calls = {block.id: block for block in made[1].blocks if isinstance(block, ToolCallBlock)}
+    results = [b for m in made for b in m.blocks if isinstance(b, ToolResultBlock)]
+    assert [(calls[r.tool_call_id].name, r.is_error) for r in results] == [("look", False), ("go", True)]
+    assert kinds[5:] == [["text"], ["text"]]
+
+
+def test_an_older_server_is_given_text_alone() -> None:
+    made = wire_messages(TRANSCRIPT)
+    assert {block["type"] for m in made for block in m["blocks"]} == {"text"}
+    assert [m["role"] for m in made] == ["user", "assistant", "user", "user", "assistant", "user"]
 
 
 def test_the_gold_answer_never_crosses_the_wire(served: Served) -> None:

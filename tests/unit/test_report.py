@@ -143,3 +143,22 @@ def test_rewards_and_successes_do_not_hide_each_other(tmp_path: Path) -> None:
     both = [chart for chart in CHARTS if {"reward_mean", "success_rate"} & set(chart.metrics)]
     assert sorted(metric for chart in both for metric in chart.metrics) == ["reward_mean", "success_rate"]
     assert len([figure for chart in both if (figure := draw(chart, steps))]) == 2
+
+
+def test_failures_stand_beside_each_environments_rewards() -> None:
+    from orhpc.report import _environments
+
+    steps = [
+        {"step": 1, "reward_mean/a": 0.5, "failed_rollouts/a": 2.0, "failed_share": 0.1},
+        {
+            "step": 2,
+            "reward_mean/a": 0.75,
+            "failed_rollouts/a": 1.0,
+            "failed_rollouts/b": 8.0,
+            "failed_groups/b": 2.0,
+        },
+    ]
+    _, table = _environments(steps)
+    assert "<td>a</td><td>0.750</td><td>3</td><td>0</td><td>0</td>" in table
+    assert "<td>b</td><td>none was trained</td><td>8</td><td>0</td><td>2</td>" in table
+    assert _environments([]) == []
