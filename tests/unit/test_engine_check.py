@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from orhpc.errors import EngineUnavailable, ModelError
 from orhpc.parts import Parts
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.engine import EngineProcess
+from orhpc.rundir import RunDir
 from orhpc.train.actor import TrainerRank
 from tests.trainer_kit import VOCABULARY, free_port, make_config, save_tiny_model
 
@@ -131,7 +133,8 @@ def test_the_parts_compare_once_and_again_after_an_engine_that_could_not_be_aske
         async with EnginePool([engine], key=KEY, request_timeout_s=60.0) as pool:
             working = pool.each
             engines: Any = SimpleNamespace(urls=[engine], pool=pool, shared=[])
-            parts = Parts(config, None, trainers, engines, [], None, unchecked=True)  # type: ignore[arg-type]
+            run_dir = RunDir(Path(folder).parent)
+            parts = Parts(config, run_dir, trainers, engines, [], None, unchecked=True)  # type: ignore[arg-type]
 
             async def failing(*_: Any) -> Any:
                 raise EngineUnavailable("away")
