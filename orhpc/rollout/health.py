@@ -14,18 +14,14 @@ USER_ERRORS = 3
 
 @dataclass(slots=True)
 class Health:
-    """How the rollouts of one environment go in one worker.
+    """How the rollouts of one environment go in one worker."""
 
-    ``group_size``: rollouts of a prompt group, for runs of groups smaller than :data:`USER_ERRORS`.
-    """
-
-    group_size: int
     _worked: bool = False
     _failed_in_a_row: int = 0
     _user_errors: int = 0
 
     def worked(self) -> None:
-        """A rollout came to its end."""
+        """A rollout came to its end, and did not fail."""
         self._worked, self._failed_in_a_row = True, 0
 
     def again(self, error: OrhpcError, done: int, retries: int) -> bool:
@@ -43,7 +39,7 @@ class Health:
         if isinstance(error, UserCodeError):
             self._user_errors += 1
             # An opening that raises has been tried on several tasks before it is called the user's error.
-            if not self._worked and self._user_errors >= min(USER_ERRORS, self.group_size):
+            if not self._worked and self._user_errors >= USER_ERRORS:
                 raise error
             repeats = True
         else:

@@ -282,7 +282,7 @@ def has_enough(group: PromptGroup, max_failing: float) -> bool:
     total, left = len(group.rollouts), len(group.trainable)
     allowed = int(max_failing * total + 1e-9) if max_failing < 1 else int(max_failing)
     # One rollout has no group to be compared with: its advantage would be 0.
-    return total - left <= allowed and left >= min(2, total)
+    return total > 0 and total - left <= allowed and left >= min(2, total)
 
 
 async def run_all(

@@ -192,7 +192,7 @@ class RolloutWorker:
             UserCodeError: code of the user's has raised in every rollout so far.
         """
         async with self._gate:
-            health = self._health.setdefault(request.task.environment, Health(request.n_samples))
+            health = self._health.setdefault(request.task.environment, Health())
             for again in itertools.count():
                 try:
                     rollout = await self._agent.run(
@@ -213,7 +213,8 @@ class RolloutWorker:
                     await asyncio.sleep(_BACKOFF_S * 2**again)
                     continue
                 rollout.retries = again
-                health.worked()
+                if rollout.end is not RolloutEnd.FAILED:
+                    health.worked()
                 return rollout
             raise AssertionError
 

@@ -167,6 +167,24 @@ def test_code_that_raises_for_every_rollout_ends_the_run(tmp_path: Path) -> None
         group_of(worker)
 
 
+def test_a_task_that_is_refused_is_no_sign_that_the_users_code_works(tmp_path: Path) -> None:
+    def refused_first(sample: int, before: int) -> OrhpcError | None:
+        return UserCodeError("mine.score raised") if sample else None
+
+    worker = made(tmp_path, refused_first)
+    agent: Any = worker._agent
+    run = agent.run
+
+    async def failing(request: GroupRequest, sample: int, **more: Any) -> Rollout:
+        rollout = await run(request, sample, **more)
+        rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, "BadTask: refused"
+        return rollout
+
+    agent.run = failing
+    with pytest.raises(UserCodeError, match=r"mine\.score raised"):
+        group_of(worker)
+
+
 def test_code_that_raises_for_some_rollouts_is_their_failure_alone_and_said_once(tmp_path: Path) -> None:
     def some(sample: int, before: int) -> OrhpcError | None:
         return UserCodeError("mine.score raised", trace="T") if sample >= 6 else None
