@@ -23,6 +23,7 @@ from orhpc.errors import ConfigError
 
 MAY_CHANGE_ON_RESUME = (
     "run.root",
+    "model.check",
     "placement.*",
     "engine.*",
     "checkpoint.*",

@@ -39,6 +39,8 @@ class Stranger:
 
     programs: Path
     """The virtual environment's ``bin``."""
+    system: Path
+    """The system's programs, without SLURM's."""
     home: Path
     folder: Path
     """Where commands are typed."""
@@ -48,7 +50,7 @@ class Stranger:
         self, *words: str, timeout: float = 240, stdin: str | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end."""
-        env = {"HOME": str(self.home), "PATH": f"{self.programs}:/usr/bin:/bin", "LANG": "C.UTF-8"}
+        env = {"HOME": str(self.home), "PATH": f"{self.programs}:{self.system}", "LANG": "C.UTF-8"}
         for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "TMPDIR"):
             if name in os.environ:
                 env[name] = os.environ[name]
@@ -155,11 +157,22 @@ def hub(tokenizers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         yield served
 
 
+@pytest.fixture(scope="session")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The system's programs but SLURM's, which other tests may have installed."""
+    folder = tmp_path_factory.mktemp("system")
+    for program in (p for where in ("/bin", "/usr/bin") for p in Path(where).iterdir()):
+        slurms = program.name in ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel", "sacct")
+        if not slurms and not (folder / program.name).is_symlink():
+            (folder / program.name).symlink_to(program)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def stranger(programs: Path, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+def stranger(programs: Path, system: Path, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
     """In a folder that ``orhpc init`` has filled."""
     home = tmp_path_factory.mktemp("home")
-    person = Stranger(programs, home, home, {"HF_ENDPOINT": hub.url, "WANDB_MODE": "offline"})
+    person = Stranger(programs, system, home, home, {"HF_ENDPOINT": hub.url, "WANDB_MODE": "offline"})
     person.ok("orhpc", "init", "task")
     person.folder = home / "task"
     return person

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_every_example_can_be_tried_and_checked(example: str, stranger: Stranger
     folder = stranger.home / example
     shutil.rmtree(folder, ignore_errors=True)
     stranger.ok("orhpc", "init", str(folder), "--example", example)
-    person = Stranger(stranger.programs, stranger.home, folder, stranger.variables)
+    person = replace(stranger, folder=folder)
     assert "BAD" not in person.ok("orhpc", "check", "train.yaml", "model.path=Acme/Qwen3")
     tried = person.run("orhpc", "try-env", "train.yaml", stdin="")
     assert "Traceback" not in tried.stdout + tried.stderr
@@ -91,7 +92,7 @@ def test_every_example_can_be_tried_and_checked(example: str, stranger: Stranger
 
 
 def test_the_wheel_trains_a_packaged_config_from_any_folder(stranger: Stranger, tmp_path: Path) -> None:
-    person = Stranger(stranger.programs, stranger.home, tmp_path, stranger.variables)
+    person = replace(stranger, folder=tmp_path)
     assert "finished" in person.ok("orhpc", "launch", "--local", "tiny.yaml", "train.steps=1")
     assert (tmp_path / "runs" / "tiny" / "config.yaml").exists()
     assert "#SBATCH" in person.ok("orhpc", "launch", "--dry-run", "tiny.yaml")
