@@ -117,16 +117,6 @@ class AgentContext:
     """transformers' own, of the policy's folder."""
 
 
-class NoChatFormat:
-    """Stands where a chat format would, for agents that need none."""
-
-    def __init__(self, reason: ModelError) -> None:
-        self._reason = reason
-
-    def __getattr__(self, name: str) -> Any:
-        raise ModelError(f"rollout.custom_agent uses context.chat.{name}, but {self._reason}")
-
-
 AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
 
 
@@ -192,8 +182,7 @@ def load_agent(config: Config, model_dir: str) -> Agent:
         model_dir: Hugging Face folder of the policy model.
 
     Raises:
-        ModelError: the folder has no tokenizer, or no chat format fits it and ``rollout.custom_agent`` is not
-            set.
+        ModelError: the folder has no tokenizer, or no chat format and there is no ``rollout.custom_agent``.
         ConfigError: a function that the config names cannot be loaded, or routes are to be recorded
             of a dense model.
     """
@@ -210,15 +199,9 @@ def load_agent(config: Config, model_dir: str) -> Agent:
     if settings.record_routes and routes is None:
         raise ConfigError("rollout.record_routes: the model is dense, it has no expert routes")
     custom, reward = settings.custom_agent, settings.custom_reward
-    try:
-        chat: Any = chat_format(config.model, tokenizer)
-    except ModelError as error:
-        if custom is None:
-            raise
-        chat = NoChatFormat(error)
     return Agent(
         config=config,
-        chat=chat,
+        chat=chat_format(config.model, tokenizer, required=custom is None),
         route_shape=routes,
         function=load_function(custom, "rollout.custom_agent") if custom else run_rollout,
         reward=load_function(reward, "rollout.custom_reward") if reward else None,

@@ -13,6 +13,7 @@ from typing import Any
 
 from orhpc.chat_families import fitting
 from orhpc.config import ModelSettings
+from orhpc.errors import ModelError
 from orhpc.rollout.chat.base import TOOLS_PLACE, ChatFormat
 from orhpc.rollout.chat.chatml import ChatML
 from orhpc.rollout.chat.deepseek import DeepSeek
@@ -25,17 +26,33 @@ __all__ = ["TOOLS_PLACE", "AssistantMessage", "ChatFormat", "ToolCall", "chat_fo
 FAMILIES: dict[str, type[ChatFormat]] = {f.family: f for f in (ChatML, Llama3, DeepSeek, Glm)}
 
 
-def chat_format(settings: ModelSettings, tokenizer: Any) -> ChatFormat:
+class NoChatFormat:
+    """Stands where a chat format would, for agents that need none."""
+
+    def __init__(self, reason: ModelError) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(f"rollout.custom_agent uses context.chat.{name}, but {self._reason}")
+
+
+def chat_format(settings: ModelSettings, tokenizer: Any, *, required: bool = True) -> ChatFormat:
     """Return the chat format of a model.
 
     Args:
         settings: ``chat_format`` names a family, or ``auto`` goes by the vocabulary's control tokens.
         tokenizer: of transformers.
+        required: whether a model that no format fits is refused; otherwise every use of what is returned is.
 
     Raises:
         ModelError: no family fits, the vocabulary lacks the family's tokens, or its chat template
             does not render a plain conversation.
     """
-    if settings.chat_format != "auto":
-        return FAMILIES[settings.chat_format](tokenizer)
-    return FAMILIES[fitting(tokenizer.get_added_vocab())](tokenizer)
+    try:
+        family = settings.chat_format
+        return FAMILIES[fitting(tokenizer.get_added_vocab()) if family == "auto" else family](tokenizer)
+    except ModelError as error:
+        if required:
+            raise
+        stand_in: Any = NoChatFormat(error)
+        return stand_in
