@@ -52,7 +52,7 @@ class Parts:
     workers: list[WorkerHandle]
     producer: Producer | ReplayProducer
     notice: Callable[[str], None] = log.warning
-    """Told of what whoever watches the run should know, while it happens."""
+    """Called with each notice of the producer while a step collects rollouts."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights; returns numbers about it, ``sync_bytes`` among them.

@@ -88,7 +88,7 @@ class Environment:
         self._secrets: dict[str, str | tuple[str, list[str]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self.notices = Notices()
-        """What whoever watches the run should know of it."""
+        """Lines about this environment for the run's events."""
         self._history = CallHistory(rollout.tool_timeout_s)
         self._gate = asyncio.Semaphore(settings.max_opening)
         self._diagnosis = Diagnosis(name)
