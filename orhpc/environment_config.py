@@ -69,7 +69,7 @@ class EnvironmentSettings(Section):
     max_nudges: Positive = 1
     """Nudges a rollout; a plain answer after the last one ends it."""
     toolset: str | None = None
-    """Name of one of OpenReward's built-in toolsets, which sessions offer in addition to the environment's tools."""
+    """Name of a built-in toolset of OpenReward that sessions offer in addition to the environment's tools."""
     max_opening: Positive = 64
     """Sessions that one rollout worker opens at a time; others wait their turn, without a deadline."""
     secrets: dict[str, str | None] = Field(default_factory=dict)
