@@ -367,9 +367,7 @@ def _source_problems(c: Config) -> list[str]:
     if c.evaluation.interval and not c.evaluation.splits:
         problems.append("evaluation.interval: evaluation needs evaluation.splits")
     if c.train.steps == 0 and (replays or not c.evaluation.splits):
-        problems.append(
-            "train.steps: 0 evaluates and trains nothing; it needs evaluation.splits"
-        )
+        problems.append("train.steps: 0 evaluates and trains nothing; it needs evaluation.splits")
     for name, settings in c.environments.items():
         own = settings.over(c.rollout)
         if own.max_total_tokens > c.rollout.max_total_tokens:
@@ -380,7 +378,5 @@ def _source_problems(c: Config) -> list[str]:
             unused = "trains nothing (splits, weight), and evaluation.splits does not name it"
             problems.append(f"environments.{name}: {unused}")
     if c.train.steps and not replays and not any(e.trains for e in c.environments.values()):
-        problems.append(
-            "environments: all are for evaluation only; train.steps: 0 evaluates"
-        )
+        problems.append("environments: all are for evaluation only; train.steps: 0 evaluates")
     return problems

@@ -56,8 +56,7 @@ __all__ = ["Environment", "Session", "ToolResult", "ToolSpec"]
 log = logging.getLogger(__name__)
 
 API_KEY = "OPENREWARD_API_KEY"
-LEAVE_TIMEOUT_S = 60.0
-"""Deadline of deleting a session; afterwards the server's reaper finds it."""
+LEAVE_TIMEOUT_S = 60.0  # for deleting a session; the server reaps it otherwise
 RETRY_START_S = 1.0
 """Pause between two looks at a server that does not answer yet."""
 
