@@ -48,7 +48,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         return launch(arguments[1:])
     if arguments[:1] == ["plan"]:
         return plan(arguments[1:])
-    if arguments[:1] == ["try-env"]:  # in a process of its own: this one may not load the SDK
+    if arguments[:1] == ["try-env"]:  # in a separate process: this one may not import the SDK
         return subprocess.run([sys.executable, "-m", "orhpc.rollout.try_env", *arguments[1:]]).returncode
     parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -64,12 +64,12 @@ class EnvironmentSettings(Section):
     tool_timeout_s: Seconds | None = None
     """Deadline of one tool call; null: ``rollout.tool_timeout_s``."""
     nudge: str | None = None
-    """What the model is told, as the user, after a plain answer that no tool takes, so that it goes on; null:
-    such an answer ends the rollout."""
+    """User message sent after a plain answer that no tool takes, so that the model goes on; null: such an
+    answer ends the rollout."""
     max_nudges: Positive = 1
     """Nudges a rollout; a plain answer after the last one ends it."""
     toolset: str | None = None
-    """Name of one of OpenReward's built-in toolsets, which sessions offer beside the environment's tools."""
+    """Name of a built-in toolset of OpenReward that sessions offer in addition to the environment's tools."""
     max_opening: Positive = 64
     """Sessions that one rollout worker opens at a time; others wait their turn, without a deadline."""
     secrets: dict[str, str | None] = Field(default_factory=dict)

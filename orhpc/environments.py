@@ -30,7 +30,7 @@
 it by hand.  Larger examples are in :mod:`orhpc.examples`.  A class of OpenReward's own
 ``openreward.environments.Environment`` works as well; this one only saves what most of them repeat.
 
-What the server does with it (https://docs.openreward.ai): each rollout gets an instance of its own, whose
+What the server does with it (https://docs.openreward.ai): each rollout gets a new instance, whose
 attributes are the rollout's state.  A method marked ``@tool`` is offered to the model, with its docstring
 as description and its one argument, a pydantic model, as schema.  ``@terminal`` above ``@tool`` marks the
 one tool that takes the model's plain answer and ends the task; the model does not see it.  A tool that
@@ -85,7 +85,7 @@ class TaskEnvironment(Environment, Generic[TaskT]):
         raise NotImplementedError(f"{cls.__name__} has to define tasks(split)")
 
     def prompt(self) -> str:
-        """Return what the model is told first."""
+        """Return the first message that the model sees."""
         raise NotImplementedError(f"{type(self).__name__} has to define prompt()")
 
     # What follows is OpenReward's interface.  The server runs what is no coroutine in a thread.

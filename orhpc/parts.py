@@ -53,7 +53,7 @@ class Parts:
     workers: list[WorkerHandle]
     producer: Producer | ReplayProducer
     notice: Callable[[str], None] = log.warning
-    """Told of what whoever watches the run should know, while it happens."""
+    """Called with each notice of the producer while a step collects rollouts."""
     unchecked: bool = False
     """The engines have not been compared with the trainer yet, and are to be (:mod:`orhpc.engine_check`)."""
 

@@ -26,7 +26,7 @@ class Hidden(BaseModel):
     """The answer: it stays in the environment server."""
 
 
-# The argument of the tool: the model is told its fields, their descriptions and bounds, and the docstring.
+# The argument of the tool: the model sees its fields, their descriptions and bounds, and the docstring.
 class Guess(BaseModel):
     """Your guess."""
 
@@ -40,7 +40,7 @@ class GuessNumber(TaskEnvironment[Hidden]):
 
     def __init__(self, task_spec: object = None, secrets: dict[str, str] | None = None) -> None:
         super().__init__(task_spec, secrets)
-        self.guesses = 0  # state of this rollout: every rollout has an instance of its own
+        self.guesses = 0  # state of this rollout: every rollout has a new instance
 
     @classmethod
     def tasks(cls, split: str) -> list[Hidden]:

@@ -222,7 +222,7 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
     Raises:
         EnvironmentUnavailable, EngineUnavailable, RoutesMissing: infrastructure failed; there is no
             rollout and no reward, and the same request can be run again.
-        EnvironmentRaised: likewise, for the environment's own code.
+        EnvironmentRaised: the environment's own code failed; the request can be run again as well.
         UserCodeError: the reward function raised, or returned no finite number; or the environment
             raises on every task.
     """

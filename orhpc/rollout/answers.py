@@ -30,7 +30,7 @@ def text_of(blocks: Any, what: str, left_out: Callable[[str], None] = lambda kin
     Args:
         blocks: as the server sent them.
         what: whose they are, for messages.
-        left_out: told the media type of each image, for which a placeholder stands in the text.
+        left_out: called with the media type of each image; a placeholder replaces the image.
 
     Raises:
         BadAnswer: they are no blocks.

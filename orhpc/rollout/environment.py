@@ -56,8 +56,7 @@ __all__ = ["Environment", "Session", "ToolResult", "ToolSpec"]
 log = logging.getLogger(__name__)
 
 API_KEY = "OPENREWARD_API_KEY"
-LEAVE_TIMEOUT_S = 60.0
-"""Deadline of deleting a session; afterwards the server's reaper finds it."""
+LEAVE_TIMEOUT_S = 60.0  # for deleting a session; the server reaps it otherwise
 RETRY_START_S = 1.0
 """Pause between two looks at a server that does not answer yet."""
 
@@ -88,7 +87,7 @@ class Environment:
         self._secrets: dict[str, str | tuple[str, list[str]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self.notices = Notices()
-        """What whoever watches the run should know of it."""
+        """Lines about this environment for the run's events."""
         self._history = CallHistory(rollout.tool_timeout_s)
         self._gate = asyncio.Semaphore(settings.max_opening)
         self._diagnosis = Diagnosis(name)

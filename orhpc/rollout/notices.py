@@ -1,4 +1,4 @@
-"""What an environment's sessions have to report to whoever watches the run: each thing once."""
+"""Lines that a worker reports in the run's events: each of them once."""
 
 from __future__ import annotations
 

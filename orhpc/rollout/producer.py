@@ -127,7 +127,7 @@ class Producer:
         Raises:
             StopRequested: ``stop`` became true.
             EnvironmentUnavailable: every group of the step failed, or an environment failed for good.
-            UserCodeError: likewise, where nothing but the environment's own code fails.
+            UserCodeError: the same, if only the environment's own code failed and it never worked.
             InfraError: a worker was lost.
         """
         self._version = version

@@ -112,7 +112,7 @@ class Session:
 
 
 def image_notice(environment: str, kind: str) -> str:
-    """What a run is told of an environment that sends images."""
+    """Return the notice about an environment that sends images."""
     return (
         f"environment {environment!r} sends images ({kind}); this model is given text only, with a "
         "placeholder for each image"

@@ -31,4 +31,4 @@ class ToolResult:
     ``episode_finished`` when the call was refused and nothing ran; ``tool_raised`` when the tool's code
     raised."""
     metadata: dict[str, Any] | None = None
-    """What the environment says of the call beside its text; recorded, and never shown to the model."""
+    """Additional data that the environment returned; recorded, and never shown to the model."""
