@@ -85,3 +85,15 @@ def is_private(host: str) -> bool:
         return ipaddress.ip_address(host).is_private
     except ValueError:
         return "." not in host
+
+
+def secrets_in_body(openapi: object) -> bool:
+    """Whether a server reads secrets in the body of ``/create``, by its own OpenAPI description.
+
+    Servers of ors-sdk do (its ``CreateSession``), and ignore the header ``X-Secrets`` that OpenReward's read;
+    those in turn refuse a body with secrets.
+    """
+    node = openapi
+    for key in ("components", "schemas", "CreateSession", "properties"):
+        node = node.get(key) if isinstance(node, dict) else None
+    return isinstance(node, dict) and "secrets" in node

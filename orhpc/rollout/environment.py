@@ -39,7 +39,14 @@ from orhpc.errors import (
     PreflightError,
 )
 from orhpc.rollout import answers
-from orhpc.rollout.addresses import checked_host, choose_variant, is_openreward, is_private, unreachable
+from orhpc.rollout.addresses import (
+    checked_host,
+    choose_variant,
+    is_openreward,
+    is_private,
+    secrets_in_body,
+    unreachable,
+)
 from orhpc.rollout.call_history import CallHistory
 from orhpc.rollout.diagnosis import Diagnosis
 from orhpc.rollout.notices import Notices
@@ -85,6 +92,7 @@ class Environment:
         self._client = client
         self._handle = handle
         self._secrets: dict[str, str | tuple[str, list[str]]] = {}
+        self._body_secrets: Mapping[str, str] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self.notices = Notices()
         """Lines about this environment for the run's events."""
@@ -180,6 +188,9 @@ class Environment:
         needed = await self._required_secrets()
         if missing := sorted({n for n in needed if n.lower() not in {s.lower() for s in secrets}}):
             secrets = {**secrets, **resolve_secrets({}, {}, required=missing)}
+        if secrets and self._handle.api_key is None:
+            described = await self._ask("GET", "/openapi.json", missing={})
+            self._body_secrets = secrets if secrets_in_body(described) else None
         self._secrets = {n: v if n in WELL_KNOWN_SECRETS else (v, [host]) for n, v in secrets.items()}
 
     async def _required_secrets(self) -> list[str]:
@@ -206,6 +217,7 @@ class Environment:
             api_key=self._handle.api_key,
             label=label,
             direct=self._direct,
+            body_secrets=self._body_secrets,
             toolset_name=self.settings.toolset,
         )
 

@@ -22,7 +22,7 @@ import email.utils
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,11 +165,20 @@ class GuardedSession(AsyncSession):
     ``label`` names the task in error messages.  ``direct``: an OpenReward server answers itself, with no
     platform before it that hands out sessions and takes them back.  Such a server takes any session id,
     and its own two calls for that would do nothing but cost a quarter of a short session.
+    ``body_secrets``: name to value for a server that reads them in the body of ``/create``.
     """
 
-    def __init__(self, *args: Any, label: str, direct: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        label: str,
+        direct: bool = False,
+        body_secrets: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.label = label
+        self._body_secrets = body_secrets
         self._direct = direct
         self._begun = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -193,6 +202,8 @@ class GuardedSession(AsyncSession):
             task["toolset_name"] = self.toolset_name
         if self.env.variant is not None:
             task["env_name"] = self.env.variant
+        if self._body_secrets:
+            task["secrets"] = dict(self._body_secrets)
         self._begun = True
         await self.fetch("POST", "/create", patience, task, repeatable=False)
         self._ping_task = asyncio.create_task(self._keep_alive())
