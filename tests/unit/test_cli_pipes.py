@@ -49,6 +49,8 @@ def test_a_followed_log_goes_on_until_it_is_interrupted(run: RunDir) -> None:
     process = subprocess.Popen(
         command("logs", str(run.path), "-f", "--lines", "1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, bufsize=1,
+        # Where tests run in the background of a shell, SIGINT is ignored, and a child would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline().startswith("line 4999")
