@@ -84,17 +84,18 @@ def submit(config: Config, path: str, overrides: list[str]) -> int:
     checks.require(checks.before_the_queue(config))
     rundir = prepare.run_directory(config)
     rundir.create()
-    for change in prepare.write_config(rundir, config):
-        print(f"changed since the last start: {change}")
+    changes = prepare.write_config(rundir, config)
     try:
         model.fetch_snapshots(config, rundir)
     except HubUnreachable as error:
-        print(f"{error}; the job's first node tries to fetch it")
+        print(f"orhpc: {error}; the job's first node tries to fetch it", file=sys.stderr)
     job = slurm.submit(config, rundir, path, overrides)
     holder.note_submission(rundir, job)
     near = rundir.path.is_relative_to(Path.cwd())
     where = shlex.quote(str(rundir.path.relative_to(Path.cwd()) if near else rundir.path))
     print(f"job {job}, run directory {rundir.path}")
+    for change in changes:
+        print(f"  changed since the last start: {change}")
     print(f"  orhpc status {where}\n  orhpc logs {where}\n  orhpc cancel {where}")
     return EXIT_OK
 
