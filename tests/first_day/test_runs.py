@@ -41,6 +41,7 @@ def test_the_command_says_what_it_is_and_what_is_here(stranger: Stranger) -> Non
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_hub_name_trains_and_its_export_answers(name: str, stranger: Stranger, hub: Hub) -> None:
     """Of every family that can be rolled out; only what training needs is fetched, and only once."""
+    hub.requests.clear()  # others have asked for this model before
     run = f"run.name={name}"
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", f"model.path=Acme/{name}", run, *SMALL)
     assert "step 2/2" in out
