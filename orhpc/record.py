@@ -83,10 +83,11 @@ def write_rollouts(
 
 
 class _Target(FileIO):
-    """A file that tells of the first failed write when everything is over.
+    """A file whose first failed write is reported when everything is over.
 
-    HDF5 cannot close a file whose disk is full: it fails with errors that name no cause, and the process
-    crashes at its end (HDF5 2.0.0, three times of three).
+    HDF5 reads back what it has written, and cannot close a file whose disk is full: it crashes the process
+    (HDF5 2.0.0, seen in the creation of a dataset of strings and at exit). So from the first refused write
+    on the content is kept in memory, where HDF5 can finish; the file itself is then of no use.
     """
 
     _failed: OSError | None = None
@@ -103,14 +104,14 @@ class _Target(FileIO):
             raise self._failed
 
     def write(self, data: Any, /) -> int:
-        """Write all of it, or, after a failure, nothing."""
+        """Write all of it, into memory from the first failure on."""
         rest = memoryview(data).cast("B")
         size = len(rest)
-        try:
-            while self._failed is None and rest:
-                rest = rest[super().write(rest) :]
-        except OSError as error:
-            self._failed = error
+        while rest:
+            try:
+                rest = rest[self._write_some(rest) :]
+            except OSError as error:
+                self._go_on_in_memory(error)
         return size
 
     def truncate(self, size: int | None = None, /) -> int:
@@ -118,8 +119,27 @@ class _Target(FileIO):
         try:
             return super().truncate(size)
         except OSError as error:
-            self._failed = self._failed or error
-            return size or 0
+            self._go_on_in_memory(error)
+            return super().truncate(size)
+
+    def _write_some(self, data: memoryview) -> int:
+        return super().write(data)
+
+    def _go_on_in_memory(self, error: OSError) -> None:
+        """Put an anonymous file of the same content and position in the place of the full one."""
+        if self._failed is not None:
+            raise error
+        self._failed = error
+        own, position = self.fileno(), self.tell()
+        memory = os.memfd_create("orhpc-record")
+        try:
+            at = 0
+            while block := os.pread(own, 1 << 20, at):
+                at += os.pwrite(memory, block, at)
+            os.lseek(memory, position, os.SEEK_SET)
+            os.dup2(memory, own, inheritable=False)
+        finally:
+            os.close(memory)
 
 
 def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str], routes: bool) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orhpc import record
 from orhpc.errors import RecordError
 from orhpc.record import RolloutFile, read_arrays, read_step, record_path, write_rollouts
 from orhpc.routes import RouteShare
@@ -133,3 +138,40 @@ def test_what_is_not_a_record_is_one_clear_line(tmp_path: Path, content: bytes |
 def test_an_empty_folder_is_not_a_record(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="holds no rollout record"):
         read_step(tmp_path)
+
+
+class _Full(record._Target):
+    """A file whose disk holds so many bytes."""
+
+    room = 0
+
+    def _write_some(self, data: memoryview) -> int:
+        if self._failed is not None:
+            return super()._write_some(data)
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = super()._write_some(data[: self.room])
+        self.room -= done
+        return done
+
+
+@given(
+    st.integers(0, 200),
+    st.lists(st.tuples(st.integers(0, 100), st.binary(min_size=1, max_size=60)), min_size=1, max_size=12),
+)
+def test_what_a_full_disk_refuses_can_still_be_read(room: int, writes: list[tuple[int, bytes]]) -> None:
+    """HDF5 reads back what it wrote; after a refused write it must find the same as before."""
+    reference = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder, _Full(Path(folder, "x"), "w+") as target:
+        target.room = room
+        for place, data in writes:
+            for file in (reference, target):
+                file.seek(place)
+                assert file.write(data) == len(data)
+                assert file.tell() == place + len(data)
+        target.seek(0)
+        assert target.read() == reference.getvalue()
+        refused = sum(len(data) for _, data in writes) > room
+        expected = pytest.raises(OSError, match="No space left") if refused else contextlib.nullcontext()
+        with expected, target.telling():
+            pass
