@@ -144,7 +144,7 @@ def _ask(name: str, revision: str | None, work: Callable[[], T]) -> T:
     """Do one piece of work with the hub; failures that may pass are tried again, all become ours."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Releases of the client stand on different HTTP libraries, whose errors are the base of its own.
+    # Releases of the client use different HTTP libraries; their errors are the base class of the client's.
     roots = (c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError" and issubclass(c, Exception))
     http_error: type[Exception] = next(roots, HfHubHTTPError)
     wait_s = _FIRST_WAIT_S

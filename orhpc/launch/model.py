@@ -149,10 +149,10 @@ def _pins(rundir: RunDir) -> dict[str, str]:
         return {}
     try:
         pins = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(pins, dict) and all(isinstance(v, str) and COMMIT.fullmatch(v) for v in pins.values()):
-            return pins
     except (OSError, ValueError):
-        pass
+        pins = None
+    if isinstance(pins, dict) and all(isinstance(v, str) and COMMIT.fullmatch(v) for v in pins.values()):
+        return pins
     raise ModelError(f"{path} is damaged: it maps NAME@REVISION to a commit of the hub; restore or remove it")
 
 
