@@ -381,6 +381,13 @@ def _source_problems(c: Config) -> list[str]:
             problems.append(f"environments.{name}.max_total_tokens: is above rollout.max_total_tokens")
         if own.max_response_tokens >= own.max_total_tokens:
             problems.append(f"environments.{name}: max_response_tokens must be below max_total_tokens")
+        if settings.replicas is not None and settings.serve is None:
+            problems.append(f"environments.{name}.replicas: the job does not serve it (serve)")
+        elif (settings.replicas or 0) > c.rollout.workers_per_node:
+            problems.append(
+                f"environments.{name}.replicas: {settings.replicas} are more than the "
+                f"{c.rollout.workers_per_node} rollout.workers_per_node, each of which keeps to one server"
+            )
         if not settings.trains and name not in c.evaluation.splits:
             unused = "trains nothing (splits, weight), and evaluation.splits does not name it"
             problems.append(f"environments.{name}: {unused}")

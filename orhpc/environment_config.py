@@ -31,8 +31,9 @@ class EnvironmentSettings(Section):
     """The job serves it itself: ``package.module:Class`` or a bundled name."""
     serve_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword settings of a served environment."""
-    replicas: Positive = 1
-    """Server processes a node when served by the job; the sessions of one stay on it."""
+    replicas: Positive | None = None
+    """Server processes a node when served by the job, at most one a rollout worker; null: one for every 64
+    rollouts that a node is expected to have in flight, on at most a quarter of its cores."""
     variant: str | None = None
     """Environment class on a server with several, as the server spells it."""
     weight: Annotated[float, Field(ge=0)] = 1.0
@@ -63,6 +64,10 @@ class EnvironmentSettings(Section):
     """The chat format's thinking mode; null: ``rollout.thinking``."""
     tool_timeout_s: Seconds | None = None
     """Deadline of one tool call; null: ``rollout.tool_timeout_s``."""
+    parallel_calls: Positive = 1
+    """Tool calls of one turn that run at the same time; 1: one after the other.  The model reads their
+    results in the order of its calls.  An OpenReward server still runs calls of the same tool one after
+    the other, unless the tool is declared ``concurrent``; such waits count for a call's deadline."""
     nudge: str | None = None
     """User message sent after a plain answer that no tool takes, so that the model goes on; null: such an
     answer ends the rollout."""

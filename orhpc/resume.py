@@ -29,7 +29,7 @@ async def choose_start(run: Run, lowered: int | None) -> tuple[CommitName | None
         CheckpointError: there are commits and none is whole, or ``checkpoint.load`` is not.
         StopRequested: the stop file appeared while one was read.
     """
-    over = threading.Event()  # whoever waits for this may give up: nobody need read on then
+    over = threading.Event()  # set once the caller has given up waiting: the reading ends
 
     def choose() -> tuple[CommitName | None, Path | None, Manifest | None, list[str]]:
         found, manifest, passed = commits.newest_good(

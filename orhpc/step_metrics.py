@@ -123,7 +123,8 @@ def opening_notice(numbers: Mapping[str, float]) -> str:
         return ""
     return (
         f"environment servers limit the step: of a rollout's {whole:.0f} s on average, {opening:.0f} s are "
-        "the opening of its session; more environments.NAME.replicas (or a faster server) would help"
+        "the opening of its session; more environments.NAME.replicas (at most rollout.workers_per_node) or a "
+        "faster server would help"
     )
 
 

@@ -88,7 +88,7 @@ class _Parts:
     def __init__(self, rundir: RunDir, attempt: int, config: Config, node: Node) -> None:
         self._rundir, self._attempt, self._config, self._node = rundir, attempt, config, node
         self._folder = rundir.attempt(attempt)
-        self.environments = ServedEnvironments(config, node.address, self._folder, node.name)
+        self.environments = ServedEnvironments(config, node, self._folder)
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
 

@@ -195,7 +195,7 @@ def check_host(run: RunPlan, there: int) -> None:
     other = "" if _commits_share(run) or not asleep_bytes(run) else "checkpoint.spare_host_memory=true, or "
     raise PreflightError(
         f"host memory: a node needs {' + '.join(f'{gib(size)} ({what})' for what, size in parts.items())} = "
-        f"{gib(wanted)} GiB beside what processes take, and has {gib(there)} GiB; {other}more nodes"
+        f"{gib(wanted)} GiB in addition to what processes take, and has {gib(there)} GiB; {other}more nodes"
     )
 
 
@@ -217,7 +217,7 @@ def state_bytes(run: RunPlan) -> int:
 
 
 def at_once(config: Config) -> int:
-    """Commits that lie on the disk while one is being written; those of ``keep_every`` come on top."""
+    """Commits on the disk while one is being written; those of ``keep_every`` come on top."""
     return config.checkpoint.keep + 1
 
 

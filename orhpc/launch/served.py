@@ -13,6 +13,8 @@ from subprocess import Popen
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError, EnvironmentUnavailable
 from orhpc.launch import processes
+from orhpc.launch.placement import Node
+from orhpc.launch.replicas import replicas_of
 from orhpc.ports import hold_port
 
 _MIN_LIFE_S = 30.0
@@ -22,8 +24,10 @@ _MIN_LIFE_S = 30.0
 class ServedEnvironments:
     """The environment servers that the job runs itself on this node."""
 
-    def __init__(self, config: Config, address: str, logs: Path, node: str) -> None:
-        self._config, self._address, self._logs, self._node = config, address, logs, node
+    def __init__(self, config: Config, node: Node, logs: Path) -> None:
+        """``logs``: folder of the servers' output."""
+        self._config, self._node, self._logs = config, node, logs
+        self._address = node.address
         self._commands: dict[str, tuple[list[str], Path]] = {}
         self._held: list[socket.socket] = []
         self._running: dict[str, Popen[bytes]] = {}
@@ -35,7 +39,7 @@ class ServedEnvironments:
         for name, settings in self._config.environments.items():
             if settings.serve is None:
                 continue
-            for replica in range(settings.replicas):
+            for replica in range(replicas_of(self._config, name, self._node.cpus)):
                 self._held.append(hold_port(self._address))
                 port = self._held[-1].getsockname()[1]
                 command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
@@ -43,7 +47,7 @@ class ServedEnvironments:
                 if settings.serve_options:
                     command += ["--options-json", json.dumps(settings.serve_options)]
                 label = f"{name.replace('/', '_')}_{replica}"
-                self._commands[label] = command, self._logs / f"environment_{label}_{self._node}.log"
+                self._commands[label] = command, self._logs / f"environment_{label}_{self._node.name}.log"
                 urls.setdefault(name, []).append(f"http://{self._address}:{port}")
         return urls
 

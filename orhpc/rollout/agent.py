@@ -3,7 +3,7 @@
 Tokens in, tokens out: the prompt of a turn is exactly the ids of the turn before it, prompt and
 sampled output, and the delta of what the environment said.  How a turn ended decides what follows:
 
-* ``stop``: its tool calls are executed in their order, or its text is the answer;
+* ``stop``: its tool calls are executed (:mod:`orhpc.rollout.turn_calls`), or its text is the answer;
 * ``length``: the rollout ends as LENGTH; a call that was cut off is not executed, nothing is made up;
 * ``abort``: sampling goes on from the partial turn, unless the run is stopping (ABORTED).
 
@@ -29,7 +29,7 @@ import inspect
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,17 +40,16 @@ from orhpc.errors import (
     BadTask,
     ConfigError,
     EnvironmentRaised,
-    MalformedToolCall,
     ModelError,
     OrhpcError,
     PromptTooLong,
 )
-from orhpc.rollout.chat import AssistantMessage, ChatFormat, chat_format
+from orhpc.rollout import turn_calls
+from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.draft import Draft, RolloutRequest
 from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results
 from orhpc.rollout.functions import load_function
 from orhpc.rollout.rewards import custom_reward, reduce_rewards
-from orhpc.rollout.tools import ToolResult, ToolSpec
 from orhpc.routes import RouteShape
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from orhpc.user_code import user_error
@@ -73,17 +72,13 @@ class Generate(Protocol):
     ) -> Generation: ...
 
 
-class AgentSession(Protocol):
+class AgentSession(turn_calls.CallableSession, Protocol):
     """What the loop needs of :class:`orhpc.rollout.session.Session`."""
 
     @property
     def prompt(self) -> str: ...
     @property
-    def tools(self) -> Sequence[ToolSpec]: ...
-    @property
     def terminal(self) -> bool: ...
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
-    async def answer(self, text: str) -> ToolResult: ...
 
 
 class AgentEnvironment(Protocol):
@@ -288,7 +283,9 @@ async def _converse(
             nudges += 1
             continue
         with draft.waiting("tools"):
-            results = await _act(session, message, draft)
+            results = await turn_calls.execute(
+                session, message, draft, at_once=context.settings.parallel_calls
+            )
         if results is None:
             return RolloutEnd.TERMINAL
         if number + 1 == context.settings.max_turns:
@@ -376,27 +373,3 @@ async def _sample(context: AgentContext, request: RolloutRequest, draft: Draft, 
         if finish is not FinishReason.STOP:
             draft.say("assistant", context.chat.codec.decode(draft.sampled), unfinished=str(finish))
         return finish
-
-
-async def _act(session: AgentSession, message: AssistantMessage, draft: Draft) -> list[str] | None:
-    """Execute a turn; returns what the model is to be told, None when the task is finished.
-
-    Calls after the one that finished the task are not made: every one would be refused.
-    """
-    if not message.tool_calls:
-        result = await session.answer(message.text)
-        draft.say_result("answer", result, is_call=False)
-        return [result.text] if result.error is not None and not result.finished else None
-    schemas = {tool.name: tool.schema for tool in session.tools}
-    results: list[str] = []
-    for call in message.tool_calls:
-        if isinstance(call, MalformedToolCall):
-            name, result = "", ToolResult(f"Error: {call}", error="malformed")
-        else:
-            name = call.name
-            result = await session.call(name, call.fitted(schemas.get(name, {})))
-        draft.say_result(name, result)
-        if result.finished:
-            return None
-        results.append(result.text)
-    return results

@@ -112,7 +112,7 @@ def _adapt(model: PreTrainedModel, config: Any) -> None:
 
 def _unusable(config: Any, where: str, error: Exception) -> ModelError:
     if isinstance(error, KeyError) and error.args == (packed_attention.NAME,):
-        # Its class looks its attention up in a table of its own, which has transformers' alone.
+        # Its class has a separate table of attention functions, with those of transformers only.
         return ModelError(
             f"{config.model_type} cannot be packed: transformers lets no other attention into it"
         )

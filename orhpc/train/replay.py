@@ -252,7 +252,7 @@ def weight_form(router: nn.Module, block: nn.Module, hidden: int) -> WeightForm:
             logits, weights, indices = _through_block(block, router, probe, inputs_NH, generator)
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
         raise ModelError(
-            f"routing replay: {kind} cannot be called by itself ({' '.join(str(error).split())[:200]}); "
+            f"routing replay: {kind} cannot be called alone ({' '.join(str(error).split())[:200]}); "
             "set train.routing_replay: false"
         ) from error
     factor = float(

@@ -1,4 +1,4 @@
-"""A first day on a GPU machine: the wheel beside carried packages, hub names trained, exports that answer.
+"""A first day on a GPU machine: the wheel with carried packages, hub names trained, exports that answer.
 
     python tests/gpu/first_day.py --wheel WHEEL --gguf SmolLM2.gguf --out DIR [--cases ...] [--seconds 540]
 

@@ -19,6 +19,7 @@ from orhpc.config_files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, StorageRefused
 from orhpc.launch import node, rendezvous
 from orhpc.launch.job import Job
+from orhpc.launch.placement import Node
 from orhpc.launch.ray_cluster import RayNode, make_token
 from orhpc.launch.ray_start import accepts
 from orhpc.launch.served import ServedEnvironments
@@ -27,6 +28,7 @@ from orhpc.rundir import RunDir
 from orhpc.storage import when_taken
 
 HOST = "127.0.0.1"
+NODE = Node("n0", HOST, cpus=8)
 
 
 def config_of(*overrides: str) -> Config:
@@ -34,7 +36,8 @@ def config_of(*overrides: str) -> Config:
 
 
 def test_ports_of_servers_are_held_until_they_start(tmp_path: Path) -> None:
-    servers = ServedEnvironments(config_of("environments.orhpc/letters.replicas=3"), HOST, tmp_path, "n0")
+    config = config_of("environments.orhpc/letters.replicas=3", "rollout.workers_per_node=3")
+    servers = ServedEnvironments(config, NODE, tmp_path)
     (urls,) = servers.reserve().values()
     ports = [int(url.rpartition(":")[2]) for url in urls]
     assert len(set(ports)) == 3
@@ -48,7 +51,7 @@ def test_ports_of_servers_are_held_until_they_start(tmp_path: Path) -> None:
 
 def test_servers_start_on_the_ports_that_were_held(tmp_path: Path) -> None:
     servers = ServedEnvironments(
-        config_of("environments.orhpc/letters.serve=no_such_module:Environment"), HOST, tmp_path, "n0"
+        config_of("environments.orhpc/letters.serve=no_such_module:Environment"), NODE, tmp_path
     )
     (url,) = servers.reserve()["orhpc/letters"]
     servers.start()

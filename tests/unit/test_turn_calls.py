@@ -1,0 +1,161 @@
+"""Several tool calls in one turn, one after the other and at the same time, on a real OpenReward server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openreward.environments import Environment as ServedEnvironment
+from openreward.environments import TextBlock, ToolOutput, tool
+from pydantic import BaseModel
+
+from orhpc.config import EnvironmentSettings, RolloutSettings
+from orhpc.errors import EnvironmentUnavailable
+from orhpc.rollout.agent import run_rollout
+from orhpc.rollout.environment import Environment
+from orhpc.rollout.tools import ToolResult
+from orhpc.types import Rollout, RolloutEnd
+from tests.scripted import CHATML, Policy, Room, chat, context, request
+from tests.served import serve
+
+CHAT = chat(CHATML)
+
+
+class Number(BaseModel):
+    number: int
+
+
+class Meeting(ServedEnvironment):
+    """``meet`` answers once two calls of it are there; ``note`` counts how many of it run at a time."""
+
+    def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
+        super().__init__(task_spec or {}, secrets or {})
+        self.present: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(2)}
+        self.running = self.most = 0
+
+    @classmethod
+    def list_splits(cls) -> list[str]:
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split: str) -> Any:
+        return [{}]
+
+    def get_prompt(self) -> list[TextBlock]:
+        return [TextBlock(text="Meet.")]
+
+    @tool(concurrent=True)
+    async def meet(self, place: Number) -> ToolOutput:
+        """Wait for the other; the first of the two answers last."""
+        self.present[place.number].set()
+        async with asyncio.timeout(5):
+            await self.present[1 - place.number].wait()
+        await asyncio.sleep(0.2 * (1 - place.number))
+        return ToolOutput(blocks=[TextBlock(text=f"met at {place.number}")])
+
+    @tool
+    async def note(self, number: Number) -> ToolOutput:
+        """Tell how many calls of this tool have run at the same time."""
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.05)
+        self.running -= 1
+        return ToolOutput(blocks=[TextBlock(text=f"{number.number}: {self.most}")])
+
+    @tool(concurrent=True)
+    async def finish(self, after: Number) -> ToolOutput:
+        """End the task."""
+        await asyncio.sleep(0.1 * after.number)
+        return ToolOutput(blocks=[TextBlock(text="")], reward=1.0, finished=True)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def on_the_server(text: str, **settings: Any) -> Rollout:
+    """A rollout whose policy writes this turn, and then a plain answer."""
+
+    async def body(url: str) -> Rollout:
+        environment = await Environment.open(
+            "Org/meeting", EnvironmentSettings(**settings), secrets={}, rollout=RolloutSettings(), url=url
+        )
+        try:
+            policy = Policy(CHAT, [text, "Done."])
+            return await run_rollout(context(environment, policy, CHAT, settings=settings), request())
+        finally:
+            await environment.close()
+
+    with serve(Meeting) as served:
+        return asyncio.run(asyncio.wait_for(body(served.url), 60))
+
+
+def told(rollout: Rollout) -> list[str]:
+    return [m["content"] for m in rollout.messages if m["role"] == "tool"]
+
+
+def test_calls_that_run_at_once_are_told_in_their_order() -> None:
+    rollout = on_the_server(call("meet", number=0) + call("meet", number=1), parallel_calls=2)
+    assert told(rollout) == ["met at 0", "met at 1"]
+    assert sum(turn.tool_calls for turn in rollout.turns) == 2
+
+
+def test_one_call_waits_for_the_other_unless_the_environment_says_otherwise() -> None:
+    rollout = on_the_server(call("note", number=0) + call("note", number=1))
+    assert told(rollout) == ["0: 1", "1: 1"]
+
+
+def test_the_server_keeps_calls_of_an_ordinary_tool_apart() -> None:
+    rollout = on_the_server("".join(call("note", number=i) for i in range(4)), parallel_calls=4)
+    assert told(rollout) == [f"{i}: 1" for i in range(4)]
+
+
+def test_a_call_refused_because_another_finished_the_task_is_not_the_models_error() -> None:
+    turn = "".join([call("finish", number=3), call("finish", number=1), call("note", number=1)])
+    rollout = on_the_server(turn, parallel_calls=2)
+    assert (rollout.end, rollout.reward) == (RolloutEnd.TERMINAL, 1.0)
+    assert [turn.malformed for turn in rollout.turns] == [0]
+    assert len(told(rollout)) == 1
+
+
+class Slow(Room):
+    """Every call takes the seconds that it is told; counts how many ran at once."""
+
+    running = most = 0
+    given_up = 0
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(arguments["s"])
+            return await super().call(name, arguments)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_no_more_calls_run_at_once_than_the_setting_says(at_once: int) -> None:
+    room = Slow(answers={"wait": [f"{i}" for i in range(7)]})
+    policy = Policy(CHAT, ["".join(call("wait", s=0.01) for _ in range(7)), "Done."])
+    rollout = asyncio.run(
+        run_rollout(context(room, policy, CHAT, settings={"parallel_calls": at_once}), request())
+    )
+    assert room.most == min(at_once, 7)
+    assert len(told(rollout)) == 7
+
+
+def test_a_failure_gives_the_other_calls_up_and_keeps_what_was_said() -> None:
+    room = Slow(answers={"wait": ["first", EnvironmentUnavailable("gone"), "never"]})
+    turn = call("wait", s=0.0) + call("wait", s=0.05) + call("wait", s=30)
+    with pytest.raises(EnvironmentUnavailable, match="gone") as caught:
+        asyncio.run(
+            run_rollout(context(room, Policy(CHAT, [turn]), CHAT, settings={"parallel_calls": 3}), request())
+        )
+    assert room.given_up == 1
+    assert [m["content"] for m in caught.value.transcript or [] if m["role"] == "tool"] == ["first"]
