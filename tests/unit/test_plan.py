@@ -288,7 +288,7 @@ def test_a_node_must_hold_what_sleeps_and_what_is_committed(
         capsys.readouterr()
         assert main([*words, *more, f"placement.host_memory_gib={gib * 0.99999}"]) == EXIT_PREFLIGHT
         said = capsys.readouterr()
-        assert f"{gib:.2f} GiB beside what processes take" in said.err
+        assert f"{gib:.2f} GiB in addition to what processes take" in said.err
         assert ("being committed" in said.out) == (not setting)
         assert said.err.strip().endswith(
             "; more nodes" if setting else "spare_host_memory=true, or more nodes"
