@@ -22,6 +22,7 @@ from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers
 from orhpc.fleet.weight_sync import WeightSync
 from orhpc.launch.model import model_folder
 from orhpc.launch.placement import Placement
+from orhpc.launch.ray_start import use_loopback
 from orhpc.record import RolloutFile
 from orhpc.rollout.producer import Position, Producer, Taken
 from orhpc.rollout.replay import ReplayProducer
@@ -362,6 +363,7 @@ def ray_connect(placement: Placement, token: Path) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     os.environ["RAY_COLOR_PREFIX"] = "0"  # what other processes print goes into a file
+    use_loopback()
     ray.init(
         address=placement.ray_address,
         log_to_driver=True,

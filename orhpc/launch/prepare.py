@@ -5,12 +5,16 @@ Nothing is started here.  The order of all checks is in :mod:`orhpc.launch.check
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+from packaging.version import Version
 
 from orhpc.commits import read_manifest
 from orhpc.config import Config
@@ -21,6 +25,9 @@ from orhpc.rundir import RunDir, write_atomic
 from orhpc.secrets import resolve_secrets
 
 SERVICE_KEY = "OPENREWARD_API_KEY"
+_LEAST = {"ray": "2.60", "starlette": "1.0.1"}
+"""Ray before 2.52 ignores the job's token, and one whose GCS keeps nothing on disk ends with it; Starlette
+before 1.0.1 lets a Host header pass the key of SGLang's engines."""
 
 
 def run_directory(config: Config) -> RunDir:
@@ -134,12 +141,34 @@ def check_machine(config: Config) -> None:
             f"{', '.join(missing)}: not installed for {sys.executable}; pip install 'orhpc[{extra}]' "
             "(orhpc doctor says more)"
         )
+    check_versions(_LEAST)
     if config.placement.device == "cuda":
         gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
         if gpus < config.placement.devices_per_node:
             raise PreflightError(
                 f"placement.devices_per_node: {config.placement.devices_per_node} GPUs asked for, "
                 f"this machine has {gpus}; configs/local.yaml and configs/tiny.yaml run without"
+            )
+
+
+def check_versions(least: Mapping[str, str]) -> None:
+    """Check the versions of installed packages without loading them.
+
+    Args:
+        least: name to the oldest version; a package that is not installed is passed over.
+
+    Raises:
+        PreflightError: one is older.
+    """
+    for name, oldest in least.items():
+        try:
+            there = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if Version(there) < Version(oldest):
+            raise PreflightError(
+                f"{name} {there}: refused, older than {oldest} strangers on the node get in, or bring it "
+                f"down; pip install '{name}>={oldest}'"
             )
 
 

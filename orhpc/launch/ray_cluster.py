@@ -16,11 +16,11 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from orhpc.errors import RayLost
 from orhpc.launch import processes
+from orhpc.launch.caches import kept_caches
 from orhpc.launch.ray_start import accepts
 from orhpc.launch.scratch import Scratch
 from orhpc.launch.traffic import NO_PROXY
@@ -39,6 +39,7 @@ _SERVERS = (
 _WORKERS = 200
 _PORTS = len(_SERVERS) + _WORKERS
 """Ports of one node beside the head's own."""
+_RECONNECT_S = 20
 _HEAD_STARTS = 3
 """How often a head is begun that ends before it can be joined."""
 _JOINED = "ray_current_cluster"
@@ -61,7 +62,8 @@ def ray_environment(token: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+        # A GCS that has ended is back within seconds, a head that is gone is not: then nodes leave soon.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(_RECONNECT_S),
         "RAY_DEDUP_LOGS": "0",
         # Ray's workers, so trainers and engines, run at nice 15 else: any other process comes before them.
         "RAY_worker_niceness": "0",
@@ -153,14 +155,13 @@ class RayNode:
 
     def environment(self) -> dict[str, str]:
         """Variables of every process of the job on this node that talks to Ray."""
-        # What compilers keep is worth more than one attempt.
-        caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(
-            Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-        )
         return {
             **ray_environment(self._token),
             "TMPDIR": str(self._scratch.temporary),
-            "TORCHINDUCTOR_CACHE_DIR": caches,
+            **kept_caches(os.environ),
+            # What the GCS knows outlives it: it is started again where it ends (:mod:`ray_start`).
+            "RAY_gcs_storage": "rocksdb",
+            "RAY_gcs_storage_path": str(self._scratch.path / "gcs"),
         }
 
     def _start(

@@ -10,8 +10,10 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _PREFIX = "orhpc-ray-"
@@ -50,25 +52,33 @@ def sweep(parent: Path) -> list[Path]:
     """Remove this user's folders of dead attempts; returns them."""
     removed: list[Path] = []
     for folder in parent.glob(f"{_PREFIX}*"):
-        try:
-            about = folder.stat()
-            if about.st_uid == os.getuid() and _is_dead(folder, time.time() - about.st_mtime):
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder)
-        except FileNotFoundError:
-            continue  # another start was faster
+        about = _own(folder, stat.S_ISDIR)
+        if about is not None and _is_dead(folder, time.time() - about.st_mtime):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
     return removed
+
+
+def _own(path: Path, kind: Callable[[int], bool]) -> os.stat_result | None:
+    """What is at a path, if it is this user's and of that kind; links are not followed."""
+    try:
+        about = path.lstat()
+    except FileNotFoundError:  # another start was faster
+        return None
+    return about if about.st_uid == os.getuid() and kind(about.st_mode) else None
 
 
 def _is_dead(folder: Path, age_s: float) -> bool:
     try:
-        with (folder / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    except BlockingIOError:
-        return False
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return age_s > _YOUNG_S
+    with os.fdopen(descriptor) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def sweep_shared_memory(folder: Path = Path("/dev/shm")) -> list[Path]:  # noqa: S108 - where torch has it
@@ -81,19 +91,12 @@ def sweep_shared_memory(folder: Path = Path("/dev/shm")) -> list[Path]:  # noqa:
     found = {
         f: int(m[1]) for f in folder.glob("torch_*") if (m := re.fullmatch(r"torch_(\d+)_\d+_\d+", f.name))
     }
-    dead = [f for f, maker in found.items() if _is_own(f) and not Path(f"/proc/{maker}").exists()]
+    dead = [f for f, maker in found.items() if _own(f, stat.S_ISREG) and not Path(f"/proc/{maker}").exists()]
     mapped = _mapped(folder) if dead else set()
     removed = [f for f in dead if str(f) not in mapped]
     for file in removed:
         file.unlink(missing_ok=True)
     return removed
-
-
-def _is_own(file: Path) -> bool:
-    try:
-        return file.stat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return False
 
 
 def _mapped(folder: Path) -> set[str]:
@@ -112,5 +115,5 @@ def sweep_job_folders(jobs: set[str], own: Path) -> None:
     """Remove the batch shells' folders of earlier starts of these jobs: a killed shell leaves its own."""
     for job in jobs:
         for folder in own.parent.glob(f"orhpc-{job}-*"):
-            if folder != own and folder.stat().st_uid == os.getuid():
+            if folder != own and _own(folder, stat.S_ISDIR):
                 shutil.rmtree(folder, ignore_errors=True)

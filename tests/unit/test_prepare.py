@@ -8,9 +8,9 @@ import pytest
 
 from orhpc.config import Config
 from orhpc.config_files import load_config
-from orhpc.errors import ConfigError
+from orhpc.errors import ConfigError, PreflightError
 from orhpc.events import EventLog
-from orhpc.launch.prepare import write_config
+from orhpc.launch.prepare import check_versions, write_config
 from orhpc.rundir import RunDir
 
 
@@ -57,3 +57,9 @@ def test_a_run_with_a_step_refuses_what_would_make_it_another(run: RunDir, how: 
     run.config.write_text("train: {a_setting_of_another_release: 1}")
     with pytest.raises(ConfigError, match="a_setting_of_another_release"):
         write_config(run, config())
+
+
+def test_versions_that_let_strangers_in_are_refused() -> None:
+    check_versions({"ray": "2.60", "no-such-package": "1"})
+    with pytest.raises(PreflightError, match=r"ray [\d.]+: refused, older than 999"):
+        check_versions({"ray": "999"})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orhpc.launch import processes
-from orhpc.launch.scratch import Scratch, sweep, sweep_shared_memory
+from orhpc.launch.scratch import Scratch, sweep, sweep_job_folders, sweep_shared_memory
 
 
 @pytest.fixture
@@ -73,3 +73,19 @@ def test_stopping_a_child_ends_what_it_had_started(tmp_path: Path) -> None:
     assert time.monotonic() - start < 10
     assert not processes.alive(stubborn)
     assert child.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("leads_to", ["nowhere", "itself", "file", "folder"])
+def test_links_with_names_of_ours_hinder_nothing(tmp_path: Path, leads_to: str) -> None:
+    """Anybody may make them in /tmp and /dev/shm, also ones that lead to what is ours."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name in ("orhpc-ray-planted", "torch_1_1_1", "orhpc-77-planted"):
+        link = tmp_path / name
+        link.symlink_to(link if leads_to == "itself" else tmp_path / leads_to)
+    os.utime(tmp_path / "folder", (0, 0))
+    assert sweep(tmp_path) == []
+    assert sweep_shared_memory(tmp_path) == []
+    sweep_job_folders({"77"}, tmp_path / "orhpc-77-own")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "folder").is_dir()

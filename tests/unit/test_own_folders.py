@@ -1,0 +1,76 @@
+"""What is loaded later comes only from folders that nobody else can change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orhpc.errors import PreflightError
+from orhpc.launch.caches import kept_caches
+from orhpc.own_folders import require_own
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "folder"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def test_a_folder_of_ours_is_taken(folder: Path) -> None:
+    require_own(folder, "it")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777])
+def test_a_folder_that_others_write_to_is_refused_with_what_to_do(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
+    with pytest.raises(PreflightError, match=f"chmod go-w {folder}"):
+        require_own(folder, "it")
+
+
+def test_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(PreflightError, match="is a link"):
+        require_own(tmp_path / "link", "it")
+
+
+def test_a_folder_that_others_can_replace_is_refused(folder: Path) -> None:
+    folder.parent.chmod(0o777)
+    with pytest.raises(PreflightError, match="may replace"):
+        require_own(folder, "it")
+    folder.parent.chmod(0o1777)  # as /tmp: only its owner can rename it
+    require_own(folder, "it")
+
+
+@needs_root
+def test_another_users_folder_is_refused(folder: Path) -> None:
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(PreflightError, match="belongs to another user"):
+        require_own(folder, "it")
+
+
+@needs_root
+def test_compiled_code_is_never_read_from_a_folder_that_another_user_has_made(tmp_path: Path) -> None:
+    planted = tmp_path / "torchinductor"
+    planted.mkdir(mode=0o755)
+    os.chown(planted, 12345, 12345)
+    with pytest.raises(PreflightError, match=r"TORCHINDUCTOR_CACHE_DIR: .* belongs to another user"):
+        kept_caches({"HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(planted)})
+
+
+def test_caches_are_in_the_users_home_and_closed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    kept = kept_caches({"HOME": str(tmp_path)})
+    assert set(kept) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    for folder in map(Path, kept.values()):
+        assert folder.is_relative_to(tmp_path / ".cache" / "orhpc")
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert kept_caches({"HOME": str(tmp_path)}) == kept
+
+
+def test_without_a_home_nothing_is_kept() -> None:
+    assert kept_caches({"HOME": "/proc/nowhere"}) == {}

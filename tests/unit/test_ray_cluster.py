@@ -1,0 +1,128 @@
+"""A job's Ray: who may talk to it, where it listens, and what the end of its GCS costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orhpc.launch.ray_cluster import RayNode, make_token
+from orhpc.launch.ray_start import accepts
+
+HOST = "127.0.0.1"
+
+DRIVER = """
+import json, os, signal, sys, time
+import ray
+from orhpc.launch.placement import Node, Placement
+from orhpc.parts import ray_connect
+from pathlib import Path
+
+ray_connect(Placement((Node("n0", "127.0.0.1", 1),), (), (), (), ray_address=sys.argv[1]), Path(sys.argv[2]))
+
+@ray.remote(num_cpus=0)
+class Counter:
+    def __init__(self): self.count = 0
+    def add(self): self.count += 1; return self.count
+
+counter = Counter.remote()
+assert ray.get(counter.add.remote(), timeout=60) == 1
+print("counting", flush=True)
+sys.stdin.readline()
+assert ray.get(counter.add.remote(), timeout=60) == 2, "the actor's state is gone"
+assert ray.get(Counter.remote().add.remote(), timeout=60) == 1, "no new actor"
+print("still counting", flush=True)
+os._exit(0)
+"""
+
+
+def gcs_of(head: RayNode) -> psutil.Process:
+    assert head._process is not None
+    below = psutil.Process(head._process.pid).children(recursive=True)
+    (gcs,) = [p for p in below if p.name() == "gcs_server" and p.status() != psutil.STATUS_ZOMBIE]
+    return gcs
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayNode, str, Path]]:
+    folder = tmp_path_factory.mktemp("ray")
+    token = make_token(folder)
+    node = RayNode("n0", HOST, token, folder / "ray.log", cpus=1, object_store_bytes=10**8)
+    try:
+        node.begin_head()
+        yield node, node.await_head(), token
+    finally:
+        node.stop()
+
+
+def ask(address: str, method: str, token: str | None) -> str:
+    """Send Ray's GCS an empty request from a process without its environment; returns the answer's status."""
+    code = """
+import grpc, json, sys
+address, method, token = json.loads(sys.argv[1])
+ask = grpc.insecure_channel(address).stream_stream(method)
+try:
+    list(ask(iter([b""]), timeout=10, metadata=[("authorization", f"Bearer {token}")] if token else []))
+    print("OK")
+except grpc.RpcError as error:
+    print(error.code().name)
+"""
+    words = [sys.executable, "-c", code, json.dumps([address, method, token])]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+
+
+@pytest.mark.slow
+def test_without_the_token_ray_answers_nothing(head: tuple[RayNode, str, Path]) -> None:
+    _, address, token = head
+    assert ask(address, NODES, token.read_text()) == "OK"
+    assert ask(address, NODES, None) == "UNAUTHENTICATED"
+    assert ask(address, NODES, "x" * 43) == "UNAUTHENTICATED"
+
+
+@pytest.mark.slow
+def test_on_loopback_ray_listens_nowhere_else(head: tuple[RayNode, str, Path]) -> None:
+    node, _, _ = head
+    assert node._process is not None
+    processes = psutil.Process(node._process.pid).children(recursive=True)
+    listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"}
+    assert listening
+    assert listening <= {HOST, f"::ffff:{HOST}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["a signal", "a request without the token"])
+def test_actors_outlive_the_gcs(head: tuple[RayNode, str, Path], by: str, tmp_path: Path) -> None:
+    node, address, token = head
+    env = {**os.environ, **node.environment()}
+    command = [sys.executable, "-c", DRIVER, address, str(token)]
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as driver,
+    ):
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "counting\n", (tmp_path / "said").read_text()[-2000:]
+        gcs = gcs_of(node)
+        if by == "a signal":
+            gcs.kill()
+            gcs.wait(10)
+        elif ask(address, "/ray.rpc.syncer.RaySyncer/StartSync", None) != "UNAUTHENTICATED":
+            gcs.wait(10)  # Ray 2.60 aborts
+        driver.stdin.write("go on\n")
+        driver.stdin.flush()
+        assert driver.stdout.readline() == "still counting\n", (tmp_path / "said").read_text()[-2000:]
+        assert driver.wait(60) == 0
+    assert gcs_of(node).is_running()
+    assert node.alive()
+    assert accepts(HOST, int(address.rpartition(":")[2]))
