@@ -16,10 +16,13 @@ from pathlib import Path
 from subprocess import Popen
 
 from orhpc.config import Config
+from orhpc.errors import EXIT_FAILED, EXIT_REQUEUE, RayLost, policy_of
+from orhpc.events import EventLog, read_events, steps_of
 from orhpc.launch import processes
-from orhpc.launch.placement import Node, plan
+from orhpc.launch.placement import Node, Placement, plan
 from orhpc.launch.ray_cluster import RayNode, make_token
 from orhpc.launch.served import ServedEnvironments
+from orhpc.launch.traffic import say
 from orhpc.rundir import RunDir, write_atomic
 
 TICK_S = 0.2
@@ -31,6 +34,10 @@ Gather = Callable[[Urls], tuple[tuple[Node, ...], Urls]]
 Settle = Callable[[RayNode], None]
 """Waits, within limits, for the raylets of all nodes; given this node's."""
 SECRETS = ("engine.key", "ray.token")
+_RAY_NOTICED_S = 3.0
+"""``ray start`` looks once a second whether its processes are there."""
+_WITHOUT_RAY = (EXIT_FAILED, EXIT_REQUEUE)
+"""Exit statuses that a driver may have ended with because Ray was gone."""
 
 
 def run_first_node(
@@ -62,22 +69,17 @@ def run_first_node(
         The driver's exit status: negative when a signal ended it.
 
     Raises:
-        RayLost: Ray's head did not start.
+        RayLost: Ray's head did not start, or Ray ended too often.
         EnvironmentUnavailable: a served environment cannot run.
         OrhpcError: whatever ``gather`` raises.
     """
-    parts = _Parts(rundir, attempt, config, node)
+    parts = _Parts(rundir, attempt, config, node, stop_file, max_tokens)
     try:
-        driver = parts.bring_up(stop_file, gather, settle, max_tokens)
-        while driver.poll() is None:
-            tick()
-            parts.environments.keep_up()
-            if kill():
-                driver.kill()
-            time.sleep(TICK_S)
+        parts.bring_up(gather, settle)
+        status = parts.wait(tick, kill)
         tick()
-        driver_ended(driver.returncode)
-        return driver.returncode
+        driver_ended(status)
+        return status
     finally:
         parts.take_down()
 
@@ -85,46 +87,112 @@ def run_first_node(
 class _Parts:
     """The processes and secrets of the first node."""
 
-    def __init__(self, rundir: RunDir, attempt: int, config: Config, node: Node) -> None:
+    def __init__(
+        self,
+        rundir: RunDir,
+        attempt: int,
+        config: Config,
+        node: Node,
+        stop_file: Path,
+        max_tokens: int | None,
+    ) -> None:
         self._rundir, self._attempt, self._config, self._node = rundir, attempt, config, node
+        self._stop_file, self._max_tokens = stop_file, max_tokens
         self._folder = rundir.attempt(attempt)
         self.environments = ServedEnvironments(config, node, self._folder)
+        self._token = self._folder / "ray.token"
+        self._placement: Placement | None = None
+        self._settle: Settle | None = None
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
 
-    def bring_up(
-        self, stop_file: Path, gather: Gather | None, settle: Settle | None, max_tokens: int | None
-    ) -> Popen[bytes]:
+    def bring_up(self, gather: Gather | None, settle: Settle | None) -> None:
         """Start everything; Ray's head comes up while the other nodes are waited for.
 
         Raylets come first: environment servers and the driver take seconds of Python to load, and
         would compete with them for the cores before Ray is there on all nodes.
         """
-        config, node, folder = self._config, self._node, self._folder
-        write_secret(folder / "engine.key")
+        self._settle = settle
+        write_secret(self._folder / "engine.key")
         urls = self.environments.reserve()
-        ray = self._ray = RayNode(
-            node.name, node.address, make_token(folder), folder / "ray.log",
+        make_token(self._folder)
+        ray = self._begin_ray()
+        if settle is None:
+            self.environments.start()
+        nodes, urls = gather(urls) if gather else ((self._node,), urls)
+        self._placement = replace(plan(self._config, nodes), environments=urls)
+        self._start_driver(ray)
+        if settle is not None:
+            self.environments.start()
+
+    def wait(self, tick: Callable[[], None], kill: Callable[[], bool]) -> int:
+        """Wait for the driver, and start Ray and a driver again, in place, where Ray is lost.
+
+        Returns the driver's exit status.  Raises RayLost when it is lost after a stop, or more often than the
+        policy table allows without a new step.
+        """
+        failures, step = 0, -1
+        while True:
+            try:
+                return self._wait_once(tick, kill)
+            except RayLost as error:
+                reached = max(steps_of(read_events(self._rundir.events)), default=0)
+                failures, step = (failures + 1 if reached <= step else 1), reached
+                policy = policy_of(error)
+                if failures > policy.budget or self._stop_file.exists() or kill():
+                    raise
+                say(f"{error}; it is started again")
+                events = EventLog(self._rundir.events, self._attempt)
+                events.write("restart", kind="RayLost", error=str(error), exit_code=policy.exit_code)
+                events.close()
+                self._end_ray()
+                self._start_driver(self._begin_ray())
+
+    def _wait_once(self, tick: Callable[[], None], kill: Callable[[], bool]) -> int:
+        driver, ray = self._driver, self._ray
+        assert driver is not None
+        assert ray is not None
+        while driver.poll() is None and ray.alive():
+            tick()
+            self.environments.keep_up()
+            if kill():
+                driver.kill()
+            time.sleep(TICK_S)
+        # A driver may notice before us, and then ends without a word.
+        is_suspect = driver.poll() is None or driver.returncode in _WITHOUT_RAY or driver.returncode < 0
+        if is_suspect and not kill() and processes.wait_until(lambda: not ray.alive(), _RAY_NOTICED_S):
+            raise RayLost(f"Ray's processes on {self._node.name} ended: {ray.last_words()}")
+        return driver.wait()
+
+    def _begin_ray(self) -> RayNode:
+        node, config = self._node, self._config
+        self._ray = RayNode(
+            node.name, node.address, self._token, self._folder / "ray.log",
             cpus=plan(config, (node,) * config.placement.nodes).processes_on(0),
             object_store_bytes=object_store_bytes(),
         )  # fmt: skip
-        ray.begin_head()
-        if settle is None:
-            self.environments.start()
-        nodes, urls = gather(urls) if gather else ((node,), urls)
-        placement = replace(plan(config, nodes), environments=urls, ray_address=ray.await_head())
-        write_atomic(folder / "placement.yaml", placement.to_yaml())
-        if settle is not None:
-            settle(ray)
-            self.environments.start()
-        self._driver = _start_driver(self._rundir, self._attempt, stop_file, ray.environment(), max_tokens)
-        return self._driver
+        self._ray.begin_head()
+        return self._ray
 
-    def take_down(self) -> None:
+    def _start_driver(self, ray: RayNode) -> None:
+        """Wait for Ray's head, tell the other nodes where it is, and start the driver."""
+        assert self._placement is not None
+        placement = replace(self._placement, ray_address=ray.await_head())
+        write_atomic(self._folder / "placement.yaml", placement.to_yaml())
+        if self._settle is not None:
+            self._settle(ray)
+        self._driver = _start_driver(
+            self._rundir, self._attempt, self._stop_file, ray.environment(), self._max_tokens
+        )
+
+    def _end_ray(self) -> None:
         if self._driver is not None:
             processes.stop(self._driver, grace_s=5.0)
         if self._ray is not None:
             self._ray.stop()
+
+    def take_down(self) -> None:
+        self._end_ray()
         self.environments.stop()
         for secret in SECRETS:
             (self._folder / secret).unlink(missing_ok=True)

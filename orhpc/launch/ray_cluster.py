@@ -147,6 +147,10 @@ class RayNode:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def last_words(self) -> str:
+        """The last line of its log, and where that is."""
+        return f"{processes.last_line(self._log)} ({self._log})"
+
     def stop(self) -> None:
         """End this node's Ray processes and remove what they left on it."""
         if self._process is not None:
