@@ -39,8 +39,8 @@ def known_jobs(rundir: RunDir) -> list[str]:
 def _job_in(path: Path) -> str | None:
     try:
         return str(json.loads(path.read_text())["job"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None  # no file, or one that a crash of the filesystem has torn
 
 
 def check_free(rundir: RunDir, job: str | None = None) -> None:
