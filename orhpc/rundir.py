@@ -160,6 +160,18 @@ class RunDir:
             attempt, below = start.attempt, start.step
         return chain
 
+    def held_by(self) -> str | None:
+        """The process that holds the run directory by :meth:`held`; None: none does."""
+        try:
+            with (self.path / "lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return lock.read().strip() or "another process"
+        except FileNotFoundError:
+            pass
+        return None
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the run directory for this process, by a file lock that dies with it.

@@ -88,6 +88,8 @@ submit_successor() {
   [ -z "${SLURM_GPUS_PER_NODE:-}" ] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
   patiently sbatch "${options[@]}" "$0" "$@" || { echo "$said" && return 1; }
   successor=$(sed -n 's/^\([0-9][0-9]*\)\(;.*\)*$/\1/p' <<<"$said")
+  echo "$successor" >"$job_folder/successor"
+  [ -z "${attempt:-}" ] || echo "$successor" >"$attempt/successor"
   echo "orhpc: job $successor takes over from here"
 }
 end() {

@@ -85,6 +85,12 @@ def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
         return None
 
 
+def known(rundir: RunDir) -> list[Outcome]:
+    """The outcomes that have been written down, oldest first; nothing is judged."""
+    numbers = range(1, rundir.newest_attempt() + 1)
+    return [outcome for number in numbers if (outcome := outcome_of(rundir, number))]
+
+
 def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
     """Every SLURM attempt's outcome, oldest first; the silent ones are judged and written down.
 

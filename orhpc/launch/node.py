@@ -44,6 +44,7 @@ from orhpc.launch.ray_cluster import RayNode
 from orhpc.launch.scratch import sweep_job_folders
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.words import split_words
+from orhpc.rundir import write_atomic
 from orhpc.storage import probe, when_taken
 
 _COMPLAINTS_S = 2.0
@@ -120,6 +121,8 @@ class FirstNode:
             script_started=self.job.started,
         )
         (self.job.folder / "attempt").write_text(str(self.rundir.attempt(attempt)))
+        if (successor := self.job.folder / holder.SUCCESSOR).exists():
+            write_atomic(self.rundir.attempt(attempt) / holder.SUCCESSOR, successor.read_text())
         rendezvous.announce(self.rundir, self.job, attempt=attempt)
         return self._lead(attempt)
 
