@@ -113,7 +113,8 @@ def status(options: argparse.Namespace) -> int:
         "last_failure": failures[-1] if failures else None,
     }
     if options.json:
-        print(json.dumps(about | {"jobs": dict(job_commands.jobs(run))}))
+        standing = job_commands.Standing.of(run)
+        print(json.dumps(about | {"jobs": standing.jobs, "standing": standing.line}))
         return EXIT_OK
     print(f"{about['run']}: step {about['step']} of {about['steps']}, attempt {about['attempts']}")
     print(f"committed: {', '.join(about['committed']) or 'nothing yet'}")

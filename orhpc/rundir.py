@@ -80,9 +80,7 @@ class RunDir:
 
     def newest_attempt(self) -> int:
         """Number of the newest attempt; 0 before the first."""
-        if not self.attempts.is_dir():
-            return 0
-        return max((int(p.name) for p in self.attempts.iterdir() if p.name.isdigit()), default=0)
+        return max((int(name) for name in _names_in(self.attempts) if name.isdigit()), default=0)
 
     def begin_attempt(self, **facts: Any) -> int:
         """Claim the next attempt number; ``facts`` go into its ``attempt.json``."""
@@ -107,6 +105,14 @@ class RunDir:
         link.replace(self.attempts / "latest")
         return number
 
+    def attempt_facts(self, number: int) -> dict[str, Any]:
+        """What an attempt's ``attempt.json`` says; empty where it died within its first millisecond."""
+        try:
+            facts = json.loads((self.attempt(number) / "attempt.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return facts if isinstance(facts, dict) else {}
+
     def record_start(self, number: int, started_from: CommitName | None) -> None:
         """Fix what an attempt starts from; later commits of older attempts count no more.
 
@@ -123,6 +129,7 @@ class RunDir:
 
         Raises:
             FileNotFoundError: the attempt ended before it chose.
+            ValueError: the file is torn.
         """
         record = json.loads((self.attempt(number) / "start.json").read_text())
         return CommitName.parse(record["started_from"] or "")
@@ -133,7 +140,8 @@ class RunDir:
         The newest attempt's own commits, then those its starting commit stands on, and so on.
         Commits an older attempt made after a newer one had started are left out.
         """
-        found = [c for p in self.checkpoints.glob("step_*") if (c := CommitName.parse(p.name))]
+        # Not by glob, which takes a folder that cannot be read for an empty one: the run would begin again.
+        found = [c for name in _names_in(self.checkpoints) if (c := CommitName.parse(name))]
         chain: list[CommitName] = []
         attempt, below = self.newest_attempt(), None
         while attempt > 0:
@@ -144,10 +152,25 @@ class RunDir:
             except FileNotFoundError:  # it died before it could commit anything
                 attempt -= 1
                 continue
+            except (ValueError, KeyError, TypeError):  # torn by a crash of the filesystem
+                attempt, below = attempt - 1, min([c.step for c in own], default=below)
+                continue
             if start is None:
                 break
             attempt, below = start.attempt, start.step
         return chain
+
+    def held_by(self) -> str | None:
+        """The process that holds the run directory by :meth:`held`; None: none does."""
+        try:
+            with (self.path / "lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return lock.read().strip() or "another process"
+        except FileNotFoundError:
+            pass
+        return None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -171,6 +194,18 @@ class RunDir:
             yield
         finally:
             lock.close()
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Names in a folder; none where there is no such folder.
+
+    Raises:
+        OSError: the filesystem does not say.
+    """
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names are all that is wanted
+    except FileNotFoundError:
+        return []
 
 
 def write_atomic(path: Path, text: str) -> None:

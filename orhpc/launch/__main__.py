@@ -55,7 +55,7 @@ def dry_run(config: Config, path: str, overrides: list[str]) -> int:
     lead = slurm.signal_lead(config, rundir)
     options, script_arguments = slurm.sbatch_words(config, rundir, path, overrides)
     print("# submitted as\nsbatch " + shlex.join([*options, "SCRIPT", *script_arguments]))
-    print("\n# batch script\n" + slurm.render(config, lead))
+    print("\n# batch script\n" + slurm.render(config, lead, slurm.own_python()))
     print("# resolved config\n" + dump_config(config))
     cpus = config.slurm.cpus_per_task or local_node().cpus
     nodes = tuple(Node(f"node{i}", f"address-of-node{i}", cpus) for i in range(config.placement.nodes))

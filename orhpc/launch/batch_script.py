@@ -4,6 +4,8 @@ The shell does only what has to happen on the host itself, outside any container
 into a stop file, waits for the commit, and asks SLURM to run the job again.  A job that its user
 cancelled is no longer RUNNING by then, and never returns.  Where SLURM may not requeue the job, a
 successor waits from the start on, so that it comes back even after its first node has lost power.
+SLURM's controller may be away for minutes, so what decides about the job's return is asked again
+until there is an answer.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ if [ -z "$python" ]; then
   python=${ORHPC_PYTHON:-python3}
   [ -n "${ORHPC_PYTHON:-}" ] || [ ! -x .venv/bin/python ] || python=.venv/bin/python
 fi
+@CHECK@
 
 job_folder=$(mktemp -d "/tmp/orhpc-$SLURM_JOB_ID-XXXXXX") || exit 1
 trap 'rm -rf "$job_folder"' EXIT
 export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$SLURM_JOB_ID} ORHPC_STARTED=$(date +%s.%N)
+ORHPC_OUTPUT=$(readlink -f "/proc/$$/fd/2")
+export ORHPC_OUTPUT
 
 about_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null; }
 field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
@@ -50,31 +55,75 @@ stop() {
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
 
+# Runs a command of SLURM, again while the controller is away: its restart may take minutes.
+# Leaves in $said what the command printed; fails where SLURM refuses, or stays away for too long.
+patience=1800
+patiently() {
+  local end=$((SECONDS + patience)) told=
+  until said=$(timeout 60 "$@" 2>&1); do
+    case $said in
+      "" | *"Unable to contact slurm"* | *"timed out"* | *"standby mode"* | *"Zero Bytes"*) ;;
+      *) return 1 ;;
+    esac
+    [ "$SECONDS" -lt "$end" ] || return 1
+    [ -n "$told" ] || echo "orhpc: $1: SLURM's controller does not answer; waiting for up to $patience s"
+    told=1
+    sleep 3
+  done
+}
+
 # Where SLURM may not requeue the job: the same script as a new job, which starts when this one has failed.
 successor=
 submit_successor() {
-  when=$1 about=" $(about_job) "
+  when=$1
   shift
-  options=(--parsable --dependency="$when:$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --chdir="$PWD")
+  patiently scontrol show job --oneliner "$SLURM_JOB_ID"
+  about=" $said "
+  options=(--parsable --export=ALL --dependency="$when:$SLURM_JOB_ID" --chdir="$PWD")
+  options+=(--nodes="$SLURM_JOB_NUM_NODES")
   options+=(--job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION")
   options+=(--time="$(field TimeLimit)" --output="$(field StdOut)")
   [ -z "${SLURM_JOB_ACCOUNT:-}" ] || options+=(--account="$SLURM_JOB_ACCOUNT")
   [ -z "${SLURM_JOB_QOS:-}" ] || options+=(--qos="$SLURM_JOB_QOS")
   [ -z "${SLURM_GPUS_PER_NODE:-}" ] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
-  successor=$(timeout 60 sbatch "${options[@]}" "$0" "$@") &&
-    echo "orhpc: job $successor takes over from here"
+  patiently sbatch "${options[@]}" "$0" "$@" || { echo "$said" && return 1; }
+  successor=$(sed -n 's/^\([0-9][0-9]*\)\(;.*\)*$/\1/p' <<<"$said")
+  echo "$successor" >"$job_folder/successor"
+  [ -z "${attempt:-}" ] || echo "$successor" >"$attempt/successor"
+  echo "orhpc: job $successor takes over from here"
 }
 end() {
-  [ -z "$successor" ] || timeout 20 scancel "$successor"
+  [ -z "$successor" ] || patiently scancel "$successor"
   exit "$1"
 }
 case " $(about_job) " in *" Requeue=0 "*) submit_successor afternotok "$@" ;; esac
 
+# The controller ends a step by its number, and repeats that a minute later where a node was slow to answer.
+# A requeued job counts its steps from 0 again, so the repetition would end the new start.  Every other
+# start therefore uses up number 0.
+if [ $((${SLURM_RESTART_COUNT:-0} % 2)) = 1 ]; then
+  timeout 60 srun --nodes=1 --ntasks=1 --mpi=none --export=ALL true
+fi
+
+# srun may wait for ever for a node that has lost power and come back.
+limit=120
+limit_srun() {
+  trap '' TERM USR2
+  until [ -s "$job_folder/code" ] || { [ -e "$job_folder/held" ] && flock -n "$job_folder/held" true; }; do
+    sleep 2 >/dev/null 2>&1
+  done
+  sleep "$limit" >/dev/null 2>&1
+  echo "orhpc: srun goes on $limit s after the first node has left: killed"
+  kill -KILL "$1"
+}
+
 for again in 1 2 0; do
   srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
-    --mpi=none@SRUN_ARGS@ \
+    --mpi=none --export=ALL@SRUN_ARGS@ \
     @INSIDE@"$python" -m orhpc.launch.node "$@" &
   task=$!
+  limit_srun "$task" &
+  watchdog=$!
   while true; do
     wait "$task"
     code=$?
@@ -82,14 +131,15 @@ for again in 1 2 0; do
   done
   wait "$task"
   code=$?
+  kill -KILL "$watchdog"
   wait # for what SLURM was asked at a signal
   # The first node says why it left; srun says 1 of every step in which the memory limit has killed something,
   # and may say 0 of one that it has lost.
   if [ -s "$job_folder/code" ]; then code=$(cat "$job_folder/code"); elif [ "$code" = 0 ]; then code=75; fi
   # Finished, a wrong config, a failed preflight, a crash loop, a busy run directory: no use in coming back.
   case $code in 0 | 2 | 3 | 4 | 5) end "$code" ;; esac
-  # Without an attempt nothing of ours began: srun could not start the tasks.
-  [ ! -e "$job_folder/attempt" ] && [ ! -e "$job_folder/stop" ] || break
+  # Without an attempt or a word from the first node nothing of ours began: srun could not start the tasks.
+  [ ! -e "$job_folder/attempt" ] && [ ! -e "$job_folder/stop" ] && [ ! -s "$job_folder/code" ] || break
   [ "$again" != 0 ] || { echo "orhpc: no task could be started, three times: given up"; end "$code"; }
   sleep 5
 done
@@ -97,20 +147,23 @@ attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun
 
 # A start that SLURM took for dead finds a newer one running, which is not its to requeue.
 # SIGNALING is what SLURM calls a running job while a signal is on its way to it.
-about=" $(about_job) "
+patiently scontrol show job --oneliner "$SLURM_JOB_ID"
+about=" $said "
 case ${about/ JobState=SIGNALING / JobState=RUNNING } in
   *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
-  *)
+  *" JobState="* | *"Invalid job id"*)
     echo "orhpc: exit $code, and the job is cancelled, ending or started anew: not requeued"
     [ -z "$attempt" ] || grep -qs '"reason": "cancelled"' "$attempt/outcome.json" || exit "$code"
     end "$code" ;;
+  *) echo "orhpc: exit $code, and SLURM says nothing of the job ($said): a requeue is tried" ;;
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
-if [ -z "$successor" ] && timeout 20 scontrol requeue "$SLURM_JOB_ID"; then
+if [ -z "$successor" ] && patiently scontrol requeue "$SLURM_JOB_ID"; then
   # SLURM ends this shell in a moment; nodes can be excluded only while the job is pending.
   comes_back=$SLURM_JOB_ID code=0
 else
+  [ -n "$successor" ] || echo "orhpc: not requeued: $said"
   [ -n "$successor" ] || submit_successor afterany "$@"
   comes_back=$successor
 fi
@@ -124,3 +177,11 @@ if [ -n "$exclude" ] && [ -n "$comes_back" ]; then
 fi
 exit "$code"
 """
+
+CHECK = r"""
+if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("orhpc") is None)'; then
+  echo "orhpc: $python has no package orhpc: submit from the folder of its .venv, or set ORHPC_PYTHON" >&2
+  exit 2
+fi
+"""
+"""Run on the host: the interpreter of a container cannot be asked from there."""

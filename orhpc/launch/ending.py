@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_PREFLIGHT, EXIT_REQUEUE
+from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_PREFLIGHT, EXIT_REQUEUE
 from orhpc.events import read_events
 from orhpc.launch import ledger, preflight, slurm
+from orhpc.launch.batch_output import BatchOutput
 from orhpc.launch.job import Job
 from orhpc.launch.ledger import Outcome, Reason
 from orhpc.launch.placement import Node
@@ -21,6 +23,9 @@ from orhpc.rundir import RunDir
 _PROBE_S = 3.0
 _PROBE_PORT = 15001
 """Nothing listens there: a node that is up refuses the connection, one that is off says nothing."""
+
+_OF_FAILURE = {"OutOfMemory": Reason.OUT_OF_MEMORY, "StorageRefused": Reason.STORAGE}
+"""Failures that let a job come back, by class; all others are infrastructure."""
 
 
 @dataclass(slots=True)
@@ -35,6 +40,10 @@ class Ended:
     """The driver's exit status, or the exit code of the failure that kept it from starting."""
     problem: str = ""
     """That failure."""
+    kind: str = ""
+    """Its class."""
+    output: BatchOutput = field(default_factory=lambda: BatchOutput(None))
+    """What SLURM has written into the batch script's output."""
     memory: str = ""
     """What the kernel's memory limit did, where it did anything."""
     nodes: Sequence[Node] = ()
@@ -80,15 +89,30 @@ class Ended:
         # The script may have been rendered before the first commit was measured, or not for this run.
         lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))
         reason = why_stopped(info, lead_s, self.job.restart, granted_until=grace_ends(self.job))
-        by_srun = info is not None and info.running and not self.job.signalled
-        if reason is Reason.REQUEUED and by_srun:
-            # Nobody has told the batch script: srun ends every task once one has failed.
-            return Reason.INFRASTRUCTURE, "another node's task ended; its own line says why", EXIT_REQUEUE
-        if reason is Reason.REQUEUED and (down := preflight.nodes_down()):
+        if reason not in (Reason.REQUEUED, Reason.SIGNALLED):
+            return reason, self.problem, EXIT_REQUEUE
+        if down := preflight.nodes_down():
             return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
-        if reason is Reason.REQUEUED and not self.problem:
-            return reason, said(info), EXIT_REQUEUE
-        return reason, self.problem, EXIT_REQUEUE
+        if self.output.preempted():
+            return Reason.PREEMPTED, "without grace time", EXIT_REQUEUE
+        if info is not None and info.running and not self.job.signalled:
+            return self._why_step_ended()
+        return reason, self.problem or said(info), EXIT_REQUEUE
+
+    def _why_step_ended(self) -> tuple[Reason, str, int]:
+        """SLURM has not told the batch script: srun, which does so once a task has failed, or a user."""
+        tasks = self.output.ended_tasks()
+        refused = tasks.exit_codes & {EXIT_CONFIG, EXIT_PREFLIGHT}
+        if refused and not self._was_ready():
+            return Reason.REFUSED, f"{tasks}; its own line says why", max(refused)
+        if tasks.out_of_memory:
+            return Reason.OUT_OF_MEMORY, str(tasks), EXIT_REQUEUE
+        if tasks.killed_from_outside:
+            return Reason.KILLED, str(tasks), EXIT_REQUEUE
+        if tasks.lines or not self.output.known:
+            line = str(tasks) or "another node's task ended"
+            return Reason.INFRASTRUCTURE, f"{line}; its own line says why", EXIT_REQUEUE
+        return Reason.KILLED, "the job's step was cancelled, or sent a signal", EXIT_REQUEUE
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         events = read_events(self.rundir.events)
@@ -98,13 +122,14 @@ class Ended:
         return bool(self._events("ready"))
 
     def _failure(self, code: int) -> tuple[Reason, str, int]:
-        if self.status == -9:
-            return Reason.OUT_OF_MEMORY, "the driver was killed, most likely for its memory", EXIT_REQUEUE
+        if self.status in (-signal.SIGKILL, -signal.SIGTERM):
+            name = signal.Signals(-self.status).name
+            return Reason.KILLED, f"the driver was ended by {name}, not for its memory", EXIT_REQUEUE
         last = next(reversed(self._events("failed")), None)
         detail = f"{last['kind']}: {last['error']}" if last else self.problem
         if code == EXIT_REQUEUE:
-            memory = last is not None and last["kind"] == "OutOfMemory"
-            return (Reason.OUT_OF_MEMORY if memory else Reason.INFRASTRUCTURE), detail, code
+            kind = last["kind"] if last else self.kind
+            return _OF_FAILURE.get(kind, Reason.INFRASTRUCTURE), detail, code
         if code == EXIT_FAILED:
             return Reason.CRASH, detail or f"driver exit status {self.status}", code
         return Reason.REFUSED, detail, code

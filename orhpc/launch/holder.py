@@ -7,6 +7,7 @@ shows that job running or waiting to run again.  The job itself, requeued, may a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from orhpc.rundir import RunDir, write_atomic
 
 _NAME = "holder.json"
 _SUBMITTED = "submitted.json"
+SUCCESSOR = "successor"
+"""File of the batch shell's folder, and then of the attempt's: the job that takes over from this one."""
 _LOCK_WAIT_S = 10.0
 
 
@@ -33,14 +36,16 @@ def note_submission(rundir: RunDir, job: str) -> None:
 def known_jobs(rundir: RunDir) -> list[str]:
     """Jobs of the run that may be running or waiting."""
     found = [_job_in(rundir.path / name) for name in (_NAME, _SUBMITTED)]
+    with contextlib.suppress(FileNotFoundError):
+        found.append((rundir.attempt(rundir.newest_attempt()) / SUCCESSOR).read_text().strip() or None)
     return sorted({job for job in found if job is not None})
 
 
 def _job_in(path: Path) -> str | None:
     try:
         return str(json.loads(path.read_text())["job"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None  # no file, or one that a crash of the filesystem has torn
 
 
 def check_free(rundir: RunDir, job: str | None = None) -> None:

@@ -29,6 +29,8 @@ class Job:
     """Node-local folder of the batch script: the stop file lies in it on the first node."""
     started: float | None = None
     """When the batch script began, in seconds since the epoch."""
+    output: Path | None = None
+    """File that the batch script's output goes to; None: not known."""
 
     @classmethod
     def from_environment(cls) -> Job:
@@ -44,6 +46,7 @@ class Job:
                 chain=e.get("ORHPC_CHAIN") or e["SLURM_JOB_ID"],
                 folder=Path(e["ORHPC_JOB_FOLDER"]),
                 started=float(e["ORHPC_STARTED"]) if e.get("ORHPC_STARTED") else None,
+                output=Path(e["ORHPC_OUTPUT"]) if e.get("ORHPC_OUTPUT") else None,
             )
         except (KeyError, ValueError) as error:
             raise PreflightError(

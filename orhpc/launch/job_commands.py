@@ -7,10 +7,12 @@ import contextlib
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_OK, ConfigError
+from orhpc.errors import EXIT_OK, ConfigError, PreflightError
+from orhpc.events import read_events
 from orhpc.launch import checks, holder, ledger, model, scheduler
 from orhpc.launch.words import split_words
 from orhpc.model_folders import is_hub_name
@@ -25,15 +27,55 @@ def jobs(rundir: RunDir) -> list[tuple[str, str]]:
     return [(job, state) for job, state in found if state in scheduler.ACTIVE]
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who works on a run, or why nobody does."""
+
+    jobs: dict[str, str]
+    """State of every job of the run that SLURM still knows, by id."""
+    line: str | None
+    """Where no job and no process is left: that, and what there is to do.  Or why it is not known."""
+
+    @classmethod
+    def of(cls, rundir: RunDir) -> Standing:
+        """Ask SLURM, or look for the process of ``--local``."""
+        if rundir.attempt_facts(rundir.newest_attempt()).get("kind") == "local":
+            process = rundir.held_by()
+            return cls({}, f"{process}: running" if process else _nobody_left(rundir, "process"))
+        if not scheduler.available():
+            return cls({}, None)
+        try:
+            known = {job: state for job in holder.known_jobs(rundir) if (state := scheduler.job_state(job))}
+        except PreflightError as error:
+            return cls({}, f"SLURM does not answer: {error}")
+        at_work = scheduler.ACTIVE | {"COMPLETING"}
+        left = any(state in at_work for state in known.values())
+        begun = bool(known) or rundir.newest_attempt() > 0
+        return cls(known, _nobody_left(rundir, "job") if begun and not left else None)
+
+
+def _nobody_left(rundir: RunDir, what: str) -> str:
+    outcomes = ledger.known(rundir)
+    last = outcomes[-1] if outcomes else None
+    ended = any(event["event"] == "finished" for event in read_events(rundir.events)[-1:])
+    if ended or (last is not None and last.reason is ledger.Reason.FINISHED):
+        why = "it is finished"
+    elif last is not None and (spent := last.given_up or ledger.exhausted(outcomes, last.chain or "")):
+        why = f"crash loop, {spent}; once the cause is gone, the same command goes on"
+    else:
+        why = "the same command goes on"
+    return f"no {what} of this run is left: {why}"
+
+
 def describe(rundir: RunDir) -> list[str]:
-    """Lines about the run's jobs and how its latest attempts ended."""
-    lines = [f"job {job}: {state.lower()}" for job, state in jobs(rundir)]
-    outcomes = [o for n in range(rundir.newest_attempt(), 0, -1) if (o := ledger.outcome_of(rundir, n))]
+    """Lines about the run's jobs, how its latest attempts ended, and whether anybody works on it."""
+    standing = Standing.of(rundir)
+    lines = [f"job {job}: {state.lower()}" for job, state in standing.jobs.items()]
     lines += [
         f"attempt {o.attempt} ended: {o.reason}, step {o.step} committed. {o.detail}".rstrip()
-        for o in reversed(outcomes[:5])
+        for o in ledger.known(rundir)[-5:]
     ]
-    return lines
+    return lines + ([standing.line] if standing.line is not None else [])
 
 
 def add_cancel(parser: argparse.ArgumentParser) -> None:

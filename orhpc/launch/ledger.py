@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from orhpc.launch.prepare import committed_step
 from orhpc.rundir import RunDir, write_atomic
@@ -25,6 +26,10 @@ class Reason(StrEnum):
     TIME_LIMIT = "time limit"
     CANCELLED = "cancelled"
     REQUEUED = "requeued by hand"
+    SIGNALLED = "signalled by hand"
+    KILLED = "killed"
+    """By SIGKILL or SIGTERM from outside of the run: the step, srun, a launcher or the driver."""
+    STORAGE = "storage refused"
     NODE_LOST = "node lost"
     BAD_NODE = "bad node"
     OUT_OF_MEMORY = "out of memory"
@@ -34,10 +39,13 @@ class Reason(StrEnum):
 
 
 BUDGETS = {Reason.TIME_LIMIT: 2, Reason.CRASH: 3, Reason.INFRASTRUCTURE: 3, Reason.OUT_OF_MEMORY: 2}
-"""Attempts of a job that may end so without a new step; preemptions and lost nodes never count."""
+"""Attempts of a job that may end so without a new step: what the run itself did.
+
+What others did to it never counts: preemptions, lost nodes, storage that is away, signals by hand.
+"""
 
 _KILLED = (137, 143)
-"""SIGKILL, SIGTERM: a node went away, or someone ended the step."""
+"""SIGKILL and SIGTERM: someone killed srun, the step or the first node's launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,8 @@ class Outcome:
     """When it was told to stop, in seconds since the epoch; None: it was not."""
     ended: float = field(default_factory=time.time)
     """When this was written."""
+    given_up: str | None = None
+    """Why the job does not come back though nothing else forbids it: its budget is used up."""
 
 
 def write(rundir: RunDir, outcome: Outcome) -> None:
@@ -64,12 +74,21 @@ def write(rundir: RunDir, outcome: Outcome) -> None:
 
 
 def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
-    """An attempt's outcome; None while it runs, or when it died without a word."""
+    """An attempt's outcome; None while it runs, or when it died without a word.
+
+    A file that is no outcome, as a crash of the filesystem leaves it, is none either.
+    """
     try:
         record = json.loads((rundir.attempt(attempt) / "outcome.json").read_text())
-    except FileNotFoundError:
+        return Outcome(**{**record, "reason": Reason(record["reason"])})
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return Outcome(**{**record, "reason": Reason(record["reason"])})
+
+
+def known(rundir: RunDir) -> list[Outcome]:
+    """The outcomes that have been written down, oldest first; nothing is judged."""
+    numbers = range(1, rundir.newest_attempt() + 1)
+    return [outcome for number in numbers if (outcome := outcome_of(rundir, number))]
 
 
 def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
@@ -80,11 +99,7 @@ def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
     """
     found: list[Outcome] = []
     for number in range(1, (rundir.newest_attempt() if up_to is None else up_to) + 1):
-        folder = rundir.attempt(number)
-        try:
-            facts = json.loads((folder / "attempt.json").read_text())
-        except FileNotFoundError:
-            continue  # it died within its first millisecond
+        facts = rundir.attempt_facts(number)
         if facts.get("kind") != "slurm":
             continue
         if outcome := outcome_of(rundir, number):
@@ -96,7 +111,7 @@ def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
     return found
 
 
-def _judge(rundir: RunDir, number: int, facts: dict[str, str], before: int) -> Outcome:
+def _judge(rundir: RunDir, number: int, facts: dict[str, Any], before: int) -> Outcome:
     own = [c.step for c in rundir.lineage() if c.attempt == number]
     step = max([before, *own])
     try:
@@ -105,8 +120,10 @@ def _judge(rundir: RunDir, number: int, facts: dict[str, str], before: int) -> O
         reason, code = Reason.NODE_LOST, None
         detail = "it ended without a word, and its batch script too: the first node was lost or killed"
     else:
-        reason = Reason.NODE_LOST if code in _KILLED else Reason.CRASH
+        killed = code in _KILLED
+        reason = Reason.KILLED if killed else Reason.CRASH
         detail = f"it ended without a word; srun returned {code}"
+        detail += ": it, the step or the first node's launcher was killed" if killed else ""
     return Outcome(number, reason, step, detail, code, facts.get("chain"))
 
 
@@ -139,10 +156,7 @@ def jobs(rundir: RunDir) -> set[str]:
     """Ids of all jobs that have made attempts at the run."""
     found: set[str] = set()
     for number in range(1, rundir.newest_attempt() + 1):
-        try:
-            facts = json.loads((rundir.attempt(number) / "attempt.json").read_text())
-        except FileNotFoundError:
-            continue
+        facts = rundir.attempt_facts(number)
         if "job" in facts:
             found.add(str(facts["job"]))
     return found

@@ -45,6 +45,11 @@ def oom_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
     return 0
 
 
+def machine_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Kills so far of any process of this machine, for a job's limit or for lack of memory."""
+    return sum(int(m[1]) for m in [_COUNT.search(_text(vmstat))] if m)
+
+
 def _up_to_the_job(root: Path, path: str) -> list[Path]:
     """The group of a path and those around it, as far as they belong to one job of SLURM."""
     parts = [p for p in path.split("/") if p]
@@ -70,6 +75,7 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self._before = oom_kills()
+        self._machine_before = machine_kills()
 
     def verdict(self, node: str) -> str | None:
         """One line when there were kills since the last look, else None."""
@@ -78,3 +84,12 @@ class MemoryWatch:
         if now <= before:
             return None
         return f"{node}: the kernel killed {now - before} of the job's processes for exceeding its memory"
+
+    def verdict_on_machine(self, node: str) -> str | None:
+        """One line when the kernel has killed anything on this machine for memory, else None.
+
+        Evidence about a process that SIGKILL has ended: a job without a limit is killed where the machine
+        has no memory left.
+        """
+        killed = machine_kills() - self._machine_before
+        return f"{node}: the kernel killed {killed} processes for lack of memory" if killed > 0 else None

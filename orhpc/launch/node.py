@@ -8,9 +8,11 @@ environment servers, and leave when the first says that the attempt is over.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from orhpc import chat_families
 from orhpc.config import Config
@@ -28,19 +30,21 @@ from orhpc.errors import (
     StorageRefused,
     policy_of,
 )
-from orhpc.launch import checks, holder, ledger, model, preflight, prepare, rendezvous, slurm
+from orhpc.launch import checks, holder, ledger, model, preflight, prepare, rendezvous
+from orhpc.launch.batch_output import BatchOutput
 from orhpc.launch.ending import Ended
 from orhpc.launch.first_node import RAYLETS_S, SECRETS, TICK_S, Urls, run_first_node
 from orhpc.launch.job import Job, this_node
-from orhpc.launch.ledger import Reason
+from orhpc.launch.ledger import Outcome, Reason
 from orhpc.launch.memory_limit import MemoryWatch
 from orhpc.launch.other_node import other_node
 from orhpc.launch.placement import Node
-from orhpc.launch.preempt import LimitWatch, Signals, info_at_signal, why_stopped
+from orhpc.launch.preempt import LimitWatch, Signals
 from orhpc.launch.ray_cluster import RayNode
 from orhpc.launch.scratch import sweep_job_folders
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.words import split_words
+from orhpc.rundir import write_atomic
 from orhpc.storage import probe, when_taken
 
 _COMPLAINTS_S = 2.0
@@ -88,6 +92,7 @@ class FirstNode:
         """Whether a newer attempt has begun while this one still ran."""
         self._code = EXIT_FAILED
         self._watch = MemoryWatch()
+        self._output = BatchOutput(job.output)
         self._limit = LimitWatch(job, config, self.rundir)
         self._looked = 0.0
 
@@ -116,6 +121,8 @@ class FirstNode:
             script_started=self.job.started,
         )
         (self.job.folder / "attempt").write_text(str(self.rundir.attempt(attempt)))
+        if (successor := self.job.folder / holder.SUCCESSOR).exists():
+            write_atomic(self.rundir.attempt(attempt) / holder.SUCCESSOR, successor.read_text())
         rendezvous.announce(self.rundir, self.job, attempt=attempt)
         return self._lead(attempt)
 
@@ -181,31 +188,43 @@ class FirstNode:
                 max_tokens=self.max_tokens, tick=self._tick, driver_ended=self._conclude,
             )  # fmt: skip
         except OrhpcError as error:
-            problem = f"{type(error).__name__}: {error}"
             if isinstance(error, preflight.BadNode):
                 self.lost.append(self.job.node_name)
-            say(problem)
-            self._conclude(policy_of(error).exit_code, problem)
+            say(f"{type(error).__name__}: {error}")
+            self._conclude(policy_of(error).exit_code, error)
         return self._code
 
-    def _conclude(self, status: int, problem: str = "") -> None:
+    def _conclude(self, status: int, error: OrhpcError | None = None) -> None:
         """Write down how the attempt ended, and let the other nodes go; what time is left is for teardown."""
         attempt = self._attempt
-        ended = Ended(self.job, self.config, self.rundir, attempt, status, problem)
-        ended.memory, ended.nodes, ended.lost = self.memory, self.others, self.lost
-        outcome = ended.outcome()
+        ended = Ended(self.job, self.config, self.rundir, attempt, status, output=self._output)
+        if error is not None:
+            ended.kind, ended.problem = type(error).__name__, f"{type(error).__name__}: {error}"
+        ended.memory, ended.nodes, ended.lost = self._memory_at_end(status), self.others, self.lost
+        outcome = self._given_up(ended.outcome())
         ledger.write(self.rundir, outcome)
         say(f"attempt {attempt} ended: {outcome.reason}, step {outcome.step} committed. {outcome.detail}")
-        code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
-        if code not in (EXIT_OK, EXIT_CONFIG) and (
-            spent := ledger.exhausted(ledger.read(self.rundir, attempt), self.job.chain)
-        ):
-            say(f"CrashLoop: {spent}")
-            code = EXIT_CRASH_LOOP
+        if outcome.given_up is not None:
+            say(f"CrashLoop: {outcome.given_up}")
         if ended.lost and self.job.folder.is_dir():
             (self.job.folder / "exclude").write_text(",".join(sorted(set(ended.lost))))
-        rendezvous.end(self.rundir, attempt, code)
-        self._code = code
+        self._code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
+        rendezvous.end(self.rundir, attempt, self._code)
+
+    def _memory_at_end(self, status: int) -> str:
+        """What the kernel says of memory, asked once more: the driver may have ended because of it."""
+        found = self.memory or self._watch.verdict(self.job.node_name)
+        if not found and status == -signal.SIGKILL:
+            found = self._watch.verdict_on_machine(self.job.node_name)
+        return found or ""
+
+    def _given_up(self, outcome: Outcome) -> Outcome:
+        """The outcome, with the exit code of a crash loop where it has used up the job's budget."""
+        if outcome.exit_code in (EXIT_OK, EXIT_CONFIG):
+            return outcome
+        before = ledger.read(self.rundir, outcome.attempt - 1)
+        spent = ledger.exhausted([*before, outcome], self.job.chain)
+        return outcome if spent is None else replace(outcome, exit_code=EXIT_CRASH_LOOP, given_up=spent)
 
     def _tick(self) -> None:
         if self.rundir.newest_attempt() > self._attempt:
@@ -226,10 +245,6 @@ class FirstNode:
     def _waiting(self) -> None:
         self._tick()
         if self.signals.came or self.job.stop_file.exists():
-            lead_s = max(slurm.DEFAULT_LEAD_S, slurm.signal_lead(self.config, self.rundir))
-            if why_stopped(info_at_signal(self.job), lead_s, self.job.restart) is Reason.REQUEUED:
-                # srun ends every task once one has failed.
-                raise PreflightError("another node gave up before the attempt began; its own line says why")
             raise StopRequested("asked to stop before the attempt began")
 
     def _settle(self, ray_node: RayNode) -> None:

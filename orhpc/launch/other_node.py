@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, NodeLost, OrhpcError, RayLost
@@ -14,12 +15,16 @@ from orhpc.launch.memory_limit import MemoryWatch
 from orhpc.launch.placement import Node, Placement, plan
 from orhpc.launch.preempt import Signals
 from orhpc.launch.ray_cluster import RayNode
+from orhpc.launch.ray_start import accepts
 from orhpc.launch.rendezvous import Joined
 from orhpc.launch.served import ServedEnvironments
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.rundir import RunDir
 
 _RAY_RESTARTS = 3
+_GONE_TRIES = 3
+_LOOK_S = 2.0
+"""Between two looks at the first node's placement file, on the shared filesystem."""
 
 
 def other_node(job: Job, config: Config) -> int:
@@ -30,10 +35,12 @@ def other_node(job: Job, config: Config) -> int:
         NodeLost: the first node did not bring Ray up.
         RayLost: the raylet keeps ending.
     """
-    Signals(None)  # the first node commits; until it has, nothing here may end
+    signals = Signals(None)  # the first node commits; until it has, nothing here may end
     rundir = prepare.run_directory(config)
     timeout_s = config.slurm.start_timeout_s
-    announced = rendezvous.await_announcement(rundir, job, timeout_s)
+    announced = rendezvous.await_announcement(rundir, job, timeout_s, lambda: bool(signals.came))
+    if announced is None:
+        return EXIT_OK  # told to end before there was an attempt
     if "exit" in announced:
         return EXIT_OK  # the first node's own exit code is the job's
     attempt = int(announced["attempt"])
@@ -46,13 +53,13 @@ def other_node(job: Job, config: Config) -> int:
         say(str(error))
         refused = not isinstance(error, preflight.BadNode)
         rendezvous.join(rundir, attempt, Joined(job.rank, job.node_name, problem=str(error), refused=refused))
-        _wait_for(lambda: rendezvous.ended(rundir, attempt), timeout_s)
+        _wait_for(lambda: bool(signals.came) or rendezvous.ended(rundir, attempt), timeout_s)
         return EXIT_OK
     use_address(node.address)
-    return _take_part(job, config, rundir, attempt, node)
+    return _take_part(job, config, rundir, attempt, node, signals)
 
 
-def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Node) -> int:
+def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Node, signals: Signals) -> int:
     folder = rundir.attempt(attempt)
     environments = ServedEnvironments(config, node, folder)
     ray_node: RayNode | None = None
@@ -67,14 +74,19 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
         rendezvous.join(rundir, attempt, Joined(job.rank, node.name, node.address, node.cpus, urls))
         placed = folder / "placement.yaml"
         timeout_s = 2 * config.slurm.start_timeout_s
-        if not _wait_for(lambda: placed.exists() or rendezvous.ended(rundir, attempt), timeout_s):
+
+        def over() -> bool:
+            # Nothing is to be committed yet.  The first node may be gone, and srun's kill is what says so.
+            return bool(signals.came) or rendezvous.ended(rundir, attempt)
+
+        if not _wait_for(lambda: placed.exists() or over(), timeout_s):
             raise NodeLost(f"{node.name}: the first node did not gather the others")
-        if rendezvous.ended(rundir, attempt):
+        if over():
             return EXIT_OK
-        placement = Placement.from_yaml(placed.read_text())
-        bypass_proxies(placement.nodes)
-        ray_node.join(placement.ray_address)
-        _keep_up(job, rundir, attempt, ray_node, environments, placement)
+        head = Head(placed)
+        bypass_proxies(head.placement.nodes)
+        ray_node.join(head.address)
+        _keep_up(job, rundir, attempt, ray_node, environments, head, signals)
         return EXIT_OK
     finally:
         if ray_node is not None:
@@ -88,14 +100,22 @@ def _keep_up(
     attempt: int,
     ray_node: RayNode,
     environments: ServedEnvironments,
-    placement: Placement,
+    head: Head,
+    signals: Signals,
 ) -> None:
-    """Bring up what runs on this node, raylets before servers, and keep it up until the attempt is over."""
+    """Bring up what runs on this node, raylets before servers, and keep it up until the attempt is over.
+
+    After a signal the first node commits and then ends the attempt.  Where it is gone nobody does: srun has
+    sent the signal because of that, and SLURM takes a node that stays for one that hangs.
+    """
     watch = MemoryWatch()
     restarts = 0
     joined = serving = False
     servers_at = time.monotonic() + RAYLETS_S
     while not rendezvous.ended(rundir, attempt):
+        if signals.came and _is_gone(head.address):
+            say(f"{job.node_name}: the first node is gone: leaving")
+            return
         if not joined and ray_node.joined():
             rendezvous.raylet_up(rundir, attempt, job.rank)
             joined = True
@@ -107,13 +127,47 @@ def _keep_up(
         environments.keep_up()
         if line := watch.verdict(job.node_name):
             rendezvous.complain(rundir, attempt, job.rank, line)
-        if not ray_node.alive():
-            restarts += 1
+        moved = head.moved()
+        if moved or not ray_node.alive():
+            restarts = 0 if moved else restarts + 1
             if restarts > _RAY_RESTARTS:
                 raise RayLost(f"the raylet ended {restarts} times; see its log")
             time.sleep(1.0)
-            ray_node.join(placement.ray_address)
+            ray_node.rejoin(head.address)
         time.sleep(TICK_S)
+
+
+class Head:
+    """Where Ray's head is: the first node starts it again, at another address, where it ends."""
+
+    def __init__(self, placed: Path) -> None:
+        self._placed = placed
+        self._written = placed.stat().st_mtime_ns
+        self._look_at = time.monotonic() + _LOOK_S
+        self.placement = Placement.from_yaml(placed.read_text())
+        self.address = self.placement.ray_address
+
+    def moved(self) -> bool:
+        """Whether the address has changed since the last look."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + _LOOK_S
+        written = self._placed.stat().st_mtime_ns
+        if written == self._written:
+            return False
+        self._written, before = written, self.address
+        self.address = Placement.from_yaml(self._placed.read_text()).ray_address
+        return self.address != before
+
+
+def _is_gone(address: str) -> bool:
+    """Whether Ray's head, which dies with the first node's launcher, takes no connections any more."""
+    host, _, port = address.rpartition(":")
+    for _ in range(_GONE_TRIES):
+        if accepts(host, int(port)):
+            return False
+        time.sleep(TICK_S)
+    return True
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:

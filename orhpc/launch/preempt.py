@@ -112,7 +112,7 @@ def why_stopped(
     left = info.seconds_left(now)
     if info.running and left is not None and left <= lead_s + _SCAN_S:
         return Reason.TIME_LIMIT
-    return Reason.REQUEUED
+    return Reason.SIGNALLED if info.running and not requeued else Reason.REQUEUED
 
 
 def _cut_short(info: JobInfo, granted_until: float | None) -> bool:

@@ -187,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m orhpc.launch.preflight [CONFIG] [key=value ...]`` on a node: a line for each check."""
     try:
         path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
-        config = load_config(path, overrides)
         job = Job.from_environment()
+        config = load_config(path, [*overrides, f"placement.nodes={job.nodes}"])
         verdicts = node_verdicts(config, job, Path.cwd())
     except OrhpcError as error:
         print(f"orhpc: {error}", file=sys.stderr)

@@ -140,6 +140,12 @@ class RayNode:
         proxies = {name: os.environ[name] for name in NO_PROXY if name in os.environ}
         self._start(["--address", head], ports, head=head, variables=proxies)
 
+    def rejoin(self, head: str) -> None:
+        """End what is left of this node's Ray, or waits for a head that is gone, and join this one."""
+        if self._process is not None:
+            processes.stop_all(self._process, grace_s=3.0)
+        self.join(head)
+
     def joined(self) -> bool:
         """Whether this node has been in the cluster."""
         return (self._scratch.ray / _JOINED).exists()

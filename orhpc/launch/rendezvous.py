@@ -80,14 +80,20 @@ def _preparing_file(rundir: RunDir, job: Job) -> Path:
     return rundir.path / "jobs" / f"{job.id}.{job.restart}.preparing"
 
 
-def await_announcement(rundir: RunDir, job: Job, timeout_s: float) -> dict[str, Any]:
+def await_announcement(
+    rundir: RunDir, job: Job, timeout_s: float, stop: Callable[[], bool] = lambda: False
+) -> dict[str, Any] | None:
     """What the first node announced; its signs of :func:`preparing` begin the time again.
+
+    None once ``stop`` is true.
 
     Raises:
         PreflightError: it never appeared.
     """
     path = rundir.path / "jobs" / f"{job.id}.{job.restart}.json"
-    if not _appears(path, timeout_s, _preparing_file(rundir, job)):
+    if not _appears(path, timeout_s, _preparing_file(rundir, job), stop):
+        if stop():
+            return None
         raise PreflightError(
             f"{job.node_name}: {path}, which the first node writes, did not appear within {timeout_s:.0f} s: "
             "run.root has to lie on a filesystem that all nodes share"
@@ -159,9 +165,9 @@ def ended(rundir: RunDir, attempt: int) -> bool:
     return (rundir.attempt(attempt) / "ended.json").exists() or rundir.newest_attempt() > attempt
 
 
-def _appears(path: Path, timeout_s: float, sign: Path) -> bool:
+def _appears(path: Path, timeout_s: float, sign: Path, stop: Callable[[], bool]) -> bool:
     limit, seen = time.monotonic() + timeout_s, ""
-    while time.monotonic() < limit:
+    while time.monotonic() < limit and not stop():
         _refresh(path.parent)
         if path.exists():
             return True

@@ -20,7 +20,7 @@ from orhpc.config import Config
 from orhpc.errors import PreflightError
 from orhpc.events import read_events
 from orhpc.launch import model, scheduler
-from orhpc.launch.batch_script import BODY
+from orhpc.launch.batch_script import BODY, CHECK
 from orhpc.rundir import RunDir
 
 DEFAULT_LEAD_S = 300
@@ -98,8 +98,11 @@ def header(config: Config, lead_s: int) -> list[str]:
     return [f"#SBATCH {line}" for line in [*lines, *s.extra_sbatch]]
 
 
-def render(config: Config, lead_s: int = DEFAULT_LEAD_S) -> str:
-    """The complete batch script; the config file and overrides are its arguments."""
+def render(config: Config, lead_s: int = DEFAULT_LEAD_S, python: str | None = None) -> str:
+    """The complete batch script; the config file and overrides are its arguments.
+
+    ``python``: the interpreter where neither ``slurm.python`` nor a container names one.
+    """
     s = config.slurm
     words = [*map(shlex.quote, s.srun_args)]
     inside: list[str] = []
@@ -119,12 +122,18 @@ def render(config: Config, lead_s: int = DEFAULT_LEAD_S) -> str:
     elif s.container.kind != "none":
         python = "python3"
     else:
-        python = ""
+        python = shlex.quote(python) if python is not None else ""
+    check = CHECK.strip("\n") + "\n" if s.container.kind == "none" else ""
     modules = "".join(f"module load {shlex.quote(m)}\n" for m in s.modules)
-    body = BODY.replace("@MODULES@\n", modules)
+    body = BODY.replace("@MODULES@\n", modules).replace("@CHECK@\n", check)
     body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {w}" for w in words))
     body = body.replace("@INSIDE@", "".join(f"{w} " for w in inside))
     return "#!/bin/bash\n" + "\n".join(header(config, lead_s)) + "\n" + body
+
+
+def own_python() -> str:
+    """The interpreter of a submitted job: named by path, since SBATCH_EXPORT may keep variables from it."""
+    return os.environ.get("ORHPC_PYTHON") or sys.executable
 
 
 def test_submission(config: Config) -> str:
@@ -163,7 +172,7 @@ def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
-    text = render(config, signal_lead(config, rundir))
+    text = render(config, signal_lead(config, rundir), own_python())
     options, arguments = sbatch_words(config, rundir, config_path, overrides)
 
     class Executor(SlurmExecutor):
@@ -180,7 +189,6 @@ def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence
                 *arguments,
             ]
 
-    os.environ.setdefault("ORHPC_PYTHON", sys.executable)
     folder = rundir.path / "submitted"
     folder.mkdir(mode=0o700, exist_ok=True)
     try:

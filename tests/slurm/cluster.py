@@ -79,6 +79,7 @@ JobAcctGatherFrequency=task=5
 AccountingStorageType=accounting_storage/none
 NodeName=n[0-{last}] NodeAddr={net}.1[0-{last}] CPUs=16 RealMemory=20000 Gres=gpu:8 State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=abrupt Nodes=ALL State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
 PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -205,19 +206,30 @@ class Cluster:
             f"--pid-file={r}/munged.pid", f"--log-file={r}/log/munged.log", f"--seed-file={r}/munged.seed",
         )  # fmt: skip
         wait_until((r / "munge.sock").exists, 10, "munged")
-        self._daemon("slurmctld", "-D", "-c")
+        self._controller = self._daemon("slurmctld", "-D", "-c")
         for i in range(NODES):
             self.power_on(i)
         wait_until(lambda: self.node_states() == ["idle"] * NODES, 30, "idle nodes", self.report)
 
-    def _daemon(self, *command: str) -> None:
-        with (self.root / f"log/{command[0]}.out").open("wb") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                    start_new_session=True, preexec_fn=die_with_parent,
-                )
+    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
+        with (self.root / f"log/{command[0]}.out").open("ab") as log:
+            daemon = subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
+        self._daemons.append(daemon)
+        return daemon
+
+    def stop_controller(self) -> None:
+        """Have slurmctld save its state and end, as for an upgrade."""
+        self._controller.terminate()
+        self._controller.wait(30)
+        self._daemons.remove(self._controller)
+
+    def start_controller(self) -> None:
+        """Start slurmctld again from its saved state."""
+        self._controller = self._daemon("slurmctld", "-D")
+        wait_until(self.node_states, 60, "slurmctld", self.report)
 
     def power_on(self, i: int) -> None:
         """Boot node ``n<i>``."""

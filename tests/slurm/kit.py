@@ -106,6 +106,10 @@ class JobRun:
         text = (self.run.path / f"slurm-{self.job}.out").read_text(errors="replace")
         return text.rsplit(f"attempt {self.run.newest_attempt()}, ", 1)[-1]
 
+    def whole_output(self) -> str:
+        """What all starts of the job have printed."""
+        return (self.run.path / f"slurm-{self.job}.out").read_text(errors="replace")
+
     def signal_batch(self, name: str) -> None:
         """A signal to the batch shell, as SLURM itself sends it."""
         self.cluster.run("scancel", "--batch", f"--signal={name}", self.job)

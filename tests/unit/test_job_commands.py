@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from orhpc.cli import main
 from orhpc.config_files import dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
-from orhpc.launch import holder, ledger
+from orhpc.events import EventLog
+from orhpc.launch import holder, ledger, scheduler
 from orhpc.launch.ledger import Outcome, Reason
 from orhpc.rundir import RunDir, write_atomic
 
@@ -128,3 +130,66 @@ def test_before_the_first_log_the_job_s_own_output_is_shown(
     (run.path / "slurm-8.out").write_text("srun: waiting\n")
     assert main(["logs", str(run.path)]) == EXIT_OK
     assert capsys.readouterr().out == "srun: waiting\n"
+
+
+def last_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["status", str(run.path)]) == EXIT_OK
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_status_says_when_no_job_is_left_and_why(
+    commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder.note_submission(run, "7")
+    stand_in(commands, "squeue", "echo FAILED")
+    assert last_line(run, capsys) == "no job of this run is left: the same command goes on"
+    for state in ("RUNNING", "PENDING", "COMPLETING", "REQUEUE_HOLD"):
+        stand_in(commands, "squeue", f"echo {state}")
+        assert "left" not in last_line(run, capsys)
+
+    stand_in(commands, "squeue", "exit 1")
+    for number in (2, 3, 4):  # judged, but not by the attempt itself
+        run.attempt(number).mkdir(exist_ok=True)
+        ledger.write(run, Outcome(number, Reason.CRASH, 3, "it died", 1, "7"))
+    said = "3 attempts in a row ended with crash and no step after 3 was committed; the last: it died"
+    expected = f"no job of this run is left: crash loop, {said} (attempts/004)"
+    assert last_line(run, capsys).startswith(expected)
+    ledger.write(run, Outcome(4, Reason.CRASH, 3, "it died", 4, "8", given_up="given up"))
+    assert last_line(run, capsys).startswith("no job of this run is left: crash loop, given up")
+    assert main(["status", str(run.path), "--json"]) == EXIT_OK
+    standing = json.loads(capsys.readouterr().out)
+    assert standing["jobs"] == {}
+    assert "crash loop, given up" in standing["standing"]
+    ledger.write(run, Outcome(4, Reason.FINISHED, 9, "", 0, "8"))
+    assert last_line(run, capsys) == "no job of this run is left: it is finished"
+
+
+def test_status_knows_the_job_that_takes_over(
+    commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.attempt(2) / "successor").write_text("9\n")
+    stand_in(commands, "squeue", '[ "$3" != 9 ] || echo PENDING')
+    assert main(["status", str(run.path)]) == EXIT_OK
+    assert "job 9: pending" in capsys.readouterr().out.splitlines()
+
+
+def test_status_does_without_a_controller_that_is_away(
+    commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: None)
+    holder.note_submission(run, "7")
+    stand_in(commands, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    assert last_line(run, capsys).startswith("SLURM does not answer: squeue: Unable to contact")
+
+
+def test_status_of_a_local_run_says_whether_its_process_lives(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.begin_attempt(kind="local")
+    assert last_line(run, capsys) == "no process of this run is left: the same command goes on"
+    with run.held():
+        assert last_line(run, capsys).startswith(f"process {os.getpid()} on ")
+    log = EventLog(run.events, 3)
+    log.write("finished", step=3)
+    log.close()
+    assert last_line(run, capsys) == "no process of this run is left: it is finished"

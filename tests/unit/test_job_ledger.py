@@ -92,7 +92,7 @@ def test_a_job_submitted_anew_has_full_budgets() -> None:
 
 @pytest.mark.parametrize(
     ("srun_exit", "reason"),
-    [(None, Reason.NODE_LOST), ("137", Reason.NODE_LOST), ("1", Reason.CRASH)],
+    [(None, Reason.NODE_LOST), ("137", Reason.KILLED), ("143", Reason.KILLED), ("1", Reason.CRASH)],
 )
 def test_attempts_that_died_without_a_word_are_judged_once(
     rundir: RunDir, srun_exit: str | None, reason: Reason
@@ -125,7 +125,8 @@ def test_why_a_job_was_stopped() -> None:
     assert why(f"{running} PreemptTime=None") is Reason.TIME_LIMIT
     assert why(f"JobState=SIGNALING EndTime={end} PreemptTime=None") is Reason.TIME_LIMIT
     assert why(f"{running} PreemptTime={end}") is Reason.PREEMPTED
-    assert why("JobState=RUNNING EndTime=Unknown PreemptTime=None") is Reason.REQUEUED
+    assert why("JobState=RUNNING EndTime=Unknown PreemptTime=None") is Reason.SIGNALLED
+    assert why("JobState=RUNNING EndTime=Unknown PreemptTime=None Restarts=2") is Reason.REQUEUED
     assert why(f"JobState=CANCELLED EndTime={end} PreemptTime={end}") is Reason.CANCELLED
     assert why("JobState=NODE_FAIL") is Reason.NODE_LOST
     assert why("JobState=COMPLETING Reason=TimeLimit") is Reason.TIME_LIMIT

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,15 @@ import pytest
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, StorageRefused
-from orhpc.launch import node, rendezvous
+from orhpc.launch import node, other_node, rendezvous
 from orhpc.launch.job import Job
-from orhpc.launch.placement import Node
+from orhpc.launch.placement import Node, Placement
+from orhpc.launch.preempt import Signals
 from orhpc.launch.ray_cluster import RayNode, make_token
 from orhpc.launch.ray_start import accepts
 from orhpc.launch.served import ServedEnvironments
 from orhpc.ports import free_ports, is_free
-from orhpc.rundir import RunDir
+from orhpc.rundir import RunDir, write_atomic
 from orhpc.storage import when_taken
 
 HOST = "127.0.0.1"
@@ -148,3 +150,70 @@ def test_a_ray_head_that_ends_while_it_starts_is_begun_anew(tmp_path: Path) -> N
         assert head.alive()
     finally:
         head.stop()
+
+
+def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
+    """Another node in the middle of an attempt, told to end, in a thread that ends when it leaves."""
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    attempt = rundir.begin_attempt(kind="slurm")
+    job = Job("7", 0, 1, 2, "n1", "7", tmp_path)
+    signals = Signals.__new__(Signals)
+    signals.came = [15]
+    ray_node = RayNode("n1", HOST, tmp_path / "token", tmp_path / "log", cpus=1, object_store_bytes=10**8)
+    ray_node._process = subprocess.Popen(["sleep", "60"])
+    placed = tmp_path / "placement.yaml"
+    placed.write_text(Placement((), (), (), (), {}, ray_address=address).to_yaml())
+    servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), tmp_path)
+    words = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
+
+    def keep_up() -> None:
+        try:
+            other_node._keep_up(*words)
+        finally:
+            ray_node.stop()
+
+    thread = threading.Thread(target=keep_up)
+    thread.start()
+    return thread
+
+
+def test_another_node_leaves_soon_after_a_signal_once_the_first_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM repeats the end of a step that is slow to answer, a minute later."""
+    (port,) = free_ports(1, HOST)
+    thread = other_that_was_signalled(tmp_path, f"{HOST}:{port}")
+    thread.join(9)
+    assert not thread.is_alive()
+    assert "n1: the first node is gone: leaving" in capsys.readouterr().err
+
+
+def test_another_node_stays_after_a_signal_until_the_first_has_committed(tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as head:
+        thread = other_that_was_signalled(tmp_path, f"{HOST}:{head.getsockname()[1]}")
+        thread.join(3)
+        assert thread.is_alive()
+        rendezvous.end(RunDir(tmp_path / "run"), 1, 75)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_another_node_that_is_signalled_before_the_attempt_leaves(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    job = Job("7", 0, 1, 2, "n1", "7", tmp_path)
+    assert rendezvous.await_announcement(rundir, job, 60, lambda: True) is None
+
+
+def test_another_node_follows_a_head_that_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_node, "_LOOK_S", 0.0)
+    placed = tmp_path / "placement.yaml"
+    placed.write_text(Placement((), (), (), (), {}, ray_address="10.0.0.1:15000").to_yaml())
+    head = other_node.Head(placed)
+    assert not head.moved()
+    time.sleep(0.02)
+    write_atomic(placed, Placement((), (), (), (), {}, ray_address="10.0.0.1:15001").to_yaml())
+    assert head.moved()
+    assert head.address == "10.0.0.1:15001"
+    assert not head.moved()

@@ -270,3 +270,18 @@ def test_the_proxy_is_what_has_to_be_reached(
         internet.survey(config)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert internet.survey(config_of(f"http://127.0.0.1:{listening}")).line == "127.0.0.1 reached"
+
+
+def test_the_command_checks_for_as_many_nodes_as_the_job_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "3", "ORHPC_JOB_FOLDER": "/tmp"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        preflight, "node_verdicts", lambda config, job, folder: seen.append(config.placement.nodes) or []
+    )
+    assert preflight.main([str(Path(__file__).parents[2] / "configs/tiny.yaml")]) == EXIT_OK
+    assert seen == [3]

@@ -178,6 +178,38 @@ def test_a_stale_attempt_may_not_sweep(tmp_path: Path) -> None:
     assert run.lineage() == [two, one]
 
 
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]"])
+def test_a_torn_start_file_loses_no_commit(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path)
+    first = start(run)
+    four, six = commit(run, 4, first), commit(run, 6, first)
+    second = start(run, four)
+    five = commit(run, 5, second)
+    (run.attempt(second) / "start.json").write_text(content)
+    assert run.lineage() == [five, four]
+    assert six not in run.lineage()
+
+
+@pytest.mark.parametrize("folder", ["attempts", "checkpoints"])
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """A run whose file server is away must not begin again from the base model."""
+    run = make_run(tmp_path)
+    commit(run, 4, start(run))
+    real = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        if Path(path).name == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os, "scandir", listdir)
+    with pytest.raises(PermissionError):
+        run.lineage()
+
+
 def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     code = f"from orhpc.rundir import RunDir\nwith RunDir({str(run.path)!r}).held(): print('held')"

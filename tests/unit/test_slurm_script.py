@@ -38,6 +38,9 @@ def head_of(script: str) -> list[str]:
 
 def test_the_script_in_the_repository_is_what_the_launcher_renders() -> None:
     assert (ROOT / "slurm/train.sbatch").read_text() == slurm.render(load_config(DEFAULT))
+    without_gpus = slurm.render(load_config(ROOT / "configs/tiny.yaml"))
+    assert (ROOT / "slurm/train-cpu.sbatch").read_text() == without_gpus
+    assert not [line for line in head_of(without_gpus) if "gpu" in line]
 
 
 def test_every_setting_reaches_the_header() -> None:
@@ -191,7 +194,8 @@ def test_a_job_that_runs_is_requeued_and_no_other(
     tmp_path: Path, state: str, restarts: int, back: bool
 ) -> None:
     programs = {
-        "srun": f'echo "{tmp_path}/attempt" >"$ORHPC_JOB_FOLDER/attempt"; exit 75',
+        "srun": '[ "${!#}" != true ] || exit 0\n'
+        f'echo "{tmp_path}/attempt" >"$ORHPC_JOB_FOLDER/attempt"; exit 75',
         "scontrol": f'[ "$1" = requeue ] && touch "{tmp_path}/requeued"; '
         f'echo "JobId=7 JobState={state} Requeue=1 Restarts={restarts} ExcNodeList=(null) StdOut=x"',
     }
@@ -201,7 +205,7 @@ def test_a_job_that_runs_is_requeued_and_no_other(
         (tmp_path / name).chmod(0o755)
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": "1", "SLURM_RESTART_COUNT": "1",
+        "SLURM_JOB_NUM_NODES": "1", "SLURM_RESTART_COUNT": "1", "ORHPC_PYTHON": sys.executable,
     }  # fmt: skip
     script = ROOT / "slurm/train.sbatch"
     result = subprocess.run(

@@ -1,0 +1,104 @@
+"""Where SLURM itself is late, away or abrupt: no healthy run ends, and each end has its true name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from orhpc.launch.ledger import Reason
+from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.kit import JobRun, assert_nothing_left, orhpc, preempt, sbatch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+REPEATED_S = 75.0
+"""slurmctld repeats a message that was not answered in time after 60 s, and more for its timeout."""
+
+
+def test_two_nodes_through_late_signals_and_an_absent_controller(cluster: Cluster, root: Path) -> None:
+    words = ("train.steps=1000", "checkpoint.save_interval=1", "wandb.enabled=false")
+    run = sbatch(cluster, root, *words, options=("--partition=abrupt", "--nodes=2", "--export=NONE"))
+    signal_while_nodes_gather(run)
+    first_launcher_killed(run)
+    controller_away_while_the_driver_is_killed(run)
+    step_cancelled(run)
+    preempted_without_grace_time(run)
+    cluster.run("scancel", run.job)
+    run.wait_state("CANCELLED")
+    assert run.wait_outcome(6).reason is Reason.CANCELLED
+    told = orhpc(cluster, "status", str(run.run.path)).stdout
+    assert "no job of this run is left" in told
+    assert_nothing_left(run)
+
+
+def signal_while_nodes_gather(run: JobRun) -> None:
+    run.comes_back(1)
+    run.signal_batch("USR2")
+    outcome = run.wait_outcome(1)
+    assert (outcome.reason, outcome.step) == (Reason.SIGNALLED, 0)
+    run.comes_back(2)
+
+
+def first_launcher_killed(run: JobRun) -> None:
+    """srun then ends the other node's task, which does not commit and has to leave soon."""
+    step = run.wait_step(2)
+    killed = time.monotonic()
+    os.kill(task_of(run, 0), signal.SIGKILL)
+    run.comes_back(3)
+    assert run.wait_outcome(2).reason is Reason.KILLED
+    assert run.wait_step(3) >= step
+    time.sleep(max(0.0, killed + REPEATED_S - time.monotonic()))
+    assert run.run.newest_attempt() == 3
+    assert not (run.run.attempt(3) / "outcome.json").exists(), run.report()
+    assert "the first node is gone: leaving" in run.whole_output()
+
+
+def controller_away_while_the_driver_is_killed(run: JobRun) -> None:
+    step = run.wait_step(3)
+    run.cluster.stop_controller()
+    try:
+        os.kill(run.pid_of("orhpc.driver"), signal.SIGKILL)
+        wait_until(lambda: "controller does not answer" in run.output(), 150, "the wait", run.whole_output)
+        time.sleep(5)
+    finally:
+        run.cluster.start_controller()
+    run.comes_back(4)
+    assert run.wait_outcome(3).reason is Reason.KILLED
+    assert run.wait_step(4) >= step
+
+
+def step_cancelled(run: JobRun) -> None:
+    step = run.committed()
+    listed = run.cluster.run("squeue", "-h", "-s", "-j", run.job, "-o", "%i").stdout.split()
+    (own,) = [name for name in listed if name.rpartition(".")[2].isdigit()]
+    run.cluster.run("scancel", own)
+    outcome = run.wait_outcome(4)
+    assert outcome.reason is Reason.KILLED
+    assert outcome.step >= step
+    run.comes_back(5)
+    assert run.wait_step(5) > outcome.step
+
+
+def preempted_without_grace_time(run: JobRun) -> None:
+    preempt(run.cluster)
+    outcome = run.wait_outcome(5)
+    assert outcome.reason is Reason.PREEMPTED, outcome
+    assert run.committed() == outcome.step
+    run.comes_back(6)
+
+
+def task_of(run: JobRun, rank: int) -> int:
+    """Process id, as this machine sees it, of the launcher on a node of the job."""
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        own = {f"SLURM_PROCID={rank}".encode(), f"SLURM_JOB_ID={run.job}".encode()}
+        if b"orhpc.launch.node" in words and b"srun" not in words[0] and own.issubset(variables):
+            return int(entry.name)
+    raise AssertionError(f"no launcher of rank {rank}: {run.report()}")

@@ -1,0 +1,185 @@
+"""What the batch script does on its node, run by a real bash with stand-ins for SLURM's commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orhpc.config import Config
+from orhpc.launch import slurm
+
+ROOT = Path(__file__).parents[2]
+RUNNING = "JobId=7 JobState=RUNNING Requeue=1 Restarts={restarts} ExcNodeList=(null) StdOut=x"
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+ATTEMPT = 'mkdir -p attempt; echo "$PWD/attempt" >"$ORHPC_JOB_FOLDER/attempt"'
+
+
+@dataclass
+class Shell:
+    """A folder that the script runs in, with programs that note how they were called in ``calls``."""
+
+    folder: Path
+
+    def program(self, name: str, text: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >>{self.folder}/calls\n{text}\n')
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+
+    def run(self, restarts: int = 0, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+        text = (ROOT / "slurm/train.sbatch").read_text()
+        for long, short in {"limit=120": "limit=1", "sleep 3": "sleep 0.1", "sleep 2 >": "sleep 0.1 >",
+                            "patience=1800": "patience=20", "sleep 5": "sleep 0.1"}.items():  # fmt: skip
+            assert text.count(long) == 1, long
+            text = text.replace(long, short)
+        (self.folder / "script").write_text(text)
+        variables = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(self.folder),
+            "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NAME": "x",
+            "SLURM_JOB_PARTITION": "p", "ORHPC_PYTHON": python,
+            **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+        }  # fmt: skip
+        return subprocess.run(
+            ["bash", "script", "none.yaml"], cwd=self.folder, env=variables, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    (tmp_path / "bin").mkdir()
+    shell = Shell(tmp_path)
+    shell.program("srun", f'[ "${{!#}}" = true ] || {{ {ATTEMPT}; exit 75; }}')
+    shell.program("scontrol", f'echo "{RUNNING.format(restarts=0)}"')
+    return shell
+
+
+def away(shell: Shell, when: Callable[[int], bool], restarts: int = 0) -> None:
+    """Have the controller answer no call of the numbers (from 0) for which ``when`` is true."""
+    refused = " ".join(str(n) for n in range(20) if when(n))
+    shell.program(
+        "scontrol",
+        f"n=$(grep -c ^scontrol {shell.folder}/calls); "
+        f'case " {refused} " in *" $((n - 1)) "*) echo "{AWAY}" >&2; exit 1 ;; esac\n'
+        f'echo "{RUNNING.format(restarts=restarts)}"',
+    )
+
+
+@pytest.mark.parametrize("missed", [range(1, 5), range(2, 6), range(0, 7)])
+def test_a_controller_that_is_away_for_a_while_costs_no_job(shell: Shell, missed: range) -> None:
+    """It is asked about the job before the run, after it, and then to requeue it."""
+    away(shell, missed.__contains__)
+    result = shell.run()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert shell.calls("scontrol")[-1] == "requeue 7"
+    assert "the controller does not answer" not in result.stdout
+    assert "SLURM's controller does not answer; waiting" in result.stdout
+
+
+def test_a_job_that_slurm_no_longer_knows_is_over(shell: Shell) -> None:
+    shell.program("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    result = shell.run()
+    assert result.returncode == 75
+    assert "not requeued" in result.stdout
+    assert "requeue 7" not in shell.calls("scontrol")
+
+
+def test_a_refused_requeue_is_answered_by_a_successor(shell: Shell) -> None:
+    shell.program(
+        "scontrol",
+        '[ "$1" != requeue ] || { echo "Requested operation is presently disabled" >&2; exit 1; }\n'
+        f'echo "{RUNNING.format(restarts=0)}"',
+    )
+    shell.program("sbatch", "echo 'sbatch: a remark of the site' >&2; echo '8;cluster'")
+    result = shell.run()
+    assert "job 8 takes over from here" in result.stdout
+    assert "presently disabled" in result.stdout
+    (submitted,) = shell.calls("sbatch")
+    assert "--export=ALL" in submitted.split()
+
+
+@pytest.mark.parametrize(("restarts", "steps"), [(0, 1), (1, 2), (2, 1)])
+def test_no_start_has_a_step_of_the_number_of_the_one_before(shell: Shell, restarts: int, steps: int) -> None:
+    """slurmctld repeats an unanswered signal to step 0 a minute later, when the next start may have one."""
+    away(shell, lambda n: False, restarts)
+    assert shell.run(restarts).returncode == 0
+    calls = shell.calls("srun")
+    assert len(calls) == steps
+    assert [c.split()[-1] for c in calls[:-1]] == ["true"] * (steps - 1)
+    assert "orhpc.launch.node" in calls[-1]
+
+
+def test_tasks_have_the_script_s_variables_whatever_the_job_was_submitted_with(shell: Shell) -> None:
+    """``sbatch --export=NONE`` sets SLURM_EXPORT_ENV=NONE in the job, which srun obeys without an option."""
+    assert shell.run().returncode == 0
+    assert "--export=ALL" in shell.calls("srun")[0].split()
+    preflight = (ROOT / "slurm/preflight.sbatch").read_text()
+    for option in ("--export=ALL", '--nodes="$SLURM_JOB_NUM_NODES"', "#SBATCH --mem=0"):
+        assert option in preflight
+
+
+@pytest.mark.parametrize(
+    "first_node",
+    [
+        f'{ATTEMPT}; echo 75 >"$ORHPC_JOB_FOLDER/code"',
+        f'{ATTEMPT}; flock "$ORHPC_JOB_FOLDER/held" sleep 0.5',  # it was killed and said nothing
+    ],
+)
+def test_an_srun_that_hangs_after_the_first_node_has_left_is_killed(shell: Shell, first_node: str) -> None:
+    shell.program("srun", f"{first_node}; exec sleep 50")
+    start = time.monotonic()
+    result = shell.run()
+    assert time.monotonic() - start < 20
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "srun goes on 1 s after the first node has left: killed" in result.stdout
+    assert shell.calls("scontrol")[-1] == "requeue 7"
+
+
+def test_an_srun_is_not_killed_while_the_first_node_works(shell: Shell) -> None:
+    shell.program(
+        "srun",
+        f'{ATTEMPT}; flock "$ORHPC_JOB_FOLDER/held" sleep 3; echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75',
+    )
+    result = shell.run()
+    assert result.returncode == 0
+    assert "killed" not in result.stdout
+
+
+def test_a_first_node_that_could_begin_no_attempt_comes_back(shell: Shell) -> None:
+    """As where the run directory's file server stays away: srun has started the tasks well."""
+    shell.program("srun", 'echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75')
+    result = shell.run()
+    assert result.returncode == 0
+    assert shell.calls("scontrol")[-1] == "requeue 7"
+    assert len(shell.calls("srun")) == 1
+
+
+def test_an_interpreter_without_the_package_is_named_once(shell: Shell) -> None:
+    bare = shell.folder / "bin/bare"
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    result = shell.run(python=str(bare))
+    assert result.returncode == 2
+    assert (result.stdout + result.stderr).splitlines() == [
+        f"orhpc: {bare} has no package orhpc: submit from the folder of its .venv, or set ORHPC_PYTHON"
+    ]
+    assert not (shell.folder / "calls").exists()
+
+
+def test_a_submitted_script_names_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SBATCH_EXPORT=NONE keeps the variable that names it from the job."""
+    config = Config.model_validate({"environments": {"a/b": {"serve": "letters"}}})
+    monkeypatch.delenv("ORHPC_PYTHON", raising=False)
+    assert f"\npython={sys.executable}\n" in slurm.render(config, python=slurm.own_python())
+    monkeypatch.setenv("ORHPC_PYTHON", "/opt/python")
+    assert "\npython=/opt/python\n" in slurm.render(config, python=slurm.own_python())

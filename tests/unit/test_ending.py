@@ -1,0 +1,221 @@
+"""Why an attempt ended, by what is left of it: each end with its own name, and none blamed on another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from orhpc.config_files import load_config
+from orhpc.errors import (
+    EXIT_CRASH_LOOP,
+    EXIT_FAILED,
+    EXIT_PREFLIGHT,
+    EXIT_REQUEUE,
+    RayLost,
+    StopRequested,
+    policy_of,
+)
+from orhpc.events import EventLog
+from orhpc.launch import ledger, memory_limit, node
+from orhpc.launch.batch_output import BatchOutput
+from orhpc.launch.ending import Ended
+from orhpc.launch.job import Job
+from orhpc.launch.ledger import Outcome, Reason
+from orhpc.launch.memory_limit import MemoryWatch
+from orhpc.launch.placement import Node
+from orhpc.rundir import RunDir
+
+PREEMPTED = "slurmstepd-n3: error: *** JOB 3 ON n3 CANCELLED AT 2026-11-23T07:27:26 DUE TO PREEMPTION ***\n"
+REQUEUED = PREEMPTED.replace("PREEMPTION", "JOB REQUEUE")
+ABOUT = "JobId=7 JobState={state} Reason=None Restarts={restarts} EndTime=Unknown Partition=low"
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that a stand-in of scontrol prints; squeue and sinfo say nothing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"scontrol": f"cat {tmp_path}/about", "squeue": "true", "sinfo": "true"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return tmp_path / "about"
+
+
+def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool) -> Outcome:
+    """How an attempt ended that was told to stop, on a job of which SLURM says so much."""
+    folder = rundir.path.parent
+    (folder / "stop").touch()
+    scontrol.write_text(about)
+    if noted:
+        (folder / "first").write_text(about)
+    output = folder / "slurm-7.out"
+    output.write_text("an earlier start: " + PREEMPTED)
+    written = BatchOutput(output)
+    with output.open("a") as stream:
+        stream.write(said)
+    job = Job("7", 0, 0, 2, "n0", "7", folder)
+    attempt = rundir.begin_attempt(kind="slurm")
+    ended = Ended(job, load_config(Path("configs/tiny.yaml")), rundir, attempt, EXIT_REQUEUE, output=written)
+    return ended.outcome()
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "said", "reason"),
+    [
+        ("COMPLETING", 1, PREEMPTED, Reason.PREEMPTED),  # without grace time scontrol says no more
+        ("COMPLETING", 1, REQUEUED, Reason.REQUEUED),
+        ("COMPLETING", 1, "", Reason.REQUEUED),
+        ("RUNNING", 0, "", Reason.SIGNALLED),
+        ("COMPLETING", 0, "", Reason.CANCELLED),
+    ],
+)
+def test_a_job_that_slurm_has_told_to_stop(
+    rundir: RunDir, scontrol: Path, state: str, restarts: int, said: str, reason: Reason
+) -> None:
+    about = ABOUT.format(state=state, restarts=restarts)
+    outcome = signalled(rundir, scontrol, about, said, noted=True)
+    assert (outcome.reason, outcome.exit_code) == (reason, EXIT_REQUEUE)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "code"),
+    [
+        ("", Reason.KILLED, EXIT_REQUEUE),  # scancel of the step alone
+        ("srun: error: n1: task 1: Killed\n", Reason.KILLED, EXIT_REQUEUE),
+        ("srun: error: n1: task 1: Out Of Memory\n", Reason.OUT_OF_MEMORY, EXIT_REQUEUE),
+        ("srun: error: n1: task 1: Segmentation fault\n", Reason.INFRASTRUCTURE, EXIT_REQUEUE),
+        ("srun: error: n1: task 1: Exited with exit code 75\n", Reason.INFRASTRUCTURE, EXIT_REQUEUE),
+        ("srun: error: n[1-2]: tasks 1-2: Exited with exit code 3\n", Reason.REFUSED, EXIT_PREFLIGHT),
+    ],
+)
+def test_a_step_that_ended_in_a_job_that_runs_on(
+    rundir: RunDir, scontrol: Path, said: str, reason: Reason, code: int
+) -> None:
+    about = ABOUT.format(state="RUNNING", restarts=0)
+    outcome = signalled(rundir, scontrol, about, said, noted=False)
+    assert (outcome.reason, outcome.exit_code) == (reason, code)
+    assert said.partition("error: ")[2].strip() in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("status", "kernel", "reason"),
+    [
+        (-signal.SIGKILL, None, Reason.KILLED),
+        (-signal.SIGKILL, "cgroup", Reason.OUT_OF_MEMORY),
+        (-signal.SIGKILL, "machine", Reason.OUT_OF_MEMORY),
+        (-signal.SIGTERM, None, Reason.KILLED),
+        (-signal.SIGTERM, "machine", Reason.KILLED),  # the kernel kills by SIGKILL alone
+        (-signal.SIGSEGV, None, Reason.CRASH),
+    ],
+)
+def test_a_driver_that_a_signal_ended(
+    rundir: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    kernel: str | None,
+    reason: Reason,
+) -> None:
+    """Memory is the reason only where the kernel says so, be it in the driver's last moment."""
+    kills = {"cgroup": 0, "machine": 0}
+    monkeypatch.setattr(memory_limit, "oom_kills", lambda: kills["cgroup"])
+    monkeypatch.setattr(memory_limit, "machine_kills", lambda: kills["machine"])
+    first = first_node(rundir, tmp_path)
+    first._looked = time.monotonic()  # the last look was a moment ago
+    if kernel is not None:
+        kills[kernel] += 1
+    first._conclude(status)
+    (outcome,) = ledger.read(rundir)
+    assert outcome.reason is reason
+    assert first._code == (EXIT_FAILED if reason is Reason.CRASH else EXIT_REQUEUE)
+
+
+def first_node(rundir: RunDir, folder: Path) -> node.FirstNode:
+    """The first node of a job, in an attempt that has just begun."""
+    config = load_config(Path("configs/tiny.yaml"), [f"run.root={folder}", "run.name=run"])
+    first = node.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
+    first._node = Node("n0", "127.0.0.1", 1)
+    first._attempt = rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    return first
+
+
+def test_kills_of_the_whole_machine_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\npgfault 9\n")
+    assert memory_limit.machine_kills(tmp_path / "vmstat") == 3
+    assert memory_limit.machine_kills(tmp_path / "none") == 0
+    assert MemoryWatch().verdict_on_machine("n0") is None
+
+
+def test_storage_that_stayed_away_is_named(rundir: RunDir, tmp_path: Path) -> None:
+    first = first_node(rundir, tmp_path)
+    log = EventLog(rundir.events, first._attempt)
+    log.write("failed", kind="StorageRefused", error="rollouts cannot be written: Stale file handle")
+    log.close()
+    first._conclude(EXIT_REQUEUE)
+    (outcome,) = ledger.read(rundir)
+    assert outcome.reason is Reason.STORAGE
+    assert "Stale file handle" in outcome.detail
+
+
+def test_the_attempt_that_uses_up_the_budget_says_that_no_job_comes_back(
+    rundir: RunDir, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        first = first_node(rundir, tmp_path)
+        first._conclude(EXIT_REQUEUE, RayLost("Ray's head did not start"))
+    *before, last = ledger.read(rundir)
+    assert [(o.exit_code, o.given_up) for o in before] == [(EXIT_REQUEUE, None)] * 2
+    assert last.exit_code == first._code == EXIT_CRASH_LOOP
+    assert "3 attempts in a row ended with infrastructure" in (last.given_up or "")
+    assert json.loads((rundir.attempt(3) / "ended.json").read_text()) == {"code": EXIT_CRASH_LOOP}
+
+
+def test_what_others_do_to_a_run_uses_up_no_budget(rundir: RunDir, tmp_path: Path) -> None:
+    for _ in range(5):
+        first = first_node(rundir, tmp_path)
+        first._conclude(-signal.SIGKILL)
+    assert first._code == EXIT_REQUEUE
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"reason": "no such reason"}', '{"more": 1}'])
+def test_a_torn_outcome_is_judged_again(rundir: RunDir, content: str) -> None:
+    attempt = rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    (rundir.attempt(attempt) / "outcome.json").write_text(content)
+    assert ledger.outcome_of(rundir, attempt) is None
+    (judged,) = ledger.read(rundir)
+    assert judged.reason is Reason.NODE_LOST
+    assert ledger.outcome_of(rundir, attempt) == judged
+    (rundir.attempt(attempt) / "attempt.json").write_text(content if content != '{"more": 1}' else "")
+    assert ledger.read(rundir) == []
+    assert ledger.jobs(rundir) == set()
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_signal_while_nodes_gather_lets_the_job_come_back(
+    rundir: RunDir, tmp_path: Path, scontrol: Path, noted: bool
+) -> None:
+    """Whether the batch script was told, or srun's kill or a user's scancel reached the task alone."""
+    first = first_node(rundir, tmp_path)
+    scontrol.write_text(ABOUT.format(state="RUNNING", restarts=0))
+    if noted:
+        (tmp_path / "first").write_text(scontrol.read_text())
+    (tmp_path / "stop").touch()
+    with pytest.raises(StopRequested) as stopped:
+        first._waiting()
+    first._conclude(policy_of(stopped.value).exit_code, stopped.value)
+    (outcome,) = ledger.read(rundir)
+    reason = Reason.SIGNALLED if noted else Reason.INFRASTRUCTURE
+    assert (outcome.reason, outcome.exit_code) == (reason, EXIT_REQUEUE)
