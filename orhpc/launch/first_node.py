@@ -30,7 +30,7 @@ Gather = Callable[[Urls], tuple[tuple[Node, ...], Urls]]
 """From this node's environment servers to all nodes of the attempt and all servers."""
 Settle = Callable[[RayNode], None]
 """Waits, within limits, for the raylets of all nodes; given this node's."""
-SECRETS = ("engine.key", "ray.token")
+SECRETS = ("engine.key", "environment.key", "ray.token")
 
 
 def run_first_node(
@@ -88,7 +88,8 @@ class _Parts:
     def __init__(self, rundir: RunDir, attempt: int, config: Config, node: Node) -> None:
         self._rundir, self._attempt, self._config, self._node = rundir, attempt, config, node
         self._folder = rundir.attempt(attempt)
-        self.environments = ServedEnvironments(config, node.address, self._folder, node.name)
+        key_file = self._folder / "environment.key"
+        self.environments = ServedEnvironments(config, node.address, self._folder, node.name, key_file)
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
 
@@ -102,6 +103,7 @@ class _Parts:
         """
         config, node, folder = self._config, self._node, self._folder
         write_secret(folder / "engine.key")
+        write_secret(folder / "environment.key")
         urls = self.environments.reserve()
         ray = self._ray = RayNode(
             node.name, node.address, make_token(folder), folder / "ray.log",

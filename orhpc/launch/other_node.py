@@ -54,7 +54,7 @@ def other_node(job: Job, config: Config) -> int:
 
 def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Node) -> int:
     folder = rundir.attempt(attempt)
-    environments = ServedEnvironments(config, node.address, folder, node.name)
+    environments = ServedEnvironments(config, node.address, folder, node.name, folder / "environment.key")
     ray_node: RayNode | None = None
     try:
         urls = environments.reserve()
