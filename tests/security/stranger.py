@@ -73,7 +73,8 @@ def heard() -> list[str]:
 
 
 def give_up() -> None:
-    """Leave the ports that were taken."""
+    """Leave the ports that were taken, and forget what came in."""
+    _heard.clear()
     while _kept:
         _kept.pop().close()
 
