@@ -125,6 +125,43 @@ def test_who_answers_must_be_our_own_child(stranger: Stranger, tmp_path: Path) -
         process.stop()
 
 
+UVICORN = """
+import sys, uvicorn
+from fastapi import FastAPI
+from orhpc.rollout.keyed_server import require_key_of_uvicorn
+from orhpc.rollout.sglang_server import split_own
+from orhpc.ports import inherited_socket
+from orhpc.secrets import read_engine_key
+own, _ = split_own(sys.argv[1:])
+app = FastAPI()
+for path in ("/health", "/health_generate", "/generate", "/ping"):
+    app.add_api_route(path, lambda: {"open": True}, methods=["GET", "POST", "OPTIONS"])
+require_key_of_uvicorn(read_engine_key(own.api_key_file), inherited_socket(own.listen_fd), open_health=True)
+uvicorn.run(app, host="127.0.0.1", port=1, log_level="warning", timeout_keep_alive=5)
+"""
+
+
+def test_a_server_that_calls_uvicorn_as_sglang_does_asks_for_the_key(
+    stranger: Stranger, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1, HOST)
+    command = [sys.executable, "-c", UVICORN]
+    process = ServerProcess(HOST, port, command, dict(os.environ), KEY, str(tmp_path / "log"))
+    process.start()
+    try:
+        asyncio.run(process.wait_ready(60.0))
+        assert stranger("take", HOST, port) and stranger("take", "0.0.0.0", port)
+        for method in ("GET", "POST", "OPTIONS"):
+            for path in ("/generate", "/health_generate", "/ping", "/openapi.json", "/health?", "/health/"):
+                for headers in ({}, {"Authorization": "Bearer wrong"}, {"Host": "x/health?"}):
+                    if (method, path) != ("GET", "/health?"):
+                        assert stranger("request", method, process.url + path, headers)[0] == 401
+        right = {"Authorization": f"Bearer {KEY}"}
+        assert stranger("request", "GET", f"{process.url}/generate", right) == [200, '{"open":true}']
+    finally:
+        process.stop()
+
+
 def test_a_router_answers_only_who_has_the_key(
     engine: EngineProcess, stranger: Stranger, tmp_path: Path
 ) -> None:
