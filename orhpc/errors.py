@@ -112,6 +112,10 @@ class InfraError(OrhpcError):
     """A part of the system failed; the work it was doing can be done again."""
 
 
+class PortTaken(InfraError):
+    """Another process has the port of one of the run's servers; a restart chooses other ports."""
+
+
 class RayLost(InfraError):
     """Ray's head, a raylet or an actor died."""
 
@@ -212,6 +216,7 @@ POLICY: dict[type[OrhpcError], Policy] = {
     TimeLimit: Policy(Action.REQUEUE, EXIT_REQUEUE),
     NodeLost: Policy(Action.REQUEUE, EXIT_REQUEUE),
     InfraError: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
+    PortTaken: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
     StorageRefused: Policy(Action.WAIT, EXIT_REQUEUE),
     DataError: Policy(Action.END_ROLLOUT, EXIT_FAILED),
     MalformedToolCall: Policy(Action.ERROR_TURN, EXIT_FAILED),

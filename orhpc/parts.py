@@ -262,7 +262,8 @@ async def bring_up(
         return Parts(config, rundir, trainers, None, [], producer)
     # Processes load their libraries for longer than models; memory on shared devices is taken in turn.
     starting_engines = Engines.start(config, placement, ids, model_dir, folder, key)
-    starting_workers = start_workers(config, placement, ids, model_dir, rundir, attempt)
+    environment_key = (folder / "environment.key").read_text().strip()
+    starting_workers = start_workers(config, placement, ids, model_dir, rundir, attempt, environment_key)
     (position, version), (engines, (trainers, workers)) = await together(
         timed(phases, "verify", beginning()),
         together(

@@ -10,7 +10,7 @@ import random
 import socket
 from pathlib import Path
 
-from orhpc.errors import PreflightError
+from orhpc.errors import ConfigError, PortTaken, PreflightError
 
 LOWEST = 15000
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -38,24 +38,69 @@ def is_free(host: str, port: int) -> bool:
         return True
 
 
-def hold_port(host: str) -> socket.socket:
-    """Return a socket bound to a free port, which nobody else can bind or finds free until it is closed.
+def hold_port(host: str, port: int | None = None) -> socket.socket:
+    """Return a socket bound to a port, which no other socket can be bound to until it is closed.
 
-    For a server that starts later: in this process it listens on the socket itself; another process
-    binds the port once the socket has been closed for it.
+    The socket does not listen, so connections are refused.  Hand it to the server that is to listen
+    there: between the choice of the port and its use, and after the server has ended, nobody else can
+    answer in its place, and get the keys that clients send.
+
+    Args:
+        host: address to bind.
+        port: the port; null: a free one.
 
     Raises:
-        PreflightError: there is none.
+        PortTaken: another process has this port.
+        PreflightError: no port is free.
     """
     while True:
-        (port,) = free_ports(1, host)
+        number = free_ports(1, host)[0] if port is None else port
         holder = socket.socket(_family(host), socket.SOCK_STREAM)
         try:
-            holder.bind((host, port))
-        except OSError:  # somebody else was faster
+            # Else connections of an earlier server, which have ended, would keep the port for a minute.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((host, number))
+            # Listening ends what SO_REUSEADDR allows to others: to be bound to the port too.
+            holder.listen(1)
+        except OSError as error:
             holder.close()
+            if port is not None:
+                raise PortTaken(f"port {port} of {host} is taken by another process: {error}") from error
         else:
+            stop_listening(holder)
             return holder
+
+
+def stop_listening(holder: socket.socket) -> None:
+    """Refuse connections from now on, and keep the port; harmless for a socket that does not listen."""
+    # Shut down while it does not listen, it would later accept connections that are closed already.
+    if holder.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        holder.shutdown(socket.SHUT_RDWR)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
+def start_listening(holder: socket.socket, backlog: int = 2048) -> None:
+    """Listen on a held port, also while connections of an earlier server there are still ending.
+
+    Raises:
+        OSError: another socket listens there.
+    """
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.listen(backlog)
+
+
+def inherited_socket(descriptor: int) -> socket.socket:
+    """The held socket that the parent process passed on as this descriptor; later children do not get it.
+
+    Raises:
+        ConfigError: the descriptor is no socket.
+    """
+    try:
+        holder = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise ConfigError(f"--listen-fd {descriptor} is no socket: {error.strerror}") from error
+    holder.set_inheritable(False)
+    return holder
 
 
 def free_ports(count: int, host: str, *, consecutive: bool = False, seed: int | None = None) -> list[int]:

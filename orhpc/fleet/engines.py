@@ -129,7 +129,8 @@ class Engines:
 
     async def _bring_up(self, engines: Sequence[Engine]) -> None:
         for engine in engines:
-            engine.hosts = [start() for start in engine.starters]
+            # An actor that is left has kept the port of the server that it is to start again.
+            engine.hosts = engine.hosts or [start() for start in engine.starters]
         hosts = [host for engine in engines for host in engine.hosts]
         await call_all([h.start.remote() for h in hosts], "engine start")
         await call_all([h.wait_ready.remote(self._start_timeout_s) for h in hosts], "engine")
@@ -152,9 +153,10 @@ class Engines:
 
     async def _alive(self, engine: Engine) -> bool:
         try:
-            return all(await call_all([h.alive.remote() for h in engine.hosts], "engine alive", 30.0))
+            answers = await call_all([h.alive.remote() for h in engine.hosts], "engine alive", 30.0)
         except RayLost:
             return False
+        return bool(answers) and all(answers)
 
     async def heal(self, suspects: Sequence[str] = ()) -> list[int]:
         """Start dead servers, and those of ``suspects`` (URLs), again on their ports; returns indices.
@@ -237,11 +239,16 @@ class Engines:
             await asyncio.gather(*(self._end(self._engines[self.urls.index(url)]) for url in down - before))
 
     async def _end(self, engine: Engine) -> None:
-        await asyncio.gather(
-            *(call(h.stop.remote(10.0), "engine stop", 20.0) for h in engine.hosts), return_exceptions=True
-        )
+        """Stop an engine's servers; their actors stay, and with them the ports, if all of them answer."""
+        stopping = [call(h.stop.remote(10.0), "engine stop", 20.0) for h in engine.hosts]
+        failures = await asyncio.gather(*stopping, return_exceptions=True)
+        if any(failures):
+            self._discard(engine)
+
+    def _discard(self, engine: Engine) -> None:
         for host in engine.hosts:
             ray.kill(host)
+        engine.hosts = []
 
     async def close(self) -> None:
         await self.pool.close()
@@ -251,6 +258,8 @@ class Engines:
             )
             ray.kill(self._router)
         await asyncio.gather(*(self._end(e) for e in self._engines))
+        for engine in self._engines:
+            self._discard(engine)
 
 
 def _engine(

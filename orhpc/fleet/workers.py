@@ -35,7 +35,13 @@ class WorkerHandle:
 
 
 async def start_workers(
-    config: Config, placement: Placement, ids: Sequence[str], model_dir: str, rundir: RunDir, attempt: int
+    config: Config,
+    placement: Placement,
+    ids: Sequence[str],
+    model_dir: str,
+    rundir: RunDir,
+    attempt: int,
+    environment_key: str,
 ) -> list[WorkerHandle]:
     """Spawn the rollout workers and have them open their environments; engines are told later.
 
@@ -46,7 +52,7 @@ async def start_workers(
     handles: list[WorkerHandle] = []
     for w in placement.workers:
         urls = placement.environments_of(w.index)
-        arguments = (config, model_dir, w.index, str(rundir.path), attempt, urls)
+        arguments = (config, model_dir, w.index, str(rundir.path), attempt, urls, environment_key)
         together = config.rollout.max_concurrent + 8
         actor = spawn(RolloutWorker, ids[w.node], *arguments, max_concurrency=together)
         handles.append(WorkerHandle(actor, w.index))

@@ -33,7 +33,7 @@ Gather = Callable[[Urls], tuple[tuple[Node, ...], Urls]]
 """From this node's environment servers to all nodes of the attempt and all servers."""
 Settle = Callable[[RayNode], None]
 """Waits, within limits, for the raylets of all nodes; given this node's."""
-SECRETS = ("engine.key", "ray.token")
+SECRETS = ("engine.key", "environment.key", "ray.token")
 _RAY_NOTICED_S = 3.0
 """``ray start`` looks once a second whether its processes are there."""
 _WITHOUT_RAY = (EXIT_FAILED, EXIT_REQUEUE)
@@ -114,6 +114,7 @@ class _Parts:
         """
         self._settle = settle
         write_secret(self._folder / "engine.key")
+        write_secret(self._folder / "environment.key")
         urls = self.environments.reserve()
         make_token(self._folder)
         ray = self._begin_ray()

@@ -28,12 +28,13 @@ def spawn(
     env: Mapping[str, str] | None = None,
     own_session: bool = True,
     piped: bool = False,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a child whose output goes to a log file.
 
     The kernel kills it when the thread that called this ends, so call it from a thread that lives
     as long as the process.  ``own_session`` keeps a terminal's Ctrl-C from reaching it; ``piped``
-    gives it an input to write to.
+    gives it an input to write to; ``pass_fds`` are descriptors that it inherits.
     """
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log.open("ab") as stream:
@@ -45,7 +46,15 @@ def spawn(
             env=dict(env) if env is not None else None,
             start_new_session=own_session,
             preexec_fn=_die_with_parent,
+            pass_fds=pass_fds,
         )
+
+
+def write_input(process: subprocess.Popen[bytes], text: str) -> None:
+    """Give a ``piped`` child its whole input; a child that has ended already gets none."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(text.encode())
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float) -> int:

@@ -1,4 +1,9 @@
-"""The environment servers that a job runs itself, on the node of the rollout workers that use them."""
+"""The environment servers that a job runs itself, on the node of the rollout workers that use them.
+
+Other users of the node can reach them, and what they call there runs as this user.  So every request must
+carry a key of the attempt, and a server's port is held from its choice until the attempt is over: nobody
+else can answer there and be sent the key.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from orhpc.errors import EXIT_CONFIG, ConfigError, EnvironmentUnavailable
 from orhpc.launch import processes
 from orhpc.launch.placement import Node
 from orhpc.launch.replicas import replicas_of
-from orhpc.ports import hold_port
+from orhpc.ports import hold_port, stop_listening
 
 _MIN_LIFE_S = 30.0
 """A served environment that ends sooner than this after its start is broken, not unlucky."""
@@ -24,12 +29,12 @@ _MIN_LIFE_S = 30.0
 class ServedEnvironments:
     """The environment servers that the job runs itself on this node."""
 
-    def __init__(self, config: Config, node: Node, logs: Path) -> None:
-        """``logs``: folder of the servers' output."""
-        self._config, self._node, self._logs = config, node, logs
+    def __init__(self, config: Config, node: Node, folder: Path) -> None:
+        """``folder``: of the attempt, with the servers' key, read when they start, and for their logs."""
+        self._config, self._node, self._folder = config, node, folder
         self._address = node.address
         self._commands: dict[str, tuple[list[str], Path]] = {}
-        self._held: list[socket.socket] = []
+        self._held: dict[str, socket.socket] = {}
         self._running: dict[str, Popen[bytes]] = {}
         self._started: dict[str, float] = {}
 
@@ -40,20 +45,20 @@ class ServedEnvironments:
             if settings.serve is None:
                 continue
             for replica in range(replicas_of(self._config, name, self._node.cpus)):
-                self._held.append(hold_port(self._address))
-                port = self._held[-1].getsockname()[1]
+                label = f"{name.replace('/', '_')}_{replica}"
+                listener = self._held[label] = hold_port(self._address)
+                port = listener.getsockname()[1]
                 command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
                 command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
+                command += ["--listen-fd", str(listener.fileno()), "--key-from-stdin"]
                 if settings.serve_options:
                     command += ["--options-json", json.dumps(settings.serve_options)]
-                label = f"{name.replace('/', '_')}_{replica}"
-                self._commands[label] = command, self._logs / f"environment_{label}_{self._node.name}.log"
+                self._commands[label] = command, self._folder / f"environment_{label}_{self._node.name}.log"
                 urls.setdefault(name, []).append(f"http://{self._address}:{port}")
         return urls
 
     def start(self) -> None:
         """Start every replica; they may still be loading afterwards."""
-        self._release()
         for label in self._commands:
             self._spawn(label)
 
@@ -66,6 +71,7 @@ class ServedEnvironments:
         """
         for label, process in list(self._running.items()):
             if process.poll() is not None:
+                stop_listening(self._held[label])  # the ended server shared this socket with us
                 if time.monotonic() - self._started[label] < _MIN_LIFE_S:
                     log = self._commands[label][1]
                     if process.returncode == EXIT_CONFIG:
@@ -77,16 +83,15 @@ class ServedEnvironments:
                 self._spawn(label)
 
     def stop(self) -> None:
-        self._release()
         for process in self._running.values():
             processes.stop(process, grace_s=3.0)
-
-    def _release(self) -> None:
         while self._held:
-            self._held.pop().close()
+            self._held.popitem()[1].close()
 
     def _spawn(self, label: str) -> None:
         command, log = self._commands[label]
         env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
-        self._running[label] = processes.spawn(command, log=log, env=env)
-        self._started[label] = time.monotonic()
+        key, listener = (self._folder / "environment.key").read_text(), self._held[label]
+        process = processes.spawn(command, log=log, env=env, piped=True, pass_fds=[listener.fileno()])
+        processes.write_input(process, f"{key}\n")
+        self._running[label], self._started[label] = process, time.monotonic()

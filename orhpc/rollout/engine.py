@@ -1,4 +1,10 @@
-"""One engine process, or one node's part of an engine: start it, wait until it serves, stop exactly it."""
+"""One engine process, or one node's part of an engine: start it, wait until it serves, stop exactly it.
+
+Clients send the engine's key with every call, so nobody else may answer at its address.  The process that
+starts a server binds its port before, hands the bound socket to the server, and keeps it when the server has
+ended: until this process itself has ended nobody else can listen there.  Before anybody is told that a
+server is ready, it is seen that the listener is our own child.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,11 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +25,8 @@ import psutil
 
 from orhpc.config import Config
 from orhpc.devices import VARIABLE, visible_devices
-from orhpc.errors import EXIT_CONFIG, ConfigError, EngineUnavailable
+from orhpc.errors import EXIT_CONFIG, ConfigError, EngineUnavailable, PortTaken
+from orhpc.ports import hold_port, stop_listening
 from orhpc.rollout.client import EngineClient
 from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
 
@@ -30,16 +39,27 @@ _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)\b")
 class ServerProcess:
     """Owns one server process and nothing else: only this process and its children are ever signalled.
 
-    The process reads the key from ``--api-key-file``, serves ``/health`` at ``url`` and ends when this
-    one does.
+    The process reads the key from ``--api-key-file``, listens on the socket of ``--listen-fd``, serves
+    ``/health`` without a key and ends when this one does.
     """
 
     what = "engine"
+    inherits = True
+    """Whether the server listens on the socket that was bound for it; else it binds the port itself."""
 
     def __init__(
-        self, url: str, argv: list[str], environment: dict[str, str], key: str | None, log_path: str
+        self,
+        host: str,
+        port: int,
+        argv: list[str],
+        environment: dict[str, str],
+        key: str | None,
+        log_path: str,
     ) -> None:
-        self.url = url
+        self.url = f"http://{host}:{port}"
+        self._host, self._port = host, port
+        self._listener: socket.socket | None = None
+        self._refusing: threading.Thread | None = None
         self._argv, self._environment = argv, environment
         self._key = key
         self._log_path = Path(log_path)
@@ -52,9 +72,15 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the server; it is not ready yet.  The key travels in a file that only we can read."""
-        assert self._process is None, "an engine process is started once"
+        """Start the server, or start it again; it is not ready yet.
+
+        The key travels in a file that only we can read.  Raises PortTaken when another process has the port.
+        """
+        assert not self.alive(), "the process is running"
         argv = list(self._argv)
+        passed = self._bound()
+        if passed is not None:
+            argv += ["--listen-fd", str(passed.fileno())]
         if self._key is not None:
             handle, name = tempfile.mkstemp(prefix="orhpc-engine-")  # made with mode 0600
             with os.fdopen(handle, "w") as file:
@@ -66,16 +92,32 @@ class ServerProcess:
             # A session of its own: a terminal's Ctrl-C reaches the driver, which then stops engines in order.
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=self._environment,
+                env=self._environment, pass_fds=[passed.fileno()] if passed is not None else [],
             )  # fmt: skip
+        if passed is not None:
+            # Its socket is ours too: without this, connections would wait in vain after its end.
+            self._refusing = threading.Thread(target=_refuse_after, args=(self._process, passed), daemon=True)
+            self._refusing.start()
+
+    def _bound(self) -> socket.socket | None:
+        """The socket to hand to the server; None for one that binds its port itself, which is free now."""
+        if self._listener is None:
+            self._listener = hold_port(self._host, self._port)
+        if self._refusing is not None:
+            self._refusing.join()
+        if self.inherits:
+            return self._listener
+        self._listener.close()
+        self._listener = None
+        return None
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Return once the server answers; of a part that is not the first, once its process is up.
 
         Raises, with what the log says last, ConfigError when the server refuses its options and
-        EngineUnavailable when it ends or takes too long.
+        EngineUnavailable when it ends or takes too long; PortTaken when another process answers.
         """
-        client = EngineClient(self.url, key=self._key, request_timeout_s=deadline_s)
+        client = EngineClient(self.url, key=None, request_timeout_s=deadline_s)
         end = time.monotonic() + deadline_s
         try:
             while True:
@@ -88,6 +130,8 @@ class ServerProcess:
                     )
                 try:
                     await client.health(timeout_s=5.0)
+                    if not self._listens():
+                        raise PortTaken(f"{self.what} {self.url}: another process answers on its port")
                     return
                 except EngineUnavailable as error:
                     if time.monotonic() > end:
@@ -99,6 +143,19 @@ class ServerProcess:
         finally:
             self._remove_key_file()
             await client.close()
+
+    def _listens(self) -> bool:
+        """Whether our process, or a child of it, listens at the address."""
+        assert self._process is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self._process.pid)
+            return any(
+                connection.status == psutil.CONN_LISTEN
+                and tuple(connection.laddr) == (self._host, self._port)
+                for process in (server, *server.children(recursive=True))
+                for connection in process.net_connections("tcp")
+            )
+        return False
 
     def alive(self) -> bool:
         """Whether the process is running."""
@@ -166,7 +223,13 @@ class EngineProcess(ServerProcess):
         else:
             options = sglang_options(config, model_dir, host, port, index, part)
             argv = [sys.executable, "-m", "orhpc.rollout.sglang_server", *arguments(options)]
-        super().__init__(f"http://{host}:{port}", argv, server_environment(config, part), key, log_path)
+        super().__init__(host, port, argv, server_environment(config, part), key, log_path)
+
+
+def _refuse_after(process: subprocess.Popen[bytes], listener: socket.socket) -> None:
+    """Once a server has ended, refuse connections on the socket that it shared with us; keep the port."""
+    process.wait()
+    stop_listening(listener)
 
 
 def _cpu_command(

@@ -80,9 +80,11 @@ class Environment:
         handle: AsyncEnvironment,
         *,
         direct: bool = False,
+        key: str | None = None,
     ) -> None:
-        """``direct``: the job runs the server; see :class:`GuardedSession`."""
+        """``direct``, ``key``: the job runs the server; see :class:`GuardedSession`."""
         self._direct = direct
+        self._key = key
         self._own_http: aiohttp.ClientSession | None = None
         self.name = name
         self.settings = settings
@@ -109,6 +111,7 @@ class Environment:
         secrets: Mapping[str, str],
         rollout: RolloutSettings,
         url: str | None = None,
+        key: str | None = None,
     ) -> Environment:
         """Connect to a server, wait until it has come up, and find the variant.
 
@@ -118,6 +121,7 @@ class Environment:
             secrets: name to value, as :func:`orhpc.secrets.resolve_secrets` gives them.
             rollout: deadlines.
             url: server that the job runs itself; null: ``settings.url``, then OpenReward's service.
+            key: what requests to the server at ``url`` carry; no other server is sent it.
 
         Raises:
             EnvironmentUnavailable: no answer within ``rollout.environment_start_timeout_s``.
@@ -125,6 +129,9 @@ class Environment:
             PreflightError: the API key or a secret that the environment needs is missing.
         """
         direct = url is not None
+        own_key = key if direct else None
+        if own_key is not None:
+            remember_secrets([own_key])
         url = url or settings.url
         host = checked_host(name, url) if url else None
         key = secrets.get(API_KEY) or secrets.get(API_KEY.lower()) or os.environ.get(API_KEY, "")
@@ -138,8 +145,8 @@ class Environment:
         else:
             # The service's key is not for servers of others; one that needs it names it as a secret.
             handle.api_key = None
-        environment = cls(name, settings, rollout, client, handle, direct=direct)
-        if is_private(host):
+        environment = cls(name, settings, rollout, client, handle, direct=direct, key=own_key)
+        if direct or is_private(host):
             environment._connect_directly(url or client.session_base_url)
         try:
             await environment._start(secrets, host)
@@ -217,6 +224,7 @@ class Environment:
             api_key=self._handle.api_key,
             label=label,
             direct=self._direct,
+            own_key=self._key,
             body_secrets=self._body_secrets,
             toolset_name=self.settings.toolset,
         )

@@ -23,6 +23,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,8 +108,11 @@ def retry_after_s(value: str) -> float | None:
 
 
 async def raise_if_rejected(response: aiohttp.ClientResponse) -> None:
-    """Raise _Rejected for an error answer, with FastAPI's ``detail`` as its message if there is one."""
-    if response.ok:
+    """Raise _Rejected for an answer that is an error, or a redirect that is not followed.
+
+    FastAPI's ``detail`` is its message, if there is one.
+    """
+    if response.status < 300:
         return
     text = (await response.read()).decode("utf-8", "replace")
     try:
@@ -166,6 +170,7 @@ class GuardedSession(AsyncSession):
     platform before it that hands out sessions and takes them back.  Such a server takes any session id,
     and its own two calls for that would do nothing but cost a quarter of a short session.
     ``body_secrets``: name to value for a server that reads them in the body of ``/create``.
+    ``own_key``: goes to the job's own server with every request; such a server's redirects are not followed.
     """
 
     def __init__(
@@ -173,6 +178,7 @@ class GuardedSession(AsyncSession):
         *args: Any,
         label: str,
         direct: bool = False,
+        own_key: str | None = None,
         body_secrets: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -180,6 +186,7 @@ class GuardedSession(AsyncSession):
         self.label = label
         self._body_secrets = body_secrets
         self._direct = direct
+        self._own_key = own_key
         self._begun = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -225,7 +232,7 @@ class GuardedSession(AsyncSession):
 
     async def _delete(self, path: str, patience: Patience) -> None:
         async def once() -> None:
-            async with self.client.post(path, headers=self._headers()) as response:
+            async with self._request("POST", path) as response:
                 await raise_if_rejected(response)
                 await response.read()  # else the connection would be closed
 
@@ -238,12 +245,21 @@ class GuardedSession(AsyncSession):
     def _headers(self) -> dict[str, str]:
         optional = {
             "X-API-Key": self.api_key,
+            "Authorization": f"Bearer {self._own_key}" if self._own_key is not None else None,
             "X-Session-ID": self.sid,
             "X-Deployment": self.deployment,
             # Only what creates the session needs the secrets.
             **(self._secrets_headers or {} if self._ping_task is None else {}),
         }
         return {"User-Agent": USER_AGENT} | {name: value for name, value in optional.items() if value}
+
+    def _request(
+        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Every request of the session is made here."""
+        headers = self._headers() | dict(headers or {})
+        follow = self._own_key is None
+        return self.client.request(method, path, headers=headers, allow_redirects=follow, **options)
 
     async def fetch(
         self,
@@ -260,7 +276,7 @@ class GuardedSession(AsyncSession):
         """
 
         async def once() -> Any:
-            async with self.client.request(method, path, headers=self._headers(), json=payload) as response:
+            async with self._request(method, path, json=payload) as response:
                 await raise_if_rejected(response)
                 body = await response.read()
                 try:
@@ -321,8 +337,8 @@ class GuardedSession(AsyncSession):
 
         async def once() -> Any:
             body = payload if progress.task_id is None else {**payload, "task_id": progress.task_id}
-            headers = self._headers() | {"Accept": "text/event-stream"}
-            async with self.client.post(path, headers=headers, json=body, timeout=timeout) as response:
+            accept = {"Accept": "text/event-stream"}
+            async with self._request("POST", path, headers=accept, json=body, timeout=timeout) as response:
                 await raise_if_rejected(response)
                 if response.content_type == "text/html":
                     raise BadAnswer(f"{self.label}: {path}: the answer is a web page, not events")
@@ -371,7 +387,7 @@ class GuardedSession(AsyncSession):
         while failures < PING_FAILURES:
             await asyncio.sleep(PING_INTERVAL_S)
             try:
-                async with self.client.post("/ping", headers=self._headers(), timeout=timeout) as response:
+                async with self._request("POST", "/ping", timeout=timeout) as response:
                     await raise_if_rejected(response)
                     failures = 0
             except _Rejected as rejected:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Self
 
 from orhpc.config import EnvironmentSettings
 from orhpc.errors import ConfigError
-from orhpc.ports import free_ports
+from orhpc.ports import hold_port
 from orhpc.user_code import users_part
 
 _HEAD = "Traceback (most recent call last):"
@@ -23,13 +25,17 @@ class OwnServer:
 
     def __init__(self, name: str, settings: EnvironmentSettings, folder: Path) -> None:
         """``folder``: for its log."""
-        (port,) = free_ports(1, "127.0.0.1")
+        self._listener = hold_port("127.0.0.1")
+        port = self._listener.getsockname()[1]
+        self.key = secrets.token_urlsafe(32)
+        """What requests must carry."""
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "environment.log"
         self._name = name
         self._command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
         self._command += ["--environment", str(settings.serve), "--host", "127.0.0.1", "--port", str(port)]
-        self._command += ["--options-json", json.dumps(settings.serve_options)]
+        self._command += ["--options-json", json.dumps(settings.serve_options), "--key-from-stdin"]
+        self._command += ["--listen-fd", str(self._listener.fileno())]
         self._process: subprocess.Popen[bytes] | None = None
         self._read = 0
 
@@ -38,7 +44,14 @@ class OwnServer:
             # Its tracebacks are read from the log while it runs.
             quiet = {"OPENREWARD_LOG_LEVEL": "WARNING", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
             env = {**os.environ, **quiet}
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, env=env)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env,
+                pass_fds=[self._listener.fileno()],
+            )  # fmt: skip
+        assert self._process.stdin is not None
+        # One that has ended already is noticed by check().
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
+            stream.write(f"{self.key}\n".encode())
         return self
 
     def __exit__(
@@ -51,6 +64,7 @@ class OwnServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._listener.close()
 
     def check(self) -> None:
         """Raises ConfigError, with what the server said last, when it has ended."""

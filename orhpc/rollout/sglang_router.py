@@ -4,6 +4,11 @@ Every worker sees only its own requests; the router sees all of them, sends a ne
 with the fewest, and its later turns to the same one (policy ``manual``, by the header
 ``X-SMG-Routing-Key``).  Release 0.3 leaves the fields about expert routes out of what it passes on, so
 runs that record routes do without it.
+
+It cannot listen on a socket that it inherits.  So its port is given up for it just before it starts, and
+nobody is told of the router before it is seen that it listens there itself.  What stays: should the router
+end within a run, another user who takes its port at once is sent the engines' key.  Without the key it
+answers only questions about its health and its engines' metrics.
 """
 
 from __future__ import annotations
@@ -18,11 +23,13 @@ from typing import Any
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.ports import free_ports
 from orhpc.rollout.engine import ServerProcess
 from orhpc.rollout.sglang_server import end_with_parent
 from orhpc.secrets import read_engine_key
 
 PACKAGE = "sglang_router"
+_LOOPBACK = "127.0.0.1"
 
 
 def router_wanted(config: Config, engines: int) -> bool:
@@ -45,13 +52,14 @@ class RouterProcess(ServerProcess):
     """The router of these engines (URLs), listening on ``host:port``."""
 
     what = "router"
+    inherits = False
 
     def __init__(
         self, urls: Sequence[str], host: str, port: int, key: str, log_path: str, request_timeout_s: float
     ) -> None:
         argv = [sys.executable, "-m", "orhpc.rollout.sglang_router", "--host", host, "--port", str(port)]
         argv += ["--request-timeout", str(round(request_timeout_s)), "--worker-urls", *urls]
-        super().__init__(f"http://{host}:{port}", argv, dict(os.environ), key, log_path)
+        super().__init__(host, port, argv, dict(os.environ), key, log_path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +96,9 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
             request_timeout_secs=options.request_timeout,
             worker_startup_check_interval=1,
             health_check_interval_secs=5,
+            # Its counters cannot be switched off, and whoever listens at their usual port, 29000, ends it.
+            prometheus_host=_LOOPBACK,
+            prometheus_port=free_ports(1, _LOOPBACK)[0],
             # What fails is repeated by the workers, which know versions and seeds.
             disable_retries=True,
             disable_circuit_breaker=True,

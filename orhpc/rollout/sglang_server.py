@@ -2,7 +2,12 @@
 
 SGLang takes its key from the command line, where every user of the node sees it, and logs all its
 settings.  This process reads the key from a file of mode 0600, keeps it out of the log, checks the
-options against the installed SGLang before a GPU is touched, and then is that server.
+options against the installed SGLang before a GPU is touched, and then is that server.  It asks for the key
+itself, in front of SGLang, which lets some paths pass; and it listens on the socket that it inherits.
+
+What stays open to other users of the node, and of the network between the nodes, is what SGLang's processes
+say to each other: the store where they meet (``nccl_port``, ``dist_init_addr``), gloo and NCCL ask for no
+key.  Who disturbs them ends the engine, which the run starts again.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib.metadata
 import json
 import logging
 import os
@@ -21,11 +27,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.ports import inherited_socket
+from orhpc.rollout.keyed_server import require_key_of_uvicorn
 from orhpc.rollout.sglang_command import RENAMED
 from orhpc.secrets import read_engine_key
 
 _WATCH_S = 1.0
+_SAFE_STARLETTE = Version("1.0.1")
 _ALL_SPARSE = ("qwen2_moe", "qwen3_moe")
 """Families of which SGLang does not read ``mlp_only_layers``."""
 
@@ -35,11 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        key_file, words = split_key_file(arguments)
-        key = read_engine_key(key_file)
+        own, words = split_own(arguments)
+        key = read_engine_key(own.api_key_file)
+        listener = None if own.listen_fd is None else inherited_socket(own.listen_fd)
         end_with_parent()
         server_args = parse(words, key)
+        refuse_old_starlette()
+        refuse_keyless(server_args)
         refuse_misread_models(Path(server_args.model_path))
+        require_key_of_uvicorn(key, listener, open_health=True)
     except ConfigError as error:
         print(f"orhpc: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
@@ -53,12 +68,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def split_key_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Take our own ``--api-key-file`` out of the words that SGLang gets."""
+def split_own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Take our own ``--api-key-file`` and ``--listen-fd`` out of the words that SGLang gets."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key-file", type=Path)
-    known, rest = parser.parse_known_args(words)
-    return known.api_key_file, rest
+    parser.add_argument("--listen-fd", type=int)
+    return parser.parse_known_args(words)
+
+
+def refuse_old_starlette() -> None:
+    """Raises ConfigError for a Starlette under which SGLang's own check of the key can be passed.
+
+    Before 1.0.1 a request's ``url`` repeats its Host header unchecked, and SGLang goes by the path of that.
+    """
+    found = importlib.metadata.version("starlette")
+    if Version(found) < _SAFE_STARLETTE:
+        cure = f"pip install 'starlette>={_SAFE_STARLETTE}'"
+        raise ConfigError(f"starlette {found} lets requests pass the engine's key: {cure}")
+
+
+def refuse_keyless(server_args: Any) -> None:
+    """Raises ConfigError for servers of SGLang in which nobody asks for a key."""
+    if getattr(server_args, "enable_http2", False):
+        raise ConfigError("engine.extra.enable_http2: that server asks for no key")
+    if getattr(server_args, "tokenizer_worker_num", 1) > 1:
+        raise ConfigError("engine.extra.tokenizer_worker_num: with more than one, nobody asks for a key")
 
 
 def parse(words: Sequence[str], key: str | None) -> Any:

@@ -193,6 +193,7 @@ async def _open(
             secrets=resolve_secrets(config.secrets, settings.secrets),
             rollout=settings.over(config.rollout),
             url=own.url if own else None,
+            key=own.key if own else None,
         )
     )
     while not (await asyncio.wait([opening], timeout=0.2))[0]:

@@ -52,16 +52,19 @@ class RolloutWorker:
         rundir: str,
         attempt: int,
         environment_urls: dict[str, str],
+        environment_key: str | None = None,
     ) -> None:
         """Args:
         index: of this worker in the run.
         environment_urls: servers that the job runs itself, one for each such environment: all
             sessions of this worker stay on it.
+        environment_key: what requests to these servers carry.
         """
         self._config, self._index, self._attempt = config, index, attempt
         self._model_dir = model_dir
         self._rundir = RunDir(rundir)
         self._environment_urls = environment_urls
+        self._environment_key = environment_key
         self._environments: dict[str, Environment] = {}
         self._held: dict[int, list[Rollout]] = {}
         self._running: dict[int, asyncio.Task[PromptGroup]] = {}
@@ -90,6 +93,7 @@ class RolloutWorker:
                 secrets=resolve_secrets(self._config.secrets, settings.secrets),
                 rollout=settings.over(self._config.rollout),
                 url=self._environment_urls.get(name),
+                key=self._environment_key,
             )
         leave_loaded()
 

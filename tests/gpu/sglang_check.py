@@ -280,6 +280,7 @@ def dp(options: argparse.Namespace) -> list[Row]:
         "placement.devices_per_node=2",
         "engine.tp=2",
         "engine.dp=2",
+        "engine.trusted_network=true",
         "engine.ep=2",
         layers=3,
     )

@@ -120,8 +120,8 @@ def test_a_crash_while_starting_is_told_by_its_exception(tmp_path: Path) -> None
         "raise SystemExit('kill_process_tree called: parent_pid=7')"
     )
     log = tmp_path / "engine.log"
-    url = f"http://127.0.0.1:{free_port()}"
-    process = ServerProcess(url, [sys.executable, "-c", crash], dict(os.environ), None, str(log))
+    command, port = [sys.executable, "-c", crash], free_port()
+    process = ServerProcess("127.0.0.1", port, command, dict(os.environ), None, str(log))
     process.start()
     with pytest.raises(
         EngineUnavailable, match="ended while starting: RuntimeError: rmsnorm failed"

@@ -89,6 +89,14 @@ def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPa
     assert re.match(r"BAD transformers wants huggingface-hub<[\d.]+,.* here is 4\.0\.0", found()["versions"])
 
 
+def test_a_starlette_that_lets_requests_pass_a_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+    versions = {"starlette": "1.0.0", "sglang": "0.5.16"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or installed(name))
+    missing, wrong = doctor.missing_and_wrong("orhpc", "sglang")
+    assert missing == [] and wrong == ["starlette 1.0.0 (wants >=1.0.1)"]
+
+
 def test_megatron_says_which_python_it_wants() -> None:
     missing, wrong = doctor.missing_and_wrong("orhpc", "megatron")
     if sys.version_info >= (3, 12):

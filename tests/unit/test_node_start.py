@@ -52,14 +52,16 @@ def test_ports_of_servers_are_held_until_they_start(tmp_path: Path) -> None:
 
 
 def test_servers_start_on_the_ports_that_were_held(tmp_path: Path) -> None:
-    servers = ServedEnvironments(
-        config_of("environments.orhpc/letters.serve=no_such_module:Environment"), NODE, tmp_path
-    )
+    config = config_of("environments.orhpc/letters.serve=no_such_module:Environment")
+    (tmp_path / "environment.key").write_text("key")
+    servers = ServedEnvironments(config, NODE, tmp_path)
     (url,) = servers.reserve()["orhpc/letters"]
     servers.start()
     try:
         (process,) = servers._running.values()
-        assert is_free(HOST, int(url.rpartition(":")[2]))
+        assert not is_free(HOST, int(url.rpartition(":")[2])), (
+            "the port was given up before a server was there"
+        )
         assert process.wait(30) == EXIT_CONFIG
         with pytest.raises(ConfigError, match="no_such_module"):
             servers.keep_up()

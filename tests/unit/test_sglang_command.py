@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +58,8 @@ def options(part: EnginePart | None = None, **engine: Any) -> dict[str, Any]:
 def test_only_names_that_both_releases_have_are_used() -> None:
     everything = options(
         EnginePart(devices=(0, 1), node_rank=1, nnodes=2, rendezvous="10.0.0.1:5000", shares=True),
-        tp=4, dp=2, ep=4, deterministic=True, speculative={"algorithm": "EAGLE", "draft_model": "/draft"},
+        tp=4, dp=2, ep=4, trusted_network=True, deterministic=True,
+        speculative={"algorithm": "EAGLE", "draft_model": "/draft"},
     )  # fmt: skip
     everything |= options(precision="fp8-rollout", power_of_two_scales=True)
     assert set(everything) == KNOWN
@@ -198,8 +202,9 @@ def test_the_key_is_read_from_a_file_that_only_its_owner_can_read(tmp_path: Path
     key = tmp_path / "key"
     key.write_text("secret\n")
     key.chmod(0o600)
-    file, rest = sglang_server.split_key_file(["--port", "1", "--api-key-file", str(key), "--tp-size", "2"])
-    assert read_engine_key(file) == "secret"
+    words = ["--port", "1", "--api-key-file", str(key), "--tp-size", "2", "--listen-fd", "7"]
+    own, rest = sglang_server.split_own(words)
+    assert read_engine_key(own.api_key_file) == "secret" and own.listen_fd == 7
     assert rest == ["--port", "1", "--tp-size", "2"]
     key.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
@@ -211,6 +216,28 @@ def test_the_key_is_read_from_a_file_that_only_its_owner_can_read(tmp_path: Path
     with pytest.raises(ConfigError, match="No such file"):
         read_engine_key(tmp_path / "none")
     assert read_engine_key(None) is None
+
+
+def test_attention_over_open_ports_needs_a_network_that_is_trusted() -> None:
+    with pytest.raises(ValueError, match="trusted_network: true"):
+        config(tp=4, dp=2)
+    assert config(tp=4, dp=2, trusted_network=True).engine.dp == 2
+
+
+def test_servers_that_ask_for_no_key_are_refused() -> None:
+    plain = {"tokenizer_worker_num": 1, "enable_http2": False}
+    sglang_server.refuse_keyless(SimpleNamespace(**plain))
+    sglang_server.refuse_keyless(SimpleNamespace())  # a release that has neither
+    for name, value in (("tokenizer_worker_num", 2), ("enable_http2", True)):
+        with pytest.raises(ConfigError, match=f"engine.extra.{name}"):
+            sglang_server.refuse_keyless(SimpleNamespace(**{**plain, name: value}))
+
+
+def test_a_starlette_that_lets_requests_pass_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, refused in (("1.0.0", True), ("0.52.1", True), ("1.0.1", False), ("1.10.0", False)):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        with pytest.raises(ConfigError, match="starlette>=1") if refused else contextlib.nullcontext():
+            sglang_server.refuse_old_starlette()
 
 
 def test_the_key_stays_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,9 +38,8 @@ class Connections:
     """One aiohttp session for all engines, opened in the event loop that first uses it."""
 
     def __init__(self, key: str | None) -> None:
-        self._headers = {"Content-Type": "application/json"}
-        if key is not None:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self.authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+        """Header of every request but those for ``/health``."""
         self._session: aiohttp.ClientSession | None = None
 
     def session(self) -> aiohttp.ClientSession:
@@ -49,7 +48,8 @@ class Connections:
             # Concurrency is bounded by the callers; a second bound here would only hide their waiting.
             # SGLang drops connections after 5 idle seconds; dropping them first avoids writing to a dead one.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            headers = {"Content-Type": "application/json"}
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         return self._session
 
     async def close(self) -> None:
@@ -358,9 +358,11 @@ class EngineClient:
     ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         session = self._connections.session()
+        if path != "/health":  # asked before it is known who answers, and open as in SGLang
+            headers = {**self._connections.authorization, **(headers or {})}
         try:
             async with session.request(
-                method, self.url + path, data=body, timeout=timeout, headers=headers
+                method, self.url + path, data=body, timeout=timeout, headers=headers, allow_redirects=False
             ) as response:
                 data = await response.read()
                 status = response.status

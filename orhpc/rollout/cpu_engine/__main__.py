@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.model_check import refuse_changing_positions
+from orhpc.ports import inherited_socket, start_listening
 from orhpc.rollout.cpu_engine.batcher import Batcher
 from orhpc.rollout.cpu_engine.control import WeightControl
 from orhpc.rollout.cpu_engine.model import SlotModel, load_model
@@ -40,6 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--api-key-file", type=Path, help="file of mode 0600 with the key that calls must carry"
     )
+    parser.add_argument("--listen-fd", type=int, help="socket to listen on, inherited and bound to the port")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-running-requests", type=int, default=32, help="requests decoded together")
     parser.add_argument("--context-length", type=int, default=2048, help="longest prompt and output together")
@@ -69,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         key = read_engine_key(args.api_key_file)
         _check(args, key)
+        listener = None if args.listen_fd is None else inherited_socket(args.listen_fd)
         # Only the compute thread may own a team of OpenMP threads.  A second team (this thread's) makes more
         # threads than cores, and libgomp then sleeps at every barrier: 1.5 times the time of a step.
         torch.set_num_threads(1)
@@ -78,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
-    asyncio.run(_serve(args, key, model, weights))
+    asyncio.run(_serve(args, key, listener, model, weights))
     return 0
 
 
@@ -169,7 +173,13 @@ def _bytes_per_token(config: object, args: argparse.Namespace) -> int:
     return text.num_hidden_layers * per_layer * (4 if args.dtype == "float32" else 2)
 
 
-async def _serve(args: argparse.Namespace, key: str | None, model: SlotModel, weights: WeightStore) -> None:
+async def _serve(
+    args: argparse.Namespace,
+    key: str | None,
+    listener: socket.socket | None,
+    model: SlotModel,
+    weights: WeightStore,
+) -> None:
     scheduler = Scheduler(
         Batcher(model),
         weights,
@@ -185,7 +195,11 @@ async def _serve(args: argparse.Namespace, key: str | None, model: SlotModel, we
     scheduler.start()
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, args.host, args.port, backlog=1024).start()
+    if listener is None:
+        await web.TCPSite(runner, args.host, args.port, backlog=1024).start()
+    else:
+        start_listening(listener)
+        await web.SockSite(runner, listener, backlog=1024).start()
     log.info("serving %s on http://%s:%d with %d slots", args.model_path, args.host, args.port, model.slots)
     # There is nothing to save: TERM and the parent's death end the process at once.
     await asyncio.Event().wait()

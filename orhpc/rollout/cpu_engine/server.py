@@ -52,7 +52,7 @@ def require_key(key: str | None) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if key is not None and request.path != "/health":
+        if key is not None and (request.method, request.path) != ("GET", "/health"):
             given = request.headers.get("Authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
                 return error_response("Unauthorized", 401)

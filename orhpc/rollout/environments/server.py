@@ -2,7 +2,10 @@
 
     python -m orhpc.rollout.environments.server --environment arithmetic --host 127.0.0.1 --port 8080
 
-``GET /health`` answers once it is up.  The server dies with the process that started it.
+An environment may run commands for whoever calls its tools.  So a job, which shares its nodes with other
+users, gives the server a key on its standard input, without which no request gets through, and a socket
+that it has held since it chose the port.  Without a key the server listens on loopback only.  It dies with
+the process that started it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import ipaddress
 import json
 import os
 import signal
@@ -20,7 +24,9 @@ import pydantic
 
 from orhpc.collector import leave_loaded
 from orhpc.errors import EXIT_CONFIG, ConfigError, UserCodeError
+from orhpc.ports import inherited_socket
 from orhpc.rollout.environments import BUNDLED
+from orhpc.rollout.keyed_server import require_key_of_uvicorn
 from orhpc.user_code import user_error
 
 _PR_SET_PDEATHSIG = 1
@@ -104,6 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--options-json", default="{}", help="keyword settings as a JSON object")
+    parser.add_argument(
+        "--key-from-stdin", action="store_true", help="requests must carry the key in the input"
+    )
+    parser.add_argument("--listen-fd", type=int, help="socket to listen on, inherited and bound to the port")
     arguments = parser.parse_args(argv)
     die_with_parent()
     os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
@@ -118,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
 
         # Tracebacks go to the run, which shows them to the user whose code raised.
         server = Server([found], return_errors="stacktrace")
+        _guard(arguments)
     except UserCodeError as error:
         print(f"{error.trace.rstrip()}\norhpc: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -127,6 +138,21 @@ def main(argv: list[str] | None = None) -> int:
     leave_loaded()
     server.run(host=arguments.host, port=arguments.port)
     return 0
+
+
+def _guard(arguments: argparse.Namespace) -> None:
+    """Put the key in front of the server that follows.  Raises ConfigError where it would stand open."""
+    key = sys.stdin.readline().strip() if arguments.key_from_stdin else None
+    if key == "":
+        raise ConfigError("--key-from-stdin: the input holds no key")
+    try:
+        loopback = ipaddress.ip_address(arguments.host).is_loopback
+    except ValueError as error:
+        raise ConfigError(f"--host {arguments.host} is not an IP address") from error
+    if key is None and not loopback:
+        raise ConfigError(f"--host {arguments.host} is not loopback, so the server needs --key-from-stdin")
+    listener = None if arguments.listen_fd is None else inherited_socket(arguments.listen_fd)
+    require_key_of_uvicorn(key, listener, open_health=False)
 
 
 if __name__ == "__main__":

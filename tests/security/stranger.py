@@ -1,0 +1,116 @@
+"""Another user of the node, who tries the run's listeners; orders and answers are lines of JSON.
+
+Run by root as ``stranger.py UID``.  It loads what it needs before it becomes that user, who may not be able
+to read this Python's files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from datetime import timedelta
+from typing import Any
+
+_TIMEOUT_S = 30.0
+_heard: list[str] = []
+_kept: list[socket.socket] = []
+
+
+def request(method: str, url: str, headers: dict[str, str] | None = None, body: Any = None) -> list[Any]:
+    """Status and text of an answer; status 0 where there was none."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    asked = urllib.request.Request(url, data=data, headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:
+            return [answer.status, answer.read().decode()]
+    except urllib.error.HTTPError as error:
+        return [error.code, error.read().decode()]
+    except OSError as error:
+        return [0, str(error)]
+
+
+def take(host: str, port: int) -> str:
+    """Bind a port, by every means there is, and answer 200 to all requests there; empty when it worked."""
+    said = ""
+    for option in (None, socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        listener = socket.socket()
+        if option is not None:
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            said = error.strerror or str(error)
+            continue
+        _kept.append(listener)
+        threading.Thread(target=_answer_all, args=[listener], daemon=True).start()
+        return ""
+    return said
+
+
+def _answer_all(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        connection.settimeout(2.0)
+        try:
+            _heard.append(connection.recv(65536).decode(errors="replace"))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        except OSError:
+            pass
+        connection.close()
+
+
+def heard() -> list[str]:
+    """What came in at the ports that were taken."""
+    return _heard
+
+
+def give_up() -> None:
+    """Leave the ports that were taken, and forget what came in."""
+    _heard.clear()
+    while _kept:
+        _kept.pop().close()
+
+
+def store(host: str, port: int) -> list[str]:
+    """Keys of a torch store, after setting one of them there; raises when there is none."""
+    from torch.distributed import TCPStore
+
+    client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3))
+    client.set("from a stranger", "1")
+    return client.list_keys()
+
+
+def opened(path: str) -> str:
+    """Text of a file."""
+    with open(path) as file:  # noqa: PTH123 - as plain as it gets
+        return file.read()
+
+
+def main() -> None:
+    import torch.distributed  # noqa: F401
+
+    request("GET", "http://127.0.0.1:1/")  # loads what it needs, which this user can read
+    os.setgroups([])
+    os.setgid(int(sys.argv[1]))
+    os.setuid(int(sys.argv[1]))
+    known = {f.__name__: f for f in (request, take, heard, give_up, store, opened)}
+    print(json.dumps({"ready": os.getuid()}), flush=True)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"result": known[name](*arguments)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Environment servers of a job: what they run for a caller, they run as the job's user."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orhpc.config import EnvironmentSettings, RolloutSettings
+from orhpc.config_files import load_config
+from orhpc.launch.first_node import write_secret
+from orhpc.launch.served import ServedEnvironments
+from orhpc.ports import free_ports, hold_port, start_listening, stop_listening
+from orhpc.rollout.environment import Environment
+from orhpc.rollout.environments.server import main
+from orhpc.rollout.own_server import OwnServer
+from orhpc.types import Task
+
+from .conftest import Stranger
+
+NAME = "orhpc/letters"
+ROUTES = [
+    ("GET", "/health"), ("GET", "/version"), ("GET", "/list_environments"), ("GET", "/openapi.json"),
+    ("GET", "/docs"), ("GET", "/letters/tools"), ("GET", "/letters/splits"), ("POST", "/letters/tasks"),
+    ("POST", "/letters/num_tasks"), ("POST", "/letters/task"), ("POST", "/letters/task_range"),
+    ("POST", "/create"), ("POST", "/create_session"), ("POST", "/letters/call"), ("POST", "/ping"),
+    ("POST", "/delete"), ("GET", "/nothing"), ("OPTIONS", "/create"),
+]  # fmt: skip
+WRONG = [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, {"X-Session-ID": "s"}]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedEnvironments]:
+    write_secret(tmp_path / "environment.key")
+    config = load_config(Path("configs/tiny.yaml"), ())
+    servers = ServedEnvironments(config, "127.0.0.1", tmp_path, "n0", tmp_path / "environment.key")
+    yield servers
+    servers.stop()
+
+
+def reward_of(url: str, key: str | None, timeout_s: float = 90.0) -> float | None:
+    """One session on the server: open it, and answer."""
+
+    async def run() -> float | None:
+        settings = EnvironmentSettings(serve="letters")
+        rollout = RolloutSettings(environment_start_timeout_s=timeout_s)
+        environment = await Environment.open(NAME, settings, secrets={}, rollout=rollout, url=url, key=key)
+        try:
+            async with environment.session(Task(NAME, "train", 0)) as session:
+                return (await session.answer("abc")).reward
+        finally:
+            await environment.close()
+
+    return asyncio.run(run())
+
+
+def test_only_who_has_the_key_gets_anything(
+    served: ServedEnvironments, stranger: Stranger, tmp_path: Path
+) -> None:
+    (url,) = served.reserve()[NAME]
+    port = int(url.rpartition(":")[2])
+    assert stranger("take", "127.0.0.1", port) and stranger("take", "0.0.0.0", port)
+    served.start()
+    key = (tmp_path / "environment.key").read_text()
+    assert reward_of(url, key) is not None
+    for method, path in ROUTES:
+        for headers in WRONG:
+            body = {} if method == "POST" else None
+            status, text = stranger("request", method, url + path, headers, body)
+            assert (status, text) == (401, '{"detail":"Unauthorized"}'), (method, path, headers)
+    with pytest.raises(OSError, match="Permission"):
+        stranger("opened", str(tmp_path / "environment.key"))
+    (process,) = served._running.values()
+    for file in ("cmdline", "environ"):
+        assert key.encode() not in Path(f"/proc/{process.pid}/{file}").read_bytes()
+    assert key not in next(tmp_path.glob("*.log")).read_text()
+
+
+def test_nobody_takes_the_port_of_a_server_that_has_ended(
+    served: ServedEnvironments, stranger: Stranger, tmp_path: Path
+) -> None:
+    (url,) = served.reserve()[NAME]
+    port = int(url.rpartition(":")[2])
+    served.start()
+    key = (tmp_path / "environment.key").read_text()
+    reward_of(url, key)
+    (process,) = served._running.values()
+    served._started = {label: at - 3600 for label, at in served._started.items()}
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert stranger("take", "127.0.0.1", port) and stranger("take", "0.0.0.0", port)
+    served.keep_up()
+    assert reward_of(url, key) is not None
+    assert stranger("heard") == []
+
+
+def test_a_server_that_is_tried_out_asks_for_a_key_too(stranger: Stranger, tmp_path: Path) -> None:
+    with OwnServer(NAME, EnvironmentSettings(serve="letters"), tmp_path) as own:
+        assert reward_of(own.url, own.key) is not None
+        assert stranger("request", "POST", f"{own.url}/create", {}, {"split": "train", "index": 0})[0] == 401
+
+
+def test_the_key_goes_nowhere_by_a_redirect(stranger: Stranger) -> None:
+    """A server of the job that sends its client elsewhere is not followed."""
+    (port,) = free_ports(1, "127.0.0.1")
+    assert stranger("take", "127.0.0.1", port) == ""
+    before = len(stranger("heard"))
+
+    class Elsewhere(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(307)
+            self.send_header("Location", f"http://127.0.0.1:{port}{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(Exception, match="307"):
+            reward_of(f"http://127.0.0.1:{server.server_port}", "the key", 1.0)
+        server.shutdown()
+    assert stranger("heard")[before:] == []
+
+
+def test_a_held_port_is_refused_and_cannot_be_taken(stranger: Stranger) -> None:
+    held = hold_port("127.0.0.1")
+    port = held.getsockname()[1]
+    for _ in range(2):
+        assert stranger("take", "127.0.0.1", port) and stranger("take", "0.0.0.0", port)
+        assert stranger("request", "GET", f"http://127.0.0.1:{port}/")[0] == 0
+        start_listening(held)
+        held.settimeout(10)
+        with socket.create_connection(("127.0.0.1", port)) as client, held.accept()[0] as server:
+            server.sendall(b"x")
+            assert client.recv(1) == b"x"
+            server.close()  # so that the server's end stays behind for a while
+            assert stranger("take", "127.0.0.1", port) and stranger("take", "0.0.0.0", port)
+        stop_listening(held)
+        stop_listening(held)  # a server that ended before it listened
+    held.close()
+    hold_port("127.0.0.1", port).close()  # although connections there are still ending
+
+
+def test_a_server_without_a_key_listens_on_loopback_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--environment", "letters", "--host", "192.0.2.1", "--port", "1"]) == 2
+    assert "needs --key-from-stdin" in capsys.readouterr().err
