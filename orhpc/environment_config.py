@@ -72,6 +72,9 @@ class EnvironmentSettings(Section):
     """Name of a built-in toolset of OpenReward that sessions offer in addition to the environment's tools."""
     max_opening: Positive = 64
     """Sessions that one rollout worker opens at a time; others wait their turn, without a deadline."""
+    max_answer_mb: Annotated[float, Field(gt=0, le=1000)] = 16.0
+    """Megabytes (10^6 bytes, after decompression) that one answer of the environment may have; a rollout
+    whose environment sends more fails."""
     secrets: dict[str, str | None] = Field(default_factory=dict)
     """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
     another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""

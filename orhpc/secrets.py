@@ -18,6 +18,7 @@ import urllib.parse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from orhpc.errors import ConfigError, PreflightError
 
@@ -115,6 +116,17 @@ def remember_secrets(values: Iterable[str]) -> None:
 def redact(text: str) -> str:
     """Return the text with every known secret replaced by :data:`REDACTED`."""
     return _pattern.sub(REDACTED, text) if _pattern else text
+
+
+def redact_strings(value: Any) -> Any:
+    """Return a JSON value with :func:`redact` applied to every text in it, keys included."""
+    if _pattern is None:
+        return value
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact_strings(key): redact_strings(inner) for key, inner in value.items()}
+    return [redact_strings(inner) for inner in value] if isinstance(value, list) else value
 
 
 class RedactingFilter(logging.Filter):

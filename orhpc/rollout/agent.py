@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import itertools
 import json
 import time
@@ -47,9 +46,9 @@ from orhpc.errors import (
 )
 from orhpc.rollout.chat import AssistantMessage, ChatFormat, chat_format
 from orhpc.rollout.draft import Draft, RolloutRequest
-from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results
+from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results, longest_text, shortened
 from orhpc.rollout.functions import load_function
-from orhpc.rollout.rewards import custom_reward, reduce_rewards
+from orhpc.rollout.rewards import own_reward, reduce_rewards
 from orhpc.rollout.tools import ToolResult, ToolSpec
 from orhpc.routes import RouteShape
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
@@ -240,34 +239,26 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
         if not isinstance(failure, BadTask) or isinstance(failure, EnvironmentRaised):
             raise
         end, error = RolloutEnd.FAILED, f"{type(failure).__name__}: {failure}"
+    reward = None
+    try:
+        reward = reduce_rewards(draft.rewards, end, context.settings)
+    except BadTask as failure:
+        end, error = RolloutEnd.FAILED, f"{type(failure).__name__}: {failure}"
     scored_later = context.reward is not None or getattr(context.environment, "supports_score_group", False)
     if end is RolloutEnd.TERMINAL and not draft.rewards and not scored_later:
         error = "the environment ended the task without paying anything (a reward of NaN arrives as none)"
     rollout = draft.rollout(
         request,
         end,
-        reward=reduce_rewards(draft.rewards, end, context.settings),
+        reward=reward,
         error=error,
         seconds=time.monotonic() - began,
         limit=context.rollout.max_total_tokens,
     )
     if context.reward is not None and end.trainable:
-        rollout.reward = await _own_reward(context.reward, rollout, context)
+        custom = str(context.rollout.custom_reward)
+        rollout.reward = await own_reward(context.reward, rollout, custom, context.settings)
     return rollout
-
-
-async def _own_reward(
-    function: Callable[[Rollout], float | Awaitable[float]], rollout: Rollout, context: AgentContext
-) -> float:
-    """Call ``rollout.custom_reward``; raises UserCodeError for whatever it raises."""
-    try:
-        value = function(rollout)
-        value = await value if inspect.isawaitable(value) else value
-    except Exception as error:
-        failure = user_error(f"rollout.custom_reward: {context.rollout.custom_reward}", error)
-        failure.transcript = rollout.messages
-        raise failure from error
-    return custom_reward(value, str(context.rollout.custom_reward), context.settings)
 
 
 async def _converse(
@@ -288,7 +279,7 @@ async def _converse(
             nudges += 1
             continue
         with draft.waiting("tools"):
-            results = await _act(session, message, draft)
+            results = await _act(session, message, draft, longest_text(context.rollout))
         if results is None:
             return RolloutEnd.TERMINAL
         if number + 1 == context.settings.max_turns:
@@ -315,7 +306,8 @@ def _nudge(context: AgentContext, draft: Draft, number: int) -> bool:
 
 async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> None:
     rollout = context.rollout
-    said = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
+    whole = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
+    said = tuple((role, text[: longest_text(rollout)]) for role, text in whole)
 
     def render() -> list[int]:
         return context.chat.prompt_ids(
@@ -325,12 +317,16 @@ async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> N
             thinking=rollout.thinking,
         )
 
-    ids = await asyncio.to_thread(render) if len(session.prompt) > OFF_LOOP_CHARACTERS else render()
+    long = sum(len(text) for _, text in said) > OFF_LOOP_CHARACTERS
+    ids = await asyncio.to_thread(render) if long else render()
     draft.add_context(ids)
     if rollout.system_prompt_template is not None:
         draft.say("system", rollout.system_prompt_template)
     for role, text in said:
         draft.say(role, text)
+    if said != whole:
+        size = sum(len(text) for _, text in whole)
+        raise PromptTooLong(f"the prompt has {size} characters, too many for rollout.max_total_tokens")
     if len(ids) >= rollout.max_total_tokens:
         raise PromptTooLong(
             f"the prompt has {len(ids)} tokens, rollout.max_total_tokens is {rollout.max_total_tokens}"
@@ -378,13 +374,15 @@ async def _sample(context: AgentContext, request: RolloutRequest, draft: Draft, 
         return finish
 
 
-async def _act(session: AgentSession, message: AssistantMessage, draft: Draft) -> list[str] | None:
+async def _act(
+    session: AgentSession, message: AssistantMessage, draft: Draft, longest: int
+) -> list[str] | None:
     """Execute a turn; returns what the model is to be told, None when the task is finished.
 
-    Calls after the one that finished the task are not made: every one would be refused.
+    Calls after the one that finished the task are not made.  Results are cut to ``longest`` characters.
     """
     if not message.tool_calls:
-        result = await session.answer(message.text)
+        result = shortened(await session.answer(message.text), longest)
         draft.say_result("answer", result, is_call=False)
         return [result.text] if result.error is not None and not result.finished else None
     schemas = {tool.name: tool.schema for tool in session.tools}
@@ -394,7 +392,7 @@ async def _act(session: AgentSession, message: AssistantMessage, draft: Draft) -
             name, result = "", ToolResult(f"Error: {call}", error="malformed")
         else:
             name = call.name
-            result = await session.call(name, call.fitted(schemas.get(name, {})))
+            result = shortened(await session.call(name, call.fitted(schemas.get(name, {}))), longest)
         draft.say_result(name, result)
         if result.finished:
             return None

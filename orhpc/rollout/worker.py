@@ -228,12 +228,14 @@ class RolloutWorker:
             scores = await environment.score_group(task, [rollouts[i].messages for i in finished])
         except (InfraError, BadTask) as error:
             for i in finished:
-                rollout, said = rollouts[i], f"{type(error).__name__}: {error}"
-                rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, said
+                _fail(rollouts[i], error)
             return
         settings = self._config.environments[task.environment]
         for i, score in zip(finished, scores, strict=True):
-            rollouts[i] = with_group_score(rollouts[i], score, settings)
+            try:
+                rollouts[i] = with_group_score(rollouts[i], score, settings)
+            except BadTask as error:
+                _fail(rollouts[i], error)
 
     def _summary(self, rollout: Rollout) -> RolloutSummary:
         versions = rollout.versions_T[rollout.loss_mask_T]
@@ -291,6 +293,10 @@ class RolloutWorker:
         for group_id, _, _ in groups:
             self._held.pop(group_id, None)
             self._buffer_path(group_id).unlink(missing_ok=True)
+
+
+def _fail(rollout: Rollout, error: OrhpcError) -> None:
+    rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, f"{type(error).__name__}: {error}"
 
 
 def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:
