@@ -7,14 +7,18 @@ which means that the batch host itself was lost.
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 from orhpc.launch.prepare import committed_step
-from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir import RunDir
+from orhpc.sealed import Damaged, read_sealed, write_sealed
+
+log = logging.getLogger(__name__)
 
 
 class Reason(StrEnum):
@@ -33,6 +37,10 @@ class Reason(StrEnum):
     REFUSED = "refused"
 
 
+_FACTS = (
+    "attempt", "time", "host", "pid", "kind", "changes", "job", "chain", "restart", "node", "script_started"
+)  # fmt: skip
+"""Of attempt.json."""
 BUDGETS = {Reason.TIME_LIMIT: 2, Reason.CRASH: 3, Reason.INFRASTRUCTURE: 3, Reason.OUT_OF_MEMORY: 2}
 """Attempts of a job that may end so without a new step; preemptions and lost nodes never count."""
 
@@ -60,16 +68,31 @@ class Outcome:
 
 def write(rundir: RunDir, outcome: Outcome) -> None:
     """Leave an attempt's outcome in its folder."""
-    write_atomic(rundir.attempt(outcome.attempt) / "outcome.json", json.dumps(asdict(outcome), indent=1))
+    write_sealed(rundir.attempt(outcome.attempt) / "outcome.json", asdict(outcome))
 
 
 def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
-    """An attempt's outcome; None while it runs, or when it died without a word."""
+    """An attempt's outcome; None while it runs, when it died without a word, or when the file is damaged."""
+    path = rundir.attempt(attempt) / "outcome.json"
     try:
-        record = json.loads((rundir.attempt(attempt) / "outcome.json").read_text())
+        record = read_sealed(path, [f.name for f in fields(Outcome)])
+        return Outcome(**{**record, "reason": Reason(record["reason"])})
     except FileNotFoundError:
         return None
-    return Outcome(**{**record, "reason": Reason(record["reason"])})
+    except (Damaged, TypeError, ValueError, KeyError) as error:
+        log.warning("%s is passed over: %s", path, error)
+        return None
+
+
+def facts_of(rundir: RunDir, attempt: int) -> dict[str, Any]:
+    """What an attempt noted of itself when it began; nothing where that is missing or damaged."""
+    try:
+        return read_sealed(rundir.attempt(attempt) / "attempt.json", _FACTS)
+    except FileNotFoundError:
+        return {}  # it died within its first millisecond
+    except Damaged as error:
+        log.warning("%s", error)
+        return {}
 
 
 def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
@@ -80,11 +103,7 @@ def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
     """
     found: list[Outcome] = []
     for number in range(1, (rundir.newest_attempt() if up_to is None else up_to) + 1):
-        folder = rundir.attempt(number)
-        try:
-            facts = json.loads((folder / "attempt.json").read_text())
-        except FileNotFoundError:
-            continue  # it died within its first millisecond
+        facts = facts_of(rundir, number)
         if facts.get("kind") != "slurm":
             continue
         if outcome := outcome_of(rundir, number):
@@ -139,13 +158,16 @@ def jobs(rundir: RunDir) -> set[str]:
     """Ids of all jobs that have made attempts at the run."""
     found: set[str] = set()
     for number in range(1, rundir.newest_attempt() + 1):
-        try:
-            facts = json.loads((rundir.attempt(number) / "attempt.json").read_text())
-        except FileNotFoundError:
-            continue
+        facts = facts_of(rundir, number)
         if "job" in facts:
             found.add(str(facts["job"]))
     return found
+
+
+def newest_job(rundir: RunDir) -> str | None:
+    """Id of the job that made the newest attempt; None where that is not known."""
+    job = facts_of(rundir, rundir.newest_attempt()).get("job")
+    return None if job is None else str(job)
 
 
 def last_committed(rundir: RunDir) -> int:

@@ -20,7 +20,7 @@ import ray
 
 from orhpc.collector import leave_loaded
 from orhpc.config import Config
-from orhpc.errors import BadTask, InfraError, OrhpcError, StorageRefused, UserCodeError
+from orhpc.errors import BadTask, InfraError, OrhpcError, RecordError, StorageRefused, UserCodeError
 from orhpc.record import RolloutFile, record_path, write_rollouts
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
@@ -285,14 +285,23 @@ class RolloutWorker:
         for group_id, file, used in groups:
             of_group = self._held.get(group_id, [])
             if file is not None:
-                with RolloutFile(file) as record:
-                    of_group = [record.rollout(row) for row in range(len(record))]
+                of_group = _stored(file)
             rollouts += of_group
             trained |= {r.id for r in of_group if r.end.trainable} if used else set()
         write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
         for group_id, _, _ in groups:
             self._held.pop(group_id, None)
             self._buffer_path(group_id).unlink(missing_ok=True)
+
+
+def _stored(file: str) -> list[Rollout]:
+    """A group that an earlier attempt made; empty where its file is damaged: its step has trained it."""
+    try:
+        with RolloutFile(file) as record:
+            return [record.rollout(row) for row in range(len(record))]
+    except RecordError as error:
+        log.warning("a trained group is left out of the record: %s", error)
+        return []
 
 
 def _fail(rollout: Rollout, error: OrhpcError) -> None:
