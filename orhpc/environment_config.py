@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -92,6 +93,8 @@ class EnvironmentSettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.url is not None:
+            check_server_url(self.url)
         if self.url and self.serve:
             raise ValueError("url and serve exclude each other")
         if self.serve_options and not self.serve:
@@ -100,6 +103,20 @@ class EnvironmentSettings(Section):
             raise ValueError("min_reward is above max_reward")
         check_secret_sources(self.secrets)
         return self
+
+
+def check_server_url(url: str) -> str:
+    """Return the host of a server's URL; raises ValueError, which repeats no password, for any other text."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"url is no URL: {error}") from None
+    if "@" in url:
+        raise ValueError("url holds a user name or a password; they never stand in a config; use secrets")
+    if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"url {url!r} is not http://HOST:PORT or https://HOST")
+    return host
 
 
 def check_secret_sources(secrets: dict[str, str | None]) -> None:

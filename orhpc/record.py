@@ -29,7 +29,9 @@ import numpy as np
 
 from orhpc.errors import RecordError
 from orhpc.routes import RouteShare
+from orhpc.secrets import redact, redact_strings
 from orhpc.storage import refusals
+from orhpc.terminal import safe
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
 
 FORMAT = "orhpc-rollouts-2"
@@ -203,7 +205,8 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
         offset += r.length
         rows += len(r.routes) if kept and r.routes is not None else 0
         turns = json.dumps([asdict(t) for t in r.turns])
-        values = (r.id, r.task.environment, r.task.split, r.error or "", turns, json.dumps(r.messages))
+        error, messages = safe(redact(r.error or "")), json.dumps(redact_strings(r.messages))
+        values = (r.id, r.task.environment, r.task.split, error, turns, messages)
         for name, value in zip(_TEXTS, values, strict=True):
             texts[name].append(value)
     file.create_dataset("index", data=index)

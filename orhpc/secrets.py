@@ -22,7 +22,13 @@ from typing import Any
 
 from orhpc.errors import ConfigError, PreflightError
 
+log = logging.getLogger(__name__)
+
 REDACTED = "[secret]"
+SHORTEST = 4
+"""Shorter values are no secrets; replacing them would garble every text."""
+CREDENTIALS = ("OPENREWARD_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Variables of the process environment whose values are always kept out of texts."""
 
 _known: set[str] = set()
 _pattern: re.Pattern[str] | None = None
@@ -98,7 +104,7 @@ def remember_secrets(values: Iterable[str]) -> None:
     """Redact these values from now on, also quoted for JSON or a URL, and in base64."""
     global _pattern
     for value in values:
-        if not value:
+        if len(value) < SHORTEST:
             continue
         encoded = value.encode(errors="surrogateescape")
         _known.update(
@@ -111,6 +117,21 @@ def remember_secrets(values: Iterable[str]) -> None:
         )
     longest_first = sorted(_known, key=len, reverse=True)
     _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def remember_readable(*sources: Mapping[str, str | None]) -> None:
+    """Remember every secret of these sources that this process can read, and its credentials.
+
+    Args:
+        sources: ``secrets`` of a config: name to source.
+    """
+    found = [os.environ.get(name, "") for name in CREDENTIALS]
+    for name, source in (item for of in sources for item in of.items()):
+        try:
+            found.append(_read(name, source))
+        except PreflightError as error:
+            log.debug("%s", error)
+    remember_secrets(found)
 
 
 def redact(text: str) -> str:

@@ -40,6 +40,8 @@ class ServedEnvironments:
                 port = self._held[-1].getsockname()[1]
                 command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
                 command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
+                if secrets := {**self._config.secrets, **settings.secrets}:
+                    command += ["--secrets-json", json.dumps(secrets)]
                 if settings.serve_options:
                     command += ["--options-json", json.dumps(settings.serve_options)]
                 label = f"{name.replace('/', '_')}_{replica}"

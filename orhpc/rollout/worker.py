@@ -30,7 +30,8 @@ from orhpc.rollout.rewards import with_group_score
 from orhpc.rollout.upload import Uploader
 from orhpc.route_shares import route_layers
 from orhpc.rundir import RunDir
-from orhpc.secrets import install_redaction, resolve_secrets
+from orhpc.secrets import resolve_secrets
+from orhpc.terminal import protect_process
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class RolloutWorker:
             EnvironmentUnavailable: an environment did not come up in time.
             ConfigError: an environment or the model's chat format is not what the config says.
         """
-        install_redaction()
+        protect_process(self._config.secrets)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
         self._route_layers = route_layers(self._config, self._model_dir)

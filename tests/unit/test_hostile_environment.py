@@ -8,12 +8,15 @@ import json
 import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orhpc import secrets
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import BadAnswer, BadTask, ConfigError, InfraError, OrhpcError
+from orhpc.record import write_rollouts
 from orhpc.rollout import openreward_session as wire
 from orhpc.rollout.agent import run_rollout
 from orhpc.rollout.draft import RolloutRequest
@@ -341,3 +344,49 @@ def test_keys_and_secrets_do_not_follow_a_redirect(server: Hostile) -> None:
             asyncio.run(ask())
         assert any("x-secrets" in headers for _, headers in server.requests)
         assert other.requests == []
+
+
+CANARY = "canary-4711-secret"
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The canary is a secret that this process has read."""
+    monkeypatch.setattr(secrets, "_known", set())
+    monkeypatch.setattr(secrets, "_pattern", None)
+    monkeypatch.setenv("MY_KEY", CANARY)
+    secrets.resolve_secrets({}, {"my_key": None})
+    yield
+
+
+TRACE = json.dumps({"detail": f"Traceback x\n  {CANARY}\nE: {CANARY}"}).encode()
+ECHOED = [
+    ("/create", answer(json.dumps({"detail": f"no: {CANARY}"}).encode(), status="422 No")),
+    ("/call", answer(TRACE, status="500 X")),
+    ("/call", answer(b"", status=f"500 {CANARY}")),
+    ("/call", events(("task_id", b"t"), ("error", CANARY.encode()))),
+    ("/call", text(f"your key is {CANARY}")),
+    ("/call", events(("end", CANARY.encode()))),
+    ("/call", result({"ok": False, "error": CANARY})),
+    ("/call", output(metadata={CANARY: [CANARY]}, reward=1)),
+    ("/prompt", as_json([{"text": f"say {CANARY}"}])),
+    ("/task_tools", tool(description=CANARY)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "shape"), ECHOED)
+def test_a_secret_that_an_environment_repeats_is_kept_nowhere(
+    server: Hostile, known: None, tmp_path: Path, path: str, shape: Raw, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.shapes[path] = shape
+    try:
+        made = run(server)
+    except OrhpcError as error:
+        said = f"{error!r} {error.transcript} {getattr(error, 'trace', '')} {getattr(error, 'detail', '')}"
+    else:
+        said = f"{made.messages} {made.error}"
+        ids = made.tokens_T.tolist()
+        said += chat(QWEN).codec.decode(ids)
+        write_rollouts(tmp_path / "a.h5", [made])
+    assert CANARY not in said
+    assert CANARY not in caplog.text
