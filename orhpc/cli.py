@@ -24,6 +24,7 @@ from orhpc.launch.plan_report import main as plan
 from orhpc.launch.words import without_flags
 from orhpc.report import write_report
 from orhpc.rundir import CommitName, RunDir
+from orhpc.terminal import guarded_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,11 +72,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
     options = parser.parse_args(without_flags(arguments) if arguments[:1] == ["check"] else arguments)
     run: Callable[[argparse.Namespace], int] = options.run
-    try:
-        return run(options)
-    except OrhpcError as error:
-        print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
-        return policy_of(error).exit_code
+    with guarded_output():
+        try:
+            return run(options)
+        except OrhpcError as error:
+            print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+            return policy_of(error).exit_code
 
 
 def existing_run(path: Path) -> RunDir:

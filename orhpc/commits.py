@@ -9,18 +9,17 @@ always whole, and whatever else a crash left is recognised and swept.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from orhpc.errors import CheckpointError, StopRequested
-from orhpc.rundir import CommitName, RunDir, sync_folder, write_atomic
+from orhpc.rundir import MANIFEST, CommitName, RunDir, sync_folder
+from orhpc.sealed import Damaged, read_sealed, write_sealed
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 _READ_BYTES = 16 << 20
 
@@ -90,7 +89,7 @@ def finalise(folder: Path, manifest: Manifest) -> Path:
             size = (folder / shard.name).stat().st_size
             if size != shard.size:
                 raise CheckpointError(f"{name}: {shard.name} has {size} bytes, {shard.size} were written")
-        write_atomic(folder / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        write_sealed(folder / MANIFEST, asdict(manifest))
         if target.exists():  # a damaged one, which this attempt has passed over and done again
             shutil.rmtree(target.rename(target.with_name(f".{name}.doomed")))
         folder.rename(target)
@@ -107,10 +106,10 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is missing, torn or of another format.
     """
     try:
-        raw = json.loads((folder / MANIFEST).read_text())
+        raw = read_sealed(folder / MANIFEST, [f.name for f in fields(Manifest)])
         files = tuple(ShardFile(**f) for f in raw.pop("files"))
         manifest = Manifest(files=files, **raw)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, Damaged, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder}: the manifest cannot be read: {error}") from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"{folder}: format {manifest.format}, this version reads {FORMAT}")

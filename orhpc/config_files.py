@@ -34,6 +34,7 @@ MAY_CHANGE_ON_RESUME = (
     "environments.*.url",
     "environments.*.replicas",
     "environments.*.max_opening",
+    "environments.*.max_answer_mb",
     "environments.*.parallel_calls",
     "environments.*.tool_timeout_s",
     "rollout.max_concurrent",

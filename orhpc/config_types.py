@@ -28,5 +28,10 @@ class Section(BaseModel):
     """Frozen, and an unknown key is an error; the docstring under a field is its description."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+        # Infinity and NaN are in no setting's range.
+        allow_inf_nan=False,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )

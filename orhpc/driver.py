@@ -49,6 +49,7 @@ from orhpc.saving import Saver, State
 from orhpc.step_metrics import Phases
 from orhpc.step_report import report
 from orhpc.storage import Stored, when_taken
+from orhpc.terminal import protect_process
 from orhpc.tracking import Tracker, row_of
 from orhpc.train.advantages import grouped_advantages
 from orhpc.train.batch import plan_batches
@@ -349,8 +350,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stop-file", type=Path, required=True)
     parser.add_argument("--max-tokens", type=int, help="token budget after the host ran out of memory")
     options = parser.parse_args(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     run = Run(RunDir(options.run_dir), options.attempt, options.stop_file)
+    protect_process(run.config.secrets, *(s.secrets for s in run.config.environments.values()))
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     try:
         ray_connect(run.placement, run.folder / "ray.token")
         return asyncio.run(supervise(run, options.max_tokens))

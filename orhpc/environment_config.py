@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -77,6 +78,9 @@ class EnvironmentSettings(Section):
     """Name of a built-in toolset of OpenReward that sessions offer in addition to the environment's tools."""
     max_opening: Positive = 64
     """Sessions that one rollout worker opens at a time; others wait their turn, without a deadline."""
+    max_answer_mb: Annotated[float, Field(gt=0, le=1000)] = 16.0
+    """Megabytes (10^6 bytes, after decompression) that one answer of the environment may have; a rollout
+    whose environment sends more fails."""
     secrets: dict[str, str | None] = Field(default_factory=dict)
     """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
     another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""
@@ -94,6 +98,8 @@ class EnvironmentSettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.url is not None:
+            check_server_url(self.url)
         if self.url and self.serve:
             raise ValueError("url and serve exclude each other")
         if self.serve_options and not self.serve:
@@ -102,6 +108,20 @@ class EnvironmentSettings(Section):
             raise ValueError("min_reward is above max_reward")
         check_secret_sources(self.secrets)
         return self
+
+
+def check_server_url(url: str) -> str:
+    """Return the host of a server's URL; raises ValueError, which repeats no password, for any other text."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"url is no URL: {error}") from None
+    if "@" in url:
+        raise ValueError("url holds a user name or a password; they never stand in a config; use secrets")
+    if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"url {url!r} is not http://HOST:PORT or https://HOST")
+    return host
 
 
 def check_secret_sources(secrets: dict[str, str | None]) -> None:

@@ -136,6 +136,10 @@ class WeightSyncFailed(InfraError):
     """New weights reached some engines only in part."""
 
 
+class GroupDamaged(InfraError):
+    """The file of a group that waited for its step has changed since it was written."""
+
+
 class StorageRefused(InfraError):
     """The run directory's filesystem takes nothing: it is full, over quota, or has lost its server."""
 

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from orhpc.secrets import redact
 from orhpc.storage import REFUSALS
+from orhpc.terminal import safe
 
 log = logging.getLogger(__name__)
 FAILURES = ("restart", "failed", "commit_failed", "commit_passed_over", "storage_refused")
@@ -88,11 +90,13 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (str, int, bool)):
+    if isinstance(value, str):
+        return safe(redact(value))
+    if value is None or isinstance(value, (int, bool)):
         return value
     if hasattr(value, "item"):
         return _plain(value.item())
-    return str(value)
+    return safe(redact(str(value)))
 
 
 def failure_line(event: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Rollouts in HDF5: one file a worker and step, indexed, with everything needed to train again.
 
 Token arrays of all rollouts lie end to end in flat datasets; ``index`` holds a row a rollout with
-its place in them, so one rollout is read without touching the others.  Flat datasets carry
-Fletcher-32 checksums: a changed byte is an error, not other training data.  A file appears under
-its name only when it is whole.
+its place in them, so one rollout is read without touching the others.  A file appears under its name
+only when it is whole, and ends with the SHA-256 of all that stands before: a changed byte is an error, not
+other training data.  It is compared once in each process, before HDF5 sees the file.
 
     write_rollouts(path, rollouts, trained=ids)
     with RolloutFile(path) as record:
@@ -13,6 +13,7 @@ its name only when it is whole.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -28,10 +29,16 @@ import numpy as np
 
 from orhpc.errors import RecordError
 from orhpc.routes import RouteShare
+from orhpc.secrets import redact, redact_strings
 from orhpc.storage import refusals
+from orhpc.terminal import safe
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
 
-FORMAT = "orhpc-rollouts-1"
+FORMAT = "orhpc-rollouts-2"
+_SEAL = b"orhpc-sha256:"
+"""Stands behind what HDF5 wrote, which ignores it, and before the checksum."""
+_READ_BYTES = 1 << 20
+_MOST_REMEMBERED = 4096
 _ENDS = list(RolloutEnd)
 _INDEX = np.dtype(
     [
@@ -73,9 +80,12 @@ def write_rollouts(
         with refusals("rollouts cannot be written"):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _Target(temporary, "w+") as target:
-                with target.telling(), h5py.File(target, "w") as file:
-                    file.attrs["format"] = FORMAT
-                    _write(file, rollouts, frozenset(trained), routes)
+                with target.telling():
+                    with h5py.File(target, "w") as file:
+                        file.attrs["format"] = FORMAT
+                        _write(file, rollouts, frozenset(trained), routes)
+                    size = target.seek(0, os.SEEK_END)
+                    target.write(_SEAL + _digest(target.fileno(), size))
                 os.fsync(target.fileno())
             temporary.replace(path)
     finally:
@@ -142,6 +152,37 @@ class _Target(FileIO):
             os.close(memory)
 
 
+def _digest(descriptor: int, size: int) -> bytes:
+    """SHA-256 of the first ``size`` bytes of an open file."""
+    digest, at = hashlib.sha256(), 0
+    while at < size and (block := os.pread(descriptor, min(_READ_BYTES, size - at), at)):
+        digest.update(block)
+        at += len(block)
+    return digest.digest()
+
+
+_whole: dict[tuple[int, int, int, int], None] = {}
+"""Files that this process has compared: device, inode, size and time of change."""
+
+
+def _check_whole(path: Path) -> None:
+    """Raises RecordError when a file is not what was written."""
+    with path.open("rb", buffering=0) as file:
+        about = os.fstat(file.fileno())
+        key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+        if key in _whole:
+            return
+        size = about.st_size - len(_SEAL) - hashlib.sha256().digest_size
+        end = os.pread(file.fileno(), about.st_size, size) if size > 0 else b""
+        if not end.startswith(_SEAL) or end != _SEAL + _digest(file.fileno(), size):
+            raise RecordError(
+                f"{path}: it is damaged, or was written by an earlier release: its checksum is wrong"
+            )
+    if len(_whole) >= _MOST_REMEMBERED:
+        del _whole[next(iter(_whole))]
+    _whole[key] = None
+
+
 def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str], routes: bool) -> None:
     index = np.zeros(len(rollouts), _INDEX)
     texts: dict[str, list[str]] = {name: [] for name in _TEXTS}
@@ -164,7 +205,8 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
         offset += r.length
         rows += len(r.routes) if kept and r.routes is not None else 0
         turns = json.dumps([asdict(t) for t in r.turns])
-        values = (r.id, r.task.environment, r.task.split, r.error or "", turns, json.dumps(r.messages))
+        error, messages = safe(redact(r.error or "")), json.dumps(redact_strings(r.messages))
+        values = (r.id, r.task.environment, r.task.split, error, turns, messages)
         for name, value in zip(_TEXTS, values, strict=True):
             texts[name].append(value)
     file.create_dataset("index", data=index)
@@ -194,6 +236,7 @@ class RolloutFile:
         """Raises RecordError when the file is missing, torn or not one of ours."""
         self.path = Path(path)
         try:
+            _check_whole(self.path)
             self._file = h5py.File(self.path, "r")
         except OSError as error:
             reason = "no such file" if not self.path.exists() else f"not a readable HDF5 file ({error})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.events import FAILURES, read_events, steps_of
+from orhpc.launch.ledger import outcome_of
 from orhpc.rundir import RunDir, write_atomic
 
 Event = Mapping[str, Any]
@@ -173,11 +173,8 @@ def _attempts(run: RunDir, events: Sequence[Event]) -> str:
 
 def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> str:
     """How an attempt ended: by the outcome that a job's launcher writes, or by its own last event."""
-    try:
-        outcome = json.loads((run.attempt(number) / "outcome.json").read_text())
-        return f"{outcome.get('reason', '')} {outcome.get('detail', '')}".strip()
-    except (FileNotFoundError, ValueError, AttributeError):
-        pass
+    if outcome := outcome_of(run, number):
+        return f"{outcome.reason} {outcome.detail}".strip()
     if not own:
         return "not yet: it has written no event" if newest else "killed: it wrote no event"
     last = own[-1]

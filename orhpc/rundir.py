@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import logging
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.errors import ConfigError, RunDirBusy
+from orhpc.sealed import Damaged, read_sealed, sync_folder, write_atomic, write_sealed
+
+__all__ = ["CommitName", "RunDir", "sync_folder", "write_atomic"]
+
+log = logging.getLogger(__name__)
+BUFFER = "buffer"
+"""Folder of a run for groups that no step has trained yet."""
+MANIFEST = "manifest.json"
+"""What a commit holds, in its folder."""
 
 COMMIT_NAME = re.compile(r"step_(\d+)\.a(\d+)")
 
@@ -42,6 +52,12 @@ class CommitName:
         return cls(int(match[1]), int(match[2])) if match else None
 
 
+_FACTS = (
+    "attempt", "time", "host", "pid", "kind", "changes", "job", "chain", "restart", "node", "script_started"
+)  # fmt: skip
+"""Of attempt.json."""
+
+
 class RunDir:
     """Paths of one run and the few operations that several processes must agree on."""
 
@@ -51,7 +67,7 @@ class RunDir:
         self.events = self.path / "events.jsonl"
         self.attempts = self.path / "attempts"
         self.checkpoints = self.path / "checkpoints"
-        self.buffer = self.path / "buffer"
+        self.buffer = self.path / BUFFER
         self.rollouts = self.path / "rollouts"
         self.export = self.path / "export"
         self.stop_file = self.path / "stop"
@@ -60,12 +76,14 @@ class RunDir:
         """Make the folders, readable by the owner only.
 
         Raises:
-            ConfigError: the folder cannot be made.
+            ConfigError: a folder cannot be made, belongs to another user, or can be written by others.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(self.path)
             for folder in (self.attempts, self.checkpoints, self.buffer, self.rollouts):
                 folder.mkdir(mode=0o700, exist_ok=True)
+                _check_owner(folder)
         except OSError as error:
             raise ConfigError(f"run.root: {self.path} cannot be made: {error.strerror}") from None
 
@@ -98,7 +116,7 @@ class RunDir:
             "pid": os.getpid(),
             **facts,
         }
-        write_atomic(self.attempt(number) / "attempt.json", json.dumps(record, indent=1))
+        write_sealed(self.attempt(number) / "attempt.json", record)
         link = self.attempts / f".latest.{number}"
         link.unlink(missing_ok=True)
         link.symlink_to(f"{number:03d}")
@@ -106,12 +124,14 @@ class RunDir:
         return number
 
     def attempt_facts(self, number: int) -> dict[str, Any]:
-        """What an attempt's ``attempt.json`` says; empty where it died within its first millisecond."""
+        """What an attempt noted of itself when it began; nothing where that is missing or damaged."""
         try:
-            facts = json.loads((self.attempt(number) / "attempt.json").read_text())
-        except (FileNotFoundError, ValueError):
+            return read_sealed(self.attempt(number) / "attempt.json", _FACTS)
+        except FileNotFoundError:
             return {}
-        return facts if isinstance(facts, dict) else {}
+        except Damaged as error:
+            log.warning("%s", error)
+            return {}
 
     def record_start(self, number: int, started_from: CommitName | None) -> None:
         """Fix what an attempt starts from; later commits of older attempts count no more.
@@ -122,17 +142,21 @@ class RunDir:
         if (self.attempt(number) / "start.json").exists():
             return
         start = {"started_from": str(started_from) if started_from else None}
-        write_atomic(self.attempt(number) / "start.json", json.dumps(start))
+        write_sealed(self.attempt(number) / "start.json", start)
 
     def started_from(self, number: int) -> CommitName | None:
         """The commit an attempt started from; None when it began the run.
 
         Raises:
             FileNotFoundError: the attempt ended before it chose.
-            ValueError: the file is torn.
+            Damaged: the file is not what was written.
         """
-        record = json.loads((self.attempt(number) / "start.json").read_text())
-        return CommitName.parse(record["started_from"] or "")
+        path = self.attempt(number) / "start.json"
+        name = read_sealed(path, ("started_from",)).get("started_from", "")
+        start = CommitName.parse(name) if isinstance(name, str) else None
+        if name is not None and start is None:
+            raise Damaged(f"{path} is damaged: it names no commit")
+        return start
 
     def lineage(self) -> list[CommitName]:
         """Commits that belong to the run, newest first.
@@ -152,9 +176,12 @@ class RunDir:
             except FileNotFoundError:  # it died before it could commit anything
                 attempt -= 1
                 continue
-            except (ValueError, KeyError, TypeError):  # torn by a crash of the filesystem
-                attempt, below = attempt - 1, min([c.step for c in own], default=below)
-                continue
+            except Damaged as error:
+                log.warning("%s; the commits themselves say what they stand on", error)
+                start = self._parent_of(min(own)) if own else None
+                if start is None or start.attempt >= attempt:
+                    attempt, below = attempt - 1, below if start is None else start.step
+                    continue
             if start is None:
                 break
             attempt, below = start.attempt, start.step
@@ -171,6 +198,15 @@ class RunDir:
         except FileNotFoundError:
             pass
         return None
+
+    def _parent_of(self, name: CommitName) -> CommitName | None:
+        """The commit that one stands on, by its manifest; None where that does not say."""
+        known = ("step", "attempt", "parent", "files", "state", "format")
+        try:
+            parent = read_sealed(self.checkpoints / str(name) / MANIFEST, known).get("parent")
+        except (FileNotFoundError, Damaged):
+            return None
+        return CommitName.parse(parent) if isinstance(parent, str) else None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -208,22 +244,15 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new content, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        os.fchmod(stream.fileno(), 0o600)
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _check_owner(folder: Path) -> None:
+    """Raises ConfigError for a folder in which another user could put files: some of them are code."""
+    about = folder.stat()
+    if about.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{folder} belongs to another user (uid {about.st_uid}): choose another run.root or run.name"
+        )
+    if about.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} can be written by other users (mode {stat.S_IMODE(about.st_mode):04o}): "
+            f"chmod go-w {folder}, or choose another run.root"
+        )

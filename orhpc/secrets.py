@@ -18,10 +18,17 @@ import urllib.parse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from orhpc.errors import ConfigError, PreflightError
 
+log = logging.getLogger(__name__)
+
 REDACTED = "[secret]"
+SHORTEST = 4
+"""Shorter values are no secrets; replacing them would garble every text."""
+CREDENTIALS = ("OPENREWARD_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Variables of the process environment whose values are always kept out of texts."""
 
 _known: set[str] = set()
 _pattern: re.Pattern[str] | None = None
@@ -97,7 +104,7 @@ def remember_secrets(values: Iterable[str]) -> None:
     """Redact these values from now on, also quoted for JSON or a URL, and in base64."""
     global _pattern
     for value in values:
-        if not value:
+        if len(value) < SHORTEST:
             continue
         encoded = value.encode(errors="surrogateescape")
         _known.update(
@@ -112,9 +119,35 @@ def remember_secrets(values: Iterable[str]) -> None:
     _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
+def remember_readable(*sources: Mapping[str, str | None]) -> None:
+    """Remember every secret of these sources that this process can read, and its credentials.
+
+    Args:
+        sources: ``secrets`` of a config: name to source.
+    """
+    found = [os.environ.get(name, "") for name in CREDENTIALS]
+    for name, source in (item for of in sources for item in of.items()):
+        try:
+            found.append(_read(name, source))
+        except PreflightError as error:
+            log.debug("%s", error)
+    remember_secrets(found)
+
+
 def redact(text: str) -> str:
     """Return the text with every known secret replaced by :data:`REDACTED`."""
     return _pattern.sub(REDACTED, text) if _pattern else text
+
+
+def redact_strings(value: Any) -> Any:
+    """Return a JSON value with :func:`redact` applied to every text in it, keys included."""
+    if _pattern is None:
+        return value
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {redact_strings(key): redact_strings(inner) for key, inner in value.items()}
+    return [redact_strings(inner) for inner in value] if isinstance(value, list) else value
 
 
 class RedactingFilter(logging.Filter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 from orhpc.errors import EXIT_OK, RecordError
 from orhpc.record import RolloutFile, read_step
 from orhpc.rundir import RunDir
+from orhpc.terminal import safe
 from orhpc.types import Rollout, RolloutSummary
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but tab and line feed: an environment's text must not drive the terminal."""
 
 
 def show(run: RunDir, step: int | None, evaluation: int | None, rollout: str | None) -> int:
@@ -95,8 +92,3 @@ def _call(call: Mapping[str, Any]) -> str:
     if "error" in call:
         return f"malformed call: {safe(str(call['error']))}"
     return safe(f"{call.get('name')} {json.dumps(call.get('arguments'), ensure_ascii=False)}")
-
-
-def safe(text: str) -> str:
-    """Return a text with its control characters shown as ``\\xNN``."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -14,6 +14,7 @@ from orhpc.errors import EXIT_OK, HubUnreachable, OrhpcError, policy_of
 from orhpc.launch import checks, holder, model, prepare, slurm
 from orhpc.launch.placement import Node, local_node, plan
 from orhpc.launch.words import split_words, without_flags
+from orhpc.terminal import safe
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return dry_run(config, path, overrides)
         return submit(config, path, overrides)
     except OrhpcError as error:
-        print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"orhpc: {safe(' '.join(str(error).split()))}", file=sys.stderr)
         return policy_of(error).exit_code
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from orhpc.event_lines import failures_of, line_of, number, phases_of, step_line
 from orhpc.events import FAILURES, failure_line, parse_lines
+from orhpc.terminal import safe
 
 _RECENT = 8
 _FRAME_LINES = 6
@@ -109,7 +110,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line above the panel."""
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(safe(line), markup=False, soft_wrap=True)
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event["event"]

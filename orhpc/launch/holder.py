@@ -8,13 +8,16 @@ shows that job running or waiting to run again.  The job itself, requeued, may a
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import time
 from pathlib import Path
 
 from orhpc.errors import RunDirBusy
-from orhpc.launch import scheduler
-from orhpc.rundir import RunDir, write_atomic
+from orhpc.launch import ledger, scheduler
+from orhpc.rundir import RunDir
+from orhpc.sealed import Damaged, read_sealed, write_sealed
+
+log = logging.getLogger(__name__)
 
 _NAME = "holder.json"
 _SUBMITTED = "submitted.json"
@@ -25,17 +28,25 @@ _LOCK_WAIT_S = 10.0
 
 def holder_of(rundir: RunDir) -> str | None:
     """Id of the job that held the run last; None when none ever did."""
-    return _job_in(rundir.path / _NAME)
+    try:
+        return _job_in(rundir.path / _NAME)
+    except Damaged as error:
+        log.warning("%s; the newest attempt's job counts as the holder", error)
+        return ledger.newest_job(rundir)
 
 
 def note_submission(rundir: RunDir, job: str) -> None:
     """Remember the job that the launcher submitted last: it may wait long before it holds the run."""
-    write_atomic(rundir.path / _SUBMITTED, json.dumps({"job": job, "time": time.time()}))
+    write_sealed(rundir.path / _SUBMITTED, {"job": job, "time": time.time()})
 
 
 def known_jobs(rundir: RunDir) -> list[str]:
     """Jobs of the run that may be running or waiting."""
-    found = [_job_in(rundir.path / name) for name in (_NAME, _SUBMITTED)]
+    found = [holder_of(rundir)]
+    try:
+        found.append(_job_in(rundir.path / _SUBMITTED))
+    except Damaged as error:
+        log.warning("%s", error)
     with contextlib.suppress(FileNotFoundError):
         found.append((rundir.attempt(rundir.newest_attempt()) / SUCCESSOR).read_text().strip() or None)
     return sorted({job for job in found if job is not None})
@@ -43,9 +54,12 @@ def known_jobs(rundir: RunDir) -> list[str]:
 
 def _job_in(path: Path) -> str | None:
     try:
-        return str(json.loads(path.read_text())["job"])
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None  # no file, or one that a crash of the filesystem has torn
+        job = read_sealed(path, ("job", "time")).get("job")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not isinstance(job, str):
+        raise Damaged(f"{path} is damaged: it names no job")
+    return job
 
 
 def check_free(rundir: RunDir, job: str | None = None) -> None:
@@ -73,7 +87,7 @@ def claim(rundir: RunDir, job: str) -> None:
         try:
             with rundir.held():
                 check_free(rundir, job)
-                write_atomic(rundir.path / _NAME, json.dumps({"job": job, "time": time.time()}))
+                write_sealed(rundir.path / _NAME, {"job": job, "time": time.time()})
                 return
         except RunDirBusy as error:
             # The lock is only held for a moment by another job that looks, but for long by --local.

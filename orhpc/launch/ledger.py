@@ -7,15 +7,18 @@ which means that the batch host itself was lost.
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
 from orhpc.launch.prepare import committed_step
-from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir import RunDir
+from orhpc.sealed import Damaged, read_sealed, write_sealed
+
+log = logging.getLogger(__name__)
 
 
 class Reason(StrEnum):
@@ -70,18 +73,19 @@ class Outcome:
 
 def write(rundir: RunDir, outcome: Outcome) -> None:
     """Leave an attempt's outcome in its folder."""
-    write_atomic(rundir.attempt(outcome.attempt) / "outcome.json", json.dumps(asdict(outcome), indent=1))
+    write_sealed(rundir.attempt(outcome.attempt) / "outcome.json", asdict(outcome))
 
 
 def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
-    """An attempt's outcome; None while it runs, or when it died without a word.
-
-    A file that is no outcome, as a crash of the filesystem leaves it, is none either.
-    """
+    """An attempt's outcome; None while it runs, when it died without a word, or when the file is damaged."""
+    path = rundir.attempt(attempt) / "outcome.json"
     try:
-        record = json.loads((rundir.attempt(attempt) / "outcome.json").read_text())
+        record = read_sealed(path, [f.name for f in fields(Outcome)])
         return Outcome(**{**record, "reason": Reason(record["reason"])})
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except FileNotFoundError:
+        return None
+    except (Damaged, TypeError, ValueError, KeyError) as error:
+        log.warning("%s is passed over: %s", path, error)
         return None
 
 
@@ -160,6 +164,12 @@ def jobs(rundir: RunDir) -> set[str]:
         if "job" in facts:
             found.add(str(facts["job"]))
     return found
+
+
+def newest_job(rundir: RunDir) -> str | None:
+    """Id of the job that made the newest attempt; None where that is not known."""
+    job = rundir.attempt_facts(rundir.newest_attempt()).get("job")
+    return None if job is None else str(job)
 
 
 def last_committed(rundir: RunDir) -> int:

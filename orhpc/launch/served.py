@@ -51,6 +51,8 @@ class ServedEnvironments:
                 command = [sys.executable, "-m", "orhpc.rollout.environments.server"]
                 command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
                 command += ["--listen-fd", str(listener.fileno()), "--key-from-stdin"]
+                if secrets := {**self._config.secrets, **settings.secrets}:
+                    command += ["--secrets-json", json.dumps(secrets)]
                 if settings.serve_options:
                     command += ["--options-json", json.dumps(settings.serve_options)]
                 self._commands[label] = command, self._folder / f"environment_{label}_{self._node.name}.log"

@@ -7,10 +7,10 @@ import errno
 import ipaddress
 import os
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 import aiohttp
 
+from orhpc.environment_config import check_server_url
 from orhpc.errors import ConfigError, PreflightError
 
 
@@ -37,15 +37,9 @@ def choose_variant(name: str, wanted: str | None, available: Sequence[str]) -> s
 def checked_host(name: str, url: str) -> str:
     """Return the host of a server's URL; raises ConfigError when it is not one."""
     try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        return check_server_url(url)
     except ValueError as error:
-        raise ConfigError(f"environments.{name}.url: {url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query:
-        raise ConfigError(f"environments.{name}.url: {url!r} is not http://HOST:PORT or https://HOST")
-    if parts.username or parts.password:
-        raise ConfigError(f"environments.{name}.url: passwords never stand in a config; use secrets")
-    return host
+        raise ConfigError(f"environments.{name}.{error}") from None
 
 
 def unreachable(name: str, host: str, cause: BaseException | None) -> PreflightError | None:

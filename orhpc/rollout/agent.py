@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import itertools
 import json
 import time
@@ -47,9 +46,9 @@ from orhpc.errors import (
 from orhpc.rollout import turn_calls
 from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.draft import Draft, RolloutRequest
-from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results
+from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results, longest_text
 from orhpc.rollout.functions import load_function
-from orhpc.rollout.rewards import custom_reward, reduce_rewards
+from orhpc.rollout.rewards import own_reward, reduce_rewards
 from orhpc.routes import RouteShape
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from orhpc.user_code import user_error
@@ -235,34 +234,26 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
         if not isinstance(failure, BadTask) or isinstance(failure, EnvironmentRaised):
             raise
         end, error = RolloutEnd.FAILED, f"{type(failure).__name__}: {failure}"
+    reward = None
+    try:
+        reward = reduce_rewards(draft.rewards, end, context.settings)
+    except BadTask as failure:
+        end, error = RolloutEnd.FAILED, f"{type(failure).__name__}: {failure}"
     scored_later = context.reward is not None or getattr(context.environment, "supports_score_group", False)
     if end is RolloutEnd.TERMINAL and not draft.rewards and not scored_later:
         error = "the environment ended the task without paying anything (a reward of NaN arrives as none)"
     rollout = draft.rollout(
         request,
         end,
-        reward=reduce_rewards(draft.rewards, end, context.settings),
+        reward=reward,
         error=error,
         seconds=time.monotonic() - began,
         limit=context.rollout.max_total_tokens,
     )
     if context.reward is not None and end.trainable:
-        rollout.reward = await _own_reward(context.reward, rollout, context)
+        custom = str(context.rollout.custom_reward)
+        rollout.reward = await own_reward(context.reward, rollout, custom, context.settings)
     return rollout
-
-
-async def _own_reward(
-    function: Callable[[Rollout], float | Awaitable[float]], rollout: Rollout, context: AgentContext
-) -> float:
-    """Call ``rollout.custom_reward``; raises UserCodeError for whatever it raises."""
-    try:
-        value = function(rollout)
-        value = await value if inspect.isawaitable(value) else value
-    except Exception as error:
-        failure = user_error(f"rollout.custom_reward: {context.rollout.custom_reward}", error)
-        failure.transcript = rollout.messages
-        raise failure from error
-    return custom_reward(value, str(context.rollout.custom_reward), context.settings)
 
 
 async def _converse(
@@ -284,7 +275,11 @@ async def _converse(
             continue
         with draft.waiting("tools"):
             results = await turn_calls.execute(
-                session, message, draft, at_once=context.settings.parallel_calls
+                session,
+                message,
+                draft,
+                at_once=context.settings.parallel_calls,
+                longest=longest_text(context.rollout),
             )
         if results is None:
             return RolloutEnd.TERMINAL
@@ -312,7 +307,8 @@ def _nudge(context: AgentContext, draft: Draft, number: int) -> bool:
 
 async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> None:
     rollout = context.rollout
-    said = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
+    whole = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
+    said = tuple((role, text[: longest_text(rollout)]) for role, text in whole)
 
     def render() -> list[int]:
         return context.chat.prompt_ids(
@@ -322,12 +318,16 @@ async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> N
             thinking=rollout.thinking,
         )
 
-    ids = await asyncio.to_thread(render) if len(session.prompt) > OFF_LOOP_CHARACTERS else render()
+    long = sum(len(text) for _, text in said) > OFF_LOOP_CHARACTERS
+    ids = await asyncio.to_thread(render) if long else render()
     draft.add_context(ids)
     if rollout.system_prompt_template is not None:
         draft.say("system", rollout.system_prompt_template)
     for role, text in said:
         draft.say(role, text)
+    if said != whole:
+        size = sum(len(text) for _, text in whole)
+        raise PromptTooLong(f"the prompt has {size} characters, too many for rollout.max_total_tokens")
     if len(ids) >= rollout.max_total_tokens:
         raise PromptTooLong(
             f"the prompt has {len(ids)} tokens, rollout.max_total_tokens is {rollout.max_total_tokens}"

@@ -1,27 +1,223 @@
 """What an environment server's answers have to look like: whatever does not is a BadAnswer.
 
-Field names are those of OpenReward's protocol (openreward 0.1.167, ``environments/types.py``).
+One strict schema an answer; field names are those of OpenReward's protocol (openreward 0.1.167,
+``environments/types.py``).  Fields that a newer server adds are ignored.  How many bytes an answer may have
+is a setting (``environments.NAME.max_answer_mb``); the bounds here are those that no real answer comes near.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from orhpc.errors import BadAnswer, BadTask
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
+
+from orhpc.errors import BadAnswer
 from orhpc.rollout.tools import ToolResult, ToolSpec
 
 LOST_IMAGE = "[an image ({kind}) was left out: this model is given text only]"
 """Stands in the text where an image block was."""
+LARGEST_REWARD = 1e15
+"""Sums and squares of rewards have to stay finite in float32."""
+MOST_TOOLS = 1000
+MOST_TOOL_CHARACTERS = 1 << 20
+"""Of a tool list, written as JSON: it stands in every prompt."""
+MOST_TASKS = 10_000_000
+"""Tasks of one split: their order is kept in memory."""
+
+T = TypeVar("T")
 
 
-def mapping(value: Any, what: str) -> Mapping[str, Any]:
-    """Return a JSON object; raises BadAnswer for anything else."""
-    if not isinstance(value, Mapping):
-        raise BadAnswer(f"{what}: the answer is {_kind(value)}, not an object")
-    return value
+def _reward(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
+        shown = repr(value)[:40]
+        raise ValueError(f"a reward is a finite number of at most {LARGEST_REWARD:g} in size, not {shown}")
+    return float(value)
+
+
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("a tool's schema describes an object")
+    return schema
+
+
+def _unique(tools: list[Tool]) -> list[Tool]:
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two tools have the same name, among {', '.join(names)[:200]}")
+    size = sum(len(json.dumps(tool.model_dump(), ensure_ascii=False)) for tool in tools)
+    if size > MOST_TOOL_CHARACTERS:
+        raise ValueError(f"the tools have {size} characters, {MOST_TOOL_CHARACTERS} is the most")
+    return tools
+
+
+def _kind_of_block(block: Any) -> str | None:
+    return str(block.get("type", "text")) if isinstance(block, Mapping) else None
+
+
+def _or(default: Any) -> BeforeValidator:
+    """Null means the default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class TextBlock(_Answer):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ImageBlock(_Answer):
+    type: Literal["image"]
+    media: Annotated[str, _or("unknown type"), Field(alias="mimeType")] = "unknown type"
+
+
+class Reasoning(_Answer):
+    type: Literal["reasoning"]
+
+
+class Called(_Answer):
+    type: Literal["tool_call"]
+    name: str
+    input: Any = None
+
+
+_Shown = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Discriminator(_kind_of_block)
+]
+Blocks = Annotated[list[_Shown], FailFast()]
+
+
+class Returned(_Answer):
+    type: Literal["tool_result"]
+    blocks: Blocks
+    is_error: bool = False
+
+
+_Said = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[Called, Tag("tool_call")]
+    | Annotated[Returned, Tag("tool_result")],
+    Discriminator(_kind_of_block),
+]
+
+
+class Message(_Answer):
+    role: Literal["system", "user", "assistant"]
+    blocks: Annotated[list[_Said], FailFast()]
+
+
+class Tool(_Answer):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: Annotated[str, _or("")] = ""
+    input_schema: Annotated[dict[str, Any], _or({}), AfterValidator(_object_schema)] = {}
+
+
+class TerminalTool(_Answer):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arg: str | None = None
+
+
+class Tools(_Answer):
+    """Of an environment or of one task."""
+
+    tools: Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS), AfterValidator(_unique)]
+    terminal_tool: TerminalTool | None = None
+    supports_score_group: bool | None = None
+    message_block_types: list[str] | None = None
+
+    @property
+    def terminal(self) -> tuple[str, str | None] | None:
+        """Name of the tool that takes the plain answer, and of its argument if it has one."""
+        return None if self.terminal_tool is None else (self.terminal_tool.name, self.terminal_tool.arg)
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        """The tools; one without arguments takes an empty object."""
+        nothing = {"type": "object", "properties": {}}
+        return [ToolSpec(t.name, t.description, t.input_schema or nothing) for t in self.tools]
+
+
+class Output(_Answer):
+    blocks: Blocks
+    metadata: Any = None
+    reward: Annotated[float | None, BeforeValidator(lambda v: None if v is None else _reward(v))] = None
+    """Null is also how the server sends a NaN."""
+    finished: Annotated[bool, _or(False)] = False
+
+
+class Succeeded(_Answer):
+    ok: Literal[True]
+    output: Output
+
+
+class Failed(_Answer):
+    ok: Literal[False] = False
+    error: str
+    reason: Annotated[str, _or("input_validation")] = "input_validation"
+
+
+class Score(_Answer):
+    reward: Annotated[float, BeforeValidator(_reward)]
+
+
+class Scores(_Answer):
+    scores: list[Score]
+
+
+class NumTasks(_Answer):
+    num_tasks: int
+
+
+class Created(_Answer):
+    sid: str | None = None
+
+
+class Split(_Answer):
+    name: str
+
+
+VARIANTS = TypeAdapter(list[str])
+SPLITS = TypeAdapter(list[str | Split], config=ConfigDict(strict=True))
+_RESULT = TypeAdapter(
+    Annotated[
+        Annotated[Succeeded, Tag("True")] | Annotated[Failed, Tag("False")],
+        Discriminator(lambda answer: str(isinstance(answer, Mapping) and answer.get("ok") is True)),
+    ]
+)
+_BLOCKS, _MESSAGES, TOOLS = TypeAdapter(Blocks), TypeAdapter(list[Message]), TypeAdapter(Tools)
+_SCORES, NUM_TASKS, _CREATED = TypeAdapter(Scores), TypeAdapter(NumTasks), TypeAdapter(Created | None)
+
+
+def read(schema: TypeAdapter[T], answer: Any, what: str) -> T:
+    """Check an answer against its schema; raises BadAnswer, whose message does not repeat the answer."""
+    try:
+        return schema.validate_python(answer, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"] if part not in _TAGS)[:200]
+        message = problem["msg"].removeprefix("Value error, ")[:300]
+        raise BadAnswer(f"{what}: {where + ': ' if where else ''}{message}") from None
+
+
+_TAGS = frozenset(("True", "False"))
 
 
 def text_of(blocks: Any, what: str, left_out: Callable[[str], None] = lambda kind: None) -> str:
@@ -35,19 +231,17 @@ def text_of(blocks: Any, what: str, left_out: Callable[[str], None] = lambda kin
     Raises:
         BadAnswer: they are no blocks.
     """
-    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
-        raise BadAnswer(f"{what}: blocks are {_kind(blocks)}, not a list")
+    return _joined(read(_BLOCKS, blocks, what), left_out)
+
+
+def _joined(blocks: Sequence[TextBlock | ImageBlock], left_out: Callable[[str], None]) -> str:
     texts: list[str] = []
     for block in blocks:
-        kind = mapping(block, f"{what}: a block").get("type", "text")
-        if kind == "image":
-            media = str(block.get("mimeType") or "unknown type")[:60]
-            left_out(media)
-            texts.append(LOST_IMAGE.format(kind=media))
-        elif kind == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
+        if isinstance(block, ImageBlock):
+            left_out(block.media[:60])
+            texts.append(LOST_IMAGE.format(kind=block.media[:60]))
         else:
-            raise BadAnswer(f"{what} holds a block of type {kind!r}, or a text block without a text")
+            texts.append(block.text)
     return "\n".join(texts)
 
 
@@ -66,105 +260,61 @@ def conversation(messages: Any, what: str, left_out: Callable[[str], None]) -> t
     Returns nothing for one that no chat template can be expected to write: a system message after the
     first, or the model's own word at the end.  Raises BadAnswer.
     """
-    if not isinstance(messages, list):
-        raise BadAnswer(f"{what}: messages are {_kind(messages)}, not a list")
     said: list[tuple[str, str]] = []
-    for message in messages:
-        role, blocks = mapping(message, f"{what}: a message").get("role"), message.get("blocks")
-        if role not in ("system", "user", "assistant") or not isinstance(blocks, list):
-            raise BadAnswer(f"{what}: a message without a known role, or without blocks")
-        plain = [part for block in blocks for part in _plain(block, what)]
-        said.append((role, text_of(plain, what, left_out)))
+    for message in read(_MESSAGES, messages, what):
+        plain = [part for block in message.blocks for part in _plain(block)]
+        said.append((message.role, _joined(plain, left_out)))
     roles = [role for role, _ in said]
     return tuple(said) if roles and "system" not in roles[1:] and roles[-1] == "user" else ()
 
 
-def _plain(block: Any, what: str) -> list[Any]:
+def _plain(block: TextBlock | ImageBlock | Reasoning | Called | Returned) -> list[TextBlock | ImageBlock]:
     """A block of a conversation as text and image blocks."""
-    kind = mapping(block, f"{what}: a block").get("type", "text")
-    if kind == "reasoning":
+    if isinstance(block, Reasoning):
         return []
-    if kind == "tool_call":
-        arguments = json.dumps(block.get("input"), ensure_ascii=False, default=str)
-        return [{"text": f"[tool_call {block.get('name')}] {arguments}"}]
-    if kind == "tool_result":
-        inner = block.get("blocks")
-        head = "[tool_result (error)]" if block.get("is_error") else "[tool_result]"
-        return [{"text": head}, *(inner if isinstance(inner, list) else [])]
+    if isinstance(block, Called):
+        arguments = json.dumps(block.input, ensure_ascii=False, default=str)
+        return [TextBlock(text=f"[tool_call {block.name}] {arguments}")]
+    if isinstance(block, Returned):
+        head = "[tool_result (error)]" if block.is_error else "[tool_result]"
+        return [TextBlock(text=head), *block.blocks]
     return [block]
 
 
-def tool_specs(tools: Mapping[str, Any], what: str) -> list[ToolSpec]:
-    """Read the tool list; a tool without arguments takes an empty object.
-
-    Raises:
-        BadAnswer: it is no list of tools, or two have the same name.
-    """
-    listed = tools.get("tools")
-    if not isinstance(listed, list):
-        raise BadAnswer(f"{what}: tools are {_kind(listed)}, not a list")
-    specs: list[ToolSpec] = []
-    for tool in listed:
-        tool = mapping(tool, f"{what}: a tool")
-        name, description = tool.get("name"), tool.get("description") or ""
-        schema = tool.get("input_schema") or {"type": "object", "properties": {}}
-        if not (isinstance(name, str) and name and isinstance(description, str) and isinstance(schema, dict)):
-            raise BadAnswer(f"{what}: a tool needs a name, a text as description and an object as schema")
-        specs.append(ToolSpec(name=name, description=description, schema=schema))
-    names = [spec.name for spec in specs]
-    if len(set(names)) < len(names):
-        raise BadAnswer(f"{what}: two tools have the same name, among {', '.join(names)[:200]}")
-    return specs
-
-
-def terminal_tool(tools: Mapping[str, Any], what: str) -> tuple[str, str | None] | None:
-    """Name of the tool that takes the plain answer, and of its argument if it has one; raises BadAnswer."""
-    tool = tools.get("terminal_tool")
-    if tool is None:
-        return None
-    name, argument = mapping(tool, f"{what}: the terminal tool").get("name"), tool.get("arg")
-    if not isinstance(name, str) or not isinstance(argument, str | None):
-        raise BadAnswer(f"{what}: the terminal tool has no name, or an argument that is no name")
-    return name, argument
+def tools_of(answer: Any, what: str) -> Tools:
+    """Read a tool list; raises BadAnswer, also when two tools have the same name."""
+    return read(TOOLS, answer, what)
 
 
 def tool_result(answer: Any, what: str, left_out: Callable[[str], None]) -> ToolResult:
-    """Read the answer to a tool call; raises BadAnswer, and BadTask for a reward that is no number."""
-    answer = mapping(answer, what)
-    if answer.get("ok") is not True:
-        error, reason = answer.get("error"), answer.get("reason") or "input_validation"
-        if not (isinstance(error, str) and isinstance(reason, str)):
-            raise BadAnswer(f"{what}: neither an output nor an error with a text")
-        return ToolResult(error, finished=reason == "episode_finished", error=reason)
-    output = mapping(answer.get("output"), f"{what}: output")
-    metadata = output.get("metadata")
+    """Read the answer to a tool call; raises BadAnswer."""
+    result = read(_RESULT, answer, what)
+    if isinstance(result, Failed):
+        return ToolResult(result.error, finished=result.reason == "episode_finished", error=result.reason)
+    output = result.output
     return ToolResult(
-        text=text_of(output.get("blocks"), what, left_out),
-        reward=finite(output.get("reward"), what),
-        finished=bool(output.get("finished")),
-        metadata=dict(metadata) if isinstance(metadata, Mapping) else None,
+        text=_joined(output.blocks, left_out),
+        reward=output.reward,
+        finished=output.finished,
+        metadata=output.metadata if isinstance(output.metadata, dict) else None,
     )
-
-
-def finite(reward: Any, what: str) -> float | None:
-    """Check a reward; None stays None, which is also how the server sends a NaN."""
-    if reward is None:
-        return None
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise BadTask(f"{what} paid {reward!r}, which is not a finite number")
-    return float(reward)
 
 
 def group_scores(answer: Any, wanted: int, what: str) -> list[float]:
     """Read one score a rollout; raises BadAnswer when they are not as many, or no numbers."""
-    listed = mapping(answer, what).get("scores")
-    if not isinstance(listed, list) or len(listed) != wanted:
-        raise BadAnswer(f"{what}: no list of {wanted} scores")
-    scores = [finite(mapping(score, what).get("reward"), what) for score in listed]
-    paid = [score for score in scores if score is not None]
-    if len(paid) != wanted:
-        raise BadAnswer(f"{what}: {wanted} rollouts got {len(paid)} scores")
-    return paid
+    scores = read(_SCORES, answer, what).scores
+    if len(scores) != wanted:
+        raise BadAnswer(f"{what}: {wanted} rollouts got {len(scores)} scores")
+    return [score.reward for score in scores]
+
+
+def session_id(created: Any, task_id: str | None, what: str) -> str:
+    """Read the id of a session, which goes into a header; raises BadAnswer."""
+    answer = read(_CREATED, created, what)
+    sid = (answer.sid if answer is not None else None) or task_id or ""
+    if not 0 < len(sid) <= 512 or not sid.isascii() or not sid.isprintable():
+        raise BadAnswer(f"{what}: the server gave no usable session id")
+    return sid
 
 
 def wire_messages(messages: Sequence[Mapping[str, Any]], *, rich: bool = False) -> list[dict[str, Any]]:
@@ -207,7 +357,3 @@ def _calls(calls: Sequence[Mapping[str, Any]], ids: Sequence[str | None]) -> lis
         for call, call_id in zip(calls, ids, strict=True)
         if call_id is not None
     ]
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"

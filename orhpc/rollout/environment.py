@@ -18,16 +18,17 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from types import EllipsisType
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
 
 import aiohttp
 from openreward import AsyncOpenReward
-from openreward.api._session.http import SessionResponseError
 from openreward.api.environments.client import AsyncEnvironment
 from openreward.api.sandboxes.secrets import WELL_KNOWN_SECRETS
+from pydantic import TypeAdapter
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import (
@@ -49,9 +50,11 @@ from orhpc.rollout.addresses import (
 )
 from orhpc.rollout.call_history import CallHistory
 from orhpc.rollout.diagnosis import Diagnosis
+from orhpc.rollout.leaving import Leaving
 from orhpc.rollout.notices import Notices
-from orhpc.rollout.openreward_session import GuardedSession, Refused, ToolRaised
+from orhpc.rollout.openreward_session import GuardedSession, ToolRaised, required_secrets
 from orhpc.rollout.patience import Patience
+from orhpc.rollout.receiving import Refused
 from orhpc.rollout.session import Session, failure, image_notice
 from orhpc.rollout.tools import ToolResult, ToolSpec
 from orhpc.secrets import remember_secrets, resolve_secrets
@@ -62,8 +65,10 @@ __all__ = ["Environment", "Session", "ToolResult", "ToolSpec"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+M = TypeVar("M")
+_ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
 API_KEY = "OPENREWARD_API_KEY"
-LEAVE_TIMEOUT_S = 60.0  # for deleting a session; the server reaps it otherwise
 RETRY_START_S = 1.0
 """Pause between two looks at a server that does not answer yet."""
 
@@ -95,7 +100,7 @@ class Environment:
         self._handle = handle
         self._secrets: dict[str, str | tuple[str, list[str]]] = {}
         self._body_secrets: Mapping[str, str] | None = None
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving = Leaving()
         self.notices = Notices()
         """Lines about this environment for the run's events."""
         self._history = CallHistory(rollout.tool_timeout_s)
@@ -172,7 +177,7 @@ class Environment:
         deadline = loop.time() + self.rollout.environment_start_timeout_s
         while True:
             try:
-                variants = await self._ask("GET", "/list_environments", missing=[])
+                variants = await self._ask("GET", "/list_environments", answers.VARIANTS, missing=[])
                 break
             except EnvironmentUnavailable as error:
                 if (hopeless := unreachable(self.name, host, error.__cause__)) is not None:
@@ -184,32 +189,22 @@ class Environment:
                     ) from None
                 await asyncio.sleep(RETRY_START_S)
         self._handle.variant = choose_variant(self.name, self.settings.variant, variants)
-        tools = await self._ask("GET", self.path("/tools"), missing={})
-        if not variants and not tools:
+        tools = await self._ask("GET", self.path("/tools"), answers.TOOLS, missing=None)
+        if not variants and tools is None:
             raise ConfigError(
                 f"environments.{self.name}.url: {host} answers, but is no OpenReward server: it has neither "
                 "/list_environments nor /tools"
             )
-        self.supports_score_group = bool(tools.get("supports_score_group"))
-        self._rich = "tool_call" in (tools.get("message_block_types") or ())
-        needed = await self._required_secrets()
+        if tools is not None:
+            self.supports_score_group = bool(tools.supports_score_group)
+            self._rich = "tool_call" in (tools.message_block_types or ())
+        needed = await required_secrets(self._handle, self.name, self.rollout.session_timeout_s)
         if missing := sorted({n for n in needed if n.lower() not in {s.lower() for s in secrets}}):
             secrets = {**secrets, **resolve_secrets({}, {}, required=missing)}
         if secrets and self._handle.api_key is None:
-            described = await self._ask("GET", "/openapi.json", missing={})
+            described = await self._ask("GET", "/openapi.json", _ANYTHING, missing={})
             self._body_secrets = secrets if secrets_in_body(described) else None
         self._secrets = {n: v if n in WELL_KNOWN_SECRETS else (v, [host]) for n, v in secrets.items()}
-
-    async def _required_secrets(self) -> list[str]:
-        """Names that the service says the environment needs; servers of our own have no such list."""
-        if self._handle.api_key is None:
-            return []
-        try:
-            async with asyncio.timeout(self.rollout.session_timeout_s):
-                return await self._handle.list_required_secrets()
-        except (SessionResponseError, TimeoutError, OSError) as error:
-            log.warning("environment %r: required secrets are not known: %s", self.name, error)
-            return []
 
     def path(self, suffix: str) -> str:
         """Address on the server; without the variant each call would pay a redirect."""
@@ -223,6 +218,7 @@ class Environment:
             secrets=self._secrets or None,
             api_key=self._handle.api_key,
             label=label,
+            max_answer_bytes=round(self.settings.max_answer_mb * 1e6),
             direct=self._direct,
             own_key=self._key,
             body_secrets=self._body_secrets,
@@ -233,16 +229,26 @@ class Environment:
         return Patience(what, self.rollout.session_timeout_s, self.rollout.environment_start_timeout_s)
 
     async def _ask(
-        self, method: str, path: str, payload: dict[str, Any] | None = None, *, missing: Any = None
-    ) -> Any:
-        """Ask the server about the environment; ``missing`` is returned when it has no such call."""
+        self,
+        method: str,
+        path: str,
+        schema: TypeAdapter[T],
+        payload: dict[str, Any] | None = None,
+        *,
+        missing: M | EllipsisType = ...,
+    ) -> T | M:
+        """Ask the server about the environment.
+
+        ``missing`` is returned when it has no such call; without it that is a ConfigError.
+        """
         wire = self._wire(f"environment {self.name!r}")
         try:
             async with self._patience(wire.label) as patience:
                 await wire.connect(patience)
-                return await wire.fetch(method, path, patience, payload)
+                answer = await wire.fetch(method, path, patience, payload)
+            return answers.read(schema, answer, f"{wire.label}: {path.rsplit('/', 1)[-1]}")
         except Refused as refused:
-            if refused.status == 404 and wire.sid and missing is not None:
+            if refused.status == 404 and wire.sid and not isinstance(missing, EllipsisType):
                 return missing
             if refused.status in (400, 404, 405, 501):
                 raise ConfigError(f"{wire.label}: {path.rsplit('/', 1)[-1]}: {refused.detail}") from None
@@ -254,12 +260,12 @@ class Environment:
         except BadAnswer as error:
             raise ConfigError(f"{error}: is its URL that of an OpenReward server?") from None
         finally:
-            self._later(wire)
+            self._leaving.add(wire)
 
     async def num_tasks(self, split: str) -> int:
         """Tasks of a split, at most ``num_samples``; raises ConfigError when there is no such split."""
         try:
-            answer = await self._ask("POST", self.path("/num_tasks"), {"split": split})
+            answer = await self._ask("POST", self.path("/num_tasks"), answers.NUM_TASKS, {"split": split})
         except ConfigError as error:
             known = await self.splits()
             if split in known or not known:
@@ -267,17 +273,21 @@ class Environment:
             raise ConfigError(
                 f"environment {self.name!r} has no split {split!r}; it has {', '.join(known)}"
             ) from error
-        count = answers.mapping(answer, f"environment {self.name!r}: num_tasks").get("num_tasks")
-        if not isinstance(count, int):
-            raise ConfigError(f"environment {self.name!r}: num_tasks is {count!r}, not a number")
+        count = answer.num_tasks
         if count < 1:
             raise ConfigError(f"environment {self.name!r}: split {split!r} has no tasks")
-        return min(count, self.settings.num_samples or count)
+        count = min(count, self.settings.num_samples or count)
+        if count > answers.MOST_TASKS:
+            raise ConfigError(
+                f"environment {self.name!r}: split {split!r} has {count} tasks; set environments.{self.name}."
+                f"num_samples to {answers.MOST_TASKS} or fewer"
+            )
+        return count
 
     async def splits(self) -> list[str]:
         """Names of the task splits, as far as the server says."""
-        listed = await self._ask("GET", self.path("/splits"), missing=[])
-        return [str(s.get("name") if isinstance(s, dict) else s) for s in listed]
+        listed = await self._ask("GET", self.path("/splits"), answers.SPLITS, missing=[])
+        return [split if isinstance(split, str) else split.name for split in listed]
 
     @contextlib.asynccontextmanager
     async def session(self, task: Task) -> AsyncIterator[Session]:
@@ -298,7 +308,7 @@ class Environment:
             try:
                 session = await asyncio.shield(opening)
             except asyncio.CancelledError:
-                self._later(opening)
+                self._leaving.add(opening)
                 raise
             except EnvironmentRaised as error:
                 await self._diagnosis.of(task, error, self.num_tasks, self._try)
@@ -307,12 +317,12 @@ class Environment:
         try:
             yield session
         except EnvironmentUnavailable:
-            self._later(session._wire)  # there may be nobody to answer: not worth waiting for
+            self._leaving.add(session._wire)  # there may be nobody to answer: not worth waiting for
             raise
         except BaseException:
-            await asyncio.shield(self._later(session._wire))
+            await asyncio.shield(self._leaving.add(session._wire))
             raise
-        await asyncio.shield(self._later(session._wire))
+        await asyncio.shield(self._leaving.add(session._wire))
 
     async def _enter(self, task: Task) -> Session:
         wire = self._wire(task.id, task.split, task.index)
@@ -322,25 +332,24 @@ class Environment:
                 blocks = await wire.fetch("GET", self.path("/prompt"), patience)
                 said = await self._conversation(wire, patience) if answers.is_conversation(blocks) else ()
                 tools = await self._tools(wire, patience)
-            tools = answers.mapping(tools, f"{task.id}: tools")
-            takes_answer = answers.terminal_tool(tools, task.id)
+            offered = answers.tools_of(tools, f"{task.id}: tools")
             return Session(
                 prompt=answers.text_of(blocks, f"{task.id}: the prompt", self._image_left_out),
-                tools=answers.tool_specs(tools, task.id),
+                tools=offered.specs,
                 conversation=said,
-                terminal=takes_answer is not None,
+                terminal=offered.terminal is not None,
                 _wire=wire,
                 _environment=self.name,
                 _call_path=self.path("/call"),
                 _history=self._history,
                 _notices=self.notices,
-                _terminal_tool=takes_answer,
+                _terminal_tool=offered.terminal,
             )
         except Refused as refused:
-            self._later(wire)
+            self._leaving.add(wire)
             raise failure(wire, refused) from None
         except BaseException:
-            self._later(wire)
+            self._leaving.add(wire)
             raise
 
     async def _conversation(self, wire: GuardedSession, patience: Patience) -> tuple[tuple[str, str], ...]:
@@ -352,9 +361,9 @@ class Environment:
 
     async def _try(self, task: Task) -> None:
         """Open a session on a task and delete it again; raises as :meth:`session`."""
-        self._later((await self._enter(task))._wire)
+        self._leaving.add((await self._enter(task))._wire)
 
-    async def _tools(self, wire: GuardedSession, patience: Patience) -> dict[str, Any]:
+    async def _tools(self, wire: GuardedSession, patience: Patience) -> Any:
         try:
             return await wire.fetch("GET", self.path("/task_tools"), patience)
         except Refused as refused:
@@ -388,32 +397,9 @@ class Environment:
                 raise failure(session._wire, refused) from None
         return answers.group_scores(answer, len(candidates), f"{task.id}: group scoring")
 
-    def _later(self, leaving: GuardedSession | asyncio.Future[Session]) -> asyncio.Task[None]:
-        """Delete a session in the background; the task is kept until it is done."""
-        task = asyncio.ensure_future(self._leave(leaving))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-        return task
-
-    async def _leave(self, leaving: GuardedSession | asyncio.Future[Session]) -> None:
-        if isinstance(leaving, asyncio.Future):
-            try:
-                wire = (await leaving)._wire
-            except Exception as error:  # noqa: BLE001  # opening failed and has cleaned up itself
-                log.info("a cancelled opening failed: %s", error)
-                return
-        else:
-            wire = leaving
-        try:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await wire.end()
-        except TimeoutError:
-            log.warning("%s: the session could not be deleted; the server will reap it", wire.label)
-
     async def close(self) -> None:
         """Wait for sessions that are being deleted, then close every connection."""
-        while self._leaving:
-            await asyncio.wait(set(self._leaving))
+        await self._leaving.wait()
         if self._own_http is not None:
             await self._own_http.close()
         await self._client.environments.aclose()

@@ -8,7 +8,9 @@ here instead, over the same protocol:
 * it posts a tool call again when the connection breaks before the call's task id arrives, so the
   call can run twice: :meth:`GuardedSession.invoke` posts again only what certainly did not run;
 * its keep-alive gives up after minutes: ours notices a dead session within ``PING_FAILURES`` pings;
-* it leaves answers unread, so that each call and each deletion closes its connection: ours are read.
+* it leaves answers unread, so that each call and each deletion closes its connection: ours are read;
+* it reads answers of any size, and follows redirects with keys and secrets to wherever they lead: ours are
+  bounded (:mod:`orhpc.rollout.receiving`) and follow only redirects within the server.
 
 Everything raises :class:`~orhpc.errors.EnvironmentUnavailable` for infrastructure and
 :class:`Refused` or :class:`ToolRaised` for what the server said; callers give these their meaning.
@@ -18,24 +20,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import orjson
 from openreward._version import USER_AGENT
-from openreward.api.environments.client import AsyncSession
+from openreward.api._session.http import SessionResponseError
+from openreward.api.environments.client import AsyncEnvironment, AsyncSession
+from pydantic import TypeAdapter
+from yarl import URL
 
 from orhpc.errors import BadAnswer, EnvironmentUnavailable
+from orhpc.rollout.answers import read, session_id
 from orhpc.rollout.patience import Patience
+from orhpc.rollout.receiving import (
+    Refused,
+    Rejected,
+    drain,
+    parse_json,
+    raise_if_rejected,
+    read_body,
+    sse_events,
+)
 from orhpc.secrets import redact
-from orhpc.user_code import last_line
 
 log = logging.getLogger(__name__)
 
@@ -47,110 +57,17 @@ HEARTBEAT_S = 60.0
 ATTEMPTS = 4
 """Tries of a request that certainly had no effect, or has none when repeated."""
 BACKOFF_S = 0.5
-DRAIN_S = 0.2
-"""How long the end of a stream may follow its last event."""
 END_S = 30.0
 """Deadline of deleting a session."""
-LONGEST_WAIT_S = 30.0
-"""Cap on a server's Retry-After."""
-_LONGEST_TRACE = 20_000
-"""Characters of a traceback that are kept."""
+REDIRECTS = 5
+"""Redirects of one request that are followed."""
+_LONGEST_ID = 512
+_NAMES = TypeAdapter(list[str])
 _RETRYABLE = frozenset({429, 502, 503, 504})
-
-
-class Refused(Exception):
-    """The server answered with an HTTP error; it is up, and said no."""
-
-    def __init__(self, status: int, detail: str, trace: str = "") -> None:
-        """``trace``: the traceback of the environment's code, where the server sends one."""
-        super().__init__(f"HTTP {status}: {detail}")
-        self.status = status
-        self.detail = detail
-        self.trace = trace
 
 
 class ToolRaised(Exception):
     """Code of the environment raised during a call."""
-
-
-async def sse_events(stream: aiohttp.StreamReader) -> AsyncIterator[tuple[str, str]]:
-    """Yield (event, data) of a server-sent event stream, exactly as sent.
-
-    https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation, less
-    ids and reconnection times.  Lines end in CRLF or LF; SSE's lone CR is not used by any server here.
-    """
-    event, data = "", []
-    async for raw in stream:
-        line = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
-        if not line:
-            if event or data:
-                yield event or "message", "\n".join(data)
-            event, data = "", []
-            continue
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if field == "event":
-            event = value
-        elif field == "data":
-            data.append(value)
-
-
-def retry_after_s(value: str) -> float | None:
-    """Seconds that a Retry-After header asks for, in either of its forms; None when it says nothing."""
-    value = value.strip()
-    if value.isdigit():
-        return min(float(value), LONGEST_WAIT_S)
-    try:
-        at = email.utils.parsedate_to_datetime(value).timestamp()
-    except (TypeError, ValueError):
-        return None
-    return min(max(at - time.time(), 0.0), LONGEST_WAIT_S)
-
-
-async def raise_if_rejected(response: aiohttp.ClientResponse) -> None:
-    """Raise _Rejected for an answer that is an error, or a redirect that is not followed.
-
-    FastAPI's ``detail`` is its message, if there is one.
-    """
-    if response.status < 300:
-        return
-    text = (await response.read()).decode("utf-8", "replace")
-    try:
-        detail = orjson.loads(text)["detail"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        detail = text
-    if response.content_type == "text/html":
-        detail = "the answer is a web page: is its URL that of an OpenReward server?"
-    if not isinstance(detail, str):
-        detail = orjson.dumps(detail).decode()
-    trace = redact(detail[-_LONGEST_TRACE:]) if detail.startswith("Traceback ") else ""
-    detail = last_line(detail) if trace else detail
-    # An environment may repeat its secrets in what it raises.
-    detail = redact(" ".join(detail.split()))[:500] or response.reason or "no reason given"
-    # A proxy's word that the environment has not come up yet, so that nothing ran.
-    starting = response.status == 503 and response.headers.get("X-Backend-State") == "starting"
-    wait_s = retry_after_s(response.headers.get("Retry-After", ""))
-    raise _Rejected(Refused(response.status, detail, trace), wait_s, starting)
-
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Read the end of a stream whose result is here, without which its connection would be closed.
-
-    A stream that goes on, or breaks, costs no more than that.
-    """
-    with contextlib.suppress(TimeoutError, aiohttp.ClientError):
-        async with asyncio.timeout(DRAIN_S):
-            await response.content.read()
-
-
-class _Rejected(Exception):
-    """An error answer, before it is known whether to try again."""
-
-    def __init__(self, refused: Refused, wait_s: float | None, starting: bool) -> None:
-        super().__init__(str(refused))
-        self.refused = refused
-        self.wait_s = wait_s
-        self.starting = starting
 
 
 @dataclass(slots=True)
@@ -170,13 +87,15 @@ class GuardedSession(AsyncSession):
     platform before it that hands out sessions and takes them back.  Such a server takes any session id,
     and its own two calls for that would do nothing but cost a quarter of a short session.
     ``body_secrets``: name to value for a server that reads them in the body of ``/create``.
-    ``own_key``: goes to the job's own server with every request; such a server's redirects are not followed.
+    ``own_key``: goes to the job's own server with every request.
+    ``max_answer_bytes``: a larger answer is a BadAnswer.
     """
 
     def __init__(
         self,
         *args: Any,
         label: str,
+        max_answer_bytes: int,
         direct: bool = False,
         own_key: str | None = None,
         body_secrets: Mapping[str, str] | None = None,
@@ -184,6 +103,7 @@ class GuardedSession(AsyncSession):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.label = label
+        self._limit = max_answer_bytes
         self._body_secrets = body_secrets
         self._direct = direct
         self._own_key = own_key
@@ -197,9 +117,7 @@ class GuardedSession(AsyncSession):
             return
         progress = _Progress(repeatable=True)
         created = await self._stream("/create_session", self._creation_payload, patience, progress)
-        self.sid = (created or {}).get("sid") or progress.task_id
-        if not self.sid:
-            raise EnvironmentUnavailable(f"{self.label}: the server gave no session id")
+        self.sid = session_id(created, progress.task_id, self.label)
 
     async def begin(self, patience: Patience) -> None:
         """Create the task's session on the server and start the keep-alive."""
@@ -232,15 +150,47 @@ class GuardedSession(AsyncSession):
 
     async def _delete(self, path: str, patience: Patience) -> None:
         async def once() -> None:
-            async with self._request("POST", path) as response:
-                await raise_if_rejected(response)
-                await response.read()  # else the connection would be closed
+            async with self._send("POST", path) as response:
+                await read_body(response, self._limit, self.label)  # else the connection would be closed
 
         try:
             # Without a look at the keep-alive: a session that seems dead is deleted too.
             await self._retry(once, path, patience, _Progress(repeatable=True))
         except Refused as refused:
             log.info("%s: %s", self.label, refused)
+
+    @contextlib.asynccontextmanager
+    async def _send(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and give its answer, which is no error; raises Rejected for an error.
+
+        Redirects to another server are not followed: they would take the headers with them.
+        """
+        target = URL(path)
+        options = {
+            **options,
+            "headers": self._headers() | options.get("headers", {}),
+            "allow_redirects": False,
+        }
+        for _ in range(REDIRECTS + 1):
+            async with self.client.request(method, target, **options) as response:
+                onward = self._onward(response, path) if 300 <= response.status < 400 else None
+                if onward is None:
+                    await raise_if_rejected(response)
+                    yield response
+                    return
+            target = onward
+        raise BadAnswer(f"{self.label}: {path}: more than {REDIRECTS} redirects")
+
+    def _onward(self, response: aiohttp.ClientResponse, path: str) -> URL:
+        """Where a redirect leads on the same server; raises BadAnswer when it leads elsewhere."""
+        with contextlib.suppress(ValueError):  # of what is no URL
+            target = response.url.join(URL(response.headers.get("Location", "")))
+            if target.origin() == response.url.origin() and response.status in (307, 308):
+                return URL(target.raw_path_qs, encoded=True)
+        raise BadAnswer(
+            f"{self.label}: {path}: the server answers with a redirect to another address, which is not "
+            "followed, because keys and secrets would go there"
+        )
 
     def _headers(self) -> dict[str, str]:
         optional = {
@@ -252,14 +202,6 @@ class GuardedSession(AsyncSession):
             **(self._secrets_headers or {} if self._ping_task is None else {}),
         }
         return {"User-Agent": USER_AGENT} | {name: value for name, value in optional.items() if value}
-
-    def _request(
-        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Every request of the session is made here."""
-        headers = self._headers() | dict(headers or {})
-        follow = self._own_key is None
-        return self.client.request(method, path, headers=headers, allow_redirects=follow, **options)
 
     async def fetch(
         self,
@@ -276,15 +218,9 @@ class GuardedSession(AsyncSession):
         """
 
         async def once() -> Any:
-            async with self._request(method, path, json=payload) as response:
-                await raise_if_rejected(response)
-                body = await response.read()
-                try:
-                    return orjson.loads(body)
-                except orjson.JSONDecodeError:
-                    raise BadAnswer(
-                        f"{self.label}: {path}: the answer is {response.content_type}, not JSON"
-                    ) from None
+            what = f"{self.label}: {path}"
+            async with self._send(method, path, json=payload) as response:
+                return await parse_json(await read_body(response, self._limit, what), what)
 
         return await self._guard(self._retry(once, path, patience, _Progress(repeatable)))
 
@@ -308,7 +244,7 @@ class GuardedSession(AsyncSession):
             wait = BACKOFF_S * 2**progress.attempts
             try:
                 return await once()
-            except _Rejected as rejected:
+            except Rejected as rejected:
                 wait = wait if rejected.wait_s is None else rejected.wait_s
                 error: Exception = rejected.refused
                 if rejected.starting:
@@ -327,7 +263,7 @@ class GuardedSession(AsyncSession):
             await asyncio.sleep(wait)
 
     def _broken(self, path: str, failure: Exception) -> EnvironmentUnavailable:
-        reason = str(failure) or type(failure).__name__
+        reason = redact(" ".join(str(failure).split()))[:300] or type(failure).__name__
         return EnvironmentUnavailable(f"{self.label}: {path.rsplit('/', 1)[-1]}: {reason}")
 
     async def _stream(
@@ -338,8 +274,7 @@ class GuardedSession(AsyncSession):
         async def once() -> Any:
             body = payload if progress.task_id is None else {**payload, "task_id": progress.task_id}
             accept = {"Accept": "text/event-stream"}
-            async with self._request("POST", path, headers=accept, json=body, timeout=timeout) as response:
-                await raise_if_rejected(response)
+            async with self._send("POST", path, headers=accept, json=body, timeout=timeout) as response:
                 if response.content_type == "text/html":
                     raise BadAnswer(f"{self.label}: {path}: the answer is a web page, not events")
                 return await self._result(response, progress)
@@ -349,10 +284,10 @@ class GuardedSession(AsyncSession):
     async def _result(self, response: aiohttp.ClientResponse, progress: _Progress) -> Any:
         """Put the result of one stream together from its pieces."""
         chunks: list[str] = []
-        async for event, data in sse_events(response.content):
+        async for event, data in sse_events(response.content, self._limit, self.label):
             if event == "task_id":
                 # From here on trying again means asking for the same task, so it is always safe.
-                progress.task_id, progress.repeatable, progress.attempts = data.strip(), True, 0
+                progress.task_id, progress.repeatable, progress.attempts = data.strip()[:_LONGEST_ID], True, 0
             elif event == "error":
                 if data == "unknown task_id":
                     raise EnvironmentUnavailable(f"{self.label}: the server lost a running call")
@@ -360,12 +295,9 @@ class GuardedSession(AsyncSession):
             elif event in ("chunk", "end"):
                 chunks.append(data)
                 if event == "end":
-                    await _drain(response)
+                    await drain(response)
                     whole = "".join(chunks)
-                    try:
-                        return orjson.loads(whole) if whole else None
-                    except orjson.JSONDecodeError:
-                        raise BadAnswer(f"{self.label}: the result of a call is not JSON") from None
+                    return await parse_json(whole, f"{self.label}: the result of a call") if whole else None
         raise aiohttp.ClientPayloadError("the answer broke off")
 
     async def _guard(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -387,18 +319,36 @@ class GuardedSession(AsyncSession):
         while failures < PING_FAILURES:
             await asyncio.sleep(PING_INTERVAL_S)
             try:
-                async with self._request("POST", "/ping", timeout=timeout) as response:
-                    await raise_if_rejected(response)
+                async with self._send("POST", "/ping", timeout=timeout):
                     failures = 0
-            except _Rejected as rejected:
+            except Rejected as rejected:
                 # FastAPI's own "Not Found" means a server without keep-alive, not a lost session.
                 if rejected.refused.status in (404, 410) and rejected.refused.detail != "Not Found":
                     return self._die(f"the server has lost the session: {rejected.refused.detail}")
                 failures = failures + 1 if rejected.refused.status >= 500 else 0
-            except (aiohttp.ClientError, TimeoutError):
+            except (aiohttp.ClientError, BadAnswer, TimeoutError, ValueError):
                 failures += 1
         self._die(f"{failures} keep-alive pings in a row failed")
 
     def _die(self, reason: str) -> None:
         if not self._death.done():
             self._death.set_result(reason)
+
+
+async def required_secrets(environment: AsyncEnvironment, name: str, timeout_s: float) -> list[str]:
+    """Names that the service says the environment needs; servers of our own have no such list.
+
+    Args:
+        environment: the SDK's handle; without a key it is not one of the service.
+        name: of the environment in the config.
+        timeout_s: deadline, in seconds.
+    """
+    if environment.api_key is None:
+        return []
+    unknown = (SessionResponseError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return read(_NAMES, await environment.list_required_secrets(), f"environment {name!r}")
+    except (*unknown, BadAnswer) as error:
+        log.warning("environment %r: required secrets are not known: %s", name, error)
+        return []

@@ -11,7 +11,9 @@ from orhpc.errors import BadTask, EnvironmentRaised, EnvironmentUnavailable, Pre
 from orhpc.rollout.answers import tool_result
 from orhpc.rollout.call_history import CallHistory
 from orhpc.rollout.notices import Notices
-from orhpc.rollout.openreward_session import GuardedSession, Patience, Refused, ToolRaised
+from orhpc.rollout.openreward_session import GuardedSession, ToolRaised
+from orhpc.rollout.patience import Patience
+from orhpc.rollout.receiving import Refused
 from orhpc.rollout.tools import ToolResult, ToolSpec
 
 _ALIVE_S = 20.0

@@ -49,6 +49,7 @@ from orhpc.rollout.rewards import custom_reward, reduce_rewards
 from orhpc.rollout.session import Session
 from orhpc.rollout.tools import ToolResult
 from orhpc.secrets import resolve_secrets
+from orhpc.terminal import guarded_output
 from orhpc.types import FinishReason, RolloutEnd, Task, Turn
 from orhpc.user_code import user_error, users_part
 
@@ -82,6 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--script", type=Path, metavar="FILE", help="turns, one a line, in place of typing")
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    with guarded_output():
+        return _main(options)
+
+
+def _main(options: argparse.Namespace) -> int:
     try:
         paths = [word for word in options.words if "=" not in word]
         if len(paths) != 1:

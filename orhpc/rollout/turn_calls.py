@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
 from orhpc.rollout.draft import Draft
+from orhpc.rollout.fitting import shortened
 from orhpc.rollout.tools import ToolResult, ToolSpec
 
 
@@ -22,7 +23,7 @@ class CallableSession(Protocol):
 
 
 async def execute(
-    session: CallableSession, message: AssistantMessage, draft: Draft, *, at_once: int
+    session: CallableSession, message: AssistantMessage, draft: Draft, *, at_once: int, longest: int
 ) -> list[str] | None:
     """Execute a turn; returns what the model is to be told, None when the task is finished.
 
@@ -34,16 +35,17 @@ async def execute(
         message: the turn, parsed.
         draft: takes the results in the order of the calls, whichever ended first.
         at_once: calls that may run at the same time; with 1 each waits for the one before.
+        longest: characters of a result; longer ones are cut, with a notice.
 
     Raises what the first failing call raises; the calls that still run are given up.
     """
     if not message.tool_calls:
-        result = await session.answer(message.text)
+        result = shortened(await session.answer(message.text), longest)
         draft.say_result("answer", result, is_call=False)
         return [result.text] if result.error is not None and not result.finished else None
     results: dict[int, ToolResult] = {}
     try:
-        await _make(session, message.tool_calls, results, at_once)
+        await _make(session, message.tool_calls, results, at_once, longest)
     finally:
         for number in sorted(results):
             if results[number].error == "episode_finished" and _finished(results):
@@ -64,6 +66,7 @@ async def _make(
     calls: Sequence[ToolCall | MalformedToolCall],
     results: dict[int, ToolResult],
     at_once: int,
+    longest: int,
 ) -> None:
     """Fill ``results``, by the number of the call, until all are made or one has finished the task."""
     schemas = {tool.name: tool.schema for tool in session.tools}
@@ -77,7 +80,7 @@ async def _make(
                 results[number] = ToolResult(f"Error: {call}", error="malformed")
             else:
                 arguments = call.fitted(schemas.get(call.name, {}))
-                results[number] = await session.call(call.name, arguments)
+                results[number] = shortened(await session.call(call.name, arguments), longest)
 
     try:
         async with asyncio.TaskGroup() as group:

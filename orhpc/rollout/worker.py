@@ -20,7 +20,7 @@ import ray
 
 from orhpc.collector import leave_loaded
 from orhpc.config import Config
-from orhpc.errors import BadTask, InfraError, OrhpcError, StorageRefused, UserCodeError
+from orhpc.errors import BadTask, InfraError, OrhpcError, RecordError, StorageRefused, UserCodeError
 from orhpc.record import RolloutFile, record_path, write_rollouts
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
@@ -30,7 +30,8 @@ from orhpc.rollout.rewards import with_group_score
 from orhpc.rollout.upload import Uploader
 from orhpc.route_shares import route_layers
 from orhpc.rundir import RunDir
-from orhpc.secrets import install_redaction, resolve_secrets
+from orhpc.secrets import resolve_secrets
+from orhpc.terminal import protect_process
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class RolloutWorker:
             EnvironmentUnavailable: an environment did not come up in time.
             ConfigError: an environment or the model's chat format is not what the config says.
         """
-        install_redaction()
+        protect_process(self._config.secrets)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
         self._route_layers = route_layers(self._config, self._model_dir)
@@ -232,12 +233,14 @@ class RolloutWorker:
             scores = await environment.score_group(task, [rollouts[i].messages for i in finished])
         except (InfraError, BadTask) as error:
             for i in finished:
-                rollout, said = rollouts[i], f"{type(error).__name__}: {error}"
-                rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, said
+                _fail(rollouts[i], error)
             return
         settings = self._config.environments[task.environment]
         for i, score in zip(finished, scores, strict=True):
-            rollouts[i] = with_group_score(rollouts[i], score, settings)
+            try:
+                rollouts[i] = with_group_score(rollouts[i], score, settings)
+            except BadTask as error:
+                _fail(rollouts[i], error)
 
     def _summary(self, rollout: Rollout) -> RolloutSummary:
         versions = rollout.versions_T[rollout.loss_mask_T]
@@ -287,14 +290,27 @@ class RolloutWorker:
         for group_id, file, used in groups:
             of_group = self._held.get(group_id, [])
             if file is not None:
-                with RolloutFile(file) as record:
-                    of_group = [record.rollout(row) for row in range(len(record))]
+                of_group = _stored(file)
             rollouts += of_group
             trained |= {r.id for r in of_group if r.end.trainable} if used else set()
         write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
         for group_id, _, _ in groups:
             self._held.pop(group_id, None)
             self._buffer_path(group_id).unlink(missing_ok=True)
+
+
+def _stored(file: str) -> list[Rollout]:
+    """A group that an earlier attempt made; empty where its file is damaged: its step has trained it."""
+    try:
+        with RolloutFile(file) as record:
+            return [record.rollout(row) for row in range(len(record))]
+    except RecordError as error:
+        log.warning("a trained group is left out of the record: %s", error)
+        return []
+
+
+def _fail(rollout: Rollout, error: OrhpcError) -> None:
+    rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, f"{type(error).__name__}: {error}"
 
 
 def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
-from orhpc.errors import RayLost
+from orhpc.errors import GroupDamaged, RayLost, RecordError
 from orhpc.routes import RouteShare
+from orhpc.rundir import BUFFER
 from orhpc.train.batch import PackedBatch, pack
 from orhpc.types import Location, MicroBatch
 
@@ -24,8 +26,8 @@ def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arr
     """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, if asked for, ``routes`` of one rollout.
 
     From Ray's object store while they are there, else from the record file; routes that were not
-    recorded are None.  Raises RayLost when the only copy was in an object store that is gone,
-    RecordError for a bad record.
+    recorded are None.  Raises RayLost when the only copy was in an object store that is gone, GroupDamaged
+    for a bad file of the run's buffer, and RecordError for a bad record.
     """
     held = location.arrays
     if isinstance(held, Mapping):
@@ -49,7 +51,12 @@ def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arr
         raise RayLost("a rollout's arrays are neither in memory nor in a record")
     from orhpc.record import read_arrays
 
-    return read_arrays(location.file, location.row, routes=routes)
+    try:
+        return read_arrays(location.file, location.row, routes=routes)
+    except RecordError as error:
+        if Path(location.file).parent.name != BUFFER:
+            raise  # a record is all that there is
+        raise GroupDamaged(f"{error}; its group will be rolled out again") from None
 
 
 def load_batch(

@@ -7,6 +7,7 @@ Python that stand in where a tokenizer comes without one.
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from orhpc.config import ModelSettings
 from orhpc.errors import MalformedToolCall, ModelError
 from orhpc.rollout.chat import ChatFormat, ToolCall, chat_format
+from orhpc.rollout.chat.messages import MOST_CALLS
 from orhpc.rollout.tools import ToolSpec
 from orhpc.types import FinishReason
 from tests.scripted import CHATML, DEEPSEEK, GLM, GLM4, LLAMA, QWEN, chat, tokenizer
@@ -628,3 +630,28 @@ def test_a_broken_template_is_one_clear_line(template: str) -> None:
     with pytest.raises(ModelError, match="chat template") as caught:
         chat(CHATML, template).prompt_ids("Hi")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("controls", [QWEN, LLAMA, DEEPSEEK, GLM4, GLM], ids=lambda c: c[0])
+def test_any_turn_is_parsed_in_time_linear_in_its_length(controls: tuple[str, ...]) -> None:
+    """What a model repeats 100,000 times, after each way to begin a call, took up to 67 s and more."""
+    formed = chat(controls)
+    deepseek = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```"
+    repeated = (
+        "<tool_call>", "<think>", "<arg_key>", "<arg_key>a</arg_key><arg_value>", "<arg_key>a</arg_key> ",
+        "<｜tool▁call▁begin｜>", "<|python_tag|>", '{"name":"a"};', "\n", "[", "(", "```json\n",
+    )  # fmt: skip
+    for begun in ("", "<tool_call>f", "<|python_tag|>", "<|python_tag|>f(a=", deepseek, "name\n"):
+        for piece in repeated:
+            began = time.process_time()
+            message = formed.parse_text(begun + piece * 100_000)
+            assert time.process_time() - began < 5, (begun, piece)
+            assert len(message.tool_calls) <= MOST_CALLS + 1
+
+
+def test_calls_beyond_the_most_are_one_error() -> None:
+    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    message = chat(QWEN).parse_text(f"x{call * 500}y")
+    assert len(message.tool_calls) == MOST_CALLS + 1
+    assert isinstance(message.tool_calls[-1], MalformedToolCall)
+    assert message.text == "xy"

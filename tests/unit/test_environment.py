@@ -31,7 +31,7 @@ from orhpc.errors import (
     ToolTimeout,
     UserCodeError,
 )
-from orhpc.rollout import call_history
+from orhpc.rollout import call_history, leaving, receiving
 from orhpc.rollout import environment as environment_module
 from orhpc.rollout import openreward_session as wire
 from orhpc.rollout.addresses import choose_variant, is_private
@@ -406,7 +406,7 @@ def test_a_server_of_the_jobs_own_is_asked_for_nothing_but_the_task(served: Serv
 def test_sessions_after_each_other_share_connections(
     served: Served, monkeypatch: pytest.MonkeyPatch, configured: bool
 ) -> None:
-    monkeypatch.setattr(wire, "DRAIN_S", 10.0)
+    monkeypatch.setattr(receiving, "DRAIN_S", 10.0)
 
     async def body(environment: Environment) -> None:
         async def rollout() -> None:
@@ -445,8 +445,9 @@ def test_a_stream_that_does_not_end_holds_nothing_up() -> None:
         url = "http://{}:{}/".format(*server.sockets[0].getsockname())
         async with aiohttp.ClientSession() as client, client.get(url) as response:
             began = time.monotonic()
-            assert [event async for event, _ in one(wire.sse_events(response.content))] == ["end"]
-            await wire._drain(response)
+            events = receiving.sse_events(response.content, 10_000, "a call")
+            assert [event async for event, _ in one(events)] == ["end"]
+            await receiving.drain(response)
             took = time.monotonic() - began
         server.close()
         return took
@@ -456,7 +457,7 @@ def test_a_stream_that_does_not_end_holds_nothing_up() -> None:
             yield event
             return
 
-    assert wire.DRAIN_S * 0.9 <= asyncio.run(ask()) < wire.DRAIN_S + 1.0
+    assert receiving.DRAIN_S * 0.9 <= asyncio.run(ask()) < receiving.DRAIN_S + 1.0
 
 
 # --- the SDK's faults -------------------------------------------------------------------------------
@@ -638,7 +639,7 @@ def test_pings_without_an_answer_are_death(served: Served, monkeypatch: pytest.M
 
 def test_a_server_that_is_gone_ends_the_call_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BACKOFF_S", 0.05)
-    monkeypatch.setattr(environment_module, "LEAVE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(leaving, "LEAVE_TIMEOUT_S", 1.0)
     with serve(Plain) as running:
 
         async def body(environment: Environment) -> None:
@@ -1072,8 +1073,9 @@ def test_the_service_gets_its_key_and_what_it_says_is_needed(
         asyncio.run(hosted())
     monkeypatch.setenv("TAVILY_API_KEY", "needed")
     told = asyncio.run(hosted())
-    assert "('tavily_api_key', 'needed')" in told
-    assert "('api_key', 'key-of-the-service')" in told
+    # Redacted, so the value that the session had is the one that was looked up.
+    assert "('tavily_api_key', '[secret]')" in told
+    assert "('api_key', '[secret]')" in told
     assert served.requests[-1][1]["x-api-key"] == "key-of-the-service"
     assert {headers.get("x-deployment") for path, headers in served.requests if path == "/create"} == {
         "Org/whodunit"
@@ -1106,11 +1108,11 @@ def test_private_hosts_are_known(host: str, private: bool) -> None:
 def test_retry_after_is_read_in_both_forms() -> None:
     from email.utils import formatdate
 
-    assert wire.retry_after_s("7") == 7.0
-    assert wire.retry_after_s("99999") == wire.LONGEST_WAIT_S
-    in_ten = wire.retry_after_s(formatdate(time.time() + 10, usegmt=True))
+    assert receiving.retry_after_s("7") == 7.0
+    assert receiving.retry_after_s("99999") == receiving.LONGEST_WAIT_S
+    in_ten = receiving.retry_after_s(formatdate(time.time() + 10, usegmt=True))
     assert in_ten is not None
     assert math.isclose(in_ten, 10, abs_tol=1.5)
-    assert wire.retry_after_s(formatdate(time.time() - 10, usegmt=True)) == 0.0
-    assert wire.retry_after_s("") is None
-    assert wire.retry_after_s("soon") is None
+    assert receiving.retry_after_s(formatdate(time.time() - 10, usegmt=True)) == 0.0
+    assert receiving.retry_after_s("") is None
+    assert receiving.retry_after_s("soon") is None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from orhpc.alarms import AlarmSettings, raised
 from orhpc.cli import main
 from orhpc.events import EventLog, read_events
+from orhpc.launch import ledger
 from orhpc.report import CHARTS, Chart, draw, goodput, page
 from orhpc.rundir import RunDir
 
@@ -33,7 +34,7 @@ def run(tmp_path: Path) -> RunDir:
         log.write("alarm", step=steps[-1], reason="rollout_kl 0.2 is above 0.01")
         log.write("restart", kind="RayLost", error="<script>alert(1)</script>", exit_code=75)
         log.close()
-    (run.attempt(1) / "outcome.json").write_text('{"reason": "preempted", "detail": ""}')
+    ledger.write(run, ledger.Outcome(1, ledger.Reason.PREEMPTED, 0))
     return run
 
 

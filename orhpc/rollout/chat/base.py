@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from orhpc.errors import ModelError
+from orhpc.errors import BadAnswer, ModelError
 from orhpc.rollout.chat.codec import Codec, Foreign
-from orhpc.rollout.chat.messages import AssistantMessage, split_reasoning
+from orhpc.rollout.chat.messages import AssistantMessage, bounded, split_reasoning
 from orhpc.rollout.tools import ToolSpec
 from orhpc.types import FinishReason
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 TOOLS_PLACE = "{tools}"
 """Where a system prompt template wants the tool descriptions."""
 _PROBE_TOOL = "orhpc_probe"
+_SLOT = "orhpcslot"
+"""Begins the marker of a place for foreign text; kept out of tool descriptions."""
 
 Conversation = Sequence[dict[str, Any]]
 """Messages as chat templates take them."""
@@ -106,6 +108,9 @@ class ChatFormat(ABC):
                 comes from the run's own config, so control tokens in it count: it may show whole turns.
             tools: what the environment offers.
             thinking: the template's thinking mode.
+
+        Raises:
+            BadAnswer: the chat template cannot render these tools, though it can render others.
         """
         said = [("user", user)] if isinstance(user, str) else list(user)
         roles = tuple(role for role, _ in said)
@@ -156,7 +161,7 @@ class ChatFormat(ABC):
         """Take a turn's text apart, without its end-of-turn token."""
         reasoning, rest = split_reasoning(text, opened)
         message = self.parse_calls(rest)
-        return AssistantMessage(message.text, reasoning, message.tool_calls)
+        return AssistantMessage(message.text, reasoning, bounded(message.tool_calls))
 
     @abstractmethod
     def parse_calls(self, text: str) -> AssistantMessage:
@@ -179,7 +184,7 @@ class ChatFormat(ABC):
 
     def _defuse(self, text: str) -> str:
         """Break control text visibly: for tool descriptions, which go through the template."""
-        for token in sorted({*self.codec.controls, *self.text_markers}, key=len, reverse=True):
+        for token in sorted({*self.codec.controls, *self.text_markers, _SLOT}, key=len, reverse=True):
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
@@ -202,7 +207,15 @@ class ChatFormat(ABC):
             messages[0]["content"] = f"{system}\n\n{_marker(0)}"
         elif system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        return _parts(self._render(messages, functions, thinking), len(roles))
+        try:
+            return _parts(self._render(messages, functions, thinking), len(roles))
+        except ModelError as error:
+            if not functions:
+                raise
+            _parts(
+                self._render(messages, [], thinking), len(roles)
+            )  # raises where the tools are not to blame
+            raise BadAnswer(f"the environment's tools cannot be put into a prompt: {error}") from None
 
     def _make_results_skeleton(self, count: int, thinking: bool) -> tuple[str | _Slot, ...]:
         said = "orhpcassistantturn"
@@ -252,10 +265,10 @@ class ChatFormat(ABC):
 
 def _marker(index: int) -> str:
     # The spaces show whether the template trims, the quotation mark whether it writes JSON.
-    return f' orhpcslot{index}x"x '
+    return f' {_SLOT}{index}x"x '
 
 
-_MARKER = re.compile(r'( ?)orhpcslot(\d+)x(\\?)"x( ?)')
+_MARKER = re.compile(rf'( ?){_SLOT}(\d+)x(\\?)"x( ?)')
 
 
 def _parts(rendered: str, count: int) -> tuple[str | _Slot, ...]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 
 from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
-from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, load_json
-
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, cut_out, load_json
 
 
 class ChatML(ChatFormat):
@@ -34,13 +31,14 @@ class ChatML(ChatFormat):
 
     def parse_calls(self, text: str) -> AssistantMessage:
         calls: list[ToolCall | MalformedToolCall] = []
-        for match in _CALL.finditer(text):
+        said, written = cut_out(text, "<tool_call>", ["</tool_call>"])
+        for call in written:
             try:
-                value = load_json(match[1])
+                value = load_json(call)
                 calls += [call_of(one) for one in (value if isinstance(value, list) else [value])]
             except MalformedToolCall as error:
                 calls.append(error)
-        return AssistantMessage(_CALL.sub("", text) if calls else text, tool_calls=calls)
+        return AssistantMessage(said, tool_calls=calls)
 
     def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
         system = messages[0]["content"] if messages[0]["role"] == "system" else None

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
-from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, cut_out
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
-_CALL = re.compile(f"{_CALL_BEGIN}(.*?)(?:{_CALL_END}|(?={_CALL_BEGIN})|(?={_END})|\\Z)", re.DOTALL)
-_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
 class DeepSeek(ChatFormat):
@@ -39,9 +36,10 @@ class DeepSeek(ChatFormat):
         if not begun:
             return AssistantMessage(text)
         calls: list[ToolCall | MalformedToolCall] = []
-        for match in _CALL.finditer(body):
+        _, written = cut_out(body, _CALL_BEGIN, [_CALL_END, _END])
+        for call in written:
             try:
-                calls.append(_call(match[1]))
+                calls.append(_call(call))
             except MalformedToolCall as error:
                 calls.append(error)
         if not calls:
@@ -91,8 +89,10 @@ def _call(text: str) -> ToolCall:
         name, _, arguments = rest.strip().partition("\n")
     else:
         name, arguments = kind, rest
-    if fenced := _FENCE.match(arguments):
-        arguments = fenced[1]
+    arguments = arguments.strip()
+    fence, line_end, fenced = arguments.partition("\n")
+    if line_end and fence.rstrip() in ("```", "```json") and fenced.endswith("```"):
+        arguments = fenced.removesuffix("```")
     if not name.strip():
         raise MalformedToolCall("the tool call has no name")
     return ToolCall(name.strip(), arguments_of(arguments))

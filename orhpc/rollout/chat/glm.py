@@ -9,11 +9,9 @@ from typing import Any
 from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
-from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, load_json
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, cut_out, load_json
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_GLM4_CALL = re.compile(r"\A\s*([A-Za-z_][\w.-]*)\s*\n\s*(\{.*)\Z", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 class Glm(ChatFormat):
@@ -43,17 +41,19 @@ class Glm(ChatFormat):
     def parse_calls(self, text: str) -> AssistantMessage:
         calls: list[ToolCall | MalformedToolCall] = []
         if self._tagged:
-            for match in _CALL.finditer(text):
+            said, written = cut_out(text, "<tool_call>", ["</tool_call>"])
+            for call in written:
                 try:
-                    calls.append(_tagged_call(match[1]))
+                    calls.append(_tagged_call(call))
                 except MalformedToolCall as error:
                     calls.append(error)
-            return AssistantMessage(_CALL.sub("", text) if calls else text, tool_calls=calls)
-        match = _GLM4_CALL.match(text)
-        if match is None:
+            return AssistantMessage(said, tool_calls=calls)
+        head, brace, rest = text.partition("{")
+        name = head.strip()
+        if not (brace and _NAME.fullmatch(name) and "\n" in head[head.index(name) :]):
             return AssistantMessage(text)
         try:
-            calls.append(ToolCall(match[1], arguments_of(load_json(match[2]))))
+            calls.append(ToolCall(name, arguments_of(load_json(brace + rest))))
         except MalformedToolCall as error:
             calls.append(error)
         return AssistantMessage("", tool_calls=calls)
@@ -107,17 +107,24 @@ def _tool_block(tools: str) -> str:
 
 
 def _tagged_call(text: str) -> ToolCall:
-    name, tag, _ = text.partition("<arg_key>")
+    name, *pairs = text.split("<arg_key>")
     name = name.strip()
     if not name or not re.fullmatch(r"\S+", name):
         raise MalformedToolCall("the tool call does not begin with the function's name on a line of its own")
-    pairs = _ARGUMENT.findall(text)
-    if len(pairs) != text.count("<arg_key>") or bool(tag) != bool(pairs):
+    raw = dict(map(_argument, pairs))
+    return ToolCall(name, {key: _value(value) for key, value in raw.items()}, raw)
+
+
+def _argument(text: str) -> tuple[str, str]:
+    """Read one argument: what follows ``<arg_key>``, up to the next."""
+    key, key_ends, rest = text.partition("</arg_key>")
+    before, value_begins, rest = rest.partition("<arg_value>")
+    value, value_ends, _ = rest.partition("</arg_value>")
+    if not (key_ends and value_begins and value_ends) or before.strip():
         raise MalformedToolCall(
             "the tool call's arguments are not pairs of <arg_key>...</arg_key> and <arg_value>...</arg_value>"
         )
-    raw = {key.strip(): value for key, value in pairs}
-    return ToolCall(name, {key: _value(value) for key, value in raw.items()}, raw)
+    return key.strip(), value
 
 
 def _value(text: str) -> Any:

@@ -12,6 +12,8 @@ from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, json_values
 
 _PYTHON_TAG = "<|python_tag|>"
+_LONGEST_PYTHON = 20_000
+"""Characters of a call in Python's form: its parser's time is not linear in them."""
 
 
 class Llama3(ChatFormat):
@@ -96,6 +98,8 @@ def _is_call(text: str) -> bool:
 def _python_call(text: str) -> ToolCall:
     """Read ``tool.call(argument="value")``, as the built-in tools are called."""
     try:
+        if len(text) > _LONGEST_PYTHON:
+            raise ValueError
         node = ast.parse(text.strip(), mode="eval").body
         if not isinstance(node, ast.Call) or node.args:
             raise ValueError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +22,15 @@ class ToolCall:
 
     def fitted(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments, those that the tool's schema wants as strings as they were written."""
-        wanted = schema.get("properties") or {}
+        properties = schema.get("properties")
+        wanted = properties if isinstance(properties, Mapping) else {}
+
+        def is_text(name: str) -> bool:
+            of = wanted.get(name)  # true and false are schemas too
+            return isinstance(of, Mapping) and of.get("type") == "string"
+
         return {
-            name: self.written[name]
-            if name in self.written and (wanted.get(name) or {}).get("type") == "string"
-            else value
+            name: self.written[name] if name in self.written and is_text(name) else value
             for name, value in self.arguments.items()
         }
 
@@ -40,6 +45,17 @@ class AssistantMessage:
     tool_calls: list[ToolCall | MalformedToolCall] = field(default_factory=list)
     """In the order they were written; an exception stands for one that does not parse, and its
     text is what the model is told."""
+
+
+MOST_CALLS = 128
+"""Tool calls of one turn that are made."""
+
+
+def bounded(calls: list[ToolCall | MalformedToolCall]) -> list[ToolCall | MalformedToolCall]:
+    """The first :data:`MOST_CALLS` calls, and one error for all that follow."""
+    if len(calls) <= MOST_CALLS:
+        return calls
+    return [*calls[:MOST_CALLS], MalformedToolCall(f"only {MOST_CALLS} tool calls may stand in one turn")]
 
 
 def _no_constants(name: str) -> Any:
@@ -64,15 +80,37 @@ def load_json(text: str) -> Any:
 
 def json_values(text: str, separators: str) -> Iterator[Any]:
     """Yield JSON values that stand one after another with only ``separators`` and space between."""
-    rest = text.strip()
-    while rest:
+    text = text.strip()
+    between = re.compile(rf"\s*[{re.escape(separators)}]*\s*")
+    position = 0
+    while position < len(text):
         try:
-            value, end = _DECODER.raw_decode(rest)
+            value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
-            load_json(rest)  # says what is wrong with it, counted from this value's start
+            load_json(text[position:])  # says what is wrong with it, counted from this value's start
             raise MalformedToolCall("the tool call is not valid JSON") from None
         yield value
-        rest = rest[end:].lstrip().lstrip(separators).lstrip()
+        gap = between.match(text, end)
+        position = gap.end() if gap else end
+
+
+def cut_out(text: str, opening: str, closings: Sequence[str]) -> tuple[str, list[str]]:
+    """Take blocks out of a text, in time linear in its length.
+
+    A block ends at the first of the ``closings``, at the next ``opening`` or at the end of the text.
+
+    Returns the text outside the blocks, and the inside of the first :data:`MOST_CALLS` + 1 of them.
+    """
+    outside, *rest = text.split(opening)
+    inside: list[str] = []
+    left = [outside]
+    for piece in rest:
+        ends = [(at, closing) for closing in closings if (at := piece.find(closing)) >= 0]
+        at, closing = min(ends, default=(len(piece), ""))
+        if len(inside) <= MOST_CALLS:
+            inside.append(piece[:at])
+        left.append(piece[at + len(closing) :])
+    return "".join(left), inside
 
 
 def call_of(value: Any, keys: tuple[str, ...] = ("arguments", "parameters")) -> ToolCall:

@@ -27,6 +27,7 @@ from orhpc.errors import EXIT_CONFIG, ConfigError, UserCodeError
 from orhpc.ports import inherited_socket
 from orhpc.rollout.environments import BUNDLED
 from orhpc.rollout.keyed_server import require_key_of_uvicorn
+from orhpc.terminal import protect_process
 from orhpc.user_code import user_error
 
 _PR_SET_PDEATHSIG = 1
@@ -109,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--environment", required=True, help="bundled name or package.module:Class")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--secrets-json", default="{}", help="where its secrets come from: name to source")
     parser.add_argument("--options-json", default="{}", help="keyword settings as a JSON object")
     parser.add_argument(
         "--key-from-stdin", action="store_true", help="requests must carry the key in the input"
@@ -120,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     # The server logs every request otherwise, which costs more than the environments here do.
     os.environ.setdefault("OPENREWARD_LOG_LEVEL", "WARNING")
     try:
+        protect_process(json.loads(arguments.secrets_json))
         options = json.loads(arguments.options_json)
         if not isinstance(options, dict):
             raise ConfigError("--options-json is not a JSON object")

@@ -1,0 +1,108 @@
+"""An HTTP server of an environment that answers a chosen request with whatever bytes a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+Raw = Callable[[asyncio.StreamWriter], Awaitable[None]]
+"""Writes a whole HTTP answer."""
+
+PROMPT = [{"type": "text", "text": "Do it."}]
+TOOLS = {"tools": [{"name": "act", "description": "Acts.", "input_schema": {"type": "object"}}]}
+OUTPUT = {"blocks": [{"type": "text", "text": "done"}], "reward": 1.0, "finished": True}
+RESULT = {"ok": True, "output": OUTPUT}
+
+
+def answer(
+    body: bytes, *, status: str = "200 OK", kind: str = "application/json", headers: tuple[str, ...] = ()
+) -> Raw:
+    """A plain answer."""
+
+    async def write(writer: asyncio.StreamWriter) -> None:
+        lines = [f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *headers]
+        writer.write("\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1") + body)
+
+    return write
+
+
+def as_json(value: Any) -> Raw:
+    return answer(json.dumps(value).encode())
+
+
+def events(*pairs: tuple[str, bytes], headers: tuple[str, ...] = ()) -> Raw:
+    """Server-sent events; data may hold anything."""
+    body = b"".join(b"event: " + name.encode() + b"\ndata: " + data + b"\n\n" for name, data in pairs)
+    return answer(body, kind="text/event-stream", headers=headers)
+
+
+def result(value: Any) -> Raw:
+    """The answer to a call, as OpenReward's server sends it."""
+    return events(("task_id", b"t1"), ("end", json.dumps(value).encode()))
+
+
+class Hostile:
+    """A running server; ``shapes`` replaces answers by path, without the variant."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.shapes: dict[str, Raw | list[Raw]] = {}
+        self.requests: list[tuple[str, dict[str, str]]] = []
+        """Path and headers, in lower case."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:])}
+            await reader.readexactly(int(headers.get("content-length", 0)))
+            path = head[0].split()[1].removeprefix("/main")
+            self.requests.append((path, headers))
+            shape = self.shapes.get(path) or _proper(path)
+            await (shape.pop(0) if isinstance(shape, list) else shape)(writer)
+            await writer.drain()
+        writer.close()
+
+
+def _proper(path: str) -> Raw:
+    if path in ("/call", "/score_group"):
+        return result(RESULT)
+    documents: dict[str, Any] = {
+        "/list_environments": ["main"],
+        "/tools": TOOLS,
+        "/task_tools": TOOLS,
+        "/prompt": PROMPT,
+        "/num_tasks": {"num_tasks": 4},
+        "/splits": ["train"],
+        "/create": {"sid": "s1"},
+        "/delete": {},
+        "/ping": {},
+    }
+    return as_json(documents[path]) if path in documents else answer(b"{}", status="404 Not Found")
+
+
+@contextlib.contextmanager
+def hostile_server() -> Iterator[Hostile]:
+    """Serve on loopback until the block ends."""
+    hostile, ready, loop = Hostile(), threading.Event(), asyncio.new_event_loop()
+
+    async def start() -> None:
+        server = await asyncio.start_server(hostile.serve, "127.0.0.1", 0)
+        hostile.url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        ready.set()
+
+    def run() -> None:
+        loop.run_until_complete(start())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield hostile
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
