@@ -180,7 +180,8 @@ class RunDir:
                 log.warning("%s; the commits themselves say what they stand on", error)
                 start = self._parent_of(min(own)) if own else None
                 if start is None or start.attempt >= attempt:
-                    attempt, below = attempt - 1, below if start is None else start.step
+                    # What it stands on is at an earlier step than its own first commit.
+                    attempt, below = attempt - 1, min([c.step for c in own], default=below)
                     continue
             if start is None:
                 break
