@@ -121,10 +121,11 @@ def parse_lines(lines: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Every valid event of a run, in order; empty before the first."""
-    if not path.exists():
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            return list(parse_lines(list(stream)))
+    except FileNotFoundError:
         return []
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        return list(parse_lines(list(stream)))
 
 
 def steps_of(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ part of the run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orhpc.errors import ConfigError, RunDirBusy
+from orhpc.errors import ConfigError, RunDirBusy, StorageRefused
+from orhpc.storage import is_refusal
 
 COMMIT_NAME = re.compile(r"step_(\d+)\.a(\d+)")
 
@@ -56,18 +58,24 @@ class RunDir:
         self.export = self.path / "export"
         self.stop_file = self.path / "stop"
 
-    def create(self) -> None:
+    def create(self, *, known: bool = False) -> None:
         """Make the folders, readable by the owner only.
+
+        ``known``: the run has been here before, so that what cannot be read now is the filesystem's fault.
 
         Raises:
             ConfigError: the folder cannot be made.
+            StorageRefused: likewise, and the filesystem is at fault.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for folder in (self.attempts, self.checkpoints, self.buffer, self.rollouts):
                 folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"run.root: {self.path} cannot be made: {error.strerror}") from None
+            problem = f"run.root: {self.path} cannot be made: {error.strerror}"
+            if is_refusal(error) and (known or error.errno not in (errno.EACCES, errno.EROFS)):
+                raise StorageRefused(problem) from None
+            raise ConfigError(problem) from None
 
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step}"

@@ -20,7 +20,9 @@ from orhpc.launch import processes
 from orhpc.launch.placement import Node, plan
 from orhpc.launch.ray_cluster import RayNode, make_token
 from orhpc.launch.served import ServedEnvironments
+from orhpc.launch.traffic import say
 from orhpc.rundir import RunDir, write_atomic
+from orhpc.storage import Outages
 
 TICK_S = 0.2
 RAYLETS_S = 60.0
@@ -67,15 +69,17 @@ def run_first_node(
         OrhpcError: whatever ``gather`` raises.
     """
     parts = _Parts(rundir, attempt, config, node)
+    outages = Outages(say)
     try:
         driver = parts.bring_up(stop_file, gather, settle, max_tokens)
         while driver.poll() is None:
-            tick()
-            parts.environments.keep_up()
+            # The driver itself waits for a run directory that is away, and says when it gives up.
+            outages.look(tick, None)
+            outages.look(parts.environments.keep_up, None)
             if kill():
                 driver.kill()
             time.sleep(TICK_S)
-        tick()
+        outages.look(tick, None)
         driver_ended(driver.returncode)
         return driver.returncode
     finally:

@@ -19,6 +19,7 @@ from orhpc.launch.rendezvous import Joined
 from orhpc.launch.served import ServedEnvironments
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.rundir import RunDir
+from orhpc.storage import Outages
 
 _RAY_RESTARTS = 3
 _GONE_TRIES = 3
@@ -108,11 +109,12 @@ def _keep_up(
     watch = MemoryWatch()
     restarts = 0
     joined = serving = False
+    complaint = ""
     servers_at = time.monotonic() + RAYLETS_S
-    while not rendezvous.ended(rundir, attempt):
-        if signals.came and _is_gone(placement.ray_address):
-            say(f"{job.node_name}: the first node is gone: leaving")
-            return
+    outages = Outages(say)
+
+    def look() -> None:
+        nonlocal joined, serving, complaint
         if not joined and ray_node.joined():
             rendezvous.raylet_up(rundir, attempt, job.rank)
             joined = True
@@ -122,8 +124,16 @@ def _keep_up(
             environments.start()
             serving = True
         environments.keep_up()
-        if line := watch.verdict(job.node_name):
-            rendezvous.complain(rundir, attempt, job.rank, line)
+        complaint = watch.verdict(job.node_name) or complaint
+        if complaint:
+            rendezvous.complain(rundir, attempt, job.rank, complaint)
+            complaint = ""
+
+    while not outages.look(lambda: rendezvous.ended(rundir, attempt), False):
+        if signals.came and _is_gone(placement.ray_address):
+            say(f"{job.node_name}: the first node is gone: leaving")
+            return
+        outages.look(look, None)
         if not ray_node.alive():
             restarts += 1
             if restarts > _RAY_RESTARTS:
@@ -145,7 +155,8 @@ def _is_gone(address: str) -> bool:
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
     end = time.monotonic() + timeout_s
-    while not condition():
+    outages = Outages(say)
+    while not outages.look(condition, False):
         if time.monotonic() > end:
             return False
         time.sleep(TICK_S)
