@@ -164,6 +164,17 @@ def test_status_says_when_no_job_is_left_and_why(
     assert last_line(run, capsys) == "no job of this run is left: it is finished"
 
 
+def test_status_says_that_the_token_budget_was_lowered(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(run.events, 2)
+    log.write("bring_up", step=3, commit="step_3.a001", max_tokens=512, max_tokens_per_gpu=1024)
+    log.close()
+    assert main(["status", str(run.path)]) == EXIT_OK
+    said = "out of memory before: 512 tokens a micro-batch instead of train.max_tokens_per_gpu 1024"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_status_knows_the_job_that_takes_over(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
