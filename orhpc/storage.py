@@ -30,6 +30,8 @@ REFUSALS = frozenset(
 EACCES is among them because a file server that has lost its table of users or whose tickets have expired
 answers so; ENOTCONN and ESHUTDOWN are what FUSE and Lustre say of a server that is gone.
 """
+NO_SERVER = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN})
+"""Those that nothing but a filesystem without its server gives, whatever the file."""
 _PAUSE_S = 5.0
 _PROBE_BYTES = 1 << 20
 """More than what starts an attempt."""

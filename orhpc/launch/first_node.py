@@ -19,6 +19,7 @@ from orhpc.config import Config
 from orhpc.launch import processes
 from orhpc.launch.placement import Node, plan
 from orhpc.launch.ray_cluster import RayNode, make_token
+from orhpc.launch.scratch import SharedMemorySweeper
 from orhpc.launch.served import ServedEnvironments
 from orhpc.launch.traffic import say
 from orhpc.rundir import RunDir, write_atomic
@@ -69,13 +70,14 @@ def run_first_node(
         OrhpcError: whatever ``gather`` raises.
     """
     parts = _Parts(rundir, attempt, config, node)
-    outages = Outages(say)
+    outages, sweeper = Outages(say), SharedMemorySweeper()
     try:
         driver = parts.bring_up(stop_file, gather, settle, max_tokens)
         while driver.poll() is None:
             # The driver itself waits for a run directory that is away, and says when it gives up.
             outages.look(tick, None)
             outages.look(parts.environments.keep_up, None)
+            sweeper.tick()
             if kill():
                 driver.kill()
             time.sleep(TICK_S)
@@ -121,6 +123,8 @@ class _Parts:
         if settle is not None:
             settle(ray)
             self.environments.start()
+        else:  # Ray takes no driver before; one that comes too early waits in its own time
+            processes.wait_until(lambda: ray.joined() or not ray.alive() or stop_file.exists(), RAYLETS_S)
         self._driver = _start_driver(self._rundir, self._attempt, stop_file, ray.environment(), max_tokens)
         return self._driver
 

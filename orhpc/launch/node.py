@@ -31,7 +31,8 @@ from orhpc.errors import (
     StorageRefused,
     policy_of,
 )
-from orhpc.events import read_events
+from orhpc.event_lines import line_of
+from orhpc.events import Tail, read_events
 from orhpc.launch import checks, holder, ledger, model, preflight, prepare, rendezvous
 from orhpc.launch.batch_output import BatchOutput
 from orhpc.launch.ending import Ended
@@ -101,6 +102,7 @@ class FirstNode:
         self._watch = MemoryWatch()
         self._output = BatchOutput(job.output)
         self._limit = LimitWatch(job, config, self.rundir)
+        self._tail = Tail(self.rundir.events, 0)
         self._looked = 0.0
 
     def run(self) -> int:
@@ -127,6 +129,7 @@ class FirstNode:
             restart=self.job.restart,
             node=self.job.node_name,
             script_started=self.job.started,
+            output=str(self.job.output) if self.job.output is not None else None,
         )
         (self.job.folder / "attempt").write_text(str(self.rundir.attempt(attempt)))
         if (successor := self.job.folder / holder.SUCCESSOR).exists():
@@ -196,6 +199,7 @@ class FirstNode:
     def _lead(self, attempt: int) -> int:
         say(f"{self.rundir.path}: attempt {attempt}, {self.job.nodes} nodes")
         self._attempt = attempt
+        self._tail = Tail(self.rundir.events, attempt)
         try:
             preflight.require(self.config, self.job, self.rundir)
             use_switches(self.config)
@@ -259,6 +263,9 @@ class FirstNode:
         return outcome if spent is None else replace(outcome, exit_code=EXIT_CRASH_LOOP, given_up=spent)
 
     def _tick(self) -> None:
+        for event in self._tail.new():
+            if (line := line_of(event)) is not None:
+                say(line)
         if self.rundir.newest_attempt() > self._attempt:
             self.superseded = True
             raise Superseded("a newer attempt has begun: SLURM took this node for dead")

@@ -16,6 +16,7 @@ from orhpc.launch.preempt import Signals
 from orhpc.launch.ray_cluster import RayNode
 from orhpc.launch.ray_start import accepts
 from orhpc.launch.rendezvous import Joined
+from orhpc.launch.scratch import SharedMemorySweeper
 from orhpc.launch.served import ServedEnvironments
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.rundir import RunDir
@@ -111,7 +112,7 @@ def _keep_up(
     joined = serving = False
     complaint = ""
     servers_at = time.monotonic() + RAYLETS_S
-    outages = Outages(say)
+    outages, sweeper = Outages(say), SharedMemorySweeper()
 
     def look() -> None:
         nonlocal joined, serving, complaint
@@ -134,6 +135,7 @@ def _keep_up(
             say(f"{job.node_name}: the first node is gone: leaving")
             return
         outages.look(look, None)
+        sweeper.tick()
         if not ray_node.alive():
             restarts += 1
             if restarts > _RAY_RESTARTS:

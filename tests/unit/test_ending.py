@@ -20,7 +20,7 @@ from orhpc.errors import (
     StopRequested,
     policy_of,
 )
-from orhpc.events import EventLog
+from orhpc.events import EventLog, Tail
 from orhpc.launch import ledger, memory_limit, node
 from orhpc.launch.batch_output import BatchOutput
 from orhpc.launch.ending import Ended
@@ -245,3 +245,19 @@ def test_after_an_attempt_without_memory_the_next_has_half_of_its_budget(
     assert first._lower_budget(1) == lowered
     said = capsys.readouterr().err
     assert (f"{lowered} tokens a micro-batch from now on" in said) is (lowered is not None)
+
+
+def test_the_batch_output_shows_the_steps_of_this_attempt(
+    rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = first_node(rundir, tmp_path)
+    first._tail = Tail(rundir.events, first._attempt)
+    log = EventLog(rundir.events, first._attempt)
+    log.write("step", step=4, steps=9, seconds=1.5, phases={"rollout": 1.0}, reward_mean=0.5)
+    log.write("notice", reason="not a stage of the run")
+    log.write("commit", step=4, bytes=2_000_000, seconds=0.5)
+    log.close()
+    first._tick()
+    first._tick()
+    said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(": ")[2][:16] for line in said] == ["step 4/9 reward ", "committed step 4"]

@@ -132,6 +132,19 @@ def test_before_the_first_log_the_job_s_own_output_is_shown(
     assert capsys.readouterr().out == "srun: waiting\n"
 
 
+def test_the_output_of_a_job_submitted_by_hand_is_among_the_logs(
+    tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, elsewhere = run.path / "slurm-7.out", tmp_path / "slurm-8.out"
+    for path in (own, elsewhere):
+        path.write_text("srun: waiting\n")
+    run.begin_attempt(kind="slurm", job="7", chain="7", output=str(own))
+    run.begin_attempt(kind="slurm", job="8", chain="8", output=str(elsewhere))
+    run.begin_attempt(kind="slurm", job="9", chain="9", output="/dev/null")
+    assert main(["logs", str(run.path), "--list"]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines() == [str(own), str(elsewhere)]
+
+
 def last_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["status", str(run.path)]) == EXIT_OK
     return capsys.readouterr().out.splitlines()[-1]

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from orhpc import parts
 from orhpc.config import Config
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, StorageRefused
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, RayLost, StorageRefused
 from orhpc.launch import node, other_node, rendezvous
 from orhpc.launch.job import Job
 from orhpc.launch.placement import Placement
@@ -201,3 +202,31 @@ def test_another_node_that_is_signalled_before_the_attempt_leaves(tmp_path: Path
     rundir.create()
     job = Job("7", 0, 1, 2, "n1", "7", tmp_path)
     assert rendezvous.await_announcement(rundir, job, 60, lambda: True) is None
+
+
+@pytest.mark.parametrize("refused", [0, 2, 1000])
+def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """``ray.init`` then raises a bare Exception, which would count as a bug."""
+    tries: list[str] = []
+
+    def init(address: str, **options: object) -> None:
+        tries.append(address)
+        if len(tries) <= refused:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(parts.ray, "init", init)
+    monkeypatch.setattr(parts.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(parts, "wait_for_nodes", lambda nodes, timeout_s: None)
+    monkeypatch.setattr(parts, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(parts, "_JOIN_S", 0.2)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_COLOR_PREFIX"):
+        monkeypatch.setenv(name, "")
+    placement = Placement((), (), (), (), {}, ray_address=f"{HOST}:1")
+    if refused < 1000:
+        parts.ray_connect(placement, tmp_path)
+        assert len(tries) == refused + 1
+    else:
+        with pytest.raises(RayLost, match="timed out during startup"):
+            parts.ray_connect(placement, tmp_path)
