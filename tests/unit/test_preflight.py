@@ -189,7 +189,7 @@ def test_a_run_whose_commits_do_not_fit_is_refused_before_it_has_made_one(
     rundir.record_start(attempt, None)
     (rundir.checkpoints / f"step_4.a{attempt:03d}").mkdir()
     free = 733e9  # one is there, so two more would do
-    assert commit_space.check(config, rundir).endswith("commits take 732.8")
+    assert commit_space.check(config, rundir).endswith("commits take 732.8 GB")
     free = 1e9  # room may come: what has been committed is not given up
     assert commit_space.check(config, rundir).endswith("1 of them there): they will fail")
 
