@@ -132,7 +132,7 @@ def _keep_up(
 
     while not outages.look(lambda: rendezvous.ended(rundir, attempt), False):
         if signals.came and _is_gone(placement.ray_address):
-            say(f"{job.node_name}: the first node is gone: leaving")
+            say("the first node is gone: leaving")
             return
         outages.look(look, None)
         sweeper.tick()

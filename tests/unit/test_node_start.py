@@ -184,7 +184,7 @@ def test_another_node_leaves_soon_after_a_signal_once_the_first_is_gone(
     thread = other_that_was_signalled(tmp_path, f"{HOST}:{port}")
     thread.join(9)
     assert not thread.is_alive()
-    assert "n1: the first node is gone: leaving" in capsys.readouterr().err
+    assert "the first node is gone: leaving" in capsys.readouterr().err
 
 
 def test_another_node_stays_after_a_signal_until_the_first_has_committed(tmp_path: Path) -> None:
