@@ -16,6 +16,7 @@ from pathlib import Path
 from orhpc import commits
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, policy_of
+from orhpc.event_lines import lowered_budget
 from orhpc.events import FAILURES, failure_line, read_events, steps_of
 from orhpc.launch import doctor, files, init, job_commands
 from orhpc.launch.__main__ import main as launch
@@ -126,6 +127,8 @@ def status(options: argparse.Namespace) -> int:
         print(f"mean reward of step {about['step']}: {last.get('reward_mean', float('nan')):.3f}")
     if failures:
         print(f"last failure: {about['last_failure']}")
+    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] == "bring_up"), ""):
+        print(budget.removeprefix("; "))
     for line in job_commands.describe(run):
         print(line)
     return EXIT_OK

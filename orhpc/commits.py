@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from orhpc.errors import CheckpointError, StopRequested
+from orhpc.errors import CheckpointError, StopRequested, StorageRefused
 from orhpc.rundir import MANIFEST, CommitName, RunDir, sync_folder
 from orhpc.sealed import Damaged, read_sealed, write_sealed
+from orhpc.storage import is_refusal
 
 FORMAT = 1
 _READ_BYTES = 16 << 20
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,17 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         CheckpointError: it is missing, torn or of another format.
+        StorageRefused: the filesystem does not let it be read.
     """
     try:
         raw = read_sealed(folder / MANIFEST, [f.name for f in fields(Manifest)])
         files = tuple(ShardFile(**f) for f in raw.pop("files"))
         manifest = Manifest(files=files, **raw)
     except (OSError, Damaged, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder}: the manifest cannot be read: {error}") from None
+        problem = f"{folder}: the manifest cannot be read: {error}"
+        if isinstance(error, OSError) and is_refusal(error):
+            raise StorageRefused(problem) from None
+        raise CheckpointError(problem) from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"{folder}: format {manifest.format}, this version reads {FORMAT}")
     return manifest
@@ -125,6 +132,7 @@ def verify(folder: Path, stop: Callable[[], bool] = _never) -> Manifest:
 
     Raises:
         CheckpointError: names the first file that is missing, short or changed.
+        StorageRefused: the filesystem does not let it be read.
         StopRequested: ``stop`` became true.
     """
     manifest = read_manifest(folder)
@@ -142,6 +150,8 @@ def _problem(folder: Path, shard: ShardFile, stop: Callable[[], bool]) -> str | 
             return f"{path}: {path.stat().st_size} bytes, the manifest says {shard.size}"
         digest = _sha256(path, stop)
     except OSError as error:
+        if is_refusal(error):
+            raise StorageRefused(f"{path}: {error.strerror}") from None
         return f"{path}: {error.strerror}"
     return None if digest == shard.sha256 else f"{path}: its content changed since it was written"
 
@@ -157,9 +167,15 @@ def _sha256(path: Path, stop: Callable[[], bool]) -> str:
 
 
 def newest_good(
-    rundir: RunDir, stop: Callable[[], bool] = _never
+    rundir: RunDir,
+    stop: Callable[[], bool] = _never,
+    wait_s: float = 0.0,
+    tell: Callable[[str], None] = lambda problem: None,
 ) -> tuple[CommitName | None, Manifest | None, list[str]]:
     """Choose the commit to resume from; all of it is read, which takes minutes for a large one.
+
+    ``wait_s``: how long one that the filesystem does not let be read is tried again, of which ``tell`` is
+    told once; then it is passed over like a damaged one.
 
     Returns:
         Its name and manifest (None, None before the first commit), and one line about each newer
@@ -173,12 +189,30 @@ def newest_good(
     passed_over: list[str] = []
     for name in rundir.lineage():
         try:
-            return name, verify(rundir.checkpoints / str(name), stop), passed_over
+            return name, _when_readable(rundir.checkpoints / str(name), stop, wait_s, tell), passed_over
         except CheckpointError as error:
             passed_over.append(str(error))
     if passed_over:
         raise CheckpointError(f"no commit of {rundir.path} is whole: {passed_over[0]}")
     return None, None, []
+
+
+def _when_readable(
+    folder: Path, stop: Callable[[], bool], wait_s: float, tell: Callable[[str], None]
+) -> Manifest:
+    end, told = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return verify(folder, stop)
+        except StorageRefused as error:
+            if time.monotonic() >= end:
+                raise CheckpointError(str(error)) from None
+            if not told:
+                tell(f"{error}; waiting for up to {wait_s:.0f} s")
+                told = True
+        if stop():
+            raise StopRequested("asked to stop while a commit could not be read")
+        time.sleep(_AGAIN_S)
 
 
 def source(path: Path) -> Path:

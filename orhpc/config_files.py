@@ -9,6 +9,7 @@ are merged key by key, everything else is replaced, and null removes an environm
 from __future__ import annotations
 
 import difflib
+import errno
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,7 +20,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from orhpc.config import Config
-from orhpc.errors import ConfigError
+from orhpc.errors import ConfigError, StorageRefused
+from orhpc.storage import is_refusal
 
 MAY_CHANGE_ON_RESUME = (
     "run.root",
@@ -208,7 +210,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        away = isinstance(error, OSError) and error.errno != errno.EACCES and is_refusal(error)
+        kind = StorageRefused if away else ConfigError
+        raise kind(f"{path}: cannot be read: {error}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())[:300]}") from None
     if tree is None:

@@ -48,7 +48,7 @@ from orhpc.rundir import RunDir
 from orhpc.saving import Saver, State
 from orhpc.step_metrics import Phases
 from orhpc.step_report import report
-from orhpc.storage import Stored, when_taken
+from orhpc.storage import Stored, refusals, when_taken
 from orhpc.terminal import protect_process
 from orhpc.tracking import Tracker, row_of
 from orhpc.train.advantages import grouped_advantages
@@ -74,15 +74,24 @@ class Run:
         self.placement = Placement.from_yaml((self.folder / "placement.yaml").read_text())
         self.events = EventLog(rundir.events, attempt, _log_event)
         self.tracker = Tracker(self.config, rundir)
+        self.max_tokens = self.config.train.max_tokens_per_gpu
+        """Token budget of a micro-batch, as of the newest start; lowered where memory ran out."""
         self._stop_file = stop_file
         self._told = -_TOLD_S
 
     def stop_requested(self) -> bool:
         return self._stop_file.exists()
 
-    def require_newest(self) -> None:
-        """Raises NodeLost when a newer attempt has begun: its files are no longer ours to replace."""
-        if self.rundir.newest_attempt() > self.attempt:
+    async def require_newest(self) -> None:
+        """See that no newer attempt has begun: its files are not ours to replace.
+
+        Raises:
+            NodeLost: one has.
+            StorageRefused: the run directory does not say.
+        """
+        with refusals("the run directory cannot be read"):
+            newest = self.rundir.newest_attempt()
+        if newest > self.attempt:
             raise NodeLost("a newer attempt has begun")
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
@@ -165,7 +174,7 @@ async def train(run: Run, parts: Parts, saver: Saver) -> None:
         # From here on the trainers hold the next step: whatever else fails, it is what a commit would hold.
         saver.state = state = replace(state, step=state.step + 1, position=parts.producer.position)
         metrics |= turns | {"padding": plan.padding}
-        run.require_newest()
+        await stored(run.require_newest)
         try:
             with phases.timed("record"):
                 await parts.record(state.step, taken, stored)
@@ -230,7 +239,7 @@ async def evaluate(run: Run, parts: Parts, step: int, stored: Stored) -> None:
         groups, metrics = await run.unless_stopped(evaluation.evaluate(run.config, parts.workers))
     for line in dict.fromkeys(line for group in groups for line in group.notices):
         run.notice(line)
-    run.require_newest()
+    await stored(run.require_newest)
     await parts.record_evaluation(step, groups, stored)
     await parts.publish(step)
     event = run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
@@ -311,7 +320,8 @@ async def supervise(run: Run, lowered: int | None = None) -> int:
     failures, last_step = 0, -1
     while True:
         try:
-            await attempt_once(run, lowered)
+            with refusals("the run directory refuses", below=run.rundir.path):
+                await attempt_once(run, lowered)
         except OrhpcError as error:
             policy = policy_of(error)
             reached = run.events.last_step
@@ -337,7 +347,7 @@ async def supervise(run: Run, lowered: int | None = None) -> int:
                 return policy.exit_code
             await asyncio.sleep(min(30.0, 2.0**failures))
             if isinstance(error, OutOfMemory):
-                lowered = max(1, (lowered or run.config.train.max_tokens_per_gpu) // 2)
+                lowered = run.max_tokens = max(1, run.max_tokens // 2)
         else:
             run.events.write("finished", step=run.config.train.steps)
             return EXIT_OK

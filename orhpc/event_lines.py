@@ -22,7 +22,7 @@ def line_of(event: Event) -> str | None:
         means = ", ".join(_evaluated(event, name) for name in names)
         return f"evaluation after step {event['step']}: {means or 'no rollout'}"
     if kind == "bring_up":
-        return f"starting from {start_of(event)}"
+        return f"starting from {start_of(event)}{lowered_budget(event)}"
     if kind == "ready":
         took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in event["phases"].items())
         about = f"{event.get('parameters', 0) / 1e6:.1f} M parameters, step {event['step']}"
@@ -39,6 +39,15 @@ def start_of(event: Event) -> str:
     if event.get("load"):
         return f"the weights of {event['load']}"
     return "the base model"
+
+
+def lowered_budget(event: Event) -> str:
+    """What a ``bring_up`` event says of a token budget below its setting; empty where it is not."""
+    tokens, setting = event.get("max_tokens"), event.get("max_tokens_per_gpu")
+    if tokens is None or tokens == setting:
+        return ""
+    lowered = f"{tokens} tokens a micro-batch instead of train.max_tokens_per_gpu {setting}"
+    return f"; out of memory before: {lowered}"
 
 
 def step_line(event: Event, left: str = "") -> str:

@@ -125,10 +125,34 @@ def parse_lines(lines: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Every valid event of a run, in order; empty before the first."""
-    if not path.exists():
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            return list(parse_lines(list(stream)))
+    except FileNotFoundError:
         return []
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        return list(parse_lines(list(stream)))
+
+
+class Tail:
+    """Events appended to a file since the last look."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path, self._attempt = path, attempt
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._rest = ""
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset)
+            data = stream.read()
+        self._offset += len(data)
+        text = self._rest + data.decode("utf-8", errors="replace")
+        whole, newline, self._rest = text.rpartition("\n")
+        if newline:
+            for event in parse_lines([line + "\n" for line in whole.split("\n")]):
+                if event.get("attempt") == self._attempt:
+                    yield event
 
 
 def steps_of(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

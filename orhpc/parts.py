@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import ray
 
 from orhpc import engine_check
 from orhpc.config import Config
-from orhpc.errors import RecordError, WeightSyncFailed
+from orhpc.errors import RayLost, RecordError, WeightSyncFailed
 from orhpc.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
 from orhpc.fleet.weight_sync import WeightSync
 from orhpc.launch.model import model_folder
@@ -39,6 +40,7 @@ B = TypeVar("B")
 _WATCH_S = 2.0
 _CLOSE_S = 45.0
 
+_AGAIN_S = 2.0
 _JOIN_S = 180.0
 """How long the driver waits for the raylets of the other nodes."""
 
@@ -358,17 +360,31 @@ def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
 def ray_connect(placement: Placement, token: Path) -> None:
     """Join the job's Ray cluster as its driver, once every node is in it.
 
+    ``ray.init`` fails where this node's raylet is not up yet, which takes long on a busy node, and then
+    raises a class that says nothing: it is tried again.
+
     Raises:
-        RayLost: a node did not join in time.
+        RayLost: Ray took no driver, or a node did not join, in time.
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     os.environ["RAY_COLOR_PREFIX"] = "0"  # what other processes print goes into a file
     use_loopback()
-    ray.init(
-        address=placement.ray_address,
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-        namespace="orhpc",
-    )
+    end = time.monotonic() + _JOIN_S
+    while True:
+        try:
+            ray.init(
+                address=placement.ray_address,
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                namespace="orhpc",
+            )
+            break
+        except Exception as error:
+            problem = f"Ray takes no driver at {placement.ray_address}: {' '.join(str(error).split())[:300]}"
+            ray.shutdown()
+            if time.monotonic() > end:
+                raise RayLost(problem) from error
+            log.warning("%s; once more", problem)
+            time.sleep(_AGAIN_S)
     wait_for_nodes(placement.nodes, _JOIN_S)

@@ -27,10 +27,10 @@ from typing import Any, Self
 import h5py
 import numpy as np
 
-from orhpc.errors import RecordError
+from orhpc.errors import RecordError, StorageRefused
 from orhpc.routes import RouteShare
 from orhpc.secrets import redact, redact_strings
-from orhpc.storage import refusals
+from orhpc.storage import is_refusal, refusals
 from orhpc.terminal import safe
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
 
@@ -233,12 +233,15 @@ class RolloutFile:
     """One record file, open for reading."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises RecordError when the file is missing, torn or not one of ours."""
+        """Raises RecordError when the file is missing, torn or not one of ours, StorageRefused when the
+        filesystem does not let it be read."""
         self.path = Path(path)
         try:
             _check_whole(self.path)
             self._file = h5py.File(self.path, "r")
         except OSError as error:
+            if is_refusal(error):
+                raise StorageRefused(f"{self.path}: {error}") from None
             reason = "no such file" if not self.path.exists() else f"not a readable HDF5 file ({error})"
             raise RecordError(f"{self.path}: {reason}") from None
         if self._file.attrs.get("format") != FORMAT:

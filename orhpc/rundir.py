@@ -10,6 +10,7 @@ part of the run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -22,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orhpc.errors import ConfigError, RunDirBusy
+from orhpc.errors import ConfigError, RunDirBusy, StorageRefused
 from orhpc.sealed import Damaged, read_sealed, sync_folder, write_atomic, write_sealed
+from orhpc.storage import is_refusal
 
 __all__ = ["CommitName", "RunDir", "sync_folder", "write_atomic"]
 
@@ -72,11 +74,14 @@ class RunDir:
         self.export = self.path / "export"
         self.stop_file = self.path / "stop"
 
-    def create(self) -> None:
+    def create(self, *, known: bool = False) -> None:
         """Make the folders, readable by the owner only.
+
+        ``known``: the run has been here before, so that what cannot be read now is the filesystem's fault.
 
         Raises:
             ConfigError: a folder cannot be made, belongs to another user, or can be written by others.
+            StorageRefused: a folder cannot be made, and the filesystem is at fault.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,7 +90,10 @@ class RunDir:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 _check_owner(folder)
         except OSError as error:
-            raise ConfigError(f"run.root: {self.path} cannot be made: {error.strerror}") from None
+            problem = f"run.root: {self.path} cannot be made: {error.strerror}"
+            if is_refusal(error) and (known or error.errno not in (errno.EACCES, errno.EROFS)):
+                raise StorageRefused(problem) from None
+            raise ConfigError(problem) from None
 
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step}"

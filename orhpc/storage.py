@@ -1,4 +1,4 @@
-"""A filesystem that takes nothing more: full, over quota, read-only, or without its server.
+"""A filesystem that refuses: full, over quota, read-only, or without its server.
 
 On shared filesystems this is an everyday event, and most often over in minutes.  Whoever writes says what
 with :func:`refusals`; whoever can wait does so with :func:`when_taken`.
@@ -21,21 +21,40 @@ from orhpc.errors import StopRequested, StorageRefused
 T = TypeVar("T")
 Stored = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 """Does something that writes as :func:`when_taken` does, with a time and a stop of its own."""
-REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
-"""What a write fails with where the filesystem is at fault, and not who writes."""
+REFUSALS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES}
+    | {errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EKEYEXPIRED}
+)
+"""What reads and writes fail with where the filesystem is at fault, and not who reads or writes.
+
+EACCES is among them because a file server that has lost its table of users or whose tickets have expired
+answers so; ENOTCONN and ESHUTDOWN are what FUSE and Lustre say of a server that is gone.
+"""
+NO_SERVER = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN})
+"""Those that nothing but a filesystem without its server gives, whatever the file."""
 _PAUSE_S = 5.0
 _PROBE_BYTES = 1 << 20
 """More than what starts an attempt."""
 _STOP_POLL_S = 0.2
 
 
+def is_refusal(error: OSError, below: Path | None = None) -> bool:
+    """Whether an error is one of :data:`REFUSALS`.
+
+    ``below``: a folder outside of which "permission denied" is a matter of the file, not of the filesystem.
+    """
+    if error.errno == errno.EACCES and below is not None:
+        return error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(below)
+    return error.errno in REFUSALS
+
+
 @contextlib.contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Raises StorageRefused for an OSError that means one; others pass."""
+def refusals(what: str, below: Path | None = None) -> Iterator[None]:
+    """Raises StorageRefused for an OSError that means one, as of :func:`is_refusal`; others pass."""
     try:
         yield
     except OSError as error:
-        if error.errno not in REFUSALS:
+        if not is_refusal(error, below):
             raise
         where = f"{error.filename}: " if error.filename else ""
         raise StorageRefused(f"{what}: {where}{error.strerror}") from error
@@ -91,3 +110,41 @@ async def pause(seconds: float, stop: Callable[[], bool]) -> bool:
             return True
         await asyncio.sleep(_STOP_POLL_S)
     return False
+
+
+def until_taken(write: Callable[[], T], wait_s: float, tell: Callable[[str], None]) -> T:
+    """:func:`when_taken` for code that has no event loop, and that nothing stops.
+
+    Raises:
+        StorageRefused: the last refusal, when the time is over.
+    """
+
+    async def written() -> T:
+        with refusals("the run directory refuses"):
+            return write()
+
+    return asyncio.run(when_taken(written, wait_s, tell, lambda: False, pause_s=_PAUSE_S))
+
+
+class Outages:
+    """For looks at a filesystem that are made again and again anyway: a refused one does not count."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """``tell`` is called at the beginning and at the end of every outage."""
+        self._tell = tell
+        self._since: float | None = None
+
+    def look(self, at: Callable[[], T], otherwise: T) -> T:
+        """What ``at`` returns, or ``otherwise`` where the filesystem refuses."""
+        try:
+            with refusals("the run directory refuses"):
+                found = at()
+        except StorageRefused as error:
+            if self._since is None:
+                self._since = time.monotonic()
+                self._tell(f"{error}; waiting until it answers again")
+            return otherwise
+        if self._since is not None:
+            self._tell(f"the run directory answers again after {time.monotonic() - self._since:.0f} s")
+            self._since = None
+        return found

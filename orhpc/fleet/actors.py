@@ -12,8 +12,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orhpc.errors import OrhpcError, OutOfMemory, RayLost
+from orhpc.errors import OrhpcError, OutOfMemory, RayLost, StorageRefused
 from orhpc.launch.placement import Node
+from orhpc.storage import NO_SERVER
 
 POLL_S = 0.2
 
@@ -25,6 +26,7 @@ async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = N
         OrhpcError: the one that the actor raised, as it was.
         RayLost: the actor or its node is gone, or the call outlasted ``timeout_s``.
         OutOfMemory: Ray or the kernel ended the actor for its memory.
+        StorageRefused: a file server was away for the actor.
     """
     try:
         return await asyncio.wait_for(asyncio.ensure_future(_awaited(reference)), timeout_s)
@@ -33,6 +35,8 @@ async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = N
             raise error.cause from None
         if isinstance(error.cause, MemoryError):
             raise OutOfMemory(f"{what}: {error.cause}") from error
+        if isinstance(error.cause, OSError) and error.cause.errno in NO_SERVER:
+            raise StorageRefused(f"{what}: {error.cause}") from error
         raise
     except OutOfMemoryError as error:
         raise OutOfMemory(f"{what}: {error}") from error

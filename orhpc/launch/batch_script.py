@@ -131,7 +131,7 @@ for again in 1 2 0; do
   done
   wait "$task"
   code=$?
-  kill -KILL "$watchdog"
+  { kill -KILL "$watchdog" && wait "$watchdog"; } 2>/dev/null
   wait # for what SLURM was asked at a signal
   # The first node says why it left; srun says 1 of every step in which the memory limit has killed something,
   # and may say 0 of one that it has lost.

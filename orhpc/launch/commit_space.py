@@ -30,10 +30,10 @@ def check(config: Config, rundir: RunDir) -> str:
         return has
     there = min(len(rundir.lineage()), config.checkpoint.keep)
     wanted = (at_once(config) - there) * one
-    said = f"{has}, commits take {wanted / 1e9:.1f}"
+    said = f"{has}, commits take {wanted / 1e9:.1f} GB"
     if free >= wanted:
         return said
-    said += f" ({at_once(config)} of {one / 1e9:.1f} at once, {there} of them there)"
+    said += f" ({at_once(config)} of {one / 1e9:.1f} GB at once, {there} of them there)"
     if there:
         return f"{said}: they will fail"
     raise PreflightError(f"{said}: make room, set run.root to a larger filesystem, or lower checkpoint.keep")

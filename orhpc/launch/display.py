@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from orhpc.event_lines import failures_of, line_of, number, phases_of, step_line
-from orhpc.events import FAILURES, failure_line, parse_lines
+from orhpc.events import FAILURES, Tail, failure_line
 from orhpc.terminal import safe
 
 _RECENT = 8
@@ -50,29 +50,6 @@ _COLUMNS = (
     _Column("loss", lambda s: number(s, "loss", ".4f")),
     _Column("KL(rollout, train)", lambda s: number(s, "rollout_kl", ".1e"), 90),
 )
-
-
-class Tail:
-    """Events appended to a file since the last look."""
-
-    def __init__(self, path: Path, attempt: int) -> None:
-        self._path, self._attempt = path, attempt
-        self._offset = path.stat().st_size if path.exists() else 0
-        self._rest = ""
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as stream:
-            stream.seek(self._offset)
-            data = stream.read()
-        self._offset += len(data)
-        text = self._rest + data.decode("utf-8", errors="replace")
-        whole, newline, self._rest = text.rpartition("\n")
-        if newline:
-            for event in parse_lines([line + "\n" for line in whole.split("\n")]):
-                if event.get("attempt") == self._attempt:
-                    yield event
 
 
 class Display:

@@ -21,9 +21,11 @@ from orhpc.events import EventLog, read_events, steps_of
 from orhpc.launch import processes
 from orhpc.launch.placement import Node, Placement, plan
 from orhpc.launch.ray_cluster import RayNode, make_token
+from orhpc.launch.scratch import SharedMemorySweeper
 from orhpc.launch.served import ServedEnvironments
 from orhpc.launch.traffic import say
 from orhpc.rundir import RunDir, write_atomic
+from orhpc.storage import Outages
 
 TICK_S = 0.2
 RAYLETS_S = 60.0
@@ -77,7 +79,7 @@ def run_first_node(
     try:
         parts.bring_up(gather, settle)
         status = parts.wait(tick, kill)
-        tick()
+        parts.look(tick)
         driver_ended(status)
         return status
     finally:
@@ -105,6 +107,7 @@ class _Parts:
         self._settle: Settle | None = None
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
+        self._outages, self._sweeper = Outages(say), SharedMemorySweeper()
 
     def bring_up(self, gather: Gather | None, settle: Settle | None) -> None:
         """Start everything; Ray's head comes up while the other nodes are waited for.
@@ -149,13 +152,19 @@ class _Parts:
                 self._end_ray()
                 self._start_driver(self._begin_ray())
 
+    def look(self, tick: Callable[[], None]) -> None:
+        """Call ``tick``, which may find the run directory away."""
+        self._outages.look(tick, None)
+
     def _wait_once(self, tick: Callable[[], None], kill: Callable[[], bool]) -> int:
         driver, ray = self._driver, self._ray
         assert driver is not None
         assert ray is not None
         while driver.poll() is None and ray.alive():
-            tick()
-            self.environments.keep_up()
+            # The driver itself waits for a run directory that is away, and says when it gives up.
+            self.look(tick)
+            self._outages.look(self.environments.keep_up, None)
+            self._sweeper.tick()
             if kill():
                 driver.kill()
             time.sleep(TICK_S)
@@ -182,6 +191,10 @@ class _Parts:
         write_atomic(self._folder / "placement.yaml", placement.to_yaml())
         if self._settle is not None:
             self._settle(ray)
+        else:  # Ray takes no driver before; one that comes too early waits in its own time
+            processes.wait_until(
+                lambda: ray.joined() or not ray.alive() or self._stop_file.exists(), RAYLETS_S
+            )
         self._driver = _start_driver(
             self._rundir, self._attempt, self._stop_file, ray.environment(), self._max_tokens
         )

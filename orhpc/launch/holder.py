@@ -12,8 +12,9 @@ import logging
 import time
 from pathlib import Path
 
-from orhpc.errors import RunDirBusy
+from orhpc.errors import InfraError, RunDirBusy
 from orhpc.launch import ledger, scheduler
+from orhpc.launch.scheduler import ControllerAway
 from orhpc.rundir import RunDir
 from orhpc.sealed import Damaged, read_sealed, write_sealed
 
@@ -24,6 +25,8 @@ _SUBMITTED = "submitted.json"
 SUCCESSOR = "successor"
 """File of the batch shell's folder, and then of the attempt's: the job that takes over from this one."""
 _LOCK_WAIT_S = 10.0
+_CONTROLLER_WAIT_S = 1800.0
+"""As long as the batch script waits for it."""
 
 
 def holder_of(rundir: RunDir) -> str | None:
@@ -77,18 +80,23 @@ def check_free(rundir: RunDir, job: str | None = None) -> None:
 
 
 def claim(rundir: RunDir, job: str) -> None:
-    """Make a job the holder.
+    """Make a job the holder; waits for SLURM to say whether another one still is.
 
     Raises:
         RunDirBusy: another job, or a process started with ``--local``, holds the run.
+        InfraError: SLURM's controller stayed away.
     """
     end = time.monotonic() + _LOCK_WAIT_S
+    away_until = time.monotonic() + _CONTROLLER_WAIT_S
     while True:
         try:
             with rundir.held():
                 check_free(rundir, job)
                 write_sealed(rundir.path / _NAME, {"job": job, "time": time.time()})
                 return
+        except ControllerAway as error:
+            if time.monotonic() > away_until:
+                raise InfraError(str(error)) from None
         except RunDirBusy as error:
             # The lock is only held for a moment by another job that looks, but for long by --local.
             if "held by job" in str(error) or time.monotonic() > end:

@@ -110,7 +110,7 @@ def logs(options: argparse.Namespace) -> int:
     folder = run.attempt(options.attempt or run.newest_attempt())
     files = sorted(folder.glob("*.log"))
     if options.list or not (folder / options.file).is_file():
-        batch = sorted(run.path.glob("slurm-*.out"))
+        batch = _batch_outputs(run)
         if not options.list and not files:
             if not batch:
                 raise ConfigError(f"{folder}: no {options.file} yet")
@@ -128,6 +128,16 @@ def logs(options: argparse.Namespace) -> int:
                 time.sleep(0.5)
                 sys.stdout.writelines(stream.readlines())
     return EXIT_OK
+
+
+def _batch_outputs(run: RunDir) -> list[Path]:
+    """Outputs of the run's batch scripts; those of jobs submitted by hand are where sbatch was called."""
+    outputs = {path.resolve(): None for path in sorted(run.path.glob("slurm-*.out"))}
+    for number in range(1, run.newest_attempt() + 1):
+        output = run.attempt_facts(number).get("output")
+        if output is not None and Path(output).is_file():
+            outputs[Path(output).resolve()] = None
+    return list(outputs)
 
 
 def add_fetch(parser: argparse.ArgumentParser) -> None:

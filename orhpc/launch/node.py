@@ -8,6 +8,7 @@ environment servers, and leave when the first says that the attempt is over.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orhpc import chat_families
-from orhpc.config import Config
+from orhpc.config import Config, RunSettings
 from orhpc.config_files import load_config
 from orhpc.errors import (
     EXIT_CONFIG,
@@ -30,6 +31,8 @@ from orhpc.errors import (
     StorageRefused,
     policy_of,
 )
+from orhpc.event_lines import line_of
+from orhpc.events import Tail, read_events
 from orhpc.launch import checks, holder, ledger, model, preflight, prepare, rendezvous
 from orhpc.launch.batch_output import BatchOutput
 from orhpc.launch.ending import Ended
@@ -45,7 +48,7 @@ from orhpc.launch.scratch import sweep_job_folders
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.words import split_words
 from orhpc.rundir import write_atomic
-from orhpc.storage import probe, when_taken
+from orhpc.storage import probe, refusals, until_taken, when_taken
 
 _COMPLAINTS_S = 2.0
 
@@ -55,12 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job, first = None, None
     try:
         job = Job.from_environment()
+        hold = (job.folder / "held").open("w") if job.rank == 0 and job.folder.is_dir() else None
+        if hold is not None:
+            fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script looks at it
         path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
-        config = load_config(path, [*overrides, f"placement.nodes={job.nodes}"])
-        if job.rank:
-            return other_node(job, config)
-        first = FirstNode(job, config)
-        code = first.run()
+        words = [*overrides, f"placement.nodes={job.nodes}"]
+        config = until_taken(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
+        with refusals("the run directory refuses", below=prepare.run_directory(config).path):
+            if job.rank:
+                return other_node(job, config)
+            first = FirstNode(job, config)
+            code = first.run()
     except OrhpcError as error:
         say(f"{type(error).__name__}: {error}")
         code = policy_of(error).exit_code
@@ -94,6 +102,7 @@ class FirstNode:
         self._watch = MemoryWatch()
         self._output = BatchOutput(job.output)
         self._limit = LimitWatch(job, config, self.rundir)
+        self._tail = Tail(self.rundir.events, 0)
         self._looked = 0.0
 
     def run(self) -> int:
@@ -104,7 +113,8 @@ class FirstNode:
         except StorageRefused:
             raise  # nobody can be told
         except OrhpcError as error:
-            rendezvous.announce(self.rundir, self.job, exit=policy_of(error).exit_code)
+            if self.rundir.path.is_dir():  # else nobody waits for a word in it
+                rendezvous.announce(self.rundir, self.job, exit=policy_of(error).exit_code)
             raise
         if done:
             say(f"{self.rundir.path}: finished, {self.config.train.steps} steps; raise train.steps to go on")
@@ -119,6 +129,7 @@ class FirstNode:
             restart=self.job.restart,
             node=self.job.node_name,
             script_started=self.job.started,
+            output=str(self.job.output) if self.job.output is not None else None,
         )
         (self.job.folder / "attempt").write_text(str(self.rundir.attempt(attempt)))
         if (successor := self.job.folder / holder.SUCCESSOR).exists():
@@ -134,9 +145,10 @@ class FirstNode:
             StopRequested: the job was told to stop meanwhile.
         """
         wait_s = self.config.run.storage_wait_s
+        known = self.job.restart > 0 or self.job.chain != self.job.id
 
         async def ready() -> None:
-            self.rundir.create()
+            self.rundir.create(known=known)
             probe(self.rundir.path)
 
         asyncio.run(when_taken(ready, wait_s, say, lambda: bool(self.signals.came)))
@@ -151,7 +163,7 @@ class FirstNode:
         holder.claim(self.rundir, self.job.id)
         outcomes = ledger.read(self.rundir)
         if outcomes and outcomes[-1].reason is Reason.OUT_OF_MEMORY:
-            self.max_tokens = max(1, self.config.train.max_tokens_per_gpu // 2)
+            self.max_tokens = self._lower_budget(outcomes[-1].attempt)
         if problem := ledger.exhausted(outcomes, self.job.chain):
             raise CrashLoop(problem)
         for change in prepare.write_config(self.rundir, self.config):
@@ -166,6 +178,17 @@ class FirstNode:
         chat_families.check(self.config, model.model_folder(self.config, self.rundir))
         return False
 
+    def _lower_budget(self, attempt: int) -> int | None:
+        """Half of what an attempt had that ran out of memory; None where the setting was changed since."""
+        setting = self.config.train.max_tokens_per_gpu
+        begun = [e for e in read_events(self.rundir.events) if e["event"] == "bring_up"]
+        had = next((e for e in reversed(begun) if e["attempt"] == attempt), {})
+        if had.get("max_tokens_per_gpu", setting) != setting:
+            return None
+        lowered = max(1, int(had.get("max_tokens", setting)) // 2)
+        say(f"attempt {attempt} ran out of memory: {lowered} tokens a micro-batch from now on")
+        return lowered
+
     def _sweep(self) -> None:
         """Remove what attempts that were killed have left: keys here, the shell's folders on this node."""
         for old in self.rundir.attempts.iterdir():
@@ -176,17 +199,19 @@ class FirstNode:
     def _lead(self, attempt: int) -> int:
         say(f"{self.rundir.path}: attempt {attempt}, {self.job.nodes} nodes")
         self._attempt = attempt
+        self._tail = Tail(self.rundir.events, attempt)
         try:
             preflight.require(self.config, self.job, self.rundir)
             use_switches(self.config)
             self._node = this_node(self.job, self.config.slurm.interface)
             use_address(self._node.address)
             bypass_proxies((self._node,))
-            run_first_node(
-                self.rundir, attempt, self.config, self._node, self.job.stop_file, gather=self._gather,
-                settle=self._settle if self.job.nodes > 1 else None,
-                max_tokens=self.max_tokens, tick=self._tick, driver_ended=self._conclude,
-            )  # fmt: skip
+            with refusals("the run directory refuses", below=self.rundir.path):
+                run_first_node(
+                    self.rundir, attempt, self.config, self._node, self.job.stop_file, gather=self._gather,
+                    settle=self._settle if self.job.nodes > 1 else None,
+                    max_tokens=self.max_tokens, tick=self._tick, driver_ended=self._conclude,
+                )  # fmt: skip
         except OrhpcError as error:
             if isinstance(error, preflight.BadNode):
                 self.lost.append(self.job.node_name)
@@ -195,7 +220,18 @@ class FirstNode:
         return self._code
 
     def _conclude(self, status: int, error: OrhpcError | None = None) -> None:
-        """Write down how the attempt ended, and let the other nodes go; what time is left is for teardown."""
+        """Write down how the attempt ended, and let the other nodes go; what time is left is for teardown.
+
+        Where the run directory stays away, the next start judges the attempt by what is left of it.
+        """
+        wait_s = 0.0 if isinstance(error, StorageRefused) else self.config.run.storage_wait_s
+        try:
+            until_taken(lambda: self._write_down(status, error), wait_s, say)
+        except StorageRefused as refused:
+            say(f"attempt {self._attempt} ended, which cannot be written down: {refused}")
+            self._code = policy_of(refused).exit_code
+
+    def _write_down(self, status: int, error: OrhpcError | None) -> None:
         attempt = self._attempt
         ended = Ended(self.job, self.config, self.rundir, attempt, status, output=self._output)
         if error is not None:
@@ -227,6 +263,9 @@ class FirstNode:
         return outcome if spent is None else replace(outcome, exit_code=EXIT_CRASH_LOOP, given_up=spent)
 
     def _tick(self) -> None:
+        for event in self._tail.new():
+            if (line := line_of(event)) is not None:
+                say(line)
         if self.rundir.newest_attempt() > self._attempt:
             self.superseded = True
             raise Superseded("a newer attempt has begun: SLURM took this node for dead")

@@ -17,9 +17,11 @@ from orhpc.launch.preempt import Signals
 from orhpc.launch.ray_cluster import RayNode
 from orhpc.launch.ray_start import accepts
 from orhpc.launch.rendezvous import Joined
+from orhpc.launch.scratch import SharedMemorySweeper
 from orhpc.launch.served import ServedEnvironments
 from orhpc.launch.traffic import bypass_proxies, say, use_address, use_switches
 from orhpc.rundir import RunDir
+from orhpc.storage import Outages
 
 _RAY_RESTARTS = 3
 _GONE_TRIES = 3
@@ -111,11 +113,12 @@ def _keep_up(
     watch = MemoryWatch()
     restarts = 0
     joined = serving = False
+    complaint = ""
     servers_at = time.monotonic() + RAYLETS_S
-    while not rendezvous.ended(rundir, attempt):
-        if signals.came and _is_gone(head.address):
-            say(f"{job.node_name}: the first node is gone: leaving")
-            return
+    outages, sweeper = Outages(say), SharedMemorySweeper()
+
+    def look() -> None:
+        nonlocal joined, serving, complaint
         if not joined and ray_node.joined():
             rendezvous.raylet_up(rundir, attempt, job.rank)
             joined = True
@@ -125,9 +128,18 @@ def _keep_up(
             environments.start()
             serving = True
         environments.keep_up()
-        if line := watch.verdict(job.node_name):
-            rendezvous.complain(rundir, attempt, job.rank, line)
-        moved = head.moved()
+        complaint = watch.verdict(job.node_name) or complaint
+        if complaint:
+            rendezvous.complain(rundir, attempt, job.rank, complaint)
+            complaint = ""
+
+    while not outages.look(lambda: rendezvous.ended(rundir, attempt), False):
+        if signals.came and _is_gone(head.address):
+            say("the first node is gone: leaving")
+            return
+        outages.look(look, None)
+        sweeper.tick()
+        moved = outages.look(head.moved, False)
         if moved or not ray_node.alive():
             restarts = 0 if moved else restarts + 1
             if restarts > _RAY_RESTARTS:
@@ -172,7 +184,8 @@ def _is_gone(address: str) -> bool:
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
     end = time.monotonic() + timeout_s
-    while not condition():
+    outages = Outages(say)
+    while not outages.look(condition, False):
         if time.monotonic() > end:
             return False
         time.sleep(TICK_S)

@@ -21,7 +21,9 @@ from typing import Any
 
 from orhpc.errors import NodeLost, PreflightError
 from orhpc.launch.job import Job
+from orhpc.launch.traffic import say
 from orhpc.rundir import RunDir, write_atomic
+from orhpc.storage import Outages
 
 _POLL_S = 0.1
 _BEAT_S = 5.0
@@ -119,10 +121,15 @@ def gather(
     folder = rundir.attempt(attempt) / "nodes"
     end = time.monotonic() + timeout_s
     missing = list(range(1, nodes))
-    while missing and time.monotonic() < end:
+    outages = Outages(say)
+
+    def look() -> list[int]:
         tick()
         _refresh(folder)
-        missing = [rank for rank in missing if not (folder / f"{rank:03d}.json").exists()]
+        return [rank for rank in missing if not (folder / f"{rank:03d}.json").exists()]
+
+    while missing and time.monotonic() < end:
+        missing = outages.look(look, missing)
         time.sleep(_POLL_S)
     if missing:
         raise NodeLost(
@@ -167,9 +174,14 @@ def ended(rundir: RunDir, attempt: int) -> bool:
 
 def _appears(path: Path, timeout_s: float, sign: Path, stop: Callable[[], bool]) -> bool:
     limit, seen = time.monotonic() + timeout_s, ""
-    while time.monotonic() < limit and not stop():
+    outages = Outages(say)
+
+    def there() -> bool:
         _refresh(path.parent)
-        if path.exists():
+        return path.exists()
+
+    while time.monotonic() < limit and not stop():
+        if outages.look(there, False):
             return True
         if (count := _text(sign)) != seen:
             limit, seen = time.monotonic() + timeout_s, count

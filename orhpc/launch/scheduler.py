@@ -21,6 +21,10 @@ ACTIVE = frozenset(
 """States of a job that runs or will run.  One that is COMPLETING has ended."""
 
 
+class ControllerAway(PreflightError):
+    """SLURM's controller does not answer; a restart of it takes minutes."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobInfo:
     """What ``scontrol show job -o`` says."""
@@ -71,7 +75,8 @@ def query(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a SLURM client command.
 
     Raises:
-        PreflightError: the controller does not answer.
+        ControllerAway: the controller does not answer.
+        PreflightError: there is no such command.
     """
     problem = ""
     for attempt in range(_TRIES):
@@ -86,7 +91,7 @@ def query(*command: str) -> subprocess.CompletedProcess[str]:
                 return result
             problem = " ".join(result.stderr.split())
         time.sleep(attempt + 1)
-    raise PreflightError(f"{command[0]}: {problem}")
+    raise ControllerAway(f"{command[0]}: {problem}")
 
 
 def job_state(job_id: str) -> str | None:

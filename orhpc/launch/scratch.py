@@ -20,6 +20,8 @@ _PREFIX = "orhpc-ray-"
 _LOCK = "lock"
 _LONGEST_PARENT = 32
 """Unix socket paths end at 107 characters, and Ray's own part below the folder takes about 70."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where torch has it
+_PASSED_ON_S = 30.0
 _YOUNG_S = 600.0
 """A folder without a lock may be one that is just being made, if it is younger than this."""
 
@@ -81,7 +83,21 @@ def _is_dead(folder: Path, age_s: float) -> bool:
     return True
 
 
-def sweep_shared_memory(folder: Path = Path("/dev/shm")) -> list[Path]:  # noqa: S108 - where torch has it
+class SharedMemorySweeper:
+    """Has :func:`sweep_shared_memory` look now and then: a part that starts again in place leaves such."""
+
+    def __init__(self, every_s: float = 15.0) -> None:
+        self._every_s = every_s
+        self._next = 0.0
+
+    def tick(self) -> None:
+        """Call this often; files of the last moments stay, for one who has yet to map them."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every_s
+            sweep_shared_memory(least_age_s=_PASSED_ON_S)
+
+
+def sweep_shared_memory(folder: Path = _SHARED_MEMORY, *, least_age_s: float = 0.0) -> list[Path]:
     """Remove memory that processes of this user shared through torch and that nobody has any more.
 
     torch has a helper process remove such files with their maker, but what ends a job's processes ends
@@ -91,7 +107,13 @@ def sweep_shared_memory(folder: Path = Path("/dev/shm")) -> list[Path]:  # noqa:
     found = {
         f: int(m[1]) for f in folder.glob("torch_*") if (m := re.fullmatch(r"torch_(\d+)_\d+_\d+", f.name))
     }
-    dead = [f for f, maker in found.items() if _own(f, stat.S_ISREG) and not Path(f"/proc/{maker}").exists()]
+    before = time.time() - least_age_s
+    found = {
+        f: maker
+        for f, maker in found.items()
+        if (about := _own(f, stat.S_ISREG)) and about.st_mtime <= before
+    }
+    dead = [f for f, maker in found.items() if not Path(f"/proc/{maker}").exists()]
     mapped = _mapped(folder) if dead else set()
     removed = [f for f in dead if str(f) not in mapped]
     for file in removed:

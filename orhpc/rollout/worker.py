@@ -31,6 +31,7 @@ from orhpc.rollout.upload import Uploader
 from orhpc.route_shares import route_layers
 from orhpc.rundir import RunDir
 from orhpc.secrets import resolve_secrets
+from orhpc.storage import is_refusal, refusals
 from orhpc.terminal import protect_process
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
 
@@ -137,8 +138,7 @@ class RolloutWorker:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         for group_id in group_ids:
-            self._held.pop(group_id, None)
-            self._buffer_path(group_id).unlink(missing_ok=True)
+            self._forget(group_id)
 
     async def record(self, folder: str, groups: Sequence[tuple[int, str | None, bool]]) -> None:
         """Write groups that a step used to its record, then forget them.
@@ -175,8 +175,7 @@ class RolloutWorker:
         own = self._environments[request.task.environment].notices.drain()
         notices = (*own, *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)
-        newest = self._rundir.newest_attempt() <= self._attempt  # else the buffer is no longer ours to fill
-        if newest and not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
+        if not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
             await asyncio.to_thread(self._keep, request.id, rollouts)
         for rollout in rollouts:
             self._uploader.put(rollout)
@@ -185,6 +184,9 @@ class RolloutWorker:
     def _keep(self, group_id: int, rollouts: list[Rollout]) -> None:
         """Into the buffer, where the group outlives this process; it can do without."""
         try:
+            with refusals("the run directory cannot be read"):
+                if self._rundir.newest_attempt() > self._attempt:
+                    return  # the buffer is no longer ours to fill
             routes = self._config.rollout.record_routes
             write_rollouts(self._buffer_path(group_id), rollouts, routes=routes)
         except StorageRefused as error:
@@ -295,14 +297,23 @@ class RolloutWorker:
             trained |= {r.id for r in of_group if r.end.trainable} if used else set()
         write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
         for group_id, _, _ in groups:
-            self._held.pop(group_id, None)
+            self._forget(group_id)
+
+    def _forget(self, group_id: int) -> None:
+        """Let go of a group; a file of it that cannot be removed is removed by the next start."""
+        self._held.pop(group_id, None)
+        try:
             self._buffer_path(group_id).unlink(missing_ok=True)
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            log.warning("the buffered group %d stays: %s", group_id, error.strerror)
 
 
 def _stored(file: str) -> list[Rollout]:
     """A group that an earlier attempt made; empty where its file is damaged: its step has trained it."""
     try:
-        with RolloutFile(file) as record:
+        with refusals("a buffered group cannot be read"), RolloutFile(file) as record:
             return [record.rollout(row) for row in range(len(record))]
     except RecordError as error:
         log.warning("a trained group is left out of the record: %s", error)

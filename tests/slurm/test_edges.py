@@ -44,12 +44,12 @@ def signal_while_nodes_gather(run: JobRun) -> None:
 
 def first_launcher_killed(run: JobRun) -> None:
     """srun then ends the other node's task, which does not commit and has to leave soon."""
-    step = run.wait_step(2)
+    step = committed_in(run, 2)
     killed = time.monotonic()
     os.kill(task_of(run, 0), signal.SIGKILL)
     run.comes_back(3)
     assert run.wait_outcome(2).reason is Reason.KILLED
-    assert run.wait_step(3) >= step
+    assert committed_in(run, 3) > step
     time.sleep(max(0.0, killed + REPEATED_S - time.monotonic()))
     assert run.run.newest_attempt() == 3
     assert not (run.run.attempt(3) / "outcome.json").exists(), run.report()
@@ -57,7 +57,7 @@ def first_launcher_killed(run: JobRun) -> None:
 
 
 def controller_away_while_the_driver_is_killed(run: JobRun) -> None:
-    step = run.wait_step(3)
+    step = run.committed()
     run.cluster.stop_controller()
     try:
         os.kill(run.pid_of("orhpc.driver"), signal.SIGKILL)
@@ -67,7 +67,7 @@ def controller_away_while_the_driver_is_killed(run: JobRun) -> None:
         run.cluster.start_controller()
     run.comes_back(4)
     assert run.wait_outcome(3).reason is Reason.KILLED
-    assert run.wait_step(4) >= step
+    assert committed_in(run, 4) > step
 
 
 def step_cancelled(run: JobRun) -> None:
@@ -79,7 +79,7 @@ def step_cancelled(run: JobRun) -> None:
     assert outcome.reason is Reason.KILLED
     assert outcome.step >= step
     run.comes_back(5)
-    assert run.wait_step(5) > outcome.step
+    assert committed_in(run, 5) > outcome.step
 
 
 def preempted_without_grace_time(run: JobRun) -> None:
@@ -88,6 +88,11 @@ def preempted_without_grace_time(run: JobRun) -> None:
     assert outcome.reason is Reason.PREEMPTED, outcome
     assert run.committed() == outcome.step
     run.comes_back(6)
+
+
+def committed_in(run: JobRun, attempt: int) -> int:
+    """Wait until an attempt has committed; returns the step."""
+    return int(run.wait_event(lambda e: e["event"] == "commit" and e["attempt"] == attempt)["step"])
 
 
 def task_of(run: JobRun, rank: int) -> int:

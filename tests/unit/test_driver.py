@@ -17,7 +17,7 @@ from orhpc.events import EventLog, read_events
 from orhpc.parts import all_of
 from orhpc.rollout.producer import Position, Taken
 from orhpc.saving import State
-from orhpc.storage import when_taken
+from orhpc.storage import Stored, when_taken
 
 
 class Parts:
@@ -78,9 +78,13 @@ class Run:
     def stop_requested(self) -> bool:
         return False
 
-    def require_newest(self) -> None: ...
+    async def require_newest(self) -> None: ...
 
-    def storing(self, saver: Any) -> None: ...
+    def storing(self, saver: Any) -> Stored:
+        async def stored(write: Callable[[], Awaitable[Any]]) -> Any:
+            return await write()
+
+        return stored
 
 
 @pytest.mark.parametrize(

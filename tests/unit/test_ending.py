@@ -20,7 +20,7 @@ from orhpc.errors import (
     StopRequested,
     policy_of,
 )
-from orhpc.events import EventLog
+from orhpc.events import EventLog, Tail
 from orhpc.launch import ledger, memory_limit, node
 from orhpc.launch.batch_output import BatchOutput
 from orhpc.launch.ending import Ended
@@ -143,9 +143,9 @@ def test_a_driver_that_a_signal_ended(
     assert first._code == (EXIT_FAILED if reason is Reason.CRASH else EXIT_REQUEUE)
 
 
-def first_node(rundir: RunDir, folder: Path) -> node.FirstNode:
+def first_node(rundir: RunDir, folder: Path, *overrides: str) -> node.FirstNode:
     """The first node of a job, in an attempt that has just begun."""
-    config = load_config(Path("configs/tiny.yaml"), [f"run.root={folder}", "run.name=run"])
+    config = load_config(Path("configs/tiny.yaml"), [f"run.root={folder}", "run.name=run", *overrides])
     first = node.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
     first._node = Node("n0", "127.0.0.1", 1)
     first._attempt = rundir.begin_attempt(kind="slurm", job="7", chain="7")
@@ -219,3 +219,45 @@ def test_a_signal_while_nodes_gather_lets_the_job_come_back(
     (outcome,) = ledger.read(rundir)
     reason = Reason.SIGNALLED if noted else Reason.INFRASTRUCTURE
     assert (outcome.reason, outcome.exit_code) == (reason, EXIT_REQUEUE)
+
+
+@pytest.mark.parametrize(
+    ("had", "lowered"),
+    [
+        ({"max_tokens": 1024, "max_tokens_per_gpu": 1024}, 512),
+        ({"max_tokens": 512, "max_tokens_per_gpu": 1024}, 256),
+        ({"max_tokens": 512, "max_tokens_per_gpu": 2048}, None),  # the user has answered with a setting
+        ({}, 512),
+    ],
+)
+def test_after_an_attempt_without_memory_the_next_has_half_of_its_budget(
+    rundir: RunDir,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    had: dict[str, int],
+    lowered: int | None,
+) -> None:
+    log = EventLog(rundir.events, 1)
+    log.write("bring_up", step=0, commit=None, max_tokens=9999, max_tokens_per_gpu=1024)
+    log.write("bring_up", step=0, commit=None, **had)
+    log.close()
+    first = first_node(rundir, tmp_path, "train.max_tokens_per_gpu=1024")
+    assert first._lower_budget(1) == lowered
+    said = capsys.readouterr().err
+    assert (f"{lowered} tokens a micro-batch from now on" in said) is (lowered is not None)
+
+
+def test_the_batch_output_shows_the_steps_of_this_attempt(
+    rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = first_node(rundir, tmp_path)
+    first._tail = Tail(rundir.events, first._attempt)
+    log = EventLog(rundir.events, first._attempt)
+    log.write("step", step=4, steps=9, seconds=1.5, phases={"rollout": 1.0}, reward_mean=0.5)
+    log.write("notice", reason="not a stage of the run")
+    log.write("commit", step=4, bytes=2_000_000, seconds=0.5)
+    log.close()
+    first._tick()
+    first._tick()
+    said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(": ")[2][:16] for line in said] == ["step 4/9 reward ", "committed step 4"]

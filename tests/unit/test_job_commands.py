@@ -132,6 +132,19 @@ def test_before_the_first_log_the_job_s_own_output_is_shown(
     assert capsys.readouterr().out == "srun: waiting\n"
 
 
+def test_the_output_of_a_job_submitted_by_hand_is_among_the_logs(
+    tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, elsewhere = run.path / "slurm-7.out", tmp_path / "slurm-8.out"
+    for path in (own, elsewhere):
+        path.write_text("srun: waiting\n")
+    run.begin_attempt(kind="slurm", job="7", chain="7", output=str(own))
+    run.begin_attempt(kind="slurm", job="8", chain="8", output=str(elsewhere))
+    run.begin_attempt(kind="slurm", job="9", chain="9", output="/dev/null")
+    assert main(["logs", str(run.path), "--list"]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines() == [str(own), str(elsewhere)]
+
+
 def last_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["status", str(run.path)]) == EXIT_OK
     return capsys.readouterr().out.splitlines()[-1]
@@ -162,6 +175,17 @@ def test_status_says_when_no_job_is_left_and_why(
     assert "crash loop, given up" in standing["standing"]
     ledger.write(run, Outcome(4, Reason.FINISHED, 9, "", 0, "8"))
     assert last_line(run, capsys) == "no job of this run is left: it is finished"
+
+
+def test_status_says_that_the_token_budget_was_lowered(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(run.events, 2)
+    log.write("bring_up", step=3, commit="step_3.a001", max_tokens=512, max_tokens_per_gpu=1024)
+    log.close()
+    assert main(["status", str(run.path)]) == EXIT_OK
+    said = "out of memory before: 512 tokens a micro-batch instead of train.max_tokens_per_gpu 1024"
+    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_status_knows_the_job_that_takes_over(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_REQUEUE, NodeLost, PreflightError, RunDirBusy
+from orhpc.errors import EXIT_REQUEUE, InfraError, NodeLost, PreflightError, RunDirBusy
 from orhpc.events import EventLog
 from orhpc.launch import holder, ledger, rendezvous
 from orhpc.launch.ending import Ended
@@ -255,6 +255,29 @@ def test_one_job_holds_a_run(rundir: RunDir, squeue: Path) -> None:
     squeue.unlink()  # SLURM has forgotten it
     holder.claim(rundir, "9")
     assert holder.holder_of(rundir) == "9"
+
+
+@pytest.mark.parametrize("away_s", [0.0, 60.0])
+def test_a_start_waits_for_a_controller_that_is_away(
+    rundir: RunDir, squeue: Path, monkeypatch: pytest.MonkeyPatch, away_s: float
+) -> None:
+    """The successor of a job asks whether that still runs; a refusal would end it for good."""
+    squeue.write_text("RUNNING\n")
+    holder.claim(rundir, "7")
+    calls = squeue.parent / "calls"
+    command = squeue.parent / "bin/squeue"
+    command.write_text(
+        f"#!/bin/sh\necho x >>{calls}\nif [ $(wc -l <{calls}) -lt 8 ]; then\n"
+        "  echo 'Unable to contact slurm controller' >&2; exit 1\nfi\necho COMPLETED\n"
+    )
+    monkeypatch.setattr(holder.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(holder, "_CONTROLLER_WAIT_S", away_s)
+    if away_s:
+        holder.claim(rundir, "8")
+        assert holder.holder_of(rundir) == "8"
+    else:
+        with pytest.raises(InfraError, match="Unable to contact"):
+            holder.claim(rundir, "8")
 
 
 def test_a_local_process_holds_a_run_too(

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from orhpc import parts
 from orhpc.config import Config
 from orhpc.config_files import load_config
-from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, StorageRefused
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, RayLost, StorageRefused
 from orhpc.launch import node, other_node, rendezvous
 from orhpc.launch.job import Job
 from orhpc.launch.placement import Node, Placement
@@ -188,7 +189,7 @@ def test_another_node_leaves_soon_after_a_signal_once_the_first_is_gone(
     thread = other_that_was_signalled(tmp_path, f"{HOST}:{port}")
     thread.join(9)
     assert not thread.is_alive()
-    assert "n1: the first node is gone: leaving" in capsys.readouterr().err
+    assert "the first node is gone: leaving" in capsys.readouterr().err
 
 
 def test_another_node_stays_after_a_signal_until_the_first_has_committed(tmp_path: Path) -> None:
@@ -219,3 +220,31 @@ def test_another_node_follows_a_head_that_has_moved(tmp_path: Path, monkeypatch:
     assert head.moved()
     assert head.address == "10.0.0.1:15001"
     assert not head.moved()
+
+
+@pytest.mark.parametrize("refused", [0, 2, 1000])
+def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """``ray.init`` then raises a bare Exception, which would count as a bug."""
+    tries: list[str] = []
+
+    def init(address: str, **options: object) -> None:
+        tries.append(address)
+        if len(tries) <= refused:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(parts.ray, "init", init)
+    monkeypatch.setattr(parts.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(parts, "wait_for_nodes", lambda nodes, timeout_s: None)
+    monkeypatch.setattr(parts, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(parts, "_JOIN_S", 0.2)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_COLOR_PREFIX"):
+        monkeypatch.setenv(name, "")
+    placement = Placement((), (), (), (), {}, ray_address=f"{HOST}:1")
+    if refused < 1000:
+        parts.ray_connect(placement, tmp_path)
+        assert len(tries) == refused + 1
+    else:
+        with pytest.raises(RayLost, match="timed out during startup"):
+            parts.ray_connect(placement, tmp_path)

@@ -172,7 +172,9 @@ def test_a_run_whose_commits_do_not_fit_is_refused_before_it_has_made_one(
     here = {"root": str(tmp_path / "runs"), "name": "x"}
     config = config_of(model={"path": str(tmp_path)}, run=here)
     rundir = RunDir(tmp_path / "runs" / "x")
-    with pytest.raises(PreflightError, match=r"1098\.0 GB free, .* take 1099\.2 \(3 of 366\.4 at once, 0 of"):
+    with pytest.raises(
+        PreflightError, match=r"1098\.0 GB free, .* take 1099\.2 GB \(3 of 366\.4 GB at once, 0 of"
+    ):
         commit_space.check(config, rundir)
     with pytest.raises(PreflightError, match=r"lower checkpoint\.keep"):
         submit(config, "none.yaml", [])
@@ -181,13 +183,13 @@ def test_a_run_whose_commits_do_not_fit_is_refused_before_it_has_made_one(
     never = config_of(model={"path": str(tmp_path)}, run=here, checkpoint={"save_interval": None})
     assert commit_space.check(never, rundir).endswith("GB free")
     free = 1100e9
-    assert commit_space.check(config, rundir).endswith("commits take 1099.2")
+    assert commit_space.check(config, rundir).endswith("commits take 1099.2 GB")
     rundir.create()
     attempt = rundir.begin_attempt()
     rundir.record_start(attempt, None)
     (rundir.checkpoints / f"step_4.a{attempt:03d}").mkdir()
     free = 733e9  # one is there, so two more would do
-    assert commit_space.check(config, rundir).endswith("commits take 732.8")
+    assert commit_space.check(config, rundir).endswith("commits take 732.8 GB")
     free = 1e9  # room may come: what has been committed is not given up
     assert commit_space.check(config, rundir).endswith("1 of them there): they will fail")
 

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from orhpc.launch import processes
+from orhpc.launch import processes, scratch
 from orhpc.launch.scratch import Scratch, sweep, sweep_job_folders, sweep_shared_memory
 
 
@@ -38,6 +39,22 @@ def test_shared_memory_goes_with_its_maker_unless_somebody_has_it_mapped(
         assert sweep_shared_memory(tmp_path) == [tmp_path / names["left"]]
     assert {f.name for f in tmp_path.iterdir()} == set(names.values()) - {names["left"]}
     assert sweep_shared_memory(tmp_path) == [tmp_path / names["mapped"]]
+
+
+def test_memory_of_a_part_that_was_started_again_goes_while_the_attempt_runs(
+    tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (tmp_path / f"torch_{dead_pid}_1_{n}" for n in (0, 1))
+    for file in (old, new):
+        file.write_bytes(b"x")
+    os.utime(old, (time.time() - 60,) * 2)
+    monkeypatch.setattr(scratch, "sweep_shared_memory", partial(sweep_shared_memory, tmp_path))
+    sweeper = scratch.SharedMemorySweeper(every_s=60.0)
+    sweeper.tick()
+    assert list(tmp_path.iterdir()) == [new]  # somebody may be about to map it
+    os.utime(new, (time.time() - 60,) * 2)
+    sweeper.tick()
+    assert new.exists()  # it has looked a moment ago
 
 
 def test_a_killed_attempt_s_folder_is_swept_and_a_living_one_s_is_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,42 @@ def test_the_runs_own_commit_comes_before_what_is_to_be_loaded(run: Run) -> None
     (event,) = read_events(run.rundir.events)
     assert "load" not in event
     assert line_of(event) == f"starting from commit {own.name}"
+    assert (event["max_tokens"], event["max_tokens_per_gpu"]) == (1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "lowered", "tokens"),
+    [
+        ({"max_tokens": 500, "max_tokens_per_gpu": 1000}, None, 500),  # what running out of memory taught
+        ({"max_tokens": 500, "max_tokens_per_gpu": 2000}, None, 1000),  # the setting has been changed since
+        ({"max_tokens": 500, "max_tokens_per_gpu": 200}, None, 1000),
+        ({"max_tokens": 500, "max_tokens_per_gpu": 2000}, 300, 300),
+        ({"max_tokens": 500}, None, 500),  # a commit of an earlier release
+        ({"max_tokens": 4000}, None, 1000),
+    ],
+)
+def test_a_token_budget_is_what_memory_taught_or_a_new_setting(
+    run: Run, recorded: dict[str, int], lowered: int | None, tokens: int
+) -> None:
+    folder = committed(run.rundir, 2, run.attempt)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["state"]["max_tokens_per_gpu"]
+    manifest["state"] |= recorded
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    run.rundir.record_start(run.attempt, None)
+    _, _, state = asyncio.run(choose_start(run, lowered))
+    assert (state.max_tokens, state.setting, run.max_tokens) == (tokens, 1000, tokens)
+    (event,) = read_events(run.rundir.events)
+    said = f"; out of memory before: {tokens} tokens a micro-batch instead of train.max_tokens_per_gpu 1000"
+    assert line_of(event) == f"starting from commit {folder.name}" + (said if tokens < 1000 else "")
+    assert State.from_manifest(commits.Manifest(2, 1, None, (), state.to_manifest())) == state
+
+
+def test_memory_that_runs_out_halves_what_the_attempt_had(run: Run, attempts: Any) -> None:
+    run.max_tokens = 300  # as chosen by a start from a commit
+    lowered = attempts(([], OutOfMemory("out of memory")), ([], None))
+    asyncio.run(supervise(run))
+    assert lowered == [None, 150]
 
 
 def test_damaged_weights_are_not_loaded(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""A file server that is away for a while: whoever looks waits, and says so once."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc import commits, storage
+from orhpc.config_files import load_config
+from orhpc.errors import EXIT_CONFIG, EXIT_REQUEUE, CheckpointError, ConfigError, StorageRefused
+from orhpc.launch import ledger, node
+from orhpc.launch.job import Job
+from orhpc.launch.ledger import Reason
+from orhpc.launch.placement import Node
+from orhpc.rundir import RunDir
+from orhpc.storage import Outages, until_taken, when_taken
+from tests.unit.test_rundir import commit, make_run, start
+
+AWAY = [errno.EIO, errno.ESTALE, errno.EACCES]
+
+
+class Server:
+    """Makes what opens, lists or makes files below a folder fail with an error, a number of times."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.error, self.left = folder, 0, 0
+        for module, name in ((os, "listdir"), (os, "mkdir"), (os, "open"), (builtins, "open")):
+            real: Callable[..., Any] = getattr(module, name)
+            monkeypatch.setattr(module, name, partial(self._call, real))
+        monkeypatch.setattr("io.open", builtins.open)
+        monkeypatch.setattr(storage, "_PAUSE_S", 0.01)
+
+    def away(self, error: int, times: int) -> None:
+        self.error, self.left = error, times
+
+    def _call(self, real: Callable[..., Any], path: Any = ".", *args: Any, **more: Any) -> Any:
+        if self.left and isinstance(path, str | Path) and Path(path).is_relative_to(self.folder):
+            self.left -= 1
+            raise OSError(self.error, os.strerror(self.error), str(path))
+        return real(path, *args, **more)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    yield Server(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("error", AWAY)
+def test_a_look_that_is_refused_does_not_count(server: Server, tmp_path: Path, error: int) -> None:
+    run = make_run(tmp_path)
+    run.begin_attempt()
+    told: list[str] = []
+    outages = Outages(told.append)
+    server.away(error, 3)
+    assert [outages.look(run.newest_attempt, -1) for _ in range(5)] == [-1, -1, -1, 1, 1]
+    begun, over = told
+    assert os.strerror(error) in begun
+    assert "waiting until it answers again" in begun
+    assert over == "the run directory answers again after 0 s"
+    with pytest.raises(ZeroDivisionError):
+        outages.look(lambda: 1 // 0, 0)
+
+
+def test_a_write_without_an_event_loop_is_tried_again_for_so_long(server: Server, tmp_path: Path) -> None:
+    told: list[str] = []
+    server.away(errno.ESTALE, 2)
+    until_taken(lambda: (tmp_path / "x").write_text("y"), 5.0, told.append)
+    assert len(told) == 1
+    server.away(errno.ESTALE, 1000)
+    with pytest.raises(StorageRefused, match="Stale file handle"):
+        until_taken(lambda: (tmp_path / "x").write_text("y"), 0.0, told.append)
+
+
+def first_node(tmp_path: Path, restart: int = 0) -> node.FirstNode:
+    config = load_config(Path("configs/tiny.yaml"), [f"run.root={tmp_path}/runs", "run.storage_wait_s=5"])
+    first = node.FirstNode(Job("7", restart, 0, 1, "n0", "7", tmp_path), config)
+    first._node = Node("n0", "127.0.0.1", 1)
+    return first
+
+
+@pytest.mark.parametrize("error", AWAY)
+def test_the_first_node_goes_on_while_the_run_directory_is_away_and_writes_its_outcome_after(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    first = first_node(tmp_path)
+    first.rundir.create()
+    first._attempt = first.rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    server.folder = first.rundir.path
+    server.away(error, 2)
+    first._conclude(EXIT_REQUEUE)
+    (outcome,) = ledger.read(first.rundir)
+    assert outcome.reason is Reason.INFRASTRUCTURE
+    server.away(error, 10_000)
+    monkeypatch.setattr(node, "until_taken", lambda write, wait_s, tell: until_taken(write, 0.1, tell))
+    first._conclude(EXIT_REQUEUE)
+    assert first._code == EXIT_REQUEUE
+
+
+@pytest.mark.parametrize("error", AWAY)
+def test_a_job_that_comes_back_waits_for_its_run_directory(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """Where the very first start may not write, the path is wrong; a later one has been there."""
+    monkeypatch.setattr(node, "when_taken", partial(when_taken, pause_s=0.01))
+    monkeypatch.setattr(node.FirstNode, "_prepare", lambda self: True)
+    first = first_node(tmp_path, restart=1)
+    server.folder = first.rundir.path.parent
+    server.away(error, 3)
+    assert first.run() == 0
+
+
+def test_a_run_root_that_may_not_be_written_is_one_line(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n0"}
+    for name, value in {**variables, "ORHPC_JOB_FOLDER": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    root = tmp_path / "runs"
+    server.folder = root
+    server.away(errno.EACCES, 1000)
+    assert node.main(["configs/tiny.yaml", f"run.root={root}"]) == EXIT_CONFIG
+    assert (tmp_path / "code").read_text() == str(EXIT_CONFIG)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be made: Permission denied"]
+    with pytest.raises(ConfigError):
+        RunDir(root / "other").create()
+    with pytest.raises(StorageRefused):
+        RunDir(root / "other").create(known=True)
+
+
+@pytest.mark.parametrize("error", AWAY)
+def test_a_commit_that_cannot_be_read_for_a_while_is_not_passed_over(
+    server: Server, tmp_path: Path, error: int
+) -> None:
+    """It would cost the steps since the commit before it."""
+    run = make_run(tmp_path)
+    attempt = start(run)
+    four, six = commit(run, 4, attempt), commit(run, 6, attempt)
+    told: list[str] = []
+    server.folder = run.checkpoints / str(six)
+    server.away(error, 1)
+    with pytest.raises(StorageRefused):
+        commits.verify(server.folder)
+    server.away(error, 1)
+    name, manifest, passed_over = commits.newest_good(run, wait_s=30.0, tell=told.append)
+    assert (name, passed_over) == (six, [])
+    assert manifest is not None
+    assert os.strerror(error) in told[0]
+    server.away(error, 1000)  # for good, as a broken disk
+    name, _, passed_over = commits.newest_good(run, wait_s=0.0)
+    assert name == four
+    assert os.strerror(error) in passed_over[0]
+    (run.checkpoints / str(four) / commits.MANIFEST).unlink()
+    with pytest.raises(CheckpointError):
+        commits.newest_good(run)
