@@ -108,10 +108,7 @@ def retry_after_s(value: str) -> float | None:
 
 
 async def raise_if_rejected(response: aiohttp.ClientResponse) -> None:
-    """Raise _Rejected for an answer that is an error, or a redirect that is not followed.
-
-    FastAPI's ``detail`` is its message, if there is one.
-    """
+    """Raise _Rejected for an error or a redirect; FastAPI's ``detail`` is its message if there is one."""
     if response.status < 300:
         return
     text = (await response.read()).decode("utf-8", "replace")
@@ -257,9 +254,8 @@ class GuardedSession(AsyncSession):
         self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Every request of the session is made here."""
-        headers = self._headers() | dict(headers or {})
-        follow = self._own_key is None
-        return self.client.request(method, path, headers=headers, allow_redirects=follow, **options)
+        options["headers"] = self._headers() | dict(headers or {})
+        return self.client.request(method, path, allow_redirects=self._own_key is None, **options)
 
     async def fetch(
         self,
