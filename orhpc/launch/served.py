@@ -30,7 +30,7 @@ class ServedEnvironments:
     def __init__(self, config: Config, address: str, logs: Path, node: str, key_file: Path) -> None:
         """``key_file``: with the key of the servers; read when they start."""
         self._config, self._address, self._logs, self._node = config, address, logs, node
-        self._key_file = key_file
+        self._key_file, self._key = key_file, ""
         self._commands: dict[str, tuple[list[str], Path]] = {}
         self._held: dict[str, socket.socket] = {}
         self._running: dict[str, Popen[bytes]] = {}
@@ -57,6 +57,7 @@ class ServedEnvironments:
 
     def start(self) -> None:
         """Start every replica; they may still be loading afterwards."""
+        self._key = self._key_file.read_text()  # a server may end when the file is gone already
         for label in self._commands:
             self._spawn(label)
 
@@ -89,7 +90,7 @@ class ServedEnvironments:
     def _spawn(self, label: str) -> None:
         command, log = self._commands[label]
         env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
-        key, listener = self._key_file.read_text(), self._held[label]
+        listener = self._held[label]
         process = processes.spawn(command, log=log, env=env, piped=True, pass_fds=[listener.fileno()])
-        processes.write_input(process, f"{key}\n")
+        processes.write_input(process, f"{self._key}\n")
         self._running[label], self._started[label] = process, time.monotonic()
