@@ -57,7 +57,11 @@ class Trainers:
         ]  # fmt: skip
         host = placement.nodes[placement.trainers[0].node].address
         self = cls(ranks, host)
-        await self.all("connect", host, await self.hold_port(), COLLECTIVE_TIMEOUT_S)
+        if len({t.node for t in placement.trainers}) == 1:
+            meeting = await call(ranks[0].meeting_file.remote(), "trainer meeting_file")
+        else:
+            meeting = await self.hold_port()
+        await self.all("connect", host, meeting, COLLECTIVE_TIMEOUT_S)
         return self
 
     async def hold_port(self) -> int:

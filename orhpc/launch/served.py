@@ -32,7 +32,7 @@ class ServedEnvironments:
     def __init__(self, config: Config, node: Node, folder: Path) -> None:
         """``folder``: of the attempt, with the servers' key, read when they start, and for their logs."""
         self._config, self._node, self._folder = config, node, folder
-        self._address = node.address
+        self._address, self._key = node.address, ""
         self._commands: dict[str, tuple[list[str], Path]] = {}
         self._held: dict[str, socket.socket] = {}
         self._running: dict[str, Popen[bytes]] = {}
@@ -61,6 +61,9 @@ class ServedEnvironments:
 
     def start(self) -> None:
         """Start every replica; they may still be loading afterwards."""
+        self._key = (
+            self._folder / "environment.key"
+        ).read_text()  # a server may end when the file is gone already
         for label in self._commands:
             self._spawn(label)
 
@@ -93,7 +96,7 @@ class ServedEnvironments:
     def _spawn(self, label: str) -> None:
         command, log = self._commands[label]
         env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
-        key, listener = (self._folder / "environment.key").read_text(), self._held[label]
+        listener = self._held[label]
         process = processes.spawn(command, log=log, env=env, piped=True, pass_fds=[listener.fileno()])
-        processes.write_input(process, f"{key}\n")
+        processes.write_input(process, f"{self._key}\n")
         self._running[label], self._started[label] = process, time.monotonic()

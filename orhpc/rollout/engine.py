@@ -31,6 +31,8 @@ from orhpc.rollout.client import EngineClient
 from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
 
 _POLL_S = 0.25
+_ORPHAN_S = 4.0
+"""How long a server may outlive the process that started it, and its port stay taken."""
 _TAIL_BYTES = 16384
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)\b")
 """The line of a Python traceback that says what was raised; servers go on telling how they end."""
@@ -102,7 +104,7 @@ class ServerProcess:
     def _bound(self) -> socket.socket | None:
         """The socket to hand to the server; None for one that binds its port itself, which is free now."""
         if self._listener is None:
-            self._listener = hold_port(self._host, self._port)
+            self._listener = self._hold()
         if self._refusing is not None:
             self._refusing.join()
         if self.inherits:
@@ -110,6 +112,17 @@ class ServerProcess:
         self._listener.close()
         self._listener = None
         return None
+
+    def _hold(self) -> socket.socket:
+        """Bind the port, which a server whose parent was killed gives up some seconds after its end."""
+        end = time.monotonic() + _ORPHAN_S
+        while True:
+            try:
+                return hold_port(self._host, self._port)
+            except PortTaken:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_POLL_S)
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Return once the server answers; of a part that is not the first, once its process is up.

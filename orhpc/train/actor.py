@@ -30,7 +30,7 @@ from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint import CheckpointReader, set_rng_state
 from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.fp8 import Quantise, quantiser, unchanged
-from orhpc.train.groups import join_default_group, typed_failures
+from orhpc.train.groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.layouts import Layout, load_shards
 from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.nearby import stay_near
@@ -99,9 +99,14 @@ class TrainerRank:
         held, self._held = self._held, None
         return held
 
-    def connect(self, address: str, port: int, timeout_s: float) -> None:
-        """Join the ranks' process group (collective); rank 0 hosts its store on ``address:port``.
+    def meeting_file(self) -> str:
+        """See :func:`orhpc.train.groups.meeting_file`."""
+        return meeting_file()
 
+    def connect(self, address: str, meeting: int | str, timeout_s: float) -> None:
+        """Join the ranks' process group (collective).
+
+        ``meeting``: the port of ``address`` on which rank 0 hosts their store, or :meth:`meeting_file`.
         ``timeout_s`` is also the deadline of every later collective.  Raises InfraError past it.
         """
         torch.set_num_threads(self.threads)
@@ -109,7 +114,7 @@ class TrainerRank:
             torch.cuda.set_device(0)
             stay_near(self.device)
         held = self._no_longer_held()
-        join_default_group(self.device, address, port, self.rank, self.world_size, timeout_s, held)
+        join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
         if self.config.placement.shared_devices:  # while the engines start
             self.backend.prepare_sleep(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 

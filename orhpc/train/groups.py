@@ -1,21 +1,33 @@
-"""Process groups of the trainer: stores that listen on one address only, and typed failures."""
+"""Process groups of the trainer: where ranks meet, and typed failures.
+
+Ranks meet in a store.  torch's network store asks nobody for a key: whoever can connect to it can read and
+change what ranks say of themselves there.  So the ranks of one node meet in a file that only this user can
+open.  Across nodes, and with engines that receive broadcasts (SGLang knows the network store only), the store
+listens on the job's address alone; there, and at the sockets that gloo and NCCL open on that address, other
+users of the nodes and of their network can disturb a run, or read weights while a group forms.  Where that
+matters, nodes and network must be the job's own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from orhpc.errors import InfraError, OrhpcError, OutOfMemory
+from orhpc.ports import start_listening
 from orhpc.train.stopping import collectives_begin
 
 _TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+_FileStore = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 
 def own_address_towards(address: str) -> str:
@@ -53,11 +65,16 @@ def bound(address: str, port: int) -> socket.socket:
     return listener
 
 
+def meeting_file() -> str:
+    """Return a file in which ranks of this node can meet, in a new folder that only this user can open."""
+    return str(Path(tempfile.mkdtemp(prefix="orhpc-ranks-")) / "store")
+
+
 def hosted_store(
     address: str, listener: socket.socket, world_size: int, timeout: timedelta, *, wait: bool
 ) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     """Host a key-value store on a socket that is bound to ``address``, and take the socket over."""
-    listener.listen(2048)
+    start_listening(listener)
     # The store closes the descriptor.
     return _TCPStore(
         address,
@@ -73,15 +90,16 @@ def hosted_store(
 def join_default_group(
     device: torch.device,
     address: str,
-    port: int,
+    meeting: int | str,
     rank: int,
     world_size: int,
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> None:
-    """Make this process rank ``rank`` of the trainer; rank 0 hosts the store.
+    """Make this process rank ``rank`` of the trainer.
 
-    ``listener``: rank 0's, where it is bound to ``address:port`` already.
+    ``meeting``: a port, on which rank 0 hosts the store, or the file of the store of ranks on one node.
+    ``listener``: rank 0's, where it is bound to ``address`` and that port already.
     On CUDA, device tensors go through NCCL and host tensors (small agreements) through gloo.
     Raises :class:`~orhpc.errors.InfraError` past ``timeout_s``.
     """
@@ -92,10 +110,14 @@ def join_default_group(
         # With it, broadcasts to SGLang's engines fail with an unhandled CUDA error and hang.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     with typed_failures("the trainer's process group did not come up"):
-        if rank == 0:
-            store = hosted_store(address, listener or bound(address, port), world_size, timeout, wait=False)
+        if isinstance(meeting, str):
+            store = _FileStore(meeting, world_size)
+            store.set_timeout(timeout)
+        elif rank == 0:
+            listener = listener or bound(address, meeting)
+            store = hosted_store(address, listener, world_size, timeout, wait=False)
         else:
-            store = _TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+            store = _TCPStore(address, meeting, world_size, is_master=False, timeout=timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,

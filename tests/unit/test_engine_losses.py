@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from orhpc.config import Config
-from orhpc.errors import EngineUnavailable
+from orhpc.errors import EngineUnavailable, RayLost
 from orhpc.fleet.engines import Engine, Engines
 from orhpc.launch.placement import Node, plan
 
@@ -135,3 +137,42 @@ def test_an_engine_with_devices_of_its_own_may_be_lost_after_a_sync(servers: lis
         await engines.close()
 
     asyncio.run(run())
+
+
+class Host:
+    """An engine's actor; what it is told is noted, and its ``stop`` may fail."""
+
+    def __init__(self, told: list[str], *, lost: bool = False) -> None:
+        self.told, self.lost = told, lost
+
+    def __getattr__(self, name: str) -> Any:
+        async def answer(*_: Any) -> Any:
+            self.told.append(name)
+            if self.lost:
+                raise RayLost("the actor is gone")
+
+        return SimpleNamespace(remote=answer)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_server_is_started_again_by_the_actor_that_holds_its_port(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """In a new actor the port would be anybody's meanwhile, and workers go on asking there with the key."""
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    told: list[str] = []
+
+    async def work() -> None:
+        engines = engines_at(servers, {})
+        engine = engines._engines[0]
+        first, second = Host(told, lost=lost), Host(told)
+        engine.hosts, engine.starters = [first], [lambda: second]  # type: ignore[list-item]
+        await Engines._end(engines, engine)
+        await engines._bring_up([engine])
+        assert engine.hosts == ([second] if lost else [first])
+        assert killed == ([first] if lost else [])
+        await engines.pool.close()
+
+    asyncio.run(work())
+    assert told == ["stop", "start", "wait_ready"]

@@ -1,0 +1,53 @@
+"""The trainer's ranks: nobody else can join them, or read and change what they say to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from orhpc.train.actor import TrainerRank
+from tests.trainer_kit import make_config
+
+from .conftest import Stranger
+
+HOST = "127.0.0.1"
+
+
+def listening() -> set[int]:
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_of_one_node_meet_where_nobody_else_can(stranger: Stranger) -> None:
+    before = listening()
+    rank = TrainerRank(make_config(), "unused", 0, 1, 1)
+    meeting = rank.meeting_file()
+    rank.connect(HOST, meeting, 30.0)
+    try:
+        values = torch.ones(1)
+        dist.all_reduce(values)
+        assert Path(meeting).exists()
+        with pytest.raises(OSError, match="Permission"):
+            stranger("opened", meeting)
+        # What is left are gloo's own sockets, of which none is a store.
+        assert not any(stranger("store", HOST, port) for port in listening() - before)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_held_store_is_of_one_address(stranger: Stranger) -> None:
+    """Across nodes the store asks for no key: it must not listen anywhere but on the job's address."""
+    rank = TrainerRank(make_config(), "unused", 0, 1, 1)
+    port = rank.hold_port(HOST)
+    assert stranger("take", HOST, port) and stranger("take", "0.0.0.0", port)
+    rank.connect(HOST, port, 30.0)
+    try:
+        held = [c.laddr for c in psutil.Process().net_connections("tcp") if c.laddr.port == port]
+        assert {address.ip for address in held} == {HOST}
+        assert stranger("store", HOST, port) and not stranger("store", "127.0.0.2", port)
+    finally:
+        dist.destroy_process_group()
