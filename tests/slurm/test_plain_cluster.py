@@ -61,7 +61,7 @@ def test_preemption_by_sigterm_alone_then_a_memory_limit(plain_cluster: Cluster,
 
 def exceed_memory(run: JobRun) -> None:
     """Lower the step's limit to little more than it uses, and use that up from within it."""
-    (group,) = Path("/sys/fs/cgroup/memory").glob(f"slurm_*/uid_*/job_{run.job}/step_0/task_0")
+    (group,) = Path("/sys/fs/cgroup/memory").glob(f"slurm_*/uid_*/job_{run.job}/step_[0-9]*/task_0")
     used = int((group / "memory.usage_in_bytes").read_text())
     (group / "memory.limit_in_bytes").write_text(str(used + 100 * _MB))
     command = f"import os, time; open('{group}/tasks', 'w').write(str(os.getpid()))\n"

@@ -19,7 +19,7 @@ from orhpc import parts
 from orhpc.config import Config
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, RayLost, StorageRefused
-from orhpc.launch import node, other_node, rendezvous
+from orhpc.launch import first_node, node, other_node, rendezvous
 from orhpc.launch.job import Job
 from orhpc.launch.placement import Node, Placement
 from orhpc.launch.preempt import Signals
@@ -248,3 +248,49 @@ def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
     else:
         with pytest.raises(RayLost, match="timed out during startup"):
             parts.ray_connect(placement, tmp_path)
+
+
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_on_one_node_the_driver_starts_once_the_raylet_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_up: bool
+) -> None:
+    """Only where it does not come up within the limit the driver is started to say so."""
+
+    class Ray:
+        looks = 0
+
+        def __init__(self, *args: object, **settings: object) -> None: ...
+
+        def begin_head(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+        def alive(self) -> bool:
+            return True
+
+        def await_head(self) -> str:
+            return f"{HOST}:1"
+
+        def environment(self) -> dict[str, str]:
+            return {}
+
+        def joined(self) -> bool:
+            Ray.looks += 1
+            return comes_up and Ray.looks > 3
+
+    started_after: list[int] = []
+
+    def start_driver(*args: object) -> subprocess.Popen[bytes]:
+        started_after.append(Ray.looks)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(first_node, "RayNode", Ray)
+    monkeypatch.setattr(first_node, "_start_driver", start_driver)
+    monkeypatch.setattr(first_node, "RAYLETS_S", 5.0 if comes_up else 0.3)
+    monkeypatch.setattr(ServedEnvironments, "start", lambda self: None)
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    attempt = rundir.begin_attempt(kind="local")
+    here = Node("n0", HOST, 2)
+    assert first_node.run_first_node(rundir, attempt, config_of(), here, tmp_path / "stop") == 0
+    assert started_after[0] >= 4
