@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from orhpc.config_types import Positive, Seconds, Section
+from orhpc.config_types import Machines, Positive, Seconds, Section
 
 if TYPE_CHECKING:
     from orhpc.config import RolloutSettings
@@ -32,7 +32,7 @@ class EnvironmentSettings(Section):
     """The job serves it itself: ``package.module:Class`` or a bundled name."""
     serve_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword settings of a served environment."""
-    replicas: Positive = 1
+    replicas: Machines = 1
     """Server processes a node when served by the job; the sessions of one stay on it."""
     variant: str | None = None
     """Environment class on a server with several, as the server spells it."""
