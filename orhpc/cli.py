@@ -16,7 +16,7 @@ from pathlib import Path
 from orhpc import commits
 from orhpc.config_files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, policy_of
-from orhpc.event_lines import lowered_budget
+from orhpc.event_lines import lowered_budget, number
 from orhpc.events import FAILURES, failure_line, read_events, steps_of
 from orhpc.launch import doctor, files, init, job_commands
 from orhpc.launch.__main__ import main as launch
@@ -84,7 +84,11 @@ def _main(arguments: Sequence[str] | None) -> int:
 def existing_run(path: Path) -> RunDir:
     """Raises ConfigError when the folder is not a run directory."""
     run = RunDir(path)
-    if not run.config.is_file():
+    try:
+        is_run = run.config.is_file()
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:100]}: {error.strerror}") from None
+    if not is_run:
         raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
     return run
 
@@ -124,7 +128,7 @@ def status(options: argparse.Namespace) -> int:
     if events:
         print(f"last event: {about['last_event']}, {about['last_event_age_s']:.0f} s ago")
     if steps:
-        print(f"mean reward of step {about['step']}: {last.get('reward_mean', float('nan')):.3f}")
+        print(f"mean reward of step {about['step']}: {number(last, 'reward_mean', '.3f')}")
     if failures:
         print(f"last failure: {about['last_failure']}")
     if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] == "bring_up"), ""):

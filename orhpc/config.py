@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from orhpc.alarms import AlarmSettings
 from orhpc.algorithm_config import AlgorithmSettings
-from orhpc.config_types import Name, NonNegative, Positive, Seconds, Section
+from orhpc.config_types import Machines, Name, NonNegative, Positive, Seconds, Section
 from orhpc.engine_config import EngineSettings, SamplingSettings
 from orhpc.environment_config import EnvironmentSettings, check_secret_sources
 from orhpc.megatron_config import MegatronSettings
@@ -94,7 +94,7 @@ class RolloutSettings(Section):
     """Times a step may draw a further batch because of filtered or failed groups."""
     max_staleness: NonNegative = 0
     """Policy versions that a rollout's oldest token may lie behind; 0 is synchronous."""
-    workers_per_node: Positive = 4
+    workers_per_node: Machines = 4
     max_concurrent: Positive = 512
     """Rollouts in flight a worker."""
     retries: NonNegative = 2

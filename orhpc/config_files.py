@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from orhpc.config import Config
+from orhpc.config_yaml import DEEPEST, read_yaml
 from orhpc.errors import ConfigError, StorageRefused
 from orhpc.storage import is_refusal
 
@@ -73,8 +74,11 @@ def find_config(path: Path) -> Path:
     Raises:
         ConfigError: there is neither; the message says where was looked.
     """
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:100]}: {error.strerror}") from None
     named = path.parent in (Path(), Path("configs")) and not path.is_absolute()
     if named and (packaged := PACKAGED / path.name).is_file():
         return packaged
@@ -85,37 +89,6 @@ def find_config(path: Path) -> Path:
     )
     hint = f"; did you mean {close[0]}?" if close else f" ({', '.join(packaged)})"
     raise ConfigError(f"{path.absolute()}: no such config file, nor one of the package's{hint}")
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error: the second silently won before."""
-
-
-def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
-        if not isinstance(key, str):
-            raise ConfigError(f"{_place(key_node)}: key {key!r} is not text")
-        if key in seen:
-            raise ConfigError(f"{_place(key_node)}: {key!r} stands twice")
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-def _place(node: yaml.Node) -> str:
-    mark = node.start_mark
-    return f"{mark.name}:{mark.line + 1}" if mark else "config"
-
-
-def _int_or_time(loader: _Loader, node: yaml.ScalarNode) -> int | str:
-    """YAML 1.1 reads 4:00:00 as a number to base 60; here it stays the text that was written."""
-    text = str(loader.construct_scalar(node))
-    return text if ":" in text else loader.construct_yaml_int(node)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
-_Loader.add_constructor("tag:yaml.org,2002:int", _int_or_time)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -145,6 +118,8 @@ def validate(tree: Mapping[str, Any], source: str) -> Config:
     """
     try:
         return Config.model_validate(tree)
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
     except ValidationError as error:
         raise ConfigError(f"{source}: {_first_problem(error)}") from None
 
@@ -206,15 +181,13 @@ def _base_of(path: Path, base: str) -> Path:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         with path.open(encoding="utf-8") as stream:
-            tree = yaml.load(stream, Loader=_Loader)  # noqa: S506 - a SafeLoader
+            tree = read_yaml(stream, str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         away = isinstance(error, OSError) and error.errno != errno.EACCES and is_refusal(error)
         kind = StorageRefused if away else ConfigError
         raise kind(f"{path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())[:300]}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -233,11 +206,11 @@ def _merge(base: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(f"override {override!r}: write section.key=value")
-    try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError:
-        value = text
+        raise ConfigError(f"override {override[:200]!r}: write section.key=value")
+    where = f"override {dotted[:100]}"
+    value = read_yaml(text, where, or_text=True)
+    if dotted.count(".") > DEEPEST:
+        raise ConfigError(f"{where}: more than {DEEPEST} levels")
     keys = _split_key(tree, dotted)
     node = tree
     for i, key in enumerate(keys[:-1]):
@@ -274,10 +247,16 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where}: unknown setting{_suggestion(loc)}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    shown = f", not {given!r}" if isinstance(given, (str, int, float, bool, type(None))) and where else ""
-    if problem["type"] == "value_error":
-        shown = ""
+    simple = isinstance(given, (str, int, float, bool, type(None)))
+    shown = f", not {_shortened(given)}" if simple and where and problem["type"] != "value_error" else ""
     return f"{where}: {message}{shown}" if where else message
+
+
+def _shortened(value: str | int | float | bool | None) -> str:
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of so many digits"
+    shown = repr(value)
+    return shown if len(shown) <= 100 else f"{shown[:100]}..."
 
 
 def _suggestion(loc: Sequence[str]) -> str:

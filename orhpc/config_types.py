@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -18,9 +18,23 @@ def _safe_name(value: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_safe_name)]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+
+
+def _no_truth(value: object) -> object:
+    """YAML's yes and true are no numbers; raises ValueError."""
+    if isinstance(value, bool):
+        raise ValueError(f"a number is needed, not {value}")
+    return value
+
+
+Number = BeforeValidator(_no_truth)
+LARGEST = 2**53
+"""Whole numbers up to here are exact everywhere."""
+Positive = Annotated[int, Number, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[int, Number, Field(ge=0, le=LARGEST)]
+Machines = Annotated[int, Number, Field(gt=0, le=4096)]
+"""A count of nodes, devices or processes: all of them are listed in memory."""
+Seconds = Annotated[float, Number, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 

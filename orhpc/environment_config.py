@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from orhpc.config_types import Positive, Seconds, Section
+from orhpc.config_types import Machines, Positive, Seconds, Section
 
 if TYPE_CHECKING:
     from orhpc.config import RolloutSettings
@@ -32,7 +32,7 @@ class EnvironmentSettings(Section):
     """The job serves it itself: ``package.module:Class`` or a bundled name."""
     serve_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword settings of a served environment."""
-    replicas: Positive | None = None
+    replicas: Machines | None = None
     """Server processes a node when served by the job, at most one a rollout worker; null: one for every 64
     rollouts that a node is expected to have in flight, on at most a quarter of its cores."""
     variant: str | None = None

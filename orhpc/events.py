@@ -25,6 +25,16 @@ FAILURES = ("restart", "failed", "commit_failed", "commit_passed_over", "storage
 """Events that say what went wrong, each with an ``error``."""
 
 
+_LARGEST = 1e11
+"""Of a time or a count: later than any date that can be shown, NaN and infinity."""
+_KINDS: dict[str, type] = {
+    "time": float, "attempt": int, "step": int, "steps": int, "seconds": float, "phases": dict,
+    "error": str, "kind": str, "reason": str,
+}  # fmt: skip
+"""Fields that readers rely on, wherever they occur."""
+_NEEDED = {"step": ("step",), "notice": ("reason",), "alarm": ("reason",)}
+
+
 class EventLog:
     """Appends events of one attempt."""
 
@@ -112,15 +122,34 @@ def parse_lines(lines: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:
             continue
         try:
             event = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if not isinstance(event, dict) or "event" not in event:
+        if not isinstance(event, dict) or not _well_formed(event):
             continue
-        attempt = event.get("attempt", 0)
+        event.setdefault("time", 0.0)
+        attempt = event.setdefault("attempt", 0)
         if attempt < newest:
             continue
         newest = attempt
         yield event
+
+
+def _well_formed(event: dict[str, Any]) -> bool:
+    """Whether a line has what every reader of such an event relies on."""
+    kind = event.get("event")
+    if not isinstance(kind, str):
+        return False
+    needed = ("error",) if kind in FAILURES else _NEEDED.get(kind, ())
+    typed = all(_is_a(event[name], _KINDS[name]) for name in _KINDS if name in event)
+    return typed and all(name in event for name in needed)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind is dict:
+        return isinstance(value, dict) and all(_is_a(inner, float) for inner in value.values())
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return isinstance(value, kind) and not isinstance(value, bool) and (kind is str or abs(value) < _LARGEST)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

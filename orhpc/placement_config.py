@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from orhpc.config_types import Positive, Section
+from orhpc.config_types import Machines, Positive, Section
 
 
 class PlacementSettings(Section):
@@ -18,8 +18,8 @@ class PlacementSettings(Section):
     """``colocated``: engines and trainers share every device and take turns; ``split``: each has
     its own; ``mixed``: trainers take the first devices, engines the last, and where they overlap they
     take turns."""
-    nodes: Positive = 1
-    devices_per_node: Positive = 4
+    nodes: Machines = 1
+    devices_per_node: Machines = 4
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of one GPU (GiB): 79.6 for an H100, 139.8 for an H200. Null: detected on the nodes, and on a
     login node from SLURM's GRES type."""

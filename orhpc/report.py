@@ -105,7 +105,7 @@ def page(run: RunDir) -> str:
         *_events_table("Evaluations", events, ("evaluation",), newest=200),
         "<h2>Attempts</h2>",
         _attempts(run, events),
-        f"<h2>Settings</h2><pre>{_text(run.config.read_text())}</pre>",
+        f"<h2>Settings</h2><pre>{_text(run.config.read_text(encoding='utf-8', errors='replace'))}</pre>",
     ]
     title = _text(run.path.name)
     head = (

@@ -89,7 +89,7 @@ def decode_routes(encoded: str | bytes | None, shape: RouteShape, rows: int) -> 
     try:
         data = pybase64.b64decode_as_bytearray(encoded, validate=False)
         flat = np.frombuffer(data, dtype="<i4")
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise RoutesMissing(f"expert routes are not base64 of int32: {error}") from None
     wanted = rows * shape.layers * shape.topk
     if flat.size != wanted:

@@ -13,7 +13,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from orhpc.config import Config
 from orhpc.events import read_events, steps_of
@@ -25,6 +25,12 @@ _QUEUE = 10_000
 _FINISHED = "wandb_step"
 """File of the run directory: the newest step whose row an attempt has finished writing."""
 _FINISH_S = 30.0
+_START_S = 60.0
+"""How long W&B's server is waited for."""
+_FAILED = {
+    "online": "W&B does not answer (%s); its data are kept, and `wandb sync %s/wandb/offline-*` sends them",
+    "offline": "W&B is off for this attempt: %s (%s)",
+}
 
 
 class Tracker:
@@ -97,10 +103,13 @@ class Tracker:
 
     def _work(self) -> None:
         run = None
-        try:
-            run = self._start()
-        except Exception as error:  # noqa: BLE001 - whatever a logger raises, training goes on
-            log.warning("W&B is off for this attempt: %s", " ".join(str(error).split())[:300])
+        online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
+        for mode in ("online", "offline") if online else ("offline",):
+            try:
+                run = self._start(mode, again=online and mode == "offline")
+                break
+            except Exception as error:  # noqa: BLE001 - whatever a logger raises, training goes on
+                log.warning(_FAILED[mode], " ".join(str(error).split())[:300], self._rundir.path)
         while (work := self._queue.get()) is not None:
             if run is None:
                 continue
@@ -115,11 +124,12 @@ class Tracker:
             except Exception as error:  # noqa: BLE001
                 log.warning("W&B did not finish: %s", " ".join(str(error).split())[:300])
 
-    def _start(self) -> Any:
+    def _start(self, mode: Literal["online", "offline"], *, again: bool) -> Any:
         import wandb  # two seconds, and only this thread needs it
 
+        if again:  # its service still holds the run's id
+            wandb.teardown()
         w, rundir = self._config.wandb, self._rundir
-        online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
         return wandb.init(
             project=w.project,
             entity=w.entity,
@@ -129,9 +139,9 @@ class Tracker:
             id=run_id(rundir),
             resume="allow",
             dir=str(rundir.path),
-            mode="online" if online else "offline",
+            mode=mode,
             config=self._config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=_START_S),
         )
 
 

@@ -16,6 +16,7 @@ import pytest
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.config_files import load_config
 from orhpc.launch.first_node import write_secret
+from orhpc.launch.placement import Node
 from orhpc.launch.served import ServedEnvironments
 from orhpc.ports import free_ports, hold_port, start_listening, stop_listening
 from orhpc.rollout.environment import Environment
@@ -40,7 +41,7 @@ WRONG = [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, {"
 def served(tmp_path: Path) -> Iterator[ServedEnvironments]:
     write_secret(tmp_path / "environment.key")
     config = load_config(Path("configs/tiny.yaml"), ())
-    servers = ServedEnvironments(config, "127.0.0.1", tmp_path, "n0", tmp_path / "environment.key")
+    servers = ServedEnvironments(config, Node("n0", "127.0.0.1", cpus=1), tmp_path)
     yield servers
     servers.stop()
 

@@ -167,3 +167,20 @@ def test_without_wandb_installed_the_run_goes_on(
     own.log(1, {"reward_mean": 1.0})
     own.close(10)
     assert "W&B is off for this attempt" in caplog.text
+
+
+def test_a_server_out_of_reach_leaves_the_data_in_the_run_directory(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The real W&B, with a key and a server that refuses connections."""
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("orhpc.tracking._START_S", 5.0)
+    own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
+    own.log(1, {"reward_mean": 0.25})
+    own.close(60)
+    (data,) = rundir.path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"reward_mean" in data.read_bytes()
+    assert "W&B does not answer" in caplog.text
+    assert "wandb sync" in caplog.text

@@ -26,15 +26,18 @@ def read_checksums(answer: dict[str, Any], url: str) -> dict[str, str]:
 
     Raises EngineUnavailable for an answer without any.
     """
-    entries = answer.get("ranks")
-    if entries is None:
-        payload = answer.get("payload")
-        entries = payload if isinstance(payload, list) else [payload]
-    sums = {
-        f"{rank}/{name}": str(value)
-        for rank, entry in enumerate(entries)
-        for name, value in ((entry or {}).get("checksums") or {}).items()
-    }
+    try:
+        entries = answer.get("ranks")
+        if entries is None:
+            payload = answer.get("payload")
+            entries = payload if isinstance(payload, list) else [payload]
+        sums = {
+            f"{rank}/{name}": str(value)
+            for rank, entry in enumerate(entries)
+            for name, value in ((entry or {}).get("checksums") or {}).items()
+        }
+    except (AttributeError, TypeError):  # of another shape
+        sums = {}
     if not sums:
         raise EngineUnavailable(f"engine {url}: /weights_checker gave no checksums")
     return sums

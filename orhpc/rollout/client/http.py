@@ -19,7 +19,14 @@ from orhpc.rollout.client.dialect import (
     read_checksums,
     target_only_fields,
 )
-from orhpc.rollout.client.wire import TokenIds, generate_body, read_generation, read_version
+from orhpc.rollout.client.wire import (
+    TokenIds,
+    generate_body,
+    parsed,
+    parsed_object,
+    read_generation,
+    read_version,
+)  # fmt: skip
 from orhpc.routes import RouteShape
 from orhpc.types import Generation, Sampling
 
@@ -121,13 +128,12 @@ class EngineClient:
         except _TimedOut:
             await self._abort_quietly(rid)
             raise
-        prompt_tokens = len(prompt_ids)
 
         def read() -> Generation:
             return read_generation(
                 data,
                 self.url,
-                prompt_tokens=prompt_tokens,
+                prompt_tokens=len(prompt_ids),
                 routes_start=routes_start,
                 route_shape=self.route_shape,
             )
@@ -314,9 +320,8 @@ class EngineClient:
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
         """First rows of a parameter, as nested lists."""
-        return await self._json(
-            "POST", "/get_weights_by_name", {"name": name, "truncate_size": truncate_size}
-        )
+        path, body = "/get_weights_by_name", orjson.dumps({"name": name, "truncate_size": truncate_size})
+        return parsed(await self._send("POST", path, body, self._control_timeout_s), f"engine {self.url}")
 
     async def weight_checksums(self) -> dict[str, str]:
         """One checksum for each tensor and rank, under the engine's own names."""
@@ -336,17 +341,14 @@ class EngineClient:
             raise
         except ConfigError as error:
             raise WeightSyncFailed(str(error)) from error
-        answer = orjson.loads(data) if data else {}
+        answer = parsed_object(data, f"engine {self.url}: {path}") if data else {}
         if not answer.get("success", True):
-            raise WeightSyncFailed(f"engine {self.url}: {path}: {answer.get('message')}")
+            raise WeightSyncFailed(f"engine {self.url}: {path}: {str(answer.get('message'))[:500]}")
 
-    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         payload = None if body is None else orjson.dumps(body)
         data = await self._send(method, path, payload, self._control_timeout_s)
-        try:
-            return orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise EngineUnavailable(f"engine {self.url}: {path} did not answer with JSON") from error
+        return parsed_object(data, f"engine {self.url}: {path}")
 
     async def _send(
         self,
@@ -364,8 +366,7 @@ class EngineClient:
             async with session.request(
                 method, self.url + path, data=body, timeout=timeout, headers=headers, allow_redirects=False
             ) as response:
-                data = await response.read()
-                status = response.status
+                data, status = await response.read(), response.status
         except TimeoutError as error:
             raise _TimedOut(f"engine {self.url}: {path} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

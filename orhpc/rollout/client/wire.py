@@ -8,6 +8,7 @@ log-probability.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from orhpc.types import FinishReason, Generation, Sampling
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError)
+"""What reading an answer of another shape raises; a JSONDecodeError is a ValueError."""
 _SEEDS = 1 << 31
 """Some SGLang releases keep seeds in int32."""
 
@@ -64,12 +67,16 @@ def read_generation(
         reason = meta["finish_reason"]
         finish = FinishReason(reason["type"])
         sampled = meta.get("output_token_logprobs") or []
-        tokens = np.fromiter((entry[1] for entry in sampled), dtype=np.int32, count=len(sampled))
+        tokens = np.fromiter((index(entry[1]) for entry in sampled), dtype=np.int32, count=len(sampled))
         logprobs = np.fromiter((entry[0] for entry in sampled), dtype=np.float32, count=len(sampled))
         version = read_version(meta.get("weight_version"), url)
         completion = int(meta["completion_tokens"])
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineUnavailable(f"engine {url}: its answer is not SGLang's: {error!r}") from error
+        cached = int(meta.get("cached_tokens") or 0)
+    except _MALFORMED as error:
+        said = " ".join(repr(error).split())[:200]
+        raise EngineUnavailable(f"engine {url}: its answer is not SGLang's: {said}") from error
+    if (tokens < 0).any():
+        raise EngineUnavailable(f"engine {url}: a sampled token has a negative id")
     if not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
     if completion != len(tokens):
@@ -86,10 +93,26 @@ def read_generation(
         finish_reason=finish,
         version=version,
         prompt_tokens=prompt_tokens,
-        cached_tokens=int(meta.get("cached_tokens") or 0),
+        cached_tokens=cached,
         routes=routes,
         routes_start=routes_start or 0,
     )
+
+
+def parsed(data: bytes, what: str) -> Any:
+    """Parse an engine's answer; raises EngineUnavailable when it is not JSON."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise EngineUnavailable(f"{what} did not answer with JSON") from error
+
+
+def parsed_object(data: bytes, what: str) -> dict[str, Any]:
+    """Parse an engine's answer; raises EngineUnavailable when it is no JSON object."""
+    answer = parsed(data, what)
+    if not isinstance(answer, dict):
+        raise EngineUnavailable(f"{what} did not answer with an object")
+    return answer
 
 
 def read_version(value: Any, url: str) -> int:
@@ -100,7 +123,7 @@ def read_version(value: Any, url: str) -> int:
     """
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise EngineUnavailable(
-            f"engine {url}: weight version {value!r} is not a policy version; it needs a weight sync"
+            f"engine {url}: weight version {repr(value)[:60]} is not a policy version; it needs a weight sync"
         ) from None
