@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a server's address that is none": (
         (*LAUNCH, "environments.other.url=localhost:80"),
         EXIT_CONFIG,
-        "is not an http address",
+        "is not http:",
     ),
     "a checkpoint that is not there": (
         (*LAUNCH, "checkpoint.load=/nowhere"),

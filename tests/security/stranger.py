@@ -6,6 +6,7 @@ to read this Python's files.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
@@ -31,7 +32,7 @@ def request(method: str, url: str, headers: dict[str, str] | None = None, body: 
             return [answer.status, answer.read().decode()]
     except urllib.error.HTTPError as error:
         return [error.code, error.read().decode()]
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         return [0, str(error)]
 
 
