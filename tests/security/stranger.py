@@ -22,13 +22,19 @@ _heard: list[str] = []
 _kept: list[socket.socket] = []
 
 
-def request(method: str, url: str, headers: dict[str, str] | None = None, body: Any = None) -> list[Any]:
+def request(
+    method: str,
+    url: str,
+    headers: dict[str, str] | None = None,
+    body: Any = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> list[Any]:
     """Status and text of an answer; status 0 where there was none."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **(headers or {})}
     asked = urllib.request.Request(url, data=data, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
             return [answer.status, answer.read().decode()]
     except urllib.error.HTTPError as error:
         return [error.code, error.read().decode()]
