@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orhpc.launch import processes
 from orhpc.launch.ray_cluster import RayNode, make_token
 from orhpc.launch.ray_start import accepts
 
@@ -56,7 +57,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayNode, st
     node = RayNode("n0", HOST, token, folder / "ray.log", cpus=1, object_store_bytes=10**8)
     try:
         node.begin_head()
-        yield node, node.await_head(), token
+        address = node.await_head()
+        assert processes.wait_until(node.joined, 60)
+        yield node, address, token
     finally:
         node.stop()
 
@@ -78,6 +81,13 @@ except grpc.RpcError as error:
 
 
 NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+OF_EVERY_SERVER = (
+    NODES,
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+    "/ray.rpc.ObjectManagerService/Push",
+    "/ray.rpc.RayletDriver/Init",
+)
+"""A call of the GCS, the raylet, its object manager and the server for Ray clients; others do not know it."""
 
 
 @pytest.mark.slow
@@ -89,11 +99,24 @@ def test_without_the_token_ray_answers_nothing(head: tuple[RayNode, str, Path]) 
 
 
 @pytest.mark.slow
+def test_no_server_of_a_node_answers_without_the_token(head: tuple[RayNode, str, Path]) -> None:
+    node, _, _ = head
+    assert node._process is not None
+    refused = []
+    for process in psutil.Process(node._process.pid).children(recursive=True):
+        for port in {c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"}:
+            said = {ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
+            assert said <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (process.cmdline()[:3], said)
+            refused += ["UNAUTHENTICATED"] * ("UNAUTHENTICATED" in said)
+    assert len(refused) == len(OF_EVERY_SERVER)
+
+
+@pytest.mark.slow
 def test_on_loopback_ray_listens_nowhere_else(head: tuple[RayNode, str, Path]) -> None:
     node, _, _ = head
     assert node._process is not None
-    processes = psutil.Process(node._process.pid).children(recursive=True)
-    listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"}
+    below = psutil.Process(node._process.pid).children(recursive=True)
+    listening = {c.laddr.ip for p in below for c in p.net_connections() if c.status == "LISTEN"}
     assert listening
     assert listening <= {HOST, f"::ffff:{HOST}"}
 
