@@ -9,36 +9,40 @@ from pathlib import Path
 from orhpc.errors import PreflightError
 
 
-def require_own(folder: Path, what: str) -> None:
+def require_own(folder: Path, what: str) -> Path:
     """Require that nobody else can put something into a folder, or another folder in its place.
 
     Args:
-        folder: it must exist.
+        folder: it must exist; links are followed.
         what: names it in the error.
 
+    Returns the folder that links lead to.
+
     Raises:
-        PreflightError: it is a link, another user's, or others may write to it; or others may replace a
-            folder above it.
+        PreflightError: it is another user's, others may write to it, or anybody may replace a folder
+            above it.
     """
-    if problem := _problem(folder):
+    found = folder.resolve()
+    problem = problem_of(found)
+    open_above = next((p for p in found.parents if _is_open(p.stat().st_mode)), None)
+    if problem is None and open_above is not None:
+        problem = f"anybody may replace what is in {open_above}, and so {found}; choose another folder"
+    if problem is not None:
         raise PreflightError(f"{what}: {problem}")
+    return found
 
 
-def _problem(folder: Path) -> str | None:
-    about = folder.lstat()
-    if stat.S_ISLNK(about.st_mode):
-        return f"{folder} is a link; name the folder itself"
-    if not stat.S_ISDIR(about.st_mode):
-        return f"{folder} is not a folder"
-    if about.st_uid != os.getuid():
-        return f"{folder} belongs to another user (uid {about.st_uid}); choose a folder of your own"
+def problem_of(folder: Path) -> str | None:
+    """Return why others could put files into a folder, and what to do; None where they cannot."""
+    about = folder.stat()
+    if about.st_uid != os.geteuid():
+        return f"{folder} belongs to another user (uid {about.st_uid}): choose a folder of your own"
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(about.st_mode)
-        return f"others may write to {folder} (mode {mode:04o}); chmod go-w {folder}, or choose another"
-    for parent in folder.resolve().parents:
-        above = parent.stat()
-        is_trusted = above.st_uid in (0, os.getuid())
-        open_to_all = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
-        if open_to_all or not is_trusted:
-            return f"others may replace what is in {parent}, and so {folder}; choose another folder"
+        return f"other users can write to {folder} (mode {mode:04o}): chmod go-w {folder}, or choose another"
     return None
+
+
+def _is_open(mode: int) -> bool:
+    """Whether anybody may rename and remove what is in a folder of that mode."""
+    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)

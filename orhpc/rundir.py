@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.errors import ConfigError, RunDirBusy, StorageRefused
+from orhpc.own_folders import problem_of
 from orhpc.sealed import Damaged, read_sealed, sync_folder, write_atomic, write_sealed
 from orhpc.storage import is_refusal
 
@@ -255,13 +255,5 @@ def _names_in(folder: Path) -> list[str]:
 
 def _check_owner(folder: Path) -> None:
     """Raises ConfigError for a folder in which another user could put files: some of them are code."""
-    about = folder.stat()
-    if about.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{folder} belongs to another user (uid {about.st_uid}): choose another run.root or run.name"
-        )
-    if about.st_mode & 0o022:
-        raise ConfigError(
-            f"{folder} can be written by other users (mode {stat.S_IMODE(about.st_mode):04o}): "
-            f"chmod go-w {folder}, or choose another run.root"
-        )
+    if problem := problem_of(folder):
+        raise ConfigError(f"run.root, run.name: {problem}")

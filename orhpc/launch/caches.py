@@ -35,6 +35,5 @@ def kept_caches(environment: Mapping[str, str]) -> dict[str, str]:
             # Without a home, what is compiled lasts as long as the attempt: it goes to its temporary folder.
             log.warning("%s: nothing compiled is kept there: %s", folder, error)
             continue
-        require_own(folder, variable)
-        kept[variable] = str(folder)
+        kept[variable] = str(require_own(folder, variable))
     return kept

@@ -32,9 +32,11 @@ def test_a_folder_that_others_write_to_is_refused_with_what_to_do(folder: Path, 
         require_own(folder, "it")
 
 
-def test_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_link_is_followed_once(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(PreflightError, match="is a link"):
+    assert require_own(tmp_path / "link", "it") == folder
+    folder.chmod(0o777)
+    with pytest.raises(PreflightError, match=f"chmod go-w {folder}"):
         require_own(tmp_path / "link", "it")
 
 
