@@ -38,6 +38,8 @@ Settle = Callable[[RayNode], None]
 SECRETS = ("engine.key", "environment.key", "ray.token")
 _RAY_NOTICED_S = 3.0
 """``ray start`` looks once a second whether its processes are there."""
+_LEAVE_S = 20.0
+"""How long a driver that was told to stop is waited for once Ray is gone."""
 _WITHOUT_RAY = (EXIT_FAILED, EXIT_REQUEUE)
 """Exit statuses that a driver may have ended with because Ray was gone."""
 
@@ -168,6 +170,9 @@ class _Parts:
             if kill():
                 driver.kill()
             time.sleep(TICK_S)
+        if self._stop_file.exists():  # a driver that leaves may outlive Ray, which has heard the signal too
+            if processes.wait_until(lambda: driver.poll() is not None, _LEAVE_S):
+                return driver.wait()
         # A driver may notice before us, and then ends without a word.
         is_suspect = driver.poll() is None or driver.returncode in _WITHOUT_RAY or driver.returncode < 0
         if is_suspect and not kill() and processes.wait_until(lambda: not ray.alive(), _RAY_NOTICED_S):
