@@ -170,9 +170,10 @@ class _Parts:
             if kill():
                 driver.kill()
             time.sleep(TICK_S)
-        if self._stop_file.exists():  # a driver that leaves may outlive Ray, which has heard the signal too
-            if processes.wait_until(lambda: driver.poll() is not None, _LEAVE_S):
-                return driver.wait()
+        # A driver that leaves may outlive Ray, which has heard the signal too.
+        leaves = self._stop_file.exists()
+        if leaves and processes.wait_until(lambda: driver.poll() is not None, _LEAVE_S):
+            return driver.wait()
         # A driver may notice before us, and then ends without a word.
         is_suspect = driver.poll() is None or driver.returncode in _WITHOUT_RAY or driver.returncode < 0
         if is_suspect and not kill() and processes.wait_until(lambda: not ray.alive(), _RAY_NOTICED_S):
