@@ -32,10 +32,13 @@ _SERVERS = (
     "object-manager",
     "runtime-env-agent",
     "dashboard-agent-listen",
-    "dashboard-agent-grpc",
     "metrics-export",
 )
-"""Servers of every node; each has an option for its port."""
+"""Servers of every node; each has an option for its port.
+
+The dashboard agent's for gRPC has one too, but where it is given the GCS waits for that server, which only
+``ray[default]`` has, and prints after half a minute that metrics will not be exported.
+"""
 _WORKERS = 200
 _PORTS = len(_SERVERS) + _WORKERS
 """Ports of one node beside the head's own."""
@@ -65,6 +68,8 @@ def ray_environment(token: Path) -> dict[str, str]:
         # A GCS that has ended is back within seconds, a head that is gone is not: then nodes leave soon.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_RECONNECT_S),
         "RAY_DEDUP_LOGS": "0",
+        # Nobody takes them.
+        "RAY_enable_metrics_collection": "0",
         # Ray's workers, so trainers and engines, run at nice 15 else: any other process comes before them.
         "RAY_worker_niceness": "0",
     }
