@@ -36,9 +36,18 @@ npm_is_there() {
   echo "tests/first_day is left out: it needs npm" >&2
 }
 
+# Most tests keep one core busy, runs of several processes both; a cluster of four nodes takes the whole machine.
+everything() {
+  local failed=0
+  $bin/python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/unit tests/faults tests/protocol tests/megatron || failed=1
+  $bin/python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/first_day tests/local tests/security || failed=1
+  $bin/python -m pytest -rs --durations=15 tests/slurm || failed=1
+  return $failed
+}
+
 case "${1:-all}" in
   lint) lint ;;
   fast) $bin/ruff check --quiet . ; $bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/faults ;;
-  all)  lint ; slurm ; npm_is_there ; $bin/python -m pytest -rs --durations=15 ;;
+  all)  lint ; slurm ; npm_is_there ; everything ;;
   *) echo "usage: tests/run.sh all | fast | lint" >&2; exit 2 ;;
 esac
