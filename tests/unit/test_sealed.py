@@ -173,5 +173,5 @@ def test_a_run_directory_that_others_can_write_is_refused(
     run = RunDir(tmp_path / "run")
     run.create()
     change(run.path, monkeypatch)
-    with pytest.raises(ConfigError, match=rf"{said}.*choose another run.root"):
+    with pytest.raises(ConfigError, match=rf"{said}"):
         run.create()
