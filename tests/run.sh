@@ -36,12 +36,12 @@ npm_is_there() {
   echo "tests/first_day is left out: it needs npm" >&2
 }
 
-# Most tests keep one core busy, runs of several processes both; a cluster of four nodes takes the whole machine.
+# Most tests keep one core busy; a run, or a cluster of four nodes, takes the whole machine.
 everything() {
   local failed=0
-  $bin/python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/unit tests/faults tests/protocol tests/megatron || failed=1
-  $bin/python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/first_day tests/local tests/security || failed=1
-  $bin/python -m pytest -rs --durations=15 tests/slurm || failed=1
+  $bin/python -m pytest -rs --durations=15 -n 2 --dist loadfile \
+    tests/unit tests/faults tests/protocol tests/megatron || failed=1
+  $bin/python -m pytest -rs --durations=15 tests/first_day tests/local tests/security tests/slurm || failed=1
   return $failed
 }
 
