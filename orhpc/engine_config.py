@@ -72,9 +72,9 @@ class EngineSettings(Section):
     """Groups that attention is divided into within an engine (SGLang's DP attention); divides ``tp``.
     More than one needs ``trusted_network``."""
     trusted_network: bool = False
-    """Nobody else can connect to the nodes of the job: neither other users of a node nor other machines.
+    """No other user and no other machine can connect to the nodes of the job.
     With ``dp`` > 1, SGLang's processes exchange pickled objects over TCP ports that ask for no key, so
-    whoever can connect to them can run code as you."""
+    anyone who can connect to them can run code as you."""
     ep: Positive = 1
     """Devices that a layer's experts are divided over; divides ``tp``."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.7
@@ -156,8 +156,8 @@ class EngineSettings(Section):
                 raise ValueError(f"{name}={getattr(self, name)} does not divide tp={self.tp}")
         if self.dp > 1 and not self.trusted_network:
             raise ValueError(
-                f"dp={self.dp}: SGLang then listens on TCP ports where whoever can connect can run code as "
-                "you; set trusted_network: true where nobody else can connect to the job's nodes"
+                f"dp={self.dp}: SGLang then listens on TCP ports where anyone who can connect can run code "
+                "as you; set trusted_network: true where no other user can connect to the job's nodes"
             )
         for name in self.extra:
             if (said := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:

@@ -10,7 +10,7 @@ from orhpc.errors import PreflightError
 
 
 def require_own(folder: Path, what: str) -> Path:
-    """Require that nobody else can put something into a folder, or another folder in its place.
+    """Require that no other user can write into a folder, or replace it.
 
     Args:
         folder: it must exist; links are followed.

@@ -198,14 +198,13 @@ class RunDir:
 
     def held_by(self) -> str | None:
         """The process that holds the run directory by :meth:`held`; None: none does."""
-        try:
-            with (self.path / "lock").open() as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return lock.read().strip() or "another process"
-        except FileNotFoundError:
-            pass
+        if not (self.path / "lock").exists():
+            return None
+        with (self.path / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip() or "another process"
         return None
 
     def _parent_of(self, name: CommitName) -> CommitName | None:

@@ -29,7 +29,7 @@ def jobs(rundir: RunDir) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Who works on a run, or why nobody does."""
+    """Which jobs or process work on a run, or why none does."""
 
     jobs: dict[str, str]
     """State of every job of the run that SLURM still knows, by id."""

@@ -146,7 +146,7 @@ class RayNode:
         self._start(["--address", head], ports, head=head, variables=proxies)
 
     def rejoin(self, head: str) -> None:
-        """End what is left of this node's Ray, or waits for a head that is gone, and join this one."""
+        """End this node's Ray processes, one that waits for a lost head included, and join this head."""
         if self._process is not None:
             processes.stop_all(self._process, grace_s=3.0)
         self.join(head)

@@ -49,7 +49,7 @@ def keep_gcs_up() -> None:
     """Have ``ray start --block`` start a GCS again that has ended, instead of ending the node with it.
 
     What the GCS knows is on disk (``RAY_gcs_storage``, https://github.com/ray-project/enhancements/pull/64),
-    and actors and driver talk to each other without it: they only connect to it anew.  Unauthenticated
+    and actors and driver talk to each other without it: they only have to reconnect to it.  Unauthenticated
     requests that crash it are known, so this is also what a stranger on the node can do to a run.
     """
     from ray._private import ray_constants, services

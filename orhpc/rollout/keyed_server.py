@@ -1,4 +1,4 @@
-"""A server of the job in front of which nobody passes without the attempt's key.
+"""Requires the attempt's key of every request to a server that the job runs.
 
 Neither OpenReward's server nor SGLang's asks for a key before everything else: the one knows none, the
 other lets some paths through.  Both run under uvicorn, in a process of ours, so the key is asked for in
