@@ -76,7 +76,9 @@ def _source(setting: str, module: str, folder: Path) -> Path | None:
     spec: importlib.machinery.ModuleSpec | None = None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        # By its last part: of a full name the finder looks for the parent among the imported modules when
+        # the folder has no __init__.py.
+        spec = importlib.machinery.PathFinder.find_spec(parts[count - 1], path)
         if spec is None and count == 1:
             spec = _installed(name)
         if spec is None:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import time
@@ -64,8 +65,11 @@ print("answer:", repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_
 
 
 def environment(wheel: Path) -> Path:
-    """A fresh environment with the wheel over the machine's packages; returns its ``bin``."""
+    """A fresh environment with the wheel over the packages of this Python; returns its ``bin``."""
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", WORK / "venv"], check=True)
+    # This Python may belong to an environment itself, whose packages --system-site-packages does not give.
+    packages = next((WORK / "venv").glob("lib/python3*/site-packages"))
+    (packages / "carried.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     install = ["install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel)]
     subprocess.run([WORK / "venv/bin/python", "-m", "pip", *install], check=True)
     return WORK / "venv/bin"

@@ -26,6 +26,8 @@ def project(tmp_path: Path) -> Path:
     (package / "__init__.py").write_text("raise SystemExit('nor this')\n")
     (package / "deep" / "__init__.py").write_text("from pack.other import *\n")
     (package / "deep" / "envs.py").write_text("class Env: ...\n")
+    (tmp_path / "bare" / "deep").mkdir(parents=True)  # a package without __init__.py, twice
+    (tmp_path / "bare" / "deep" / "envs.py").write_text("class Env: ...\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     return tmp_path
 
@@ -44,6 +46,7 @@ def project(tmp_path: Path) -> Path:
         "mine:chosen",
         "pack.deep.envs:Env",
         "pack.deep:anything",
+        "bare.deep.envs:Env",
         "json:dumps",
         "orhpc.config:Config",
         "math:floor",
@@ -52,7 +55,7 @@ def project(tmp_path: Path) -> Path:
 def test_what_is_there_is_found(name: str, project: Path) -> None:
     before = set(sys.modules)
     assert check_reference("rollout.custom_reward", name, project) == name
-    assert not {"mine", "pack"} & (set(sys.modules) - before)
+    assert not {"mine", "pack", "bare"} & (set(sys.modules) - before)
 
 
 @pytest.mark.parametrize(
