@@ -32,8 +32,8 @@ import aiohttp
 from aiohttp import web
 
 from orhpc.config import EnvironmentSettings, ModelSettings, RolloutSettings
-from orhpc.ports import free_ports
-from orhpc.rollout.tools import ToolResult, ToolSpec
+from orhpc.process.ports import free_ports
+from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.types import FinishReason, Sampling, Task
 
 TURNS = 4
@@ -141,7 +141,7 @@ async def agent_side(url: str, chat: Any, rollouts: int, label: str) -> tuple[fl
     """Seconds of wall clock and of this process's CPU for all rollouts at once."""
     from orhpc.rollout.agent import AgentContext, run_rollout
     from orhpc.rollout.client import EnginePool
-    from orhpc.rollout.draft import RolloutRequest
+    from orhpc.rollout.transcript import RolloutRequest
 
     async with EnginePool([url], key=None, request_timeout_s=600.0) as pool:
         context = AgentContext(
@@ -213,7 +213,7 @@ def text_alone(chat: Any, call: list[int], answer: list[int], rollouts: int) -> 
 async def compare(options: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
-    from orhpc.bundled import ensure
+    from orhpc.models.bundled import ensure
     from orhpc.rollout.chat import chat_format
 
     tokenizer = AutoTokenizer.from_pretrained(ensure(options.model))

@@ -31,7 +31,7 @@ WARM_UP = 2
 
 def ours(steps: int) -> list[tuple[float, float]]:
     """(completion tokens, seconds) of each step of the ordinary local run."""
-    from orhpc.events import read_events, steps_of
+    from orhpc.rundir.events import read_events, steps_of
 
     with tempfile.TemporaryDirectory() as root:
         overrides = {
@@ -67,8 +67,8 @@ def trl_child(steps: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from orhpc.bundled import ensure
-    from orhpc.rollout.environments.arithmetic import Arithmetic
+    from orhpc.environments.arithmetic import Arithmetic
+    from orhpc.models.bundled import ensure
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = str(ensure("bundled:smollm2-135m-instruct"))

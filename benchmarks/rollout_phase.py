@@ -37,8 +37,8 @@ import psutil
 from aiohttp import web
 
 from orhpc.config import Config
-from orhpc.config_files import load_config
-from orhpc.ports import free_ports
+from orhpc.config.files import load_config
+from orhpc.process.ports import free_ports
 
 LAYERS, TOPK, EXPERTS = 2, 8, 128
 PROMPTS = range(8, 200)
@@ -50,7 +50,7 @@ PROMPTS = range(8, 200)
 
 def serve(port: int, latency: float, ids: list[int]) -> None:
     """Answer forever."""
-    from orhpc.routes import encode_routes
+    from orhpc.wire.routes import encode_routes
 
     def body(prompt_tokens: int) -> bytes:
         rows = prompt_tokens + len(ids) - 1
@@ -91,7 +91,7 @@ def answer_ids(tokenizer: Any, tokens: int, end: int) -> list[int]:
 
 def model_folder(folder: Path, bundled: str) -> Path:
     """A bundled model's tokenizer with the config of a mixture of experts."""
-    from orhpc.bundled import ensure
+    from orhpc.models.bundled import ensure
 
     for source in ensure(bundled).iterdir():
         if source.suffix in (".json", ".txt", ".jinja"):
@@ -151,9 +151,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     import ray
     from transformers import AutoTokenizer
 
-    from orhpc.fleet import start_workers
-    from orhpc.launch.placement import local_node, plan
-    from orhpc.launch.served import ServedEnvironments
+    from orhpc.driver.fleet import start_workers
+    from orhpc.launch.node.environment_servers import ServedEnvironments
+    from orhpc.plan.placement import local_node, plan
     from orhpc.rollout.producer import Producer
     from orhpc.rollout.tasks import TaskSequence, TaskStream
     from orhpc.rundir import RunDir

@@ -38,13 +38,13 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from orhpc.routes import RouteShape, RouteShare, decode_routes, encode_routes
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
-from orhpc.train.replay import RoutedRows, RouterReplay
+from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay
 from orhpc.types import MicroBatch, MiniBatch, Sample
+from orhpc.wire.routes import RouteShape, RouteShare, decode_routes, encode_routes
 from tests.trainer_kit import VOCABULARY, free_port, make_config, make_samples
 
 LAYERS, EXPERTS, TOPK = 4, 32, 4

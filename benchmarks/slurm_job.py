@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orhpc.events import read_events
+from orhpc.rundir.events import read_events
 from tests.slurm.cluster import Cluster, die_with_parent, missing, running_cluster, wait_until
 from tests.slurm.kit import ROOT, TABLE, assert_nothing_left, sbatch
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from orhpc.config import EnvironmentSettings, ModelSettings, RolloutSettings
 from orhpc.rollout.agent import AgentContext
 from orhpc.rollout.chat import ChatFormat, chat_format
-from orhpc.rollout.draft import RolloutRequest
-from orhpc.rollout.tools import ToolResult, ToolSpec
+from orhpc.rollout.environment.tools import ToolResult, ToolSpec
+from orhpc.rollout.transcript import RolloutRequest
 from orhpc.types import FinishReason, Generation, Sampling, Task
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -35,11 +35,11 @@ from transformers import (
 )
 
 from orhpc.config import Config
-from orhpc.ports import free_ports
+from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
-from orhpc.train.fp8 import quantiser
+from orhpc.train.weights.fp8 import quantiser
 from orhpc.types import Location, MiniBatch, Sample
 
 VOCABULARY = 97

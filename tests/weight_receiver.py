@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orhpc.weight_wire import empty_bucket, join_weight_group, unflatten_bucket
+from orhpc.wire.weights import empty_bucket, join_weight_group, unflatten_bucket
 
 Announced = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of one tensor, as ``/update_weights_from_distributed`` is told them."""

@@ -6,7 +6,7 @@ A model of Qwen3-30B-A3B's layer shapes (128 experts, 8 a token) is trained on P
 the Megatron trainer itself, because random routers prove nothing.  SGLang servers, in bfloat16 and in
 block-wise FP8, get its weights as in a weight sync and sample with log-probabilities and routes; the trainer
 computes the same tokens with routing replay off and on, in bfloat16 and in FP8.  What is compared is what
-every training step reports (:func:`orhpc.train.grpo.mismatch`), with 95 % intervals by bootstrap over
+every training step reports (:func:`orhpc.train.loss.grpo.mismatch`), with 95 % intervals by bootstrap over
 responses.  On the way, a weight sync is timed beside SGLang's straight calls.  Results are written to
 ``DIR/moe_mismatch.json`` as they come; the table is printed last.  ``--device cpu`` (with
 ``PYTHONPATH=tests/megatron/site``) runs all of it but FP8 and the straight calls on a small model, with a

@@ -34,12 +34,12 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu import one_node_report as figures  # noqa: E402
 from orhpc.config import Config  # noqa: E402
-from orhpc.config_files import load_config  # noqa: E402
+from orhpc.config.files import load_config  # noqa: E402
 from orhpc.errors import OrhpcError  # noqa: E402
-from orhpc.events import read_events, steps_of  # noqa: E402
-from orhpc.launch.fit import check_fit  # noqa: E402
-from orhpc.launch.run_plan import asleep_bytes, commit_bytes, make_plan, offloaded_bytes  # noqa: E402
-from orhpc.memory import GIB  # noqa: E402
+from orhpc.launch.checks.fit import check_fit  # noqa: E402
+from orhpc.plan.memory import GIB  # noqa: E402
+from orhpc.plan.run_plan import asleep_bytes, commit_bytes, make_plan, offloaded_bytes  # noqa: E402
+from orhpc.rundir.events import read_events, steps_of  # noqa: E402
 from tests.gpu.random_model import model_config, write_model  # noqa: E402
 from tests.gpu.sglang_check import KERNELS  # noqa: E402
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orhpc.events import read_events, steps_of
+from orhpc.rundir.events import read_events, steps_of
 
 OUTCOMES = "one_node.json"
 WARM = 2

@@ -31,7 +31,7 @@ import aiohttp  # noqa: E402
 
 from orhpc.config import EnvironmentSettings, ModelSettings, RolloutSettings  # noqa: E402
 from orhpc.errors import EngineUnavailable  # noqa: E402
-from orhpc.rollout.tools import ToolResult  # noqa: E402
+from orhpc.rollout.environment.tools import ToolResult  # noqa: E402
 from orhpc.types import Sampling, Task  # noqa: E402
 from tests.gpu import sglang_check as kit  # noqa: E402
 
@@ -67,7 +67,7 @@ async def agent_side(url: str, chat: Any, rollouts: int, concurrent: int, label:
     """Tokens sampled a second by the agent loop."""
     from orhpc.rollout.agent import AgentContext, run_rollout
     from orhpc.rollout.client import EnginePool
-    from orhpc.rollout.draft import RolloutRequest
+    from orhpc.rollout.transcript import RolloutRequest
 
     gate = asyncio.Semaphore(concurrent)
     async with EnginePool([url], key=KEY, request_timeout_s=600.0) as pool:

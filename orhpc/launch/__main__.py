@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orhpc.config import Config
-from orhpc.config_files import dump_config, load_config
+from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_OK, HubUnreachable, OrhpcError, policy_of
-from orhpc.launch import checks, holder, model, prepare, slurm
-from orhpc.launch.placement import Node, local_node, plan
-from orhpc.launch.words import split_words, without_flags
-from orhpc.terminal import safe
+from orhpc.launch import model, prepare
+from orhpc.launch.checks import checklist
+from orhpc.launch.command_line import split_words, without_flags
+from orhpc.launch.slurm import holder, submission
+from orhpc.plan.placement import Node, local_node, plan
+from orhpc.process.terminal import safe
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -51,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def dry_run(config: Config, path: str, overrides: list[str]) -> int:
     """Print the batch script, the resolved config and the placement; refuse what a submission would."""
-    checks.require(checks.of_config(config))
+    checklist.require(checklist.of_config(config))
     rundir = prepare.run_directory(config)
-    lead = slurm.signal_lead(config, rundir)
-    options, script_arguments = slurm.sbatch_words(config, rundir, path, overrides)
+    lead = submission.signal_lead(config, rundir)
+    options, script_arguments = submission.sbatch_words(config, rundir, path, overrides)
     print("# submitted as\nsbatch " + shlex.join([*options, "SCRIPT", *script_arguments]))
-    print("\n# batch script\n" + slurm.render(config, lead, slurm.own_python()))
+    print("\n# batch script\n" + submission.render(config, lead, submission.own_python()))
     print("# resolved config\n" + dump_config(config))
     cpus = config.slurm.cpus_per_task or local_node().cpus
     nodes = tuple(Node(f"node{i}", f"address-of-node{i}", cpus) for i in range(config.placement.nodes))
@@ -73,7 +75,7 @@ def _run_local(config: Config) -> int:
 
 def show_local(config: Config) -> int:
     """Print the resolved config and the placement on this machine; refuse what a start would."""
-    checks.require(checks.of_config(config))
+    checklist.require(checklist.of_config(config))
     placement = plan(config, (local_node(),))
     print("# resolved config\n" + dump_config(config))
     print("# placement\n" + placement.to_yaml())
@@ -82,7 +84,7 @@ def show_local(config: Config) -> int:
 
 def submit(config: Config, path: str, overrides: list[str]) -> int:
     """Check what can be checked here, submit, and say how to watch the job."""
-    checks.require(checks.before_the_queue(config))
+    checklist.require(checklist.before_the_queue(config))
     rundir = prepare.run_directory(config)
     rundir.create()
     changes = prepare.write_config(rundir, config)
@@ -90,7 +92,7 @@ def submit(config: Config, path: str, overrides: list[str]) -> int:
         model.fetch_snapshots(config, rundir)
     except HubUnreachable as error:
         print(f"orhpc: {error}; the job's first node tries to fetch it", file=sys.stderr)
-    job = slurm.submit(config, rundir, path, overrides)
+    job = submission.submit(config, rundir, path, overrides)
     holder.note_submission(rundir, job)
     near = rundir.path.is_relative_to(Path.cwd())
     where = shlex.quote(str(rundir.path.relative_to(Path.cwd()) if near else rundir.path))

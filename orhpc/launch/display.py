@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from orhpc.event_lines import failures_of, line_of, number, phases_of, step_line
-from orhpc.events import FAILURES, Tail, failure_line
-from orhpc.terminal import safe
+from orhpc.process.terminal import safe
+from orhpc.rundir.event_lines import failures_of, line_of, number, phases_of, step_line
+from orhpc.rundir.events import FAILURES, Tail, failure_line
 
 _RECENT = 8
 _FRAME_LINES = 6

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orhpc import chat_families
 from orhpc.config import Config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
-from orhpc.launch import checks, commit_space, holder, host_memory, model, prepare
+from orhpc.launch import model, prepare
+from orhpc.launch.checks import checklist, commit_space, host_memory
 from orhpc.launch.display import Display
-from orhpc.launch.first_node import run_first_node
-from orhpc.launch.placement import local_node, plan
+from orhpc.launch.node.first_node import run_first_node
+from orhpc.launch.slurm import holder
+from orhpc.models import chat_families
+from orhpc.plan.placement import local_node, plan
 from orhpc.rundir import RunDir
-from orhpc.storage import probe
+from orhpc.rundir.storage import probe
 
 
 def run_local(config: Config) -> int:
@@ -33,7 +35,7 @@ def run_local(config: Config) -> int:
     """
     if config.placement.nodes != 1:
         raise ConfigError(f"placement.nodes: --local is one node, not {config.placement.nodes}")
-    checks.require(checks.of_config(config))
+    checklist.require(checklist.of_config(config))
     plan(config, (local_node(),))
     prepare.check_machine(config)
     host_memory.check(config)

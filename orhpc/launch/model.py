@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orhpc import errors
-from orhpc.bundled import cache_folder, is_bundled
 from orhpc.config import Config
 from orhpc.errors import HubUnreachable, ModelError, PreflightError, StopRequested
-from orhpc.model_folders import COMMIT, find_model, hub_cache, is_hub_name, problem_of
+from orhpc.models.bundled import cache_folder, is_bundled
+from orhpc.models.folders import COMMIT, find_model, hub_cache, is_hub_name, problem_of
 from orhpc.rundir import RunDir, write_atomic
 
 _PINS = "model.json"
@@ -41,7 +41,7 @@ def ensure_config(config: Config) -> Path | None:
     if _is_here(path, revision):
         return find_model(path, revision)
     try:
-        return _make("orhpc.model_hub", [path, *_revision_words(revision), "--config-only"])
+        return _make("orhpc.models.hub", [path, *_revision_words(revision), "--config-only"])
     except HubUnreachable:
         return None
 
@@ -62,7 +62,7 @@ def ensure_models(config: Config, rundir: RunDir, stopped: Callable[[], bool] = 
     path = config.model.path
     if is_bundled(path):
         try:
-            _make("orhpc.bundled", [path], stopped)
+            _make("orhpc.models.bundled", [path], stopped)
         except ModelError as error:
             raise ModelError(f"{error} (kept in {cache_folder()})") from None
     elif not is_hub_name(path) and (problem := problem_of(find_model(path))) is not None:
@@ -132,7 +132,7 @@ def fetch(name: str, revision: str | None, stopped: Callable[[], bool] = lambda:
     """
     if _is_here(name, revision) and problem_of(find_model(name, revision)) is None:
         return find_model(name, revision)
-    return _make("orhpc.model_hub", [name, *_revision_words(revision)], stopped)
+    return _make("orhpc.models.hub", [name, *_revision_words(revision)], stopped)
 
 
 def _ensure_snapshot(name: str, revision: str | None, rundir: RunDir, stopped: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """What every start of a run does first, on the login node or locally: check, compare, claim.
 
-Nothing is started here.  The order of all checks is in :mod:`orhpc.launch.checks`.
+Nothing is started here.  The order of all checks is in :mod:`orhpc.launch.checks.checklist`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from orhpc.commits import read_manifest
 from orhpc.config import Config
-from orhpc.config_files import changes_on_resume, differences, dump_config, load_config
+from orhpc.config.files import changes_on_resume, differences, dump_config, load_config
 from orhpc.errors import CheckpointError, ConfigError, PreflightError
-from orhpc.events import read_events, steps_of
+from orhpc.process.secrets import resolve_secrets
 from orhpc.rundir import RunDir, write_atomic
-from orhpc.secrets import resolve_secrets
+from orhpc.rundir.commits import read_manifest
+from orhpc.rundir.events import read_events, steps_of
 
 SERVICE_KEY = "OPENREWARD_API_KEY"
 _LEAST = {"ray": "2.60", "starlette": "1.0.1"}

@@ -43,15 +43,15 @@ from orhpc.errors import (
     OrhpcError,
     PromptTooLong,
 )
+from orhpc.process.user_code import user_error
 from orhpc.rollout import turn_calls
 from orhpc.rollout.chat import ChatFormat, chat_format
-from orhpc.rollout.draft import Draft, RolloutRequest
+from orhpc.rollout.environment.rewards import own_reward, reduce_rewards
 from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results, longest_text
 from orhpc.rollout.functions import load_function
-from orhpc.rollout.rewards import own_reward, reduce_rewards
-from orhpc.routes import RouteShape
+from orhpc.rollout.transcript import Draft, RolloutRequest
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
-from orhpc.user_code import user_error
+from orhpc.wire.routes import RouteShape
 
 _LONGEST_PAUSE_S = 1.0
 """Between two tries at an engine that aborts without a token, because it is paused."""
@@ -72,7 +72,7 @@ class Generate(Protocol):
 
 
 class AgentSession(turn_calls.CallableSession, Protocol):
-    """What the loop needs of :class:`orhpc.rollout.session.Session`."""
+    """What the loop needs of :class:`orhpc.rollout.environment.session.Session`."""
 
     @property
     def prompt(self) -> str: ...
@@ -81,7 +81,7 @@ class AgentSession(turn_calls.CallableSession, Protocol):
 
 
 class AgentEnvironment(Protocol):
-    """What the loop needs of :class:`orhpc.rollout.environment.Environment`."""
+    """What the loop needs of :class:`orhpc.rollout.environment.environment.Environment`."""
 
     def session(self, task: Task) -> AbstractAsyncContextManager[AgentSession]: ...
 

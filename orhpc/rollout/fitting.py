@@ -9,8 +9,8 @@ from typing import Protocol
 
 from orhpc.config import RolloutSettings
 from orhpc.rollout.chat import ChatFormat
-from orhpc.rollout.draft import Draft
-from orhpc.rollout.tools import ToolResult
+from orhpc.rollout.environment.tools import ToolResult
+from orhpc.rollout.transcript import Draft
 from orhpc.types import FinishReason, Sampling
 
 OFF_LOOP_CHARACTERS = 50_000

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orhpc.errors import ConfigError
-from orhpc.user_code import user_error
+from orhpc.process.user_code import user_error
 
 
 def load_function(name: str, setting: str) -> Callable[..., Any]:

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
-from orhpc.rollout.draft import Draft
+from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.rollout.fitting import shortened
-from orhpc.rollout.tools import ToolResult, ToolSpec
+from orhpc.rollout.transcript import Draft
 
 
 class CallableSession(Protocol):
-    """What a turn needs of :class:`orhpc.rollout.session.Session`."""
+    """What a turn needs of :class:`orhpc.rollout.environment.session.Session`."""
 
     @property
     def tools(self) -> Sequence[ToolSpec]: ...

@@ -18,8 +18,8 @@ from typing import Any
 
 from orhpc.config import Config
 from orhpc.errors import PreflightError
-from orhpc.rollout.notices import Notices
-from orhpc.secrets import redact, remember_secrets
+from orhpc.process.secrets import redact, remember_secrets
+from orhpc.rollout.environment.notices import Notices
 from orhpc.types import Rollout
 
 log = logging.getLogger(__name__)

@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from orhpc.collector import leave_loaded
 from orhpc.config import Config
 from orhpc.errors import BadTask, InfraError, OrhpcError, RecordError, StorageRefused, UserCodeError
-from orhpc.record import RolloutFile, record_path, write_rollouts
+from orhpc.plan.route_shares import route_layers
+from orhpc.process.garbage import leave_loaded
+from orhpc.process.secrets import resolve_secrets
+from orhpc.process.terminal import protect_process
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
+from orhpc.rollout.environment.rewards import with_group_score
 from orhpc.rollout.health import Health
 from orhpc.rollout.producer import has_enough
-from orhpc.rollout.rewards import with_group_score
 from orhpc.rollout.upload import Uploader
-from orhpc.route_shares import route_layers
 from orhpc.rundir import RunDir
-from orhpc.secrets import resolve_secrets
-from orhpc.storage import is_refusal, refusals
-from orhpc.terminal import protect_process
+from orhpc.rundir.record import RolloutFile, record_path, write_rollouts
+from orhpc.rundir.storage import is_refusal, refusals
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
 
 if TYPE_CHECKING:
-    from orhpc.rollout.environment import Environment
+    from orhpc.rollout.environment.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RolloutWorker:
         self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
         self._route_layers = route_layers(self._config, self._model_dir)
         self._uploader = Uploader.from_config(self._config)
-        from orhpc.rollout.environment import Environment  # seconds, which the driver need not spend
+        from orhpc.rollout.environment.environment import Environment
 
         for name, settings in self._config.environments.items():
             self._environments[name] = await Environment.open(

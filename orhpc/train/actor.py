@@ -18,29 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orhpc.collector import leave_loaded, take_back
 from orhpc.config import Config
-from orhpc.devices import VARIABLE, visible_devices
-from orhpc.engine_config import SYNC_BUCKETS
+from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import NonFinite, WeightSyncFailed
-from orhpc.ports import hold_port
-from orhpc.route_shares import route_share
+from orhpc.plan.route_shares import route_share
+from orhpc.process.devices import VARIABLE, visible_devices
+from orhpc.process.garbage import leave_loaded, take_back
+from orhpc.process.ports import hold_port
 from orhpc.train.backend import Batches, Role, TrainingBatch, Update, make_backend
 from orhpc.train.batch import PackedBatch
-from orhpc.train.checkpoint import CheckpointReader, set_rng_state
+from orhpc.train.checkpoint.layouts import Layout, load_shards
+from orhpc.train.checkpoint.save import RankSaves
+from orhpc.train.checkpoint.shards import CheckpointReader, set_rng_state
+from orhpc.train.cpu_affinity import stay_near
 from orhpc.train.fetch import load_batch, prefetched
-from orhpc.train.fp8 import Quantise, quantiser, unchanged
-from orhpc.train.groups import join_default_group, meeting_file, typed_failures
-from orhpc.train.layouts import Layout, load_shards
 from orhpc.train.model_check import check_trainer, sampled_logprobs
-from orhpc.train.nearby import stay_near
-from orhpc.train.residence import asleep_bytes, memory
-from orhpc.train.saves import RankSaves
+from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
+from orhpc.train.profile import traced
+from orhpc.train.sleep.residence import asleep_bytes, memory
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
-from orhpc.train.trace import traced
-from orhpc.train.weight_sender import BucketStage, WeightSender
-from orhpc.train.weights import BucketSpec, for_wire, plan_buckets, quantised
+from orhpc.train.weights.buckets import BucketSpec, for_wire, plan_buckets, quantised
+from orhpc.train.weights.fp8 import Quantise, quantiser, unchanged
+from orhpc.train.weights.sender import BucketStage, WeightSender
 from orhpc.types import MiniBatch
 
 
@@ -100,7 +100,7 @@ class TrainerRank:
         return held
 
     def meeting_file(self) -> str:
-        """See :func:`orhpc.train.groups.meeting_file`."""
+        """See :func:`orhpc.train.process_groups.meeting_file`."""
         return meeting_file()
 
     def connect(self, address: str, meeting: int | str, timeout_s: float) -> None:
@@ -351,7 +351,7 @@ class TrainerRank:
         ``for_engines``: quantised as the engines hold them.  Returns the weight files' names, sizes and
         hashes on rank 0.  Raises CheckpointError.
         """
-        from orhpc.train.export import FILE_BYTES, write_hf_folder  # seconds, which the driver need not spend
+        from orhpc.train.checkpoint.export import FILE_BYTES, write_hf_folder
 
         quantise = self._quantise if for_engines else unchanged
         buckets = self._plan(FILE_BYTES)
@@ -395,7 +395,7 @@ class TrainerRank:
         return time.perf_counter() - started
 
     def sleep(self) -> dict[str, float]:
-        """Move everything to host memory; return :func:`orhpc.train.residence.memory` after it.
+        """Move everything to host memory; return :func:`orhpc.train.sleep.residence.memory` after it.
 
         ``freed_bytes``, ``moved_bytes`` and ``seconds`` come with it; on a CPU nothing is moved.
         """

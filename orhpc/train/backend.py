@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
-from orhpc.train.fp8 import choose_scales
-from orhpc.train.grpo import LossInputs, MetricSums
-from orhpc.train.residence import Slept
+from orhpc.train.loss.grpo import LossInputs, MetricSums
+from orhpc.train.sleep.residence import Slept
+from orhpc.train.weights.fp8 import choose_scales
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -150,7 +150,7 @@ class HfNames(Protocol):
 
 
 class Backend(Protocol):
-    """One rank of a trainer: :class:`orhpc.train.fsdp.FsdpBackend` or
+    """One rank of a trainer: :class:`orhpc.train.fsdp.backend.FsdpBackend` or
     :class:`orhpc.train.megatron.backend.MegatronBackend`."""
 
     dtype: torch.dtype
@@ -267,6 +267,6 @@ def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> 
         from orhpc.train.megatron.backend import MegatronBackend
 
         return MegatronBackend(config, model_dir, rank, world_size)
-    from orhpc.train.fsdp import FsdpBackend
+    from orhpc.train.fsdp.backend import FsdpBackend
 
     return FsdpBackend(config, model_dir, rank, world_size)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orhpc.errors import GroupDamaged, RayLost, RecordError
-from orhpc.routes import RouteShare
 from orhpc.rundir import BUFFER
 from orhpc.train.batch import PackedBatch, pack
 from orhpc.types import Location, MicroBatch
+from orhpc.wire.routes import RouteShare
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,7 +49,7 @@ def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arr
                 raise RayLost(f"a rollout's arrays are gone from the object store: {reason}") from error
     if location.file is None:
         raise RayLost("a rollout's arrays are neither in memory nor in a record")
-    from orhpc.record import read_arrays
+    from orhpc.rundir.record import read_arrays
 
     try:
         return read_arrays(location.file, location.row, routes=routes)

@@ -1,4 +1,4 @@
-"""The trainer's part of :mod:`orhpc.model_check`: its packed forward pass, on all ranks, at the start.
+"""The trainer's part of :mod:`orhpc.models.forward_check`: its packed forward pass on all ranks.
 
 The reference is computed by one rank, on its host's processors: what the engines on its device measure and
 allocate meanwhile does not change, and it is another implementation than the device's.
@@ -23,11 +23,19 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.errors import ModelError
-from orhpc.model_check import BOUNDS, Difference, Samples, likely, plain_logprobs, refuse, samples_for
-from orhpc.model_families import FAMILIES
+from orhpc.models.families import FAMILIES
+from orhpc.models.forward_check import (
+    BOUNDS,
+    Difference,
+    Samples,
+    likely,
+    plain_logprobs,
+    refuse,
+    samples_for,
+)
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
-from orhpc.train.model import DTYPES
+from orhpc.train.fsdp.model import DTYPES
 from orhpc.train.stopping import agree
 from orhpc.types import Location, Sample
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orhpc.train.backend import Update
-from orhpc.train.expert_load import load_metrics
-from orhpc.train.grpo import MetricSums
-from orhpc.train.residence import peak_gb, start_peak
+from orhpc.train.expert_choices import load_metrics
+from orhpc.train.loss.grpo import MetricSums
+from orhpc.train.sleep.residence import peak_gb, start_peak
 from orhpc.train.stopping import agree
 
 TOKEN_MEANS = {

@@ -25,12 +25,12 @@ from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import TextBlock, ToolOutput, terminal, tool
 from pydantic import BaseModel
 
-from orhpc import secrets
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import EngineUnavailable, EnvironmentRaised, EnvironmentUnavailable, PreflightError
+from orhpc.process import secrets
 from orhpc.rollout.agent import AgentContext, run_rollout
 from orhpc.rollout.chat import ChatFormat
-from orhpc.rollout.environment import Environment
+from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.upload import Uploader
 from orhpc.types import FinishReason, Rollout, RolloutEnd, Sampling, Task
 from tests.scripted import CHATML, QWEN, Policy, chat, request
@@ -338,7 +338,7 @@ def test_13_keys_stand_in_no_argument_log_or_error(
     with pytest.raises(PreflightError) as caught:
         secrets.resolve_secrets({}, {"other_key": None})
     assert key not in str(caught.value)
-    command = [sys.executable, "-m", "orhpc.rollout.environments.server", "--help"]
+    command = [sys.executable, "-m", "orhpc.environments.server", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     # Neither takes a value of one: the key is read from the input, and of secrets the sources are named.
     named = set(re.findall(r"--\S*(?:key|secret|token)[\w-]*", shown.stdout))

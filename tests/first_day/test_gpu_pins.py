@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.launch.files import packaged
+from orhpc.commands.files import packaged
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow

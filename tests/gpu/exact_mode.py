@@ -27,7 +27,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from orhpc.config_files import load_config  # noqa: E402
+from orhpc.config.files import load_config  # noqa: E402
 from tests.gpu import mismatch_kit as kit  # noqa: E402
 
 SHAPE: dict[str, Any] = {

@@ -36,8 +36,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from orhpc.devices import VARIABLE, visible_devices  # noqa: E402
-from orhpc.ports import free_ports  # noqa: E402
+from orhpc.process.devices import VARIABLE, visible_devices  # noqa: E402
+from orhpc.process.ports import free_ports  # noqa: E402
 from tests.gpu import megatron_kit as kit  # noqa: E402
 from tests.gpu.megatron_kit import Row  # noqa: E402
 from tests.gpu.megatron_one import CHECKS, leave_groups  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orhpc.train.fp8 import quantise_blocks
+from orhpc.train.weights.fp8 import quantise_blocks
 from tests.gpu import megatron_kit as kit
 from tests.gpu.megatron_kit import Row, Rows
 from tests.gpu.megatron_speed import against_bare, moe_speed
@@ -86,7 +86,7 @@ def _within(name: str, trainer: Any, folder: Path, minibatch: Any, *, recompute:
 
 def head() -> Rows:
     """Log-probability and loss of one micro-batch, 8192 x 151936, in time that the GPU spends on them."""
-    from orhpc.train.head import LogitScaling
+    from orhpc.train.loss.head import LogitScaling
 
     torch.manual_seed(0)
     targets = torch.randint(COLUMNS, (kit.BUDGET,), device="cuda")
@@ -97,8 +97,8 @@ def head() -> Rows:
 
 
 def _head_time(targets: torch.Tensor, advantages: torch.Tensor, scaling: Any) -> Rows:
-    from orhpc.train.head import _combined
-    from orhpc.train.logit_kernels import gradient_, row_statistics
+    from orhpc.train.loss.head import _combined
+    from orhpc.train.loss.logit_kernels import gradient_, row_statistics
 
     logits = torch.randn(len(targets), COLUMNS, device="cuda", dtype=torch.bfloat16)
 
@@ -129,7 +129,7 @@ def _head_time(targets: torch.Tensor, advantages: torch.Tensor, scaling: Any) ->
 
 
 def _head_memory(targets: torch.Tensor, advantages: torch.Tensor, scaling: Any) -> Row:
-    from orhpc.train.head import token_logprobs
+    from orhpc.train.loss.head import token_logprobs
 
     rows, hidden = len(targets), 4096
     state = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -152,7 +152,7 @@ def _head_memory(targets: torch.Tensor, advantages: torch.Tensor, scaling: Any) 
 
 
 def _loss_of(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    from orhpc.train.grpo import grpo_loss
+    from orhpc.train.loss.grpo import grpo_loss
 
     loss, _ = grpo_loss(logprobs - logprobs.detach(), advantages, eps_low=0.2, eps_high=0.2)
     return loss.sum() / len(advantages)

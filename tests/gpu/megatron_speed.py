@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.train.megatron.model import GROUPED_GEMM
-from orhpc.train.trace import covered
+from orhpc.train.profile import covered
 from tests.gpu import megatron_kit as kit
 from tests.gpu.megatron_kit import Row, Rows
 

@@ -21,18 +21,18 @@ import numpy as np
 import torch
 
 from orhpc.config import Config
-from orhpc.fleet.weight_sync import WeightSync
-from orhpc.ports import free_ports
+from orhpc.driver.fleet.weight_sync import WeightSync
+from orhpc.process.ports import free_ports
 from orhpc.rollout.client import EngineClient, EnginePool
-from orhpc.rollout.engine import EngineProcess
-from orhpc.rollout.sglang_command import EnginePart
-from orhpc.routes import RouteShape
+from orhpc.rollout.engines.process import EngineProcess
+from orhpc.rollout.engines.sglang_command import EnginePart
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
-from orhpc.train.fp8 import quantiser, unchanged
-from orhpc.train.grpo import mismatch
+from orhpc.train.loss.grpo import mismatch
+from orhpc.train.weights.fp8 import quantiser, unchanged
 from orhpc.types import Location, MiniBatch, Sample, Sampling
+from orhpc.wire.routes import RouteShape
 from tests.gpu.sglang_check import KERNELS
 
 WORK = Path("/tmp/mismatch")
@@ -62,7 +62,7 @@ def write_weights(folder: Path, device: str, spread: float = 0.02) -> None:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from orhpc.train.model import HfNames
+    from orhpc.train.fsdp.model import HfNames
 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -323,7 +323,7 @@ Sums = dict[str, np.ndarray]
 
 
 def differences(responses: Sequence[Response], found: Mapping[str, np.ndarray]) -> tuple[Sums, float]:
-    """Sums of :func:`orhpc.train.grpo.mismatch` by response, and the largest difference of all."""
+    """Sums of :func:`orhpc.train.loss.grpo.mismatch` by response, and the largest difference of all."""
     rows: list[dict[str, float]] = []
     largest = 0.0
     for response in responses:

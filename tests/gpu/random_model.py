@@ -4,8 +4,8 @@
 
 One safetensors file a layer, all files at once.  The numbers come from one pool of a prime length, which
 every tensor reads from a place of its own: no two rows of a tensor, and no two experts, begin alike, and
-nothing but copying is left to do.  Tokens are bytes (:func:`orhpc.bundled._byte_tokenizer`) in a vocabulary
-of the model's own size: what lies above them decodes to nothing, so answers are as long as they may be.
+nothing but copying is left to do.  Tokens are bytes (:func:`orhpc.models.bundled._byte_tokenizer`) in a
+vocabulary of the model's own size: what lies above them decodes to nothing, so answers reach their limit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ INDEX = "model.safetensors.index.json"
 
 def write_model(folder: Path, layers: int, size: str = "30b", seed: int = 0) -> Path:
     """Write tokenizer, weights and, when everything else is there, ``config.json``; return the folder."""
-    from orhpc.bundled import _byte_tokenizer
+    from orhpc.models.bundled import _byte_tokenizer
 
     if (folder / "config.json").exists():
         return folder

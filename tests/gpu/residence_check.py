@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from orhpc.train import residence  # noqa: E402
+from orhpc.train.sleep import residence  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 SMOLLM2 = [

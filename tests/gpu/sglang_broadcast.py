@@ -12,7 +12,7 @@ def broadcast_alone(nbytes: int = 512 << 20, count: int = 10) -> list[tuple[str,
     """Our sender's broadcast of a bucket beside a bare NCCL broadcast of the same bytes."""
     import torch.multiprocessing as mp
 
-    from orhpc.ports import free_ports
+    from orhpc.process.ports import free_ports
 
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -39,8 +39,8 @@ def _broadcasting_rank(rank: int, ports: list[int], nbytes: int, count: int, res
     import torch
     import torch.distributed as dist
 
-    from orhpc.train.weight_sender import WeightSender
-    from orhpc.weight_wire import join_weight_group
+    from orhpc.train.weights.sender import WeightSender
+    from orhpc.wire.weights import join_weight_group
 
     torch.cuda.set_device(rank)
     flat = torch.empty(nbytes, dtype=torch.uint8, device="cuda")

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from orhpc.events import read_events, steps_of
+from orhpc.rundir.events import read_events, steps_of
 
 COLUMNS = (
     "step", "attempt", "reward_mean", "response_length_mean", "seconds", "logprob_diff_mean", "entropy",

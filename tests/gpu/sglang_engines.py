@@ -40,9 +40,9 @@ def engine_config(**engine: Any) -> Any:
 
 
 def start_engine(name: str, config: Any, folder: Path, key: str, *, shares: bool = False) -> Any:
-    from orhpc.ports import free_ports
-    from orhpc.rollout.engine import EngineProcess
-    from orhpc.rollout.sglang_command import EnginePart
+    from orhpc.process.ports import free_ports
+    from orhpc.rollout.engines.process import EngineProcess
+    from orhpc.rollout.engines.sglang_command import EnginePart
 
     port, meeting = free_ports(2, "127.0.0.1")
     process = EngineProcess(

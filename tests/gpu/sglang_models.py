@@ -10,7 +10,7 @@ WORK = Path("/tmp/sglang_check")
 
 def smollm2(gguf: Path | None) -> Path:
     """The bundled model; from a GGUF file that is here, where nothing can be downloaded."""
-    from orhpc import bundled
+    from orhpc.models import bundled
 
     folder = bundled.folder_of("bundled:smollm2-135m-instruct")
     if gguf is not None and not (folder / "config.json").exists():

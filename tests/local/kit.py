@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from orhpc.events import read_events
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny.yaml"

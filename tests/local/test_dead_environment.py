@@ -9,8 +9,8 @@ import pytest
 from openreward.environments import Environment, TextBlock, ToolOutput, terminal, tool
 from pydantic import BaseModel
 
-from orhpc.events import read_events, steps_of
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events, steps_of
 from tests.local import kit
 from tests.served import serve
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.events import read_events, steps_of
-from orhpc.record import read_step
-from orhpc.report import page
+from orhpc.commands.report import page
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.record import read_step
 from tests.local import kit
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_run_of_no_steps_evaluates_once_and_is_finished(tmp_path: Path) -> Non
     assert (again.returncode, rundir.newest_attempt()) == (0, 1)
     assert "finished" in again.stdout
     listed = subprocess.run(
-        [sys.executable, "-m", "orhpc.cli", "view", str(rundir.path), "--evaluation", "0"],
+        [sys.executable, "-m", "orhpc.commands.cli", "view", str(rundir.path), "--evaluation", "0"],
         cwd=kit.ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "evaluation after step 0: 6 rollouts" in listed.stdout, listed.stderr

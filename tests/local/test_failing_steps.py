@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from orhpc import commits
-from orhpc.events import read_events
-from orhpc.rundir import RunDir
+from orhpc.rundir import RunDir, commits
+from orhpc.rundir.events import read_events
 from tests.local import kit
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.events import read_events, steps_of
-from orhpc.record import read_step
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.record import read_step
 from tests.local import kit
 from tests.slurm.cluster import leave_out
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from orhpc import commits
-from orhpc.events import read_events, steps_of
-from orhpc.record import RolloutFile, read_step
-from orhpc.rundir import CommitName, RunDir
+from orhpc.rundir import CommitName, RunDir, commits
+from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.record import RolloutFile, read_step
 from tests.local import kit
 
 pytestmark = pytest.mark.slow
@@ -129,7 +128,7 @@ def test_nothing_of_the_run_is_left_running(finished: RunDir) -> None:
 
 def test_status_view_and_export(finished: RunDir, tmp_path: Path) -> None:
     def orhpc(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "orhpc.cli", *arguments]
+        line = [sys.executable, "-m", "orhpc.commands.cli", *arguments]
         return subprocess.run(line, cwd=kit.ROOT, capture_output=True, text=True, check=False)
 
     status = json.loads(orhpc("status", str(finished.path), "--json").stdout)
@@ -240,7 +239,7 @@ def test_killed_engines_come_back_and_no_step_is_lost(tmp_path: Path, how_many: 
     settings = ["train.steps=8", "wandb.enabled=false", "checkpoint.save_interval=1000"]
     with kit.started(tmp_path, *settings) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 3)
-        engines = [p for p in _processes("orhpc.rollout.cpu_engine") if _descends(p, tmp_path)]
+        engines = [p for p in _processes("orhpc.rollout.engines.cpu") if _descends(p, tmp_path)]
         assert len(engines) == 2
         for pid in engines[: 1 if how_many == "one" else 2]:
             os.kill(pid, signal.SIGKILL)

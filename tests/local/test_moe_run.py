@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.events import read_events, steps_of
-from orhpc.record import RolloutFile, read_step
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.record import RolloutFile, read_step
 from tests.local import kit
 
 pytestmark = pytest.mark.slow

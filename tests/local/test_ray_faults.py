@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.events import read_events
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events
 from tests.local import kit
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.events import read_events, steps_of
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events, steps_of
 from tests.local import kit
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role, TrainingBatch
 from orhpc.train.batch import PackedBatch, plan_batches
 from orhpc.train.fetch import load_batch
-from orhpc.train.fsdp import FsdpBackend
-from orhpc.train.groups import join_default_group
+from orhpc.train.fsdp.backend import FsdpBackend
+from orhpc.train.process_groups import join_default_group
 from orhpc.train.stopping import NeverStop
 from orhpc.types import MiniBatch, Sample
 from tests.model_configs import TINY

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from orhpc.train import residence
+from orhpc.train.sleep import residence
 
 
 class Moving(residence.Residence):

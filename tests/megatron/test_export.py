@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from orhpc.config import ModelSettings
 from orhpc.errors import CheckpointError
-from orhpc.ports import free_ports
-from orhpc.train.export import Exported, export_checkpoint
+from orhpc.process.ports import free_ports
+from orhpc.train.checkpoint.export import Exported, export_checkpoint
 from tests.megatron.kit import Case, run_cases, save_model, trained_file
 from tests.model_configs import TINY
 from tests.trainer_kit import quantised_copy, run_ranks

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BODY = """
 import torch
-from orhpc.train import logit_kernels as kernels
-from orhpc.train.head import LogitScaling, _combined, _gradient_, _statistics
+from orhpc.train.loss import logit_kernels as kernels
+from orhpc.train.loss.head import LogitScaling, _combined, _gradient_, _statistics
 
 torch.manual_seed(0)
 for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from orhpc.ports import free_ports
+from orhpc.process.ports import free_ports
 from tests.megatron.kit import (
     Case,
     fsdp_gradients,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from orhpc.errors import ModelError
-from orhpc.ports import free_ports
+from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
-from orhpc.train.head import LogitScaling
+from orhpc.train.loss.head import LogitScaling
 from tests.megatron.kit import Case, case_config, save_model
 from tests.trainer_kit import run_ranks
 

@@ -12,10 +12,10 @@ import torch
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError
-from orhpc.memory import rank_memory
 from orhpc.models import read_shape
+from orhpc.plan.memory import rank_memory
 from orhpc.train.actor import TrainerRank
-from orhpc.train.checkpoint import CheckpointReader
+from orhpc.train.checkpoint.shards import CheckpointReader
 from tests.megatron.kit import Case, case_config, planned, save_model
 from tests.trainer_kit import make_config, make_samples, run_ranks
 
@@ -127,7 +127,7 @@ def test_what_moments_in_bfloat16_cannot_be_had_with(
 
 def test_a_second_moment_in_bfloat16_decays_with_every_beta2_that_is_allowed() -> None:
     """From every bfloat16 value of one binade, rounded to nearest as FusedAdam does."""
-    from orhpc.megatron_config import LARGEST_BETA2
+    from orhpc.config.megatron import LARGEST_BETA2
 
     values = torch.arange(1.0, 2.0, 2**-7).bfloat16()
     assert (0.5 * values).bfloat16().unique().numel() == 128

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orhpc.config import Config
-from orhpc.ports import free_ports
+from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.types import Sample
 from tests.megatron.kit import MODELS, Case, case_config, planned, save_model

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from orhpc.config import Config
-from orhpc.memory import rank_memory
 from orhpc.models import read_shape
+from orhpc.plan.memory import rank_memory
 from orhpc.train.actor import TrainerRank
-from orhpc.train.checkpoint import CheckpointReader
-from orhpc.train.megatron.leftovers import Leftovers
-from orhpc.train.residence import asleep_bytes
+from orhpc.train.checkpoint.shards import CheckpointReader
+from orhpc.train.megatron.scratch_tensors import Leftovers
+from orhpc.train.sleep.residence import asleep_bytes
 from tests.megatron.kit import Case, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orhpc.ports import free_ports
+from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from tests.megatron.kit import Case, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from orhpc.config import Config
 from orhpc.rollout.client import EngineClient
 from orhpc.rollout.client.wire import TokenIds
-from orhpc.rollout.engine import EngineProcess
-from orhpc.routes import RouteArray, RouteShape
+from orhpc.rollout.engines.process import EngineProcess
 from orhpc.types import FinishReason, Generation, Sampling
+from orhpc.wire.routes import RouteArray, RouteShape
 from tests.trainer_kit import free_port
 
 from .reference import Reference, Scored

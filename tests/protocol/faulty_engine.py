@@ -15,14 +15,14 @@ from aiohttp import web
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orhpc.rollout.cpu_engine.batcher import Batcher
-from orhpc.rollout.cpu_engine.control import WeightControl
-from orhpc.rollout.cpu_engine.model import SlotModel, load_model
-from orhpc.rollout.cpu_engine.protocol import EngineRequest
-from orhpc.rollout.cpu_engine.scheduler import Scheduler
-from orhpc.rollout.cpu_engine.server import EngineServer, ServerInfo
-from orhpc.rollout.cpu_engine.weights import WeightStore
-from orhpc.routes import RouteArray
+from orhpc.rollout.engines.cpu.batcher import Batcher
+from orhpc.rollout.engines.cpu.control import WeightControl
+from orhpc.rollout.engines.cpu.model import SlotModel, load_model
+from orhpc.rollout.engines.cpu.protocol import EngineRequest
+from orhpc.rollout.engines.cpu.scheduler import Scheduler
+from orhpc.rollout.engines.cpu.server import EngineServer, ServerInfo
+from orhpc.rollout.engines.cpu.weights import WeightStore
+from orhpc.wire.routes import RouteArray
 from tests.trainer_kit import free_port
 
 Report = Callable[[RouteArray], RouteArray]

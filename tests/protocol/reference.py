@@ -7,7 +7,7 @@ replayed pass a router's input is what the engine's router had, but for rounding
 engine took and this router would not is one whose score is as good as tied with the router's own choice, or
 else the engine routes wrongly, or reports wrong routes.
 
-Written for the tests alone: orhpc.train.replay does the same for a trainer, and is not used here.
+Written for the tests alone; a trainer does the same with orhpc.train.fsdp.routing_replay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from orhpc.routes import RouteArray
+from orhpc.wire.routes import RouteArray
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """What a router returns: its scores ``[T, experts]``, and weights and experts ``[T, topk]``."""

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from orhpc.errors import ConfigError, EngineUnavailable
-from orhpc.rollout.engine import EngineProcess, ServerProcess
+from orhpc.rollout.engines.process import EngineProcess, ServerProcess
 from tests.trainer_kit import free_port
 
 from .conftest import KEY, Server, engine_config
@@ -71,7 +71,7 @@ def test_life_and_death(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -
 @pytest.mark.usefixtures("no_external")
 def test_it_ends_with_its_parent(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     argv = [
-        sys.executable, "-m", "orhpc.rollout.cpu_engine", "--model-path", str(folders["dense"][0]),
+        sys.executable, "-m", "orhpc.rollout.engines.cpu", "--model-path", str(folders["dense"][0]),
         "--port", str(free_port()), "--threads", "1",
     ]  # fmt: skip
     code = (
@@ -164,7 +164,7 @@ def test_bad_arguments_end_with_one_line_and_exit_code_2(
     arguments: list[str],
     said: str,
 ) -> None:
-    from orhpc.rollout.cpu_engine import __main__ as program
+    from orhpc.rollout.engines.cpu import __main__ as program
 
     monkeypatch.setattr(program, "_die_with_parent", lambda: None)
     argv = ["--model-path", str(folders["dense"][0]), "--port", "1", "--context-length", "64", *arguments]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from orhpc.rollout.client import EngineClient
-from orhpc.routes import RouteArray
 from orhpc.types import Generation, Sampling
+from orhpc.wire.routes import RouteArray
 from tests.gpu.sglang_protocol import ROUTER_MARGIN, TOLERANCE
 
 from .conftest import CONTEXT, Server, prompt_of

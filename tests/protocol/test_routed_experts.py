@@ -9,8 +9,8 @@ import pytest
 
 from orhpc.errors import ConfigError
 from orhpc.rollout.client import EngineClient
-from orhpc.routes import RouteLog
 from orhpc.types import Generation, Sampling
+from orhpc.wire.routes import RouteLog
 
 from .conftest import Server, get_going, prompt_of
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from orhpc.errors import PortTaken
-from orhpc.ports import free_ports
+from orhpc.process.ports import free_ports
 from orhpc.rollout.client import EngineClient
-from orhpc.rollout.engine import EngineProcess, ServerProcess
-from orhpc.rollout.sglang_router import RouterProcess
+from orhpc.rollout.engines.process import EngineProcess, ServerProcess
+from orhpc.rollout.engines.sglang_router import RouterProcess
 from tests.protocol.conftest import engine_config
 from tests.protocol.tiny_models import dense_config, make_folder
 
@@ -128,10 +128,10 @@ def test_who_answers_must_be_our_own_child(stranger: Stranger, tmp_path: Path) -
 UVICORN = """
 import sys, uvicorn
 from fastapi import FastAPI
-from orhpc.rollout.keyed_server import require_key_of_uvicorn
-from orhpc.rollout.sglang_server import split_own
-from orhpc.ports import inherited_socket
-from orhpc.secrets import read_engine_key
+from orhpc.process.keyed_server import require_key_of_uvicorn
+from orhpc.rollout.engines.sglang_server import split_own
+from orhpc.process.ports import inherited_socket
+from orhpc.process.secrets import read_engine_key
 own, _ = split_own(sys.argv[1:])
 app = FastAPI()
 for path in ("/health", "/health_generate", "/generate", "/ping"):

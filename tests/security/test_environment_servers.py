@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
-from orhpc.config_files import load_config
-from orhpc.launch.first_node import write_secret
-from orhpc.launch.placement import Node
-from orhpc.launch.served import ServedEnvironments
-from orhpc.ports import free_ports, hold_port, start_listening, stop_listening
-from orhpc.rollout.environment import Environment
-from orhpc.rollout.environments.server import main
-from orhpc.rollout.own_server import OwnServer
+from orhpc.config.files import load_config
+from orhpc.environments.server import main
+from orhpc.launch.node.environment_servers import ServedEnvironments
+from orhpc.launch.node.first_node import write_secret
+from orhpc.plan.placement import Node
+from orhpc.process.ports import free_ports, hold_port, start_listening, stop_listening
+from orhpc.rollout.environment.environment import Environment
+from orhpc.rollout.environment.own_server import OwnServer
 from orhpc.types import Task
 
 from .conftest import Stranger

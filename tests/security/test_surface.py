@@ -10,16 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.events import read_events
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events
 from tests.local import kit
 from tests.security.conftest import Stranger
 
 pytestmark = pytest.mark.slow
 PAGE = Path("docs/security.md")
 KINDS = {
-    "environment server": "orhpc.rollout.environments.server",
-    "engine": "orhpc.rollout.cpu_engine",
+    "environment server": "orhpc.environments.server",
+    "engine": "orhpc.rollout.engines.cpu",
     "launcher": "orhpc.launch",
     "driver": "orhpc.driver",
     "Ray GCS": "gcs_server",

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from orhpc import commits
-from orhpc.events import read_events, steps_of
-from orhpc.launch import ledger
-from orhpc.launch.first_node import SECRETS
-from orhpc.launch.ledger import Outcome
-from orhpc.rundir import RunDir
+from orhpc.launch.node.first_node import SECRETS
+from orhpc.launch.slurm import ledger
+from orhpc.launch.slurm.ledger import Outcome
+from orhpc.rundir import RunDir, commits
+from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import NODES, Cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +128,7 @@ class JobRun:
 
 def orhpc(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     """The command line, as on a login node."""
-    return cluster.run(sys.executable, "-m", "orhpc.cli", *words, cwd=ROOT)
+    return cluster.run(sys.executable, "-m", "orhpc.commands.cli", *words, cwd=ROOT)
 
 
 def launch(cluster: Cluster, root: Path, nodes: int, *overrides: str) -> JobRun:

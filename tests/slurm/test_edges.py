@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.launch.ledger import Reason
+from orhpc.launch.slurm.ledger import Reason
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import JobRun, assert_nothing_left, orhpc, preempt, sbatch
 

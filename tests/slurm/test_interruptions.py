@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from orhpc import commits
-from orhpc.events import read_events, steps_of
-from orhpc.launch.ledger import Reason
-from orhpc.rundir import CommitName
+from orhpc.launch.slurm.ledger import Reason
+from orhpc.rundir import CommitName, commits
+from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import (
     JobRun,

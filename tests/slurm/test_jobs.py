@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.bundled import ensure
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT
-from orhpc.launch.ledger import Reason
+from orhpc.launch.slurm.ledger import Reason
+from orhpc.models.bundled import ensure
 from orhpc.rundir import RunDir
 from tests.hub import Hub
 from tests.slurm.cluster import NET, Cluster, wait_until

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.events import read_events, steps_of
-from orhpc.launch.ledger import Reason
+from orhpc.launch.slurm.ledger import Reason
+from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import Cluster, can_limit_memory, leave_out
 from tests.slurm.kit import (
     JobRun,

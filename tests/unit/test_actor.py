@@ -18,7 +18,7 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Role
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
-from orhpc.train.pinned import PinnedRoom
+from orhpc.train.sleep.pinned import PinnedRoom
 from tests.trainer_kit import (
     MAX_TOKENS,
     logprobs_of,
@@ -222,7 +222,7 @@ def test_a_save_holds_the_state_at_its_beginning(
     make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
 ) -> None:
     """The writer is held back until training has moved on."""
-    from orhpc.train import checkpoint
+    from orhpc.train.checkpoint import shards as checkpoint
 
     gate = threading.Event()
     real = checkpoint.write_safetensors

@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from orhpc.errors import InfraError, RayLost, WeightSyncFailed
-from orhpc.ports import is_free
-from orhpc.routes import RouteShare
+from orhpc.process.ports import is_free
 from orhpc.train.actor import TrainerRank
 from orhpc.train.fetch import fetch_arrays, load_batch, prefetched
-from orhpc.train.weights import BucketSpec
+from orhpc.train.weights.buckets import BucketSpec
 from orhpc.types import Location, MicroBatch, Sample
+from orhpc.wire.routes import RouteShare
 from tests.trainer_kit import add_root_to_path, free_port, make_config, plan
 from tests.weight_receiver import receive
 
@@ -97,7 +97,7 @@ def test_a_bucket_is_announced_before_its_broadcast_connects(
 
     with engines(1, port, specs) as (pipe,):
         rank.join_weight_group("127.0.0.1", port, 2, "weights", 60)
-        monkeypatch.setattr("orhpc.train.weight_sender.dist.broadcast", connecting)
+        monkeypatch.setattr("orhpc.train.weights.sender.dist.broadcast", connecting)
         for index in range(len(specs)):
             rank.stage_bucket(index, handle=False, broadcast=True)
             told.set()
@@ -162,7 +162,7 @@ def test_arrays_come_from_the_record_when_they_are_not_in_memory(monkeypatch: py
         asked.append((file, row))
         return {"tokens_T": np.zeros(2)}
 
-    monkeypatch.setattr("orhpc.record.read_arrays", read_arrays)
+    monkeypatch.setattr("orhpc.rundir.record.read_arrays", read_arrays)
     assert fetch_arrays(Location(file="step.h5", row=4))["tokens_T"].shape == (2,)
     assert asked == [("step.h5", 4)]
 

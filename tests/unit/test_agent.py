@@ -27,9 +27,9 @@ from orhpc.errors import (
     UserCodeError,
 )
 from orhpc.rollout.agent import load_agent, run_rollout, turn_seed
+from orhpc.rollout.environment.rewards import reduce_rewards, with_group_score
+from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.functions import load_function
-from orhpc.rollout.rewards import reduce_rewards, with_group_score
-from orhpc.rollout.tools import ToolResult
 from orhpc.types import FinishReason, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, Policy, Room, chat, context, request, tokenizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orhpc.config import Config
-from orhpc.launch import slurm
+from orhpc.launch.slurm import submission
 
 ROOT = Path(__file__).parents[2]
 RUNNING = "JobId=7 JobState=RUNNING Requeue=1 Restarts={restarts} ExcNodeList=(null) StdOut=x"
@@ -180,6 +180,6 @@ def test_a_submitted_script_names_its_interpreter(monkeypatch: pytest.MonkeyPatc
     """SBATCH_EXPORT=NONE keeps the variable that names it from the job."""
     config = Config.model_validate({"environments": {"a/b": {"serve": "letters"}}})
     monkeypatch.delenv("ORHPC_PYTHON", raising=False)
-    assert f"\npython={sys.executable}\n" in slurm.render(config, python=slurm.own_python())
+    assert f"\npython={sys.executable}\n" in submission.render(config, python=submission.own_python())
     monkeypatch.setenv("ORHPC_PYTHON", "/opt/python")
-    assert "\npython=/opt/python\n" in slurm.render(config, python=slurm.own_python())
+    assert "\npython=/opt/python\n" in submission.render(config, python=submission.own_python())

@@ -18,7 +18,7 @@ from orhpc.config import ModelSettings
 from orhpc.errors import MalformedToolCall, ModelError
 from orhpc.rollout.chat import ChatFormat, ToolCall, chat_format
 from orhpc.rollout.chat.messages import MOST_CALLS
-from orhpc.rollout.tools import ToolSpec
+from orhpc.rollout.environment.tools import ToolSpec
 from orhpc.types import FinishReason
 from tests.scripted import CHATML, DEEPSEEK, GLM, GLM4, LLAMA, QWEN, chat, tokenizer
 

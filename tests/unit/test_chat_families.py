@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from orhpc import chat_families
-from orhpc.cli import main
+from orhpc.commands.cli import main
 from orhpc.config import Config
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import EXIT_PREFLIGHT, ModelError
 from orhpc.launch.local import run_local
+from orhpc.models import chat_families
 from orhpc.rollout.agent import load_agent
 from orhpc.rollout.chat import FAMILIES, chat_format
 from orhpc.types import GroupRequest, Sampling, Task

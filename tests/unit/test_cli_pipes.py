@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.events import EventLog
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import EventLog
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "orhpc.cli", *words]
+    return [sys.executable, "-m", "orhpc.commands.cli", *words]
 
 
 @pytest.mark.parametrize("words", [["logs", "--lines", "5000"], ["status"]])

@@ -22,8 +22,8 @@ from orhpc.errors import (
     WeightSyncFailed,
 )
 from orhpc.rollout.client import EngineClient, EnginePool
-from orhpc.routes import RouteShape, encode_routes
 from orhpc.types import FinishReason, Generation, Sampling
+from orhpc.wire.routes import RouteShape, encode_routes
 
 SAMPLING = Sampling(max_new_tokens=3, seed=(1 << 31) + 5, stop_token_ids=(7,))
 SHAPE = RouteShape(2, 2, 8)

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orhpc import cli
-from orhpc.commits import Manifest, begin, finalise
-from orhpc.config_files import PACKAGED, dump_config, load_config
+from orhpc.commands import cli
+from orhpc.config.files import PACKAGED, dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError
-from orhpc.events import EventLog
 from orhpc.launch.__main__ import main as launch
-from orhpc.record import record_path, write_rollouts
-from orhpc.rollout.draft import Draft, RolloutRequest
+from orhpc.rollout.transcript import Draft, RolloutRequest
 from orhpc.rundir import CommitName, RunDir
+from orhpc.rundir.commits import Manifest, begin, finalise
+from orhpc.rundir.events import EventLog
+from orhpc.rundir.record import record_path, write_rollouts
 from orhpc.types import RolloutEnd, Task
 
 TINY = str(PACKAGED / "tiny.yaml")

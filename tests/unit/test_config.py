@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.config import Config, EnvironmentSettings
-from orhpc.config_files import changes_on_resume, dump_config, load_config, validate
-from orhpc.config_reference import reference
+from orhpc.config.files import changes_on_resume, dump_config, load_config, validate
+from orhpc.config.reference import reference
+from orhpc.driver.evaluation import due
 from orhpc.errors import ConfigError
-from orhpc.evaluation import due
 from tests.cpu_time import run_timed
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_defaults_are_those_users_come_with() -> None:
 def test_base_file_is_the_schema_s_reference() -> None:
     """Every setting, with its default and its description, those of an environment included."""
     text = (ROOT / "configs/base.yaml").read_text()
-    assert text == reference(), "python -m orhpc.config_reference > configs/base.yaml"
+    assert text == reference(), "python -m orhpc.config.reference > configs/base.yaml"
     assert yaml.safe_load(text) == Config.model_construct(environments={}).model_dump(mode="json")
     example = [line[1:] for line in text.splitlines() if line.startswith("#  ")]
     shown = yaml.safe_load("\n".join(example))["Organisation/Name"]

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, PreTrainedModel
 
 from orhpc.errors import ModelError
-from orhpc.rollout.cpu_engine.batcher import Batcher
-from orhpc.rollout.cpu_engine.kv_cache import make_plan
-from orhpc.rollout.cpu_engine.model import SlotModel, _refuse_unsupported
-from orhpc.rollout.cpu_engine.protocol import EngineRequest
-from orhpc.rollout.cpu_engine.sampling import BLOCK, TOP_K_ALL, SamplingParams, race_noise, sample
+from orhpc.rollout.engines.cpu.batcher import Batcher
+from orhpc.rollout.engines.cpu.kv_cache import make_plan
+from orhpc.rollout.engines.cpu.model import SlotModel, _refuse_unsupported
+from orhpc.rollout.engines.cpu.protocol import EngineRequest
+from orhpc.rollout.engines.cpu.sampling import BLOCK, TOP_K_ALL, SamplingParams, race_noise, sample
 
 COMMON = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,

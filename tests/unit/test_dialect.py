@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from orhpc.engine_config import EngineSettings
+from orhpc.config.engine import EngineSettings
 from orhpc.rollout.client import EngineClient
 
 UPDATES = ("/update_weights_from_tensor", "/update_weights_from_distributed")

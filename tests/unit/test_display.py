@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orhpc.events import EventLog
 from orhpc.launch.display import Display
+from orhpc.rundir.events import EventLog
 
 
 def test_a_failure_is_the_reason_of_an_end_only_until_a_step_has_followed(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from orhpc.cli import main
-from orhpc.config_files import load_config
+from orhpc.commands import doctor
+from orhpc.commands.cli import main
+from orhpc.commands.doctor import examine
+from orhpc.commands.files import packaged
+from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
-from orhpc.launch import doctor
-from orhpc.launch.doctor import examine
-from orhpc.launch.files import packaged
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,7 +143,7 @@ def test_recipes_are_of_this_release_and_of_sets_that_exist() -> None:
 
 def test_doctor_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from orhpc.cli import main; main(['doctor']); "
+        "import sys; from orhpc.commands.cli import main; main(['doctor']); "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=dict(os.environ))

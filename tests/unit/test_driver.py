@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from orhpc.config_files import load_config
-from orhpc.driver import train
+from orhpc.config.files import load_config
+from orhpc.driver.__main__ import train
+from orhpc.driver.parts import all_of
+from orhpc.driver.saver import State
 from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
-from orhpc.events import EventLog, read_events
-from orhpc.parts import all_of
 from orhpc.rollout.producer import Position, Taken
-from orhpc.saving import State
-from orhpc.storage import Stored, when_taken
+from orhpc.rundir.events import EventLog, read_events
+from orhpc.rundir.storage import Stored, when_taken
 
 
 class Parts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import (
     EXIT_CRASH_LOOP,
     EXIT_FAILED,
@@ -20,15 +20,17 @@ from orhpc.errors import (
     StopRequested,
     policy_of,
 )
-from orhpc.events import EventLog, Tail
-from orhpc.launch import ledger, memory_limit, node
-from orhpc.launch.batch_output import BatchOutput
-from orhpc.launch.ending import Ended
-from orhpc.launch.job import Job
-from orhpc.launch.ledger import Outcome, Reason
-from orhpc.launch.memory_limit import MemoryWatch
-from orhpc.launch.placement import Node
+from orhpc.launch.checks import memory_limit
+from orhpc.launch.checks.memory_limit import MemoryWatch
+from orhpc.launch.node import __main__ as node
+from orhpc.launch.slurm import ledger
+from orhpc.launch.slurm.batch_output import BatchOutput
+from orhpc.launch.slurm.job import Job
+from orhpc.launch.slurm.ledger import Outcome, Reason
+from orhpc.launch.slurm.verdict import Ended
+from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import EventLog, Tail
 
 PREEMPTED = "slurmstepd-n3: error: *** JOB 3 ON n3 CANCELLED AT 2026-11-23T07:27:26 DUE TO PREEMPTION ***\n"
 REQUEUED = PREEMPTED.replace("PREEMPTION", "JOB REQUEUE")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from orhpc import engine_check
 from orhpc.config import Config
+from orhpc.driver import engine_check
+from orhpc.driver.parts import Parts
 from orhpc.errors import EngineUnavailable, ModelError
-from orhpc.parts import Parts
 from orhpc.rollout.client import EnginePool
-from orhpc.rollout.engine import EngineProcess
+from orhpc.rollout.engines.process import EngineProcess
 from orhpc.rundir import RunDir
 from orhpc.train.actor import TrainerRank
 from tests.trainer_kit import VOCABULARY, free_port, make_config, save_tiny_model

@@ -14,9 +14,9 @@ import pytest
 import ray
 
 from orhpc.config import Config
+from orhpc.driver.fleet.engines import Engine, Engines
 from orhpc.errors import EngineUnavailable, RayLost
-from orhpc.fleet.engines import Engine, Engines
-from orhpc.launch.placement import Node, plan
+from orhpc.plan.placement import Node, plan
 
 
 class Server(ThreadingHTTPServer):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from orhpc.config import Config
-from orhpc.fleet.engines import _engine
-from orhpc.launch.placement import Node, plan
-from orhpc.rollout.engine import server_environment
-from orhpc.rollout.sglang_command import EnginePart
+from orhpc.driver.fleet.engines import _engine
+from orhpc.plan.placement import Node, plan
+from orhpc.rollout.engines.process import server_environment
+from orhpc.rollout.engines.sglang_command import EnginePart
 
 HOSTS = tuple(Node(f"n{i}", f"10.0.0.{i + 1}", 16) for i in range(4))
 

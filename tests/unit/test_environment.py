@@ -31,12 +31,12 @@ from orhpc.errors import (
     ToolTimeout,
     UserCodeError,
 )
-from orhpc.rollout import call_history, leaving, receiving
-from orhpc.rollout import environment as environment_module
-from orhpc.rollout import openreward_session as wire
-from orhpc.rollout.addresses import choose_variant, is_private
-from orhpc.rollout.answers import conversation, tool_result, wire_messages
-from orhpc.rollout.environment import Environment
+from orhpc.rollout.environment import call_history, leaving, receiving
+from orhpc.rollout.environment import environment as environment_module
+from orhpc.rollout.environment import openreward_session as wire
+from orhpc.rollout.environment.addresses import choose_variant, is_private
+from orhpc.rollout.environment.answers import conversation, tool_result, wire_messages
+from orhpc.rollout.environment.environment import Environment
 from orhpc.types import Task
 from tests.served import Served, serve
 

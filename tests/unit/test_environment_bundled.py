@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 from openreward.environments import Environment
 
+from orhpc.config.environment import BUNDLED
+from orhpc.environments import gym
+from orhpc.environments.arithmetic import Answer as Sum
+from orhpc.environments.arithmetic import Arithmetic
+from orhpc.environments.letters import Answer as Written
+from orhpc.environments.letters import Letters
+from orhpc.environments.server import environment_class
+from orhpc.environments.server import main as serve_main
+from orhpc.environments.treasure import Door, Treasure
 from orhpc.errors import ConfigError
-from orhpc.ports import free_ports
-from orhpc.rollout.environments import BUNDLED, gym
-from orhpc.rollout.environments.arithmetic import Answer as Sum
-from orhpc.rollout.environments.arithmetic import Arithmetic
-from orhpc.rollout.environments.letters import Answer as Written
-from orhpc.rollout.environments.letters import Letters
-from orhpc.rollout.environments.server import environment_class
-from orhpc.rollout.environments.server import main as serve_main
-from orhpc.rollout.environments.treasure import Door, Treasure
+from orhpc.process.ports import free_ports
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -196,7 +197,7 @@ def _answers(url: str) -> Any:
 
 def test_the_server_answers_and_dies_with_its_parent() -> None:
     (port,) = free_ports(1, "127.0.0.1")
-    command = [sys.executable, "-m", "orhpc.rollout.environments.server", "--environment", "arithmetic"]
+    command = [sys.executable, "-m", "orhpc.environments.server", "--environment", "arithmetic"]
     command += ["--port", str(port), "--options-json", '{"n_tasks": 3}']
     # A parent of its own, which the test can kill without a chance to clean up.  It starts the server
     # in a thread that ends at once, and that is no reason to die.

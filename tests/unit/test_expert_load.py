@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from orhpc.train.expert_load import ExpertLoads, load_metrics
+from orhpc.train.expert_choices import ExpertLoads, load_metrics
 
 ROUTES = arrays.arrays(
     np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 3), st.just(2)), elements=st.integers(0, 7)

@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from orhpc.config import ModelSettings
 from orhpc.errors import ModelError
-from orhpc.train.export import export_checkpoint
-from orhpc.train.fsdp import FsdpBackend
+from orhpc.train.checkpoint.export import export_checkpoint
+from orhpc.train.fsdp.backend import FsdpBackend
 from tests.trainer_kit import make_config, ranks_of
 
 SIZES: dict[str, Any] = {

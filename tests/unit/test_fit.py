@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc.cli import main
+from orhpc.commands.cli import main
 from orhpc.config import Config
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError
-from orhpc.launch import fit, run_plan
-from orhpc.launch.run_plan import RunPlan, make_plan
+from orhpc.launch.checks import fit
 from orhpc.models import shape_of
+from orhpc.plan import run_plan
+from orhpc.plan.run_plan import RunPlan, make_plan
 from tests.model_configs import REAL
 from tests.model_folder import write_model_folder
 

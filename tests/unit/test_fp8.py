@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from orhpc.errors import ModelError
-from orhpc.train import fp8
-from orhpc.train.fp8 import dequantise_blocks, quantise_blocks, quantiser
+from orhpc.train.weights import fp8
+from orhpc.train.weights.fp8 import dequantise_blocks, quantise_blocks, quantiser
 
 BLOCK = fp8.BLOCK
 

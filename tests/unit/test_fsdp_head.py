@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orhpc.train.head import LogitScaling, token_logprobs
+from orhpc.train.loss.head import LogitScaling, token_logprobs
 
 
 def plain(
@@ -78,7 +78,7 @@ def test_values_and_gradients_equal_log_softmax(
 def test_small_blocks_on_a_cpu_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = torch.randn(9, 4), torch.randn(17, 4), torch.randint(0, 17, (9,))
     whole = token_logprobs(hidden, weight, None, targets, scaling=LogitScaling(), chunk=9)
-    monkeypatch.setattr("orhpc.train.head.CACHE_ELEMENTS", 34)
+    monkeypatch.setattr("orhpc.train.loss.head.CACHE_ELEMENTS", 34)
     blocks = token_logprobs(hidden, weight, None, targets, scaling=LogitScaling(), chunk=9)
     torch.testing.assert_close(whole, blocks, rtol=1e-6, atol=1e-6)
 

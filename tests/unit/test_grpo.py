@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from orhpc.algorithm_config import AlgorithmSettings, CorrectionSettings
-from orhpc.train import grpo
+from orhpc.config.algorithm import AlgorithmSettings, CorrectionSettings
 from orhpc.train.backend import Update
-from orhpc.train.groups import join_default_group
-from orhpc.train.grpo import LossInputs, group_advantages, grouped_advantages, packed_loss
+from orhpc.train.loss import grpo
+from orhpc.train.loss.grpo import LossInputs, group_advantages, grouped_advantages, packed_loss
+from orhpc.train.process_groups import join_default_group
 from orhpc.train.step_report import StepReport
 from tests.trainer_kit import free_port
 

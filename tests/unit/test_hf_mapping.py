@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.errors import ModelError
-from orhpc.memory import Layout, check_layout, stages
 from orhpc.models import ModelShape, shape_of
-from orhpc.train.hf_mapping import HfMapping, ModelPart, Piece
-from orhpc.train.hf_stream import HfFolder
-from orhpc.train.megatron_names import Naming
-from orhpc.train.weights import plan_buckets
+from orhpc.plan.memory import Layout, check_layout, stages
+from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Piece
+from orhpc.train.megatron.hf_stream import HfFolder
+from orhpc.train.megatron.names import Naming
+from orhpc.train.weights.buckets import plan_buckets
 from tests.model_configs import REAL, TINY
 
 LOCAL = Naming(fused_norms=False, grouped_experts=False)

@@ -11,8 +11,8 @@ import pytest
 from orhpc.errors import InfraError
 from orhpc.rollout.client.dialect import END_UPDATE
 from orhpc.rollout.client.http import EngineClient
-from orhpc.routes import RouteShape
 from orhpc.types import Sampling
+from orhpc.wire.routes import RouteShape
 from tests.hostile import Hostile, Raw, answer, as_json, hostile_server
 
 META: dict[str, Any] = {

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from orhpc import secrets
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import BadAnswer, BadTask, ConfigError, InfraError, OrhpcError
-from orhpc.record import write_rollouts
-from orhpc.rollout import openreward_session as wire
+from orhpc.process import secrets
 from orhpc.rollout.agent import run_rollout
-from orhpc.rollout.draft import RolloutRequest
-from orhpc.rollout.environment import Environment
+from orhpc.rollout.environment import openreward_session as wire
+from orhpc.rollout.environment.environment import Environment
+from orhpc.rollout.transcript import RolloutRequest
+from orhpc.rundir.record import write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
 from tests.hostile import PROMPT, RESULT, TOOLS, Hostile, Raw, answer, as_json, events, hostile_server, result
 from tests.scripted import QWEN, Policy, chat, context

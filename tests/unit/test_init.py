@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.cli import main
-from orhpc.config_files import load_config
+from orhpc.commands.cli import main
+from orhpc.commands.init import project
+from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK
-from orhpc.launch import references
-from orhpc.launch.init import project
+from orhpc.launch.checks import references
 
 EXAMPLES = ("one_turn", "tools", "end_state")
 
@@ -54,6 +54,8 @@ def test_the_readme_s_commands_exist() -> None:
     lines = [x.split("#")[0].split() for x in project("tools")["README.md"].splitlines()]
     commands = {words[1] for words in lines if words[:1] == ["orhpc"]}
     assert {"try-env", "check", "launch", "status", "view", "export"} <= commands
-    listed = subprocess.run([sys.executable, "-m", "orhpc.cli", "--help"], capture_output=True, text=True)
+    listed = subprocess.run(
+        [sys.executable, "-m", "orhpc.commands.cli", "--help"], capture_output=True, text=True
+    )
     for command in commands:
         assert re.search(rf"^ +{command}\b", listed.stdout, re.MULTILINE), command

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.cli import main
-from orhpc.config_files import dump_config, load_config
+from orhpc.commands.cli import main
+from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
-from orhpc.events import EventLog
-from orhpc.launch import holder, ledger, scheduler
-from orhpc.launch.ledger import Outcome, Reason
+from orhpc.launch.slurm import holder, ledger, scheduler
+from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir.events import EventLog
 
 CONFIG = str(Path(__file__).parents[2] / "configs/tiny.yaml")
 

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_REQUEUE, InfraError, NodeLost, PreflightError, RunDirBusy
-from orhpc.events import EventLog
-from orhpc.launch import holder, ledger, rendezvous
-from orhpc.launch.ending import Ended
-from orhpc.launch.job import Job, interface_addresses, interface_of, private_address
-from orhpc.launch.ledger import BUDGETS, Outcome, Reason
-from orhpc.launch.placement import Node, Placement, WorkerPlace
-from orhpc.launch.preempt import LimitWatch, why_stopped
-from orhpc.launch.rendezvous import Joined
-from orhpc.launch.scheduler import JobInfo
+from orhpc.launch.node import rendezvous
+from orhpc.launch.node.rendezvous import Joined
+from orhpc.launch.slurm import holder, ledger
+from orhpc.launch.slurm.job import Job, interface_addresses, interface_of, private_address
+from orhpc.launch.slurm.ledger import BUDGETS, Outcome, Reason
+from orhpc.launch.slurm.preempt import LimitWatch, why_stopped
+from orhpc.launch.slurm.scheduler import JobInfo
+from orhpc.launch.slurm.verdict import Ended
+from orhpc.plan.placement import Node, Placement, WorkerPlace
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import EventLog
 
 
 @pytest.fixture

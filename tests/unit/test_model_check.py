@@ -14,15 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.config import Config
 from orhpc.errors import ModelError
-from orhpc.model_check import BEYOND, SHORT, Difference, fixed_positions, samples_for
-from orhpc.rollout.cpu_engine import __main__ as cpu_engine
-from orhpc.rollout.cpu_engine.model import SlotModel, load_model
-from orhpc.train import model_check, packed_attention
+from orhpc.models.forward_check import BEYOND, SHORT, Difference, fixed_positions, samples_for
+from orhpc.rollout.engines.cpu import __main__ as cpu_engine
+from orhpc.rollout.engines.cpu.model import SlotModel, load_model
+from orhpc.train import model_check
 from orhpc.train.actor import TrainerRank
+from orhpc.train.attention import packed as packed_attention
+from orhpc.train.attention.packed import Packing
 from orhpc.train.backend import Role
 from orhpc.train.batch import pack
-from orhpc.train.head import LogitScaling
-from orhpc.train.packed_attention import Packing
+from orhpc.train.loss.head import LogitScaling
 from orhpc.types import Location, Sample
 from tests.earlier_blocks import with_earlier_blocks
 from tests.trainer_kit import free_port, logprobs_of, make_config, run_ranks, save_tiny_model
@@ -173,7 +174,9 @@ def test_families_that_are_computed_rightly_are_accepted(family: str, dtype: str
 
 
 def _no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orhpc.train.model.logit_scaling_of", lambda config, t: LogitScaling(temperature=t))
+    monkeypatch.setattr(
+        "orhpc.train.fsdp.model.logit_scaling_of", lambda config, t: LogitScaling(temperature=t)
+    )
 
 
 def _no_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orhpc.cli import main
+from orhpc.commands.cli import main
 from orhpc.config import Config
 from orhpc.errors import (
     EXIT_CONFIG,
@@ -27,10 +27,10 @@ from orhpc.errors import (
     StopRequested,
 )
 from orhpc.launch import model
-from orhpc.launch.job import Job
-from orhpc.launch.rendezvous import announce, await_announcement, preparing
-from orhpc.model_folders import find_model, problem_of
-from orhpc.model_hub import chosen_files
+from orhpc.launch.node.rendezvous import announce, await_announcement, preparing
+from orhpc.launch.slurm.job import Job
+from orhpc.models.folders import find_model, problem_of
+from orhpc.models.hub import chosen_files
 from orhpc.rundir import RunDir
 from tests.hub import Hub, commit_of
 from tests.model_configs import REAL, TINY
@@ -212,7 +212,7 @@ def test_a_cache_without_room_is_named_before_anything_is_fetched(hub: Hub) -> N
     code = (
         "import shutil, sys; real = shutil.disk_usage('/'); "
         "shutil.disk_usage = lambda _: real._replace(free=1000); "
-        "from orhpc.model_hub import main; sys.exit(main(sys.argv[1:]))"
+        "from orhpc.models.hub import main; sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run([sys.executable, "-c", code, NAME], capture_output=True, text=True, check=False)
     assert done.returncode == EXIT_PREFLIGHT, done.stderr
@@ -237,7 +237,7 @@ def test_fetch_prints_the_folder_and_takes_a_name_or_a_config(
 def test_other_nodes_wait_as_long_as_the_first_one_fetches(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orhpc.launch.rendezvous._BEAT_S", 0.1)
+    monkeypatch.setattr("orhpc.launch.node.rendezvous._BEAT_S", 0.1)
     job = Job("7", 0, 1, 2, "n1", "7", rundir.path)
     done = threading.Event()
 

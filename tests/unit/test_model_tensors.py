@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from orhpc.memory import layer_activations
 from orhpc.models import HfTensor, shape_of
+from orhpc.plan.memory import layer_activations
 from tests.model_configs import REAL, TINY
 
 LENGTH = 256

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.errors import ModelError
-from orhpc.model_families import FAMILIES, Layer
 from orhpc.models import read_shape, shape_of
+from orhpc.models.families import FAMILIES, Layer
 from tests.model_configs import REAL
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from orhpc.train import nearby
-from orhpc.train.nearby import processors_near, stay_near
+from orhpc.train import cpu_affinity
+from orhpc.train.cpu_affinity import processors_near, stay_near
 
 GPU = "0000:1b:00.0"
 
@@ -47,7 +47,7 @@ def test_all_threads_go_there_and_none_leaves_what_the_job_has(monkeypatch: pyte
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     near: dict[str, set[int]] = {GPU: {max(before) + 1}}
-    monkeypatch.setattr(nearby, "processors_near", near.__getitem__)
+    monkeypatch.setattr(cpu_affinity, "processors_near", near.__getitem__)
     ended = threading.Event()
     other = threading.Thread(target=ended.wait)
     other.start()

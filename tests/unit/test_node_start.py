@@ -15,20 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from orhpc import parts
 from orhpc.config import Config
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
+from orhpc.driver import parts
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, RayLost, StorageRefused
-from orhpc.launch import first_node, node, other_node, rendezvous
-from orhpc.launch.job import Job
-from orhpc.launch.placement import Node, Placement
-from orhpc.launch.preempt import Signals
-from orhpc.launch.ray_cluster import RayNode, make_token
-from orhpc.launch.ray_start import accepts
-from orhpc.launch.served import ServedEnvironments
-from orhpc.ports import free_ports, is_free
+from orhpc.launch.node import __main__ as node
+from orhpc.launch.node import first_node, other_node, rendezvous
+from orhpc.launch.node.environment_servers import ServedEnvironments
+from orhpc.launch.node.ray_cluster import RayNode, make_token
+from orhpc.launch.node.ray_start import accepts
+from orhpc.launch.slurm.job import Job
+from orhpc.launch.slurm.preempt import Signals
+from orhpc.plan.placement import Node, Placement
+from orhpc.process.ports import free_ports, is_free
 from orhpc.rundir import RunDir, write_atomic
-from orhpc.storage import when_taken
+from orhpc.rundir.storage import when_taken
 
 HOST = "127.0.0.1"
 NODE = Node("n0", HOST, cpus=8)
@@ -117,7 +118,7 @@ def test_ray_start_waits_for_its_orders_and_then_for_the_head(tmp_path: Path) ->
     (port,) = free_ports(1, HOST)
     order = {"words": ["start", "--help"], "variables": {"COLUMNS": "70"}, "head": f"{HOST}:{port}"}
     said = tmp_path / "said"
-    command = [sys.executable, "-m", "orhpc.launch.ray_start"]
+    command = [sys.executable, "-m", "orhpc.launch.node.ray_start"]
     with said.open("wb") as log, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log) as process:
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -132,7 +133,7 @@ def test_ray_start_waits_for_its_orders_and_then_for_the_head(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_ray_start_without_orders_ends() -> None:
-    command = [sys.executable, "-m", "orhpc.launch.ray_start"]
+    command = [sys.executable, "-m", "orhpc.launch.node.ray_start"]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (0, b"")
 

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import pytest
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
-from orhpc.rollout.environment import Environment
+from orhpc.rollout.environment.environment import Environment
 from orhpc.types import Task
 from tests.trainer_kit import free_port
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orhpc.errors import PreflightError
-from orhpc.launch.caches import kept_caches
-from orhpc.own_folders import require_own
+from orhpc.launch.node.compiled_caches import kept_caches
+from orhpc.process.own_folders import require_own
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
 

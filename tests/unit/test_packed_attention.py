@@ -14,9 +14,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Llama4TextConfig
 
 from orhpc.errors import ModelError
-from orhpc.train import llama4, packed_attention, softcap
-from orhpc.train.packed_attention import Packing
-from orhpc.train.packed_attention import packed_attention as attend
+from orhpc.train.attention import llama4, softcap
+from orhpc.train.attention import packed as packed_attention
+from orhpc.train.attention.packed import Packing
+from orhpc.train.attention.packed import packed_attention as attend
 from tests.trainer_kit import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")

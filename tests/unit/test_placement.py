@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError
-from orhpc.launch.placement import Node, Placement, plan
-from orhpc.ports import LOWEST, free_ports, hold_port, is_free
+from orhpc.plan.placement import Node, Placement, plan
+from orhpc.process.ports import LOWEST, free_ports, hold_port, is_free
 
 
 def config_of(placement: dict[str, object], tp: int) -> Config:

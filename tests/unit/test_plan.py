@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc.cli import main
+from orhpc.commands.cli import main
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError
-from orhpc.memory import Demand, Layout, check_layout, layer_activations, stages, trainer_memory
-from orhpc.model_folders import find_model
 from orhpc.models import shape_of
+from orhpc.models.folders import find_model
+from orhpc.plan.memory import Demand, Layout, check_layout, layer_activations, stages, trainer_memory
 from tests.model_configs import REAL, TINY
 
 QWEN = shape_of(REAL["Qwen3-30B-A3B"][0])
@@ -213,7 +213,7 @@ def test_models_are_found_where_they_lie(
 ) -> None:
     assert find_model(str(model)) == model
     monkeypatch.setenv("ORHPC_CACHE", str(tmp_path / "made"))
-    with pytest.raises(ModelError, match=r"python -m orhpc\.bundled tiny"):
+    with pytest.raises(ModelError, match=r"python -m orhpc\.models\.bundled tiny"):
         find_model("bundled:tiny")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(ModelError, match=r"orhpc fetch Some/Model$"):
@@ -235,7 +235,7 @@ def test_models_are_found_where_they_lie(
 
 def test_planning_loads_neither_torch_nor_ray(config: str) -> None:
     code = (
-        "import sys; from orhpc.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from orhpc.commands.cli import main; code = main(sys.argv[1:]); "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
     )
     subprocess.run(

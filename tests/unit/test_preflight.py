@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, PreflightError
-from orhpc.launch import commit_space, host_memory, internet, preflight
 from orhpc.launch.__main__ import submit
-from orhpc.launch.job import Job
-from orhpc.launch.memory_limit import memory_bytes
+from orhpc.launch.checks import commit_space, host_memory, internet, preflight
+from orhpc.launch.checks.memory_limit import memory_bytes
+from orhpc.launch.slurm.job import Job
 from orhpc.rundir import RunDir
 from tests.model_configs import REAL
 from tests.model_folder import write_model_folder

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from orhpc.config import Config
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import ConfigError, PreflightError
-from orhpc.events import EventLog
 from orhpc.launch.prepare import check_versions, write_config
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import EventLog
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.launch import processes
-from orhpc.launch.ray_cluster import RayNode, make_token
-from orhpc.launch.ray_start import accepts
+from orhpc.launch.node import processes
+from orhpc.launch.node.ray_cluster import RayNode, make_token
+from orhpc.launch.node.ray_start import accepts
 
 HOST = "127.0.0.1"
 
 DRIVER = """
 import json, os, signal, sys, time
 import ray
-from orhpc.launch.placement import Node, Placement
-from orhpc.parts import ray_connect
+from orhpc.plan.placement import Node, Placement
+from orhpc.driver.parts import ray_connect
 from pathlib import Path
 
 ray_connect(Placement((Node("n0", "127.0.0.1", 1),), (), (), (), ray_address=sys.argv[1]), Path(sys.argv[2]))

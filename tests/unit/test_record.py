@@ -13,15 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc import record
+from orhpc.driver.parts import finished_groups
 from orhpc.errors import GroupDamaged, RecordError
-from orhpc.parts import finished_groups
-from orhpc.record import RolloutFile, read_arrays, read_step, record_path, write_rollouts
 from orhpc.rollout.producer import Position
-from orhpc.routes import RouteShare
-from orhpc.rundir import RunDir
+from orhpc.rundir import RunDir, record
+from orhpc.rundir.record import RolloutFile, read_arrays, read_step, record_path, write_rollouts
 from orhpc.train.fetch import fetch_arrays
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, Task, Turn
+from orhpc.wire.routes import RouteShare
 
 
 def make_rollout(

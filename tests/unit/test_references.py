@@ -9,7 +9,7 @@ import pytest
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError
-from orhpc.launch.references import check, check_reference
+from orhpc.launch.checks.references import check, check_reference
 
 
 @pytest.fixture

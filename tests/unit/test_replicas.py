@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.config import Config
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
-from orhpc.launch.replicas import expected_rollouts, replicas_of
+from orhpc.launch.node.replicas import expected_rollouts, replicas_of
 
 LETTERS = "environments.orhpc/letters"
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orhpc.alarms import AlarmSettings, raised
-from orhpc.cli import main
-from orhpc.events import EventLog, read_events
-from orhpc.launch import ledger
-from orhpc.report import CHARTS, Chart, draw, goodput, page
+from orhpc.commands.cli import main
+from orhpc.commands.report import CHARTS, Chart, draw, goodput, page
+from orhpc.config.alarms import AlarmSettings, raised
+from orhpc.launch.slurm import ledger
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import EventLog, read_events
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_rewards_and_successes_do_not_hide_each_other(tmp_path: Path) -> None:
 
 
 def test_failures_stand_beside_each_environments_rewards() -> None:
-    from orhpc.report import _environments
+    from orhpc.commands.report import _environments
 
     steps = [
         {"step": 1, "reward_mean/a": 0.5, "failed_rollouts/a": 2.0, "failed_share": 0.1},

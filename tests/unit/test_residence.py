@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc.train.residence import Residence
+from orhpc.train.sleep.residence import Residence
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]

@@ -17,12 +17,12 @@ from aiohttp import web
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError
-from orhpc.ports import free_ports
-from orhpc.rollout import sglang_router
+from orhpc.process.ports import free_ports
 from orhpc.rollout.client import EnginePool
-from orhpc.rollout.sglang_router import RouterProcess, router_wanted
-from orhpc.routes import RouteShape, encode_routes
+from orhpc.rollout.engines import sglang_router
+from orhpc.rollout.engines.sglang_router import RouterProcess, router_wanted
 from orhpc.types import Generation, Sampling
+from orhpc.wire.routes import RouteShape, encode_routes
 
 KEY = "key-of-the-router-tests"
 SAMPLING = Sampling(max_new_tokens=2, seed=5)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.errors import InfraError, ModelError, RoutesMissing
-from orhpc.routes import RouteLog, RouteShape, decode_routes, encode_routes, slice_rows
+from orhpc.wire.routes import RouteLog, RouteShape, decode_routes, encode_routes, slice_rows
 
 
 def random_routes(rows: int, shape: RouteShape, seed: int) -> np.ndarray:

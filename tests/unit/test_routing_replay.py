@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError, RoutesMissing
-from orhpc.routes import RouteShare
-from orhpc.train import llama4
 from orhpc.train.actor import TrainerRank
+from orhpc.train.attention import llama4
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import pack, plan_batches
 from orhpc.train.fetch import fetch_arrays, load_batch
-from orhpc.train.fsdp import FsdpBackend
-from orhpc.train.model import DeviceBatch
-from orhpc.train.replay import RoutedRows, RouterReplay, chose_recorded, form_of
+from orhpc.train.fsdp.backend import FsdpBackend
+from orhpc.train.fsdp.model import DeviceBatch
+from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay, chose_recorded, form_of
 from orhpc.types import Location, MiniBatch, Sample
+from orhpc.wire.routes import RouteShare
 from tests.earlier_blocks import with_earlier_blocks
 from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model, with_routes
 

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc import commits
-from orhpc.commits import Manifest, ShardFile
 from orhpc.errors import CheckpointError, RunDirBusy, StopRequested
-from orhpc.events import EventLog, read_events, steps_of
-from orhpc.rundir import CommitName, RunDir
+from orhpc.rundir import CommitName, RunDir, commits
+from orhpc.rundir.commits import Manifest, ShardFile
+from orhpc.rundir.events import EventLog, read_events, steps_of
 
 
 def make_run(tmp_path: Path) -> RunDir:

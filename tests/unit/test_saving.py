@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from orhpc.config import CheckpointSettings
+from orhpc.driver.saver import Saver, State
 from orhpc.errors import CheckpointError
-from orhpc.events import EventLog, read_events
 from orhpc.rundir import RunDir
-from orhpc.saving import Saver, State
+from orhpc.rundir.events import EventLog, read_events
 
 
 class Trainers:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.launch import processes, scratch
-from orhpc.launch.scratch import Scratch, sweep, sweep_job_folders, sweep_shared_memory
+from orhpc.launch.node import processes, scratch
+from orhpc.launch.node.scratch import Scratch, sweep, sweep_job_folders, sweep_shared_memory
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_memory_of_a_part_that_was_started_again_goes_while_the_attempt_runs(
 
 def test_a_killed_attempt_s_folder_is_swept_and_a_living_one_s_is_not() -> None:
     living = Scratch()
-    code = "from orhpc.launch.scratch import Scratch; import time; held = Scratch(); "
+    code = "from orhpc.launch.node.scratch import Scratch; import time; held = Scratch(); "
     code += "print(held.path, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

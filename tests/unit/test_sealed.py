@@ -12,12 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orhpc import commits
-from orhpc.commits import Manifest, ShardFile
 from orhpc.errors import CheckpointError, ConfigError
-from orhpc.launch import holder, ledger
-from orhpc.rundir import CommitName, RunDir
-from orhpc.sealed import Damaged, read_sealed, write_atomic, write_sealed
+from orhpc.launch.slurm import holder, ledger
+from orhpc.rundir import CommitName, RunDir, commits
+from orhpc.rundir.commits import Manifest, ShardFile
+from orhpc.rundir.sealed import Damaged, read_sealed, write_atomic, write_sealed
 
 DAMAGED = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 5000, b'{"started_from": 3, "job": 3}', b'{"x": 1}']
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orhpc import secrets
 from orhpc.errors import PreflightError
+from orhpc.process import secrets
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_headers_in_base64_are_redacted_too() -> None:
 def test_installed_redaction_covers_child_loggers_and_uncaught_exceptions() -> None:
     code = """
 import logging
-from orhpc import secrets
+from orhpc.process import secrets
 secrets.install_redaction()
 secrets.install_redaction()
 logging.basicConfig()

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.config import Config
+from orhpc.driver.fleet import engines
 from orhpc.errors import EXIT_CONFIG, ConfigError
-from orhpc.fleet import engines
-from orhpc.launch.words import split_words, without_flags
-from orhpc.rollout import sglang_server
-from orhpc.rollout.sglang_command import EnginePart, arguments, sglang_options
-from orhpc.secrets import read_engine_key
+from orhpc.launch.command_line import split_words, without_flags
+from orhpc.process.secrets import read_engine_key
+from orhpc.rollout.engines import sglang_server
+from orhpc.rollout.engines.sglang_command import EnginePart, arguments, sglang_options
 
 KNOWN = frozenset(
     [
@@ -267,7 +267,7 @@ def test_models_that_sglang_would_misread_are_refused(
 
 
 def test_without_sglang_the_server_says_so_in_one_line() -> None:
-    hide = "import sys; sys.modules['sglang'] = None; from orhpc.rollout.sglang_server import main; "
+    hide = "import sys; sys.modules['sglang'] = None; from orhpc.rollout.engines.sglang_server import main; "
     run = subprocess.run(
         [sys.executable, "-c", hide + "sys.exit(main(['--port', '1']))"], capture_output=True, text=True
     )

@@ -22,9 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.config import ModelSettings
 from orhpc.errors import CheckpointError
-from orhpc.train import export
 from orhpc.train.backend import Shard
-from orhpc.train.checkpoint import (
+from orhpc.train.checkpoint import export
+from orhpc.train.checkpoint.export import export_checkpoint, main, write_hf_folder
+from orhpc.train.checkpoint.save import BackgroundSave
+from orhpc.train.checkpoint.shards import (
     CheckpointReader,
     Snapshot,
     TensorSpec,
@@ -32,10 +34,8 @@ from orhpc.train.checkpoint import (
     set_rng_state,
     write_safetensors,
 )
-from orhpc.train.export import export_checkpoint, main, write_hf_folder
-from orhpc.train.model import HfNames, empty_model, load_model_config
-from orhpc.train.saves import BackgroundSave
-from orhpc.train.weights import plan_buckets
+from orhpc.train.fsdp.model import HfNames, empty_model, load_model_config
+from orhpc.train.weights.buckets import plan_buckets
 from tests.trainer_kit import plan, quantised_copy, ranks_of, save_tiny_model, tiny_model
 
 PROGRESS = {"optimiser_steps": 7}
@@ -283,7 +283,7 @@ def test_an_exported_commit_loads_in_transformers(
     model_dir = save_tiny_model(tmp_path / "model", family)
     trained = commit_of(tmp_path / "commit", model_dir)
     for file_bytes in (5_000_000_000, 20_000):
-        monkeypatch.setattr("orhpc.train.export.FILE_BYTES", file_bytes)
+        monkeypatch.setattr("orhpc.train.checkpoint.export.FILE_BYTES", file_bytes)
         out = tmp_path / f"out{file_bytes}"
         settings_ = ModelSettings(dtype="float32")
         exported = export_checkpoint(tmp_path / "commit", out, model_dir=model_dir, settings=settings_)

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.config import Config
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
-from orhpc.events import EventLog
-from orhpc.launch import slurm
-from orhpc.launch.batch_script import BODY
-from orhpc.launch.scheduler import JobInfo
+from orhpc.launch.slurm import submission
+from orhpc.launch.slurm.batch_script import BODY
+from orhpc.launch.slurm.scheduler import JobInfo
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import EventLog
 from tests.cpu_time import run_timed
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,8 @@ def head_of(script: str) -> list[str]:
 
 
 def test_the_script_in_the_repository_is_what_the_launcher_renders() -> None:
-    assert (ROOT / "slurm/train.sbatch").read_text() == slurm.render(load_config(DEFAULT))
-    without_gpus = slurm.render(load_config(ROOT / "configs/tiny.yaml"))
+    assert (ROOT / "slurm/train.sbatch").read_text() == submission.render(load_config(DEFAULT))
+    without_gpus = submission.render(load_config(ROOT / "configs/tiny.yaml"))
     assert (ROOT / "slurm/train-cpu.sbatch").read_text() == without_gpus
     assert not [line for line in head_of(without_gpus) if "gpu" in line]
 
@@ -49,7 +49,7 @@ def test_every_setting_reaches_the_header() -> None:
         mem="500G", constraint="a100&ib", reservation="r_1", exclude="n[1-4,7]", mail_user="me@site.org",
         mail_type="END,FAIL", extra_sbatch=["--comment=x", "--switches=1"],
     )  # fmt: skip
-    head = head_of(slurm.render(config, 77))
+    head = head_of(submission.render(config, 77))
     for line in (
         "partition=gpu,big", "account=acc", "qos=high", "time=1-12:00:00", "gpus-per-node=8", "mem=500G",
         "cpus-per-task=64", "constraint=a100&ib", "reservation=r_1", "exclude=n[1-4,7]", "comment=x",
@@ -68,7 +68,7 @@ def test_no_header_value_adds_a_line_or_an_option(field: str, value: str) -> Non
         config = config_of(**{field: value})
     except ValueError:
         return
-    plain, changed = head_of(slurm.render(config_of())), head_of(slurm.render(config))
+    plain, changed = head_of(submission.render(config_of())), head_of(submission.render(config))
     option = field.replace("_", "-")
     assert [x for x in changed if x not in plain] in ([], [f"#SBATCH --{option}={value}"])
     assert not re.search(r"\s", value)
@@ -85,7 +85,7 @@ def test_what_the_shell_sees_stays_one_word(field: str, value: str) -> None:
         image = {"kind": "apptainer", "image": "i.sif"}
         tree = {"container": image | {field: [marked] if field == "mounts" else marked}}
     try:
-        script = slurm.render(config_of(**tree))
+        script = submission.render(config_of(**tree))
     except ValueError:
         assert not marked.isprintable()
         return
@@ -124,13 +124,13 @@ def test_times_written_with_colons_stay_what_was_written() -> None:
 def test_the_lead_is_twice_the_commit_time_that_was_measured(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()
-    assert slurm.signal_lead(config_of(), rundir) == slurm.DEFAULT_LEAD_S
+    assert submission.signal_lead(config_of(), rundir) == submission.DEFAULT_LEAD_S
     log = EventLog(rundir.events, 1)
     log.write("commit", step=1, seconds=3.0)
-    assert slurm.signal_lead(config_of(), rundir) == 120
+    assert submission.signal_lead(config_of(), rundir) == 120
     log.write("commit", step=2, seconds=200.0)
-    assert slurm.signal_lead(config_of(), rundir) == 401
-    assert slurm.signal_lead(config_of(signal_lead_s=30), rundir) == 30
+    assert submission.signal_lead(config_of(), rundir) == 401
+    assert submission.signal_lead(config_of(signal_lead_s=30), rundir) == 30
     log.close()
 
 
@@ -146,15 +146,15 @@ def test_the_lead_is_twice_the_commit_time_that_was_measured(tmp_path: Path) -> 
     ],
 )
 def test_time_limits_are_read_as_sbatch_does(time_: str, seconds: int) -> None:
-    assert slurm.limit_s(time_) == seconds
+    assert submission.limit_s(time_) == seconds
 
 
 def test_a_short_job_is_not_told_to_stop_as_soon_as_it_starts() -> None:
     assert "#SBATCH --signal=B:USR2@150" in head_of(
-        slurm.render(config_of(), slurm.signal_lead(config_of(time="5")))
+        submission.render(config_of(), submission.signal_lead(config_of(time="5")))
     )
-    assert slurm.signal_lead(config_of(time="10")) == 300
-    assert slurm.lead_and_why(config_of(time="5")) == (
+    assert submission.signal_lead(config_of(time="10")) == 300
+    assert submission.lead_and_why(config_of(time="5")) == (
         150,
         "half of slurm.time; the run has made no commit yet",
     )

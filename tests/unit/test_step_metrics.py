@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from orhpc.alarms import AlarmSettings, raised
 from orhpc.config import EnvironmentSettings
-from orhpc.evaluation import evaluation_metrics
+from orhpc.config.alarms import AlarmSettings, raised
+from orhpc.driver.evaluation import evaluation_metrics
+from orhpc.driver.metrics import rollout_metrics, summary_metrics
 from orhpc.launch.display import failures_of
 from orhpc.rollout.producer import Taken
-from orhpc.step_metrics import rollout_metrics, summary_metrics
 from orhpc.types import Location, PromptGroup, RolloutEnd, RolloutSummary, Task, Waits
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from orhpc import commits, storage
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_REQUEUE, CheckpointError, ConfigError, StorageRefused
-from orhpc.launch import ledger, node
-from orhpc.launch.job import Job
-from orhpc.launch.ledger import Reason
-from orhpc.launch.placement import Node
-from orhpc.rundir import RunDir
-from orhpc.storage import Outages, until_taken, when_taken
+from orhpc.launch.node import __main__ as node
+from orhpc.launch.slurm import ledger
+from orhpc.launch.slurm.job import Job
+from orhpc.launch.slurm.ledger import Reason
+from orhpc.plan.placement import Node
+from orhpc.rundir import RunDir, commits, storage
+from orhpc.rundir.storage import Outages, until_taken, when_taken
 from tests.unit.test_rundir import commit, make_run, start
 
 AWAY = [errno.EIO, errno.ESTALE, errno.EACCES]

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from orhpc import commits, driver
-from orhpc.config_files import dump_config, load_config
-from orhpc.driver import Run, supervise
+from orhpc.config.files import dump_config, load_config
+from orhpc.driver import __main__ as driver
+from orhpc.driver.__main__ import Run, supervise
+from orhpc.driver.resume import choose_start
+from orhpc.driver.saver import State
 from orhpc.errors import (
     EXIT_CONFIG,
     EXIT_OK,
@@ -25,12 +27,10 @@ from orhpc.errors import (
     OutOfMemory,
     StopRequested,
 )
-from orhpc.event_lines import line_of
-from orhpc.events import read_events
-from orhpc.launch.placement import Node, plan
-from orhpc.resume import choose_start
-from orhpc.rundir import CommitName, RunDir
-from orhpc.saving import State
+from orhpc.plan.placement import Node, plan
+from orhpc.rundir import CommitName, RunDir, commits
+from orhpc.rundir.event_lines import line_of
+from orhpc.rundir.events import read_events
 
 
 @pytest.fixture

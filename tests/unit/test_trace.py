@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.config import Config
-from orhpc.train.trace import covered, traced
+from orhpc.train.profile import covered, traced
 
 
 def config(ranks: list[int]) -> Config:

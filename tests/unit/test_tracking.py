@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from orhpc.config_files import load_config
-from orhpc.events import EventLog, read_events, steps_of
+from orhpc.config.files import load_config
+from orhpc.driver.tracking import Tracker, row_of
 from orhpc.rundir import RunDir
-from orhpc.tracking import Tracker, row_of
+from orhpc.rundir.events import EventLog, read_events, steps_of
 
 PHASES = {"rollout": 1.0, "update": 0.5}
 
@@ -145,7 +145,7 @@ def test_whatever_fails_nothing_reaches_the_caller(
 def test_a_network_that_is_away_takes_no_time_of_the_run(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    monkeypatch.setattr("orhpc.tracking._QUEUE", 4)
+    monkeypatch.setattr("orhpc.driver.tracking._QUEUE", 4)
     fake = FakeWandb(failing)
     own = tracker(rundir, fake, monkeypatch)
     began = time.monotonic()
@@ -176,7 +176,7 @@ def test_a_server_out_of_reach_leaves_the_data_in_the_run_directory(
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr("orhpc.tracking._START_S", 5.0)
+    monkeypatch.setattr("orhpc.driver.tracking._START_S", 5.0)
     own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
     own.log(1, {"reward_mean": 0.25})
     own.close(60)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orhpc.engine_config import SYNC_BUCKETS
-from orhpc.fleet.engines import transports
+from orhpc.config.engine import SYNC_BUCKETS
+from orhpc.driver.fleet.engines import transports
 from tests.trainer_kit import make_config
 
 MIB = 1 << 20

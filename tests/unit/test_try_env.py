@@ -16,7 +16,7 @@ from orhpc.errors import MalformedToolCall
 from orhpc.examples.end_state import Shelf
 from orhpc.examples.one_turn import Sums
 from orhpc.examples.tools import GuessNumber
-from orhpc.rollout.try_env import main, read_call
+from orhpc.rollout.try_environment import main, read_call
 
 pytestmark = pytest.mark.slow
 

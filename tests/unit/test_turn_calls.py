@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import EnvironmentUnavailable
 from orhpc.rollout.agent import run_rollout
-from orhpc.rollout.environment import Environment
-from orhpc.rollout.tools import ToolResult
+from orhpc.rollout.environment.environment import Environment
+from orhpc.rollout.environment.tools import ToolResult
 from orhpc.types import Rollout, RolloutEnd
 from tests.scripted import CHATML, Policy, Room, chat, context, request
 from tests.served import serve

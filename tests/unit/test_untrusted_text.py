@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from orhpc import secrets
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
-from orhpc.events import EventLog, read_events
-from orhpc.record import RolloutFile, write_rollouts
-from orhpc.rollout.draft import Draft, RolloutRequest
-from orhpc.terminal import guarded_output
+from orhpc.process import secrets
+from orhpc.process.terminal import guarded_output
+from orhpc.rollout.transcript import Draft, RolloutRequest
+from orhpc.rundir.events import EventLog, read_events
+from orhpc.rundir.record import RolloutFile, write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
 
 CANARY = "canary-4711-secret"
@@ -70,7 +70,7 @@ def test_a_served_environment_keeps_its_secrets_out_of_its_log(tmp_path: Path) -
         "logging.getLogger('x').warning('key %s', os.environ['MY_KEY'])\n"
         "raise RuntimeError(os.environ['MY_KEY'])\n"
     )
-    command = [sys.executable, "-m", "orhpc.rollout.environments.server", "--environment", "chatty:A"]
+    command = [sys.executable, "-m", "orhpc.environments.server", "--environment", "chatty:A"]
     command += ["--port", "1", "--secrets-json", '{"my_key": null}']
     env = {**os.environ, "MY_KEY": CANARY, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orhpc.errors import EXIT_CONFIG, Action, UserCodeError, policy_of
-from orhpc.user_code import last_line, place_of, server_error, user_error, users_part
+from orhpc.process.user_code import last_line, place_of, server_error, user_error, users_part
 
 MODULE = """
 import json

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.cli import main
+from orhpc.commands.cli import main
+from orhpc.commands.view import show
 from orhpc.errors import RecordError
-from orhpc.record import record_path, write_rollouts
 from orhpc.rundir import RunDir
-from orhpc.view import show
+from orhpc.rundir.record import record_path, write_rollouts
 from tests.unit.test_record import make_rollout
 
 MESSAGES = [

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orhpc.weight_wire import (
+from orhpc.wire.weights import (
     FlattenedTensorMetadata,
     deserialize_named_tensors,
     empty_bucket,

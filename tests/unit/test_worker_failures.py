@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orhpc.config_files import load_config
+from orhpc.config.files import load_config
+from orhpc.driver.parts import finished_groups
 from orhpc.errors import (
     BadTask,
     EngineUnavailable,
@@ -20,15 +21,14 @@ from orhpc.errors import (
     ToolTimeout,
     UserCodeError,
 )
-from orhpc.parts import finished_groups
-from orhpc.record import RolloutFile
 from orhpc.rollout import health as health_module
 from orhpc.rollout import worker as worker_module
-from orhpc.rollout.notices import Notices
+from orhpc.rollout.environment.notices import Notices
 from orhpc.rollout.producer import Position
 from orhpc.rollout.upload import Uploader
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
+from orhpc.rundir.record import RolloutFile
 from orhpc.types import GroupRequest, PromptGroup, Rollout, RolloutEnd, Sampling, Task
 from tests.unit.test_record import make_rollout
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from orhpc.chat_families import fitting
 from orhpc.config import ModelSettings
 from orhpc.errors import ModelError
+from orhpc.models.chat_families import fitting
 from orhpc.rollout.chat.base import TOOLS_PLACE, ChatFormat
 from orhpc.rollout.chat.chatml import ChatML
 from orhpc.rollout.chat.deepseek import DeepSeek

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from orhpc.errors import BadAnswer, ModelError
 from orhpc.rollout.chat.codec import Codec, Foreign
 from orhpc.rollout.chat.messages import AssistantMessage, bounded, split_reasoning
-from orhpc.rollout.tools import ToolSpec
+from orhpc.rollout.environment.tools import ToolSpec
 from orhpc.types import FinishReason
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
+from orhpc.models.chat_families import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, cut_out, load_json
 

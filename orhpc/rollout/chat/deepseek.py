@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
+from orhpc.models.chat_families import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, cut_out
 

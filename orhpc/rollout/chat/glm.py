@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
+from orhpc.models.chat_families import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, cut_out, load_json
 

@@ -6,8 +6,8 @@ import ast
 import json
 from typing import Any
 
-from orhpc.chat_families import CONTROL_TOKENS
 from orhpc.errors import MalformedToolCall
+from orhpc.models.chat_families import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, json_values
 

@@ -4,7 +4,7 @@
 them outside ``/begin_weight_update`` and ``/end_weight_update``.  A release says which it is by whether
 it knows the call.  Both answer ``/weights_checker`` with one entry a rank under ``ranks``; earlier ones
 and the cpu engine put theirs under ``payload``.  Options of the command line: ``RENAMED`` in
-:mod:`orhpc.rollout.sglang_command`.
+:mod:`orhpc.rollout.engines.sglang_command`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from orhpc.rollout.client.wire import (
     read_generation,
     read_version,
 )  # fmt: skip
-from orhpc.routes import RouteShape
 from orhpc.types import Generation, Sampling
+from orhpc.wire.routes import RouteShape
 
 log = logging.getLogger(__name__)
 

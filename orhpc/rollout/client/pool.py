@@ -13,8 +13,8 @@ from typing import Any
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError
 from orhpc.rollout.client.http import Connections, EngineClient
 from orhpc.rollout.client.wire import TokenIds
-from orhpc.routes import RouteShape
 from orhpc.types import Generation, Sampling
+from orhpc.wire.routes import RouteShape
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import orjson
 from numpy.typing import NDArray
 
 from orhpc.errors import EngineUnavailable
-from orhpc.routes import RouteShape, decode_routes
 from orhpc.types import FinishReason, Generation, Sampling
+from orhpc.wire.routes import RouteShape, decode_routes
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 

@@ -23,8 +23,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from orhpc.train.attention.packed import Packing, Traits, packed_attention, scaled_queries
 from orhpc.train.megatron.packing import own_slots
-from orhpc.train.packed_attention import Packing, Traits, packed_attention, scaled_queries
 
 
 @dataclass
@@ -67,7 +67,7 @@ class PackedAttention(MegatronModule):
         softcap: float | None = None,
         **_: Any,
     ) -> None:
-        """``softcap``: see :mod:`orhpc.train.softcap`."""
+        """``softcap``: see :mod:`orhpc.train.attention.softcap`."""
         super().__init__(config=config)
         self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
         window = config.window_size

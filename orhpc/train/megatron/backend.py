@@ -12,20 +12,19 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from orhpc.config.megatron import RankPlace
 from orhpc.errors import StopRequested
-from orhpc.megatron_config import RankPlace
-from orhpc.memory import check_layout
 from orhpc.models import ModelShape, read_shape
+from orhpc.plan.memory import check_layout
 from orhpc.train.backend import Batches, HfNames, Role, Shard, StopCheck, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
-from orhpc.train.fp8 import check_scales
-from orhpc.train.grpo import LossInputs, MetricSums, packed_loss
-from orhpc.train.head import VocabularyPart
-from orhpc.train.hf_mapping import HfMapping, Target
-from orhpc.train.hf_stream import HfFolder
+from orhpc.train.fsdp.model import DTYPES, load_model_config, logit_scaling_of
+from orhpc.train.loss.grpo import LossInputs, MetricSums, packed_loss
+from orhpc.train.loss.head import VocabularyPart
 from orhpc.train.megatron.export import Exporter
 from orhpc.train.megatron.families import build_of
-from orhpc.train.megatron.leftovers import Leftovers
+from orhpc.train.megatron.hf_mapping import HfMapping, Target
+from orhpc.train.megatron.hf_stream import HfFolder
 from orhpc.train.megatron.model import (
     Chunk,
     build_chunks,
@@ -37,12 +36,13 @@ from orhpc.train.megatron.model import (
 )
 from orhpc.train.megatron.optim import MegatronOptimiser, wrap
 from orhpc.train.megatron.packing import RankBatch
-from orhpc.train.megatron.replay import StageReplay, refuse_dense
+from orhpc.train.megatron.routing_replay import StageReplay, refuse_dense
 from orhpc.train.megatron.schedule import Head, Pipeline
+from orhpc.train.megatron.scratch_tensors import Leftovers
 from orhpc.train.megatron.state import state_shards
-from orhpc.train.model import DTYPES, load_model_config, logit_scaling_of
-from orhpc.train.residence import Residence, Slept
+from orhpc.train.sleep.residence import Residence, Slept
 from orhpc.train.stopping import MESSAGE
+from orhpc.train.weights.fp8 import check_scales
 
 if TYPE_CHECKING:
     from orhpc.config import Config

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from orhpc.megatron_config import MegatronSettings
-from orhpc.train.gather import gather_into
-from orhpc.train.hf_mapping import HfMapping, Target
+from orhpc.config.megatron import MegatronSettings
+from orhpc.train.fsdp.gather import gather_into
+from orhpc.train.megatron.hf_mapping import HfMapping, Target
 from orhpc.train.megatron.model import Chunk, chunk_layers, held_tensors
 
 

@@ -27,8 +27,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from orhpc.errors import ConfigError
+from orhpc.train.attention.packed import Traits
 from orhpc.train.megatron.attention import PackedAttention, TraitAttention
-from orhpc.train.packed_attention import Traits
 
 Added = tuple[Tensor, Tensor | None]
 """What a sub-layer returns: its output and a bias still to be added."""

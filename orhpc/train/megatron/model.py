@@ -19,17 +19,17 @@ from torch import nn
 from torch.nn import functional
 
 from orhpc.errors import ConfigError, ModelError
-from orhpc.memory import stages
 from orhpc.models import ModelShape
-from orhpc.train.hf_mapping import HfMapping, ModelPart, Source
+from orhpc.plan.memory import stages
 from orhpc.train.megatron.families import Build, spans
+from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers
+from orhpc.train.megatron.names import Naming
 from orhpc.train.megatron.plain import plain_block, share_latent_projections
-from orhpc.train.megatron_names import Naming
 
 if TYPE_CHECKING:
     from orhpc.config import Config
-    from orhpc.megatron_config import MegatronSettings
+    from orhpc.config.megatron import MegatronSettings
 
 VOCABULARY_MULTIPLE = 8
 """Rows of a rank's part of the embedding are a multiple of it, for the matrix units' sake."""

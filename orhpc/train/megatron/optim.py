@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from orhpc.errors import ConfigError, NonFinite
+from orhpc.train.fsdp.model import DTYPES
+from orhpc.train.fsdp.optim import learning_rate
 from orhpc.train.megatron.model import Chunk
-from orhpc.train.model import DTYPES
-from orhpc.train.optim import learning_rate
 from orhpc.train.stopping import agree
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class MegatronOptimiser:
         self.settings = train
         self.steps = 0
         self.intact = True
-        """As :attr:`orhpc.train.optim.Optimiser.intact`."""
+        """As :attr:`orhpc.train.fsdp.optim.Optimiser.intact`."""
         self._wrapped = list(wrapped)
         share = config.megatron.offload_optimizer
         moments = DTYPES[config.megatron.moments_dtype]
@@ -198,7 +198,7 @@ class MegatronOptimiser:
 
 
 def _set_weight_decay(part: DistributedOptimizer, weight_decay: float) -> None:
-    """Decay matrices only, as :class:`orhpc.train.optim.Optimiser` does.
+    """Decay matrices only, as :class:`orhpc.train.fsdp.optim.Optimiser` does.
 
     megatron-core marks the groups of biases and of 1-D parameters with ``wd_mult: 0``, but only its
     OptimizerParamScheduler, which is not used here, multiplies by it: the optimizer itself would decay all

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from orhpc.train.backend import Batches, StopCheck, TrainingBatch
 from orhpc.train.batch import PackedBatch, pack
-from orhpc.train.head import LogitScaling, VocabularyPart, token_logprobs
+from orhpc.train.loss.head import LogitScaling, VocabularyPart, token_logprobs
 from orhpc.train.megatron.attention import PackedParams
 from orhpc.train.megatron.packing import RankBatch, rank_batch
-from orhpc.train.megatron.replay import StageReplay
+from orhpc.train.megatron.routing_replay import StageReplay
 
 FP8_MULTIPLE = 16
 """Rows of an FP8 matrix product are a multiple of it."""

@@ -2,7 +2,7 @@
 
 The distributed optimiser keeps, of each parameter of the rank, one run of flattened elements.  Every
 run is a few rectangles of the parameter, and every rectangle lies in tensors of the Hugging Face
-checkpoint (:mod:`orhpc.train.hf_mapping`): the state is written as blocks of those, without any
+checkpoint (:mod:`orhpc.train.megatron.hf_mapping`): the state is written as blocks of those, without any
 communication, and read back as such, whatever the layout or the number of ranks.
 
 megatron-core's own format that can be resharded freely (``fully_reshardable`` of its distributed
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from orhpc.models import HfTensor, ModelShape
 from orhpc.train.backend import Shard
-from orhpc.train.hf_mapping import Target
+from orhpc.train.megatron.hf_mapping import Target
 from orhpc.train.megatron.optim import HeldState
 
 

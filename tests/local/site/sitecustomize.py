@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-TRIGGER = "orhpc.train.fsdp"
+TRIGGER = "orhpc.train.fsdp.backend"
 
 
 class _BeforeTrainer(MetaPathFinder):
@@ -30,7 +30,7 @@ def _install(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from orhpc.train.optim import Optimiser
+    from orhpc.train.fsdp.optim import Optimiser
 
     plan = json.loads((folder / "plan.json").read_text())
     step = Optimiser.step

@@ -1,0 +1,205 @@
+"""The command ``orhpc``: what users do with configs, environments and run directories."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from orhpc.commands import doctor, files, init, jobs
+from orhpc.commands.plan import main as plan
+from orhpc.commands.report import write_report
+from orhpc.config.files import load_config
+from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, policy_of
+from orhpc.launch.__main__ import main as launch
+from orhpc.launch.command_line import without_flags
+from orhpc.launch.model import model_folder
+from orhpc.process.terminal import guarded_output
+from orhpc.rundir import CommitName, RunDir, commits
+from orhpc.rundir.event_lines import lowered_budget, number
+from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; every failure is one line on standard error.
+
+    A reader that has seen enough (``orhpc status RUN | head -1``) ends the command without a word, with the
+    code that a shell gives a process killed by SIGPIPE.
+    """
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more on its way out (docs.python.org, SIGPIPE).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["launch"]:
+        return launch(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        return plan(arguments[1:])
+    if arguments[:1] == ["try-env"]:  # in a separate process: this one may not import the SDK
+        return subprocess.run(
+            [sys.executable, "-m", "orhpc.rollout.try_environment", *arguments[1:]]
+        ).returncode
+    parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
+    commands.add_parser("plan", help="ranks and memory of a config, without a node (orhpc plan --help)")
+    commands.add_parser("try-env", help="play one session of an environment (orhpc try-env --help)")
+    _add_status(commands.add_parser("status", help="where a run stands, from its directory and squeue"))
+    _add_report(commands.add_parser("report", help="one HTML page of a run"))
+    jobs.add_check(commands.add_parser("check", help="whether a config can run, before a GPU is asked for"))
+    jobs.add_fetch(commands.add_parser("fetch", help="download a model into the hub's cache"))
+    doctor.add_doctor(commands.add_parser("doctor", help="what is installed here, and what is missing"))
+    files.add_files(commands.add_parser("files", help="configs, batch scripts and GPU pins in the package"))
+    init.add_init(commands.add_parser("init", help="copy an example project: a task of your own"))
+    jobs.add_logs(commands.add_parser("logs", help="the end of a run's logs"))
+    jobs.add_cancel(commands.add_parser("cancel", help="cancel a run's job for good"))
+    _add_view(commands.add_parser("view", help="read rollouts of a step"))
+    _add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
+    parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
+    options = parser.parse_args(without_flags(arguments) if arguments[:1] == ["check"] else arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    with guarded_output():
+        try:
+            return run(options)
+        except OrhpcError as error:
+            print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+            return policy_of(error).exit_code
+
+
+def existing_run(path: Path) -> RunDir:
+    """Raises ConfigError when the folder is not a run directory."""
+    run = RunDir(path)
+    try:
+        is_run = run.config.is_file()
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:100]}: {error.strerror}") from None
+    if not is_run:
+        raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
+    return run
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=status)
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print where a run stands."""
+    run = existing_run(options.run_dir)
+    config = load_config(run.config)
+    events = read_events(run.events)
+    steps = steps_of(events)
+    last = steps[max(steps)] if steps else {}
+    committed = run.lineage()
+    failures = [failure_line(e) for e in events if e["event"] in FAILURES]
+    about = {
+        "run": str(run.path),
+        "step": last.get("step", 0),
+        "steps": config.train.steps,
+        "committed": [str(c) for c in committed],
+        "attempts": run.newest_attempt(),
+        "last_event": events[-1]["event"] if events else None,
+        "last_event_age_s": round(time.time() - events[-1]["time"], 1) if events else None,
+        "reward_mean": last.get("reward_mean"),
+        "last_failure": failures[-1] if failures else None,
+    }
+    if options.json:
+        standing = jobs.Standing.of(run)
+        print(json.dumps(about | {"jobs": standing.jobs, "standing": standing.line}))
+        return EXIT_OK
+    print(f"{about['run']}: step {about['step']} of {about['steps']}, attempt {about['attempts']}")
+    print(f"committed: {', '.join(about['committed']) or 'nothing yet'}")
+    if events:
+        print(f"last event: {about['last_event']}, {about['last_event_age_s']:.0f} s ago")
+    if steps:
+        print(f"mean reward of step {about['step']}: {number(last, 'reward_mean', '.3f')}")
+    if failures:
+        print(f"last failure: {about['last_failure']}")
+    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] == "bring_up"), ""):
+        print(budget.removeprefix("; "))
+    for line in jobs.describe(run):
+        print(line)
+    return EXIT_OK
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.set_defaults(run=report)
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write RUN/report.html."""
+    print(write_report(existing_run(options.run_dir)))
+    return EXIT_OK
+
+
+def _add_view(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, help="default: the newest recorded one, or wherever --rollout is")
+    parser.add_argument(
+        "--evaluation", type=int, metavar="STEP", help="the evaluation after a step (0: at start)"
+    )
+    parser.add_argument("--rollout", metavar="ID", help="GROUP.SAMPLE; default: a line for each rollout")
+    parser.set_defaults(run=view)
+
+
+def view(options: argparse.Namespace) -> int:
+    """Print a step's or an evaluation's rollouts, or one of them with all that was said."""
+    from orhpc.commands.view import show
+
+    return show(existing_run(options.run_dir), options.step, options.evaluation, options.rollout)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, help="default: the newest commit")
+    parser.add_argument("--out", type=Path, help="default: RUN/export/step_N")
+    parser.set_defaults(run=export)
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a commit as a folder that AutoModelForCausalLM loads, and compare the two."""
+    run = existing_run(options.run_dir)
+    name = _chosen_commit(run, options.step)
+    folder = run.checkpoints / str(name)
+    commits.verify(folder)
+    out = options.out or run.export / f"step_{name.step}"
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out: {out} is not empty")
+    config = load_config(run.config)
+    # In a process of its own: this one may not load torch.
+    command = [sys.executable, "-m", "orhpc.train.checkpoint.export", str(folder), str(out)]
+    command += ["--model-dir", str(model_folder(config, run)), "--dtype", config.model.dtype]
+    command += ["--trust-remote-code"] if config.model.trust_remote_code else []
+    return subprocess.run(command, check=False).returncode
+
+
+def _chosen_commit(run: RunDir, step: int | None) -> CommitName:
+    lineage = run.lineage()
+    if not lineage:
+        raise CheckpointError(f"{run.path}: nothing is committed yet")
+    if step is None:
+        return lineage[0]
+    for name in lineage:
+        if name.step == step:
+            return name
+    raise CheckpointError(f"{run.path}: step {step} is not committed; there are {[c.step for c in lineage]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

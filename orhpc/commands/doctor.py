@@ -1,0 +1,301 @@
+"""``orhpc doctor [CONFIG]``: what is here, what is missing, what does not go together, what to type.
+
+On a login node it says whether jobs can be submitted and models fetched; on a machine with GPUs, or inside
+a job (``srun orhpc doctor``), whether they can run.  It loads neither torch nor ray: versions come from the
+installed packages' own metadata.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from orhpc.config import Config
+from orhpc.config.files import load_config
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
+from orhpc.launch.checks import commit_space, internet
+from orhpc.launch.command_line import split_words
+from orhpc.launch.slurm import scheduler
+from orhpc.models.folders import hub_cache
+
+_LEAST_FILES = 4096
+_LEAST_SHM = 8 << 30
+_DRIVER_OF_CUDA = {12: 525, 13: 580}
+"""Oldest driver branch of each major release of CUDA (NVIDIA's CUDA compatibility guide, minor version
+compatibility)."""
+_HOPPER = 9.0
+_NEWER = {"python_version": "3.13", "python_full_version": "3.13.0"}
+"""A Python for which every extra has its packages."""
+_EXTRAS = {
+    "run": "the nodes of a job",
+    "sglang": "engines on GPUs",
+    "megatron": "train.backend: megatron",
+    "router": "spreading requests over several engines",
+    "gym": "environments.*.serve: reasoning-gym",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the answer."""
+
+    verdict: Literal["ok", "--", "BAD"]
+    """``--``: not here, and not needed here."""
+    what: str
+    line: str
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="judge by what this one needs")
+    parser.set_defaults(run=doctor)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print a line for each thing looked at; 3 when something that is needed here is missing."""
+    config = load_config(*split_words(options.words)) if options.words else None
+    good = True
+    for finding in examine(config):
+        print(f"{finding.verdict:<4} {finding.what}: {finding.line}", flush=True)
+        good &= finding.verdict != "BAD"
+    return EXIT_OK if good else EXIT_PREFLIGHT
+
+
+def examine(config: Config | None) -> Iterator[Finding]:
+    """Everything in order: Python, packages, GPUs, machine, SLURM, model cache, what is outside."""
+    role = "a node of a job" if "SLURM_JOB_ID" in os.environ else "not inside a job"
+    release = importlib.metadata.version("orhpc")
+    yield Finding("ok", "orhpc", f"{release}, Python {sys.version.split()[0]} ({sys.executable}), {role}")
+    needed = _extras_needed(config)
+    for extra in _EXTRAS:
+        yield _extra(extra, extra in needed)
+    yield from _conflicts()
+    yield from _gpus(config)
+    yield from _machine()
+    yield _slurm()
+    yield _hub()
+    if config is not None:
+        yield _attempt("internet", lambda: internet.survey(config).line)
+
+
+# --- packages -------------------------------------------------------------------------------------
+
+
+def _extras_needed(config: Config | None) -> set[str]:
+    """Extras that this machine must have: by the config, or by its being a GPU machine or a job's node."""
+    runs_here = "SLURM_JOB_ID" in os.environ or shutil.which("nvidia-smi") is not None
+    if config is None:
+        return {"run", "sglang"} if shutil.which("nvidia-smi") else {"run"} if runs_here else set()
+    if not runs_here and shutil.which("sbatch") is not None:
+        return set()
+    wanted = {"run"}
+    wanted |= {"sglang"} if config.engine.backend == "sglang" else set()
+    wanted |= {"megatron"} if config.train.backend == "megatron" else set()
+    served = [settings.serve for settings in config.environments.values()]
+    return wanted | ({"gym"} if "reasoning-gym" in served else set())
+
+
+def _extra(extra: str, needed: bool) -> Finding:
+    missing, wrong = missing_and_wrong("orhpc", extra)
+    what = f"orhpc[{extra}]"
+    if not missing and not wrong:
+        return Finding("ok", what, f"is installed, for {_EXTRAS[extra]}")
+    said = [f"missing {', '.join(missing)}"] if missing else []
+    said += [f"too old or too new: {', '.join(wrong)}"] if wrong else []
+    return Finding(
+        "BAD" if needed else "--", what, f"{'; '.join(said)}; for {_EXTRAS[extra]}: {_install(extra)}"
+    )
+
+
+def _install(extra: str) -> str:
+    if extra in ("sglang", "megatron"):
+        build = "NVTE_FRAMEWORK=pytorch " if extra == "megatron" else ""
+        how = " --no-build-isolation" if extra == "megatron" else ""
+        both = "gpu,megatron" if extra == "megatron" else "gpu"
+        return f"{build}pip install{how} 'orhpc[{both}]' -c \"$(orhpc files torch-2.11.txt)\""
+    return f"pip install 'orhpc[{extra}]'"
+
+
+def missing_and_wrong(package: str, extra: str) -> tuple[list[str], list[str]]:
+    """What an extra asks for that is not installed, and what is installed in another version, in words."""
+    missing: list[str] = []
+    wrong: list[str] = []
+    for requirement in _requirements(package):
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra, **_NEWER}):
+            continue
+        if not requirement.marker.evaluate({"extra": extra}):
+            wanted = re.search(r'python_version (>= "[\d.]+")', str(requirement.marker))
+            asked = wanted[1].replace('"', "") if wanted else str(requirement.marker)
+            wrong.append(f"Python {sys.version.split()[0]} ({requirement.name} wants {asked})")
+            continue
+        if (
+            requirement.marker.evaluate({"extra": "", **_NEWER})
+            or canonicalize_name(requirement.name) == package
+        ):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(requirement.name)
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f"{requirement.name} {found} (wants {requirement.specifier})")
+    return missing, wrong
+
+
+def _requirements(package: str) -> list[Requirement]:
+    found: list[Requirement] = []
+    for text in importlib.metadata.requires(package) or []:
+        try:
+            found.append(Requirement(text))
+        except InvalidRequirement:  # of a package made before the rules of today
+            continue
+    return found
+
+
+def _conflicts() -> Iterator[Finding]:
+    """Versions that do not go together, among the packages that a run stands on."""
+    looked = (
+        "orhpc",
+        "sglang",
+        "transformers",
+        "torch",
+        "ray",
+        "openreward",
+        "transformer-engine",
+        "megatron-core",
+    )
+    problems: list[str] = []
+    for package in looked:
+        if not _is_installed(package):
+            continue
+        for requirement in _requirements(package):
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            if not _is_installed(requirement.name):
+                continue
+            found = importlib.metadata.version(requirement.name)
+            if not requirement.specifier.contains(found, prereleases=True):
+                problems.append(f"{package} wants {requirement.name}{requirement.specifier}, here is {found}")
+    if problems:
+        sets = "torch-2.11.txt and torch-2.14.txt (orhpc files) are sets that resolve"
+        yield Finding("BAD", "versions", f"{'; '.join(problems[:5])}; {sets}")
+    else:
+        versions = [f"{p} {importlib.metadata.version(p)}" for p in looked[1:] if _is_installed(p)]
+        yield Finding("ok", "versions", f"{', '.join(versions) or 'nothing that could differ'} go together")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def _gpus(config: Config | None) -> Iterator[Finding]:
+    wanted = config is not None and config.placement.device == "cuda" and "SLURM_JOB_ID" in os.environ
+    rows = _gpu_rows()
+    if not rows:
+        yield Finding("BAD" if wanted else "--", "GPUs", "none here (nvidia-smi shows none)")
+        return
+    name, memory, driver, capability = rows[0]
+    yield Finding("ok", "GPUs", f"{len(rows)} x {name}, {int(memory) / 1024:.1f} GiB, driver {driver}")
+    if float(capability) < _HOPPER:
+        yield Finding(
+            "--", "FP8", f"compute capability {capability}: precision: fp8 and fp8-rollout need 9.0"
+        )
+    if (cuda := _cuda_of_torch()) is None:
+        if _is_installed("torch"):
+            yield Finding("BAD", "torch", "is a build without CUDA: install it from an index that has one")
+    elif (oldest := _DRIVER_OF_CUDA.get(int(cuda.split(".")[0]), 0)) > int(driver.split(".")[0]):
+        yield Finding("BAD", "driver", f"{driver} is older than {oldest}, which torch's CUDA {cuda} needs")
+    else:
+        yield Finding("ok", "CUDA", f"torch's {cuda} and driver {driver}")
+    compilers = {name: shutil.which(name) for name in ("nvcc", "gcc", "ninja")}
+    if missing := [name for name, path in compilers.items() if path is None]:
+        line = f"{', '.join(missing)} not on PATH, for kernels compiled at first use (module load cuda)"
+        yield Finding("--", "compilers", line)
+
+
+def _gpu_rows() -> list[list[str]]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version,compute_cap",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == 4 and row[1].isdigit()]
+
+
+def _cuda_of_torch() -> str | None:
+    """CUDA release of the installed torch, from its ``version.py``; None: a build without."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b[^=]*= *'([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _machine() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files[1] != resource.RLIM_INFINITY and files[1] < _LEAST_FILES
+    yield Finding("BAD" if few else "ok", "open files", f"limit {files[0]} (at most {files[1]})")
+    shm = shutil.disk_usage("/dev/shm").total  # noqa: S108 - asked for its size only
+    small = "" if shm >= _LEAST_SHM else "; small: Ray spills to disk and weights go over sockets"
+    yield Finding("ok", "shared memory", f"{shm / 2**30:.1f} GiB in /dev/shm{small}")
+
+
+def _slurm() -> Finding:
+    if shutil.which("sbatch") is None:
+        return Finding("--", "SLURM", "no sbatch here: orhpc launch --local runs without")
+    return _attempt("SLURM", _partitions)
+
+
+def _partitions() -> str:
+    answer = scheduler.query("sinfo", "--noheader", "--format", "%P %G %D")
+    rows = [line.split() for line in answer.stdout.splitlines() if line.strip()]
+    if answer.returncode or not rows:
+        return f"sinfo shows no partition: {' '.join(answer.stderr.split())[:200]}"
+    return "; ".join(f"{p} {n} nodes" + ("" if g == "(null)" else f" with {g}") for p, g, n in rows[:6])
+
+
+def _hub() -> Finding:
+    folder = hub_cache()
+    free = commit_space.free_bytes(folder.absolute())
+    token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "no HF_TOKEN, so no gated models"
+    parent = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
+    if not os.access(parent, os.W_OK):
+        return Finding("BAD", "models", f"{folder} cannot be written: set HF_HOME to a folder of yours")
+    shared = "" if os.environ.get("HF_HOME") else "; set HF_HOME where all nodes share it, if home is not"
+    return Finding("ok", "models", f"in {folder}, {free / 1e9:.0f} GB free; {token}{shared}")
+
+
+def _attempt(what: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding("ok", what, look())
+    except OrhpcError as error:
+        return Finding("BAD", what, " ".join(str(error).split()))

@@ -1,0 +1,184 @@
+"""``orhpc check | fetch | logs | cancel``, and the jobs of a run, from its directory and squeue alone."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from orhpc.config.files import load_config
+from orhpc.errors import EXIT_OK, ConfigError, PreflightError
+from orhpc.launch import model
+from orhpc.launch.checks import checklist
+from orhpc.launch.command_line import split_words
+from orhpc.launch.slurm import holder, ledger, scheduler
+from orhpc.models.folders import is_hub_name
+from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events
+
+
+def jobs(rundir: RunDir) -> list[tuple[str, str]]:
+    """Id and state of every job of the run that runs or waits; empty where there is no SLURM."""
+    if not scheduler.available():
+        return []
+    found = [(job, scheduler.job_state(job)) for job in holder.known_jobs(rundir)]
+    return [(job, state) for job, state in found if state in scheduler.ACTIVE]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which jobs or process work on a run, or why none does."""
+
+    jobs: dict[str, str]
+    """State of every job of the run that SLURM still knows, by id."""
+    line: str | None
+    """Where no job and no process is left: that, and what there is to do.  Or why it is not known."""
+
+    @classmethod
+    def of(cls, rundir: RunDir) -> Standing:
+        """Ask SLURM, or look for the process of ``--local``."""
+        if rundir.attempt_facts(rundir.newest_attempt()).get("kind") == "local":
+            process = rundir.held_by()
+            return cls({}, f"{process}: running" if process else _nobody_left(rundir, "process"))
+        if not scheduler.available():
+            return cls({}, None)
+        try:
+            known = {job: state for job in holder.known_jobs(rundir) if (state := scheduler.job_state(job))}
+        except PreflightError as error:
+            return cls({}, f"SLURM does not answer: {error}")
+        at_work = scheduler.ACTIVE | {"COMPLETING"}
+        left = any(state in at_work for state in known.values())
+        begun = bool(known) or rundir.newest_attempt() > 0
+        return cls(known, _nobody_left(rundir, "job") if begun and not left else None)
+
+
+def _nobody_left(rundir: RunDir, what: str) -> str:
+    outcomes = ledger.known(rundir)
+    last = outcomes[-1] if outcomes else None
+    ended = any(event["event"] == "finished" for event in read_events(rundir.events)[-1:])
+    if ended or (last is not None and last.reason is ledger.Reason.FINISHED):
+        why = "it is finished"
+    elif last is not None and (spent := last.given_up or ledger.exhausted(outcomes, last.chain or "")):
+        why = f"crash loop, {spent}; once the cause is gone, the same command goes on"
+    else:
+        why = "the same command goes on"
+    return f"no {what} of this run is left: {why}"
+
+
+def describe(rundir: RunDir) -> list[str]:
+    """Lines about the run's jobs, how its latest attempts ended, and whether anybody works on it."""
+    standing = Standing.of(rundir)
+    lines = [f"job {job}: {state.lower()}" for job, state in standing.jobs.items()]
+    lines += [
+        f"attempt {o.attempt} ended: {o.reason}, step {o.step} committed. {o.detail}".rstrip()
+        for o in ledger.known(rundir)[-5:]
+    ]
+    return lines + ([standing.line] if standing.line is not None else [])
+
+
+def add_cancel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.set_defaults(run=cancel)
+
+
+def cancel(options: argparse.Namespace) -> int:
+    """Cancel the run's jobs; they do not return."""
+    active = jobs(_run(options.run_dir))
+    if not active:
+        raise ConfigError(f"{options.run_dir}: no job of this run is running or waiting")
+    for job, state in active:
+        scheduler.cancel(job)
+        print(f"job {job} ({state.lower()}): cancelled")
+    return EXIT_OK
+
+
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, help="default: the newest")
+    parser.add_argument("--file", default="driver.log", help="which log; --list names them")
+    parser.add_argument("--list", action="store_true", help="name the attempt's logs")
+    parser.add_argument("--lines", type=int, default=50)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as the log grows; end with Ctrl-C")
+    parser.set_defaults(run=logs)
+
+
+def logs(options: argparse.Namespace) -> int:
+    """Print the end of one of an attempt's logs."""
+    run = _run(options.run_dir)
+    folder = run.attempt(options.attempt or run.newest_attempt())
+    files = sorted(folder.glob("*.log"))
+    if options.list or not (folder / options.file).is_file():
+        batch = _batch_outputs(run)
+        if not options.list and not files:
+            if not batch:
+                raise ConfigError(f"{folder}: no {options.file} yet")
+            folder, options.file = batch[-1].parent, batch[-1].name
+        elif not options.list:
+            raise ConfigError(f"{folder}: no {options.file}; there are {', '.join(f.name for f in files)}")
+        else:
+            print("\n".join(str(f) for f in [*batch, *files]))
+            return EXIT_OK
+    with (folder / options.file).open(errors="replace") as stream:
+        sys.stdout.writelines(deque(stream, maxlen=max(0, options.lines)))
+        with contextlib.suppress(KeyboardInterrupt):
+            while options.follow:
+                sys.stdout.flush()
+                time.sleep(0.5)
+                sys.stdout.writelines(stream.readlines())
+    return EXIT_OK
+
+
+def _batch_outputs(run: RunDir) -> list[Path]:
+    """Outputs of the run's batch scripts; those of jobs submitted by hand are where sbatch was called."""
+    outputs = {path.resolve(): None for path in sorted(run.path.glob("slurm-*.out"))}
+    for number in range(1, run.newest_attempt() + 1):
+        output = run.attempt_facts(number).get("output")
+        if output is not None and Path(output).is_file():
+            outputs[Path(output).resolve()] = None
+    return list(outputs)
+
+
+def add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="+", metavar="Organisation/Name | CONFIG | key=value")
+    parser.add_argument("--revision", help="branch, tag or commit of a named model")
+    parser.set_defaults(run=fetch)
+
+
+def fetch(options: argparse.Namespace) -> int:
+    """Download the models that are named, or those of a config, into the hub's cache; say where they are."""
+    if all(is_hub_name(word) and not Path(word).exists() for word in options.words):
+        models = [(name, options.revision) for name in options.words]
+    else:
+        models = model.hub_models(load_config(*split_words(options.words)))
+        if options.revision is not None:
+            raise ConfigError("--revision: is for a model's name; a config has model.revision")
+    for name, revision in models:
+        print(f"{name}: {model.fetch(name, revision)}")
+    if not models:
+        print("no model of this config comes from the hub")
+    return EXIT_OK
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
+    parser.set_defaults(run=check)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Check a config on the login node: a line for each thing the run will need."""
+    path, overrides = split_words(options.words)
+    overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
+    config = load_config(path, overrides)
+    return checklist.report(checklist.on_the_login_node(config))
+
+
+def _run(path: Path) -> RunDir:
+    run = RunDir(path)
+    if not run.config.is_file():
+        raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
+    return run

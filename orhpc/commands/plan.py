@@ -1,0 +1,168 @@
+"""``orhpc plan CONFIG``: ranks, memory of each device by part, and what limits; nothing is touched."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from orhpc.config import Config
+from orhpc.config.files import load_config
+from orhpc.config.megatron import group_spans
+from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.launch import model
+from orhpc.launch.checks import fit
+from orhpc.launch.command_line import split_words, without_flags
+from orhpc.launch.prepare import run_directory
+from orhpc.launch.slurm.submission import lead_and_why
+from orhpc.plan.memory import GIB, RESERVED_BYTES
+from orhpc.plan.placement import Placement
+from orhpc.plan.run_plan import RunPlan, at_once, check_host, gib, host_parts, make_plan, state_bytes
+
+
+def lines(run: RunPlan) -> Iterator[str]:
+    """The plan as text."""
+    shape, p = run.shape, run.config.placement
+    active = f", {_count(shape.active_parameters)} active" if shape.experts else ""
+    yield f"model     {run.config.model.path}: {_count(shape.parameters)} parameters{active}"
+    yield f"nodes     {p.nodes} of {p.devices_per_node} devices ({p.device}), {p.mode}"
+    yield f"trainers  {run.layout.ranks} ranks, {run.config.train.backend}, {_shared(run)}"
+    if run.placement.engines:
+        yield f"engines   {len(run.placement.engines)} of {run.tp} devices"
+    yield from _places(run.placement)
+    yield f"micro-batch of up to {run.demand.tokens} tokens"
+    yield ""
+    yield "trainer device, GiB at the peak of a step"
+    for name, size in run.trainer.parts().items():
+        yield f"  {name:<12}{gib(size):>9}"
+    has = "" if run.device_bytes is None else f" of {gib(run.device_bytes - RESERVED_BYTES)}"
+    yield f"  {'total':<12}{gib(run.trainer.total):>9}{has}"
+    yield from _engine_lines(run)
+    yield _lead_line(run.config)
+    for what, size in host_parts(run).items():
+        yield f"host memory a node {what}: {gib(size)} GiB"
+    yield from _commit_lines(run)
+    yield f"limit: {limit(run)}"
+
+
+def _commit_lines(run: RunPlan) -> Iterator[str]:
+    checkpoint, one = run.config.checkpoint, state_bytes(run)
+    if checkpoint.save_interval is None:
+        return
+    number = at_once(run.config)
+    yield f"commits   {one / 1e9:.2f} GB each, {number} on disk at once: {number * one / 1e9:.2f} GB"
+    if checkpoint.keep_every:
+        kept = run.config.train.steps // checkpoint.keep_every
+        yield f"          and up to {kept} kept for good: {kept * one / 1e9:.2f} GB"
+
+
+def _lead_line(config: Config) -> str:
+    rundir = None if config.run.name is None else run_directory(config)
+    lead_s, why = lead_and_why(config, rundir)
+    return f"lead: told {lead_s} s before a time limit to commit ({why})"
+
+
+def _shared(run: RunPlan) -> str:
+    """How the ranks share the model, and over how many nodes their groups reach."""
+    if run.layout.sharded:
+        return "weights in rows over all of them"
+    m, per_node = run.config.megatron, run.config.placement.devices_per_node
+    spans = group_spans(m, run.layout.ranks, per_node)
+    parts = [f"{name} {getattr(m, name)}{_reach(spans[name])}" for name in spans]
+    copies = m.data_ranks(run.layout.ranks)
+    return ", ".join([*parts, f"{copies} copies" if copies > 1 else "one copy"])
+
+
+def _reach(nodes: int) -> str:
+    return " (inside a node)" if nodes == 1 else f" (over {nodes} nodes)"
+
+
+def _places(placement: Placement) -> Iterator[str]:
+    shown: list[tuple[str, str]] = []
+    for index, node in enumerate(placement.nodes):
+        ranks = [t.rank for t in placement.trainers if t.node == index]
+        engines = [e.index for e in placement.engines if e.node == index]
+        text = ", ".join(f"{what} {_range(n)}" for what, n in (("ranks", ranks), ("engines", engines)) if n)
+        shown.append((node.name, text or "part of an engine"))
+    for name, text in shown[:4]:
+        yield f"  {name}: {text}"
+    if len(shown) > 5:
+        yield "  ..."
+    if len(shown) > 4:
+        yield f"  {shown[-1][0]}: {shown[-1][1]}"
+
+
+def _range(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _engine_lines(run: RunPlan) -> Iterator[str]:
+    if not run.placement.engines:
+        return
+    yield "engine device, GiB"
+    yield f"  {'weights':<12}{gib(run.engine_weights):>9}"
+    tokens = run.kv_tokens
+    if tokens is None:
+        yield f"  KV cache    {run.kv_token} bytes a token"
+        return
+    yield f"  {'KV cache':<12}{gib(tokens * run.kv_token):>9}  {run.kv_token} bytes a token, {tokens} tokens"
+
+
+def limit(run: RunPlan) -> str:
+    """What is nearest to its bound, in words."""
+    parts = run.trainer.parts()
+    largest = max(parts, key=lambda name: parts[name])
+    if run.device_bytes is None:
+        return f"host memory: {gib(run.trainer.total)} GiB a trainer rank, most of it {largest}"
+    room = run.device_bytes - RESERVED_BYTES
+    trainer = run.trainer.total / room
+    if run.kv_tokens is not None and run.placement.engines:
+        at_once = run.kv_tokens // run.config.rollout.max_total_tokens
+        if at_once < run.config.engine.max_running and trainer < 0.9:
+            return (
+                f"KV cache: {at_once} rollouts of full length at once an engine, "
+                f"engine.max_running is {run.config.engine.max_running}"
+            )
+    return f"trainer memory, {trainer:.0%} used, most of it {largest}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def parse(arguments: Sequence[str]) -> tuple[Config, float]:
+    """Config and memory of a device in GiB, from the command line."""
+    parser = argparse.ArgumentParser(prog="orhpc plan", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
+    parser.add_argument("--nodes", type=int, help="plan for this many nodes")
+    parser.add_argument(
+        "--device-memory",
+        type=float,
+        metavar="GIB",
+        help="of one GPU; default: as orhpc check finds it, or 80",
+    )
+    options = parser.parse_intermixed_args(without_flags(arguments))
+    path, overrides = split_words(options.words)
+    overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
+    config = load_config(path, overrides)
+    memory = fit.device_memory(config).gib if options.device_memory is None else options.device_memory
+    if memory * GIB <= RESERVED_BYTES:
+        raise ConfigError(f"--device-memory: {memory} GiB leave nothing beyond what is reserved")
+    return config, memory
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan, then refuse it if it cannot fit; returns the exit code."""
+    try:
+        config, device_gib = parse(arguments)
+        model.ensure_config(config)
+        run = make_plan(config, device_gib)
+        print("\n".join(lines(run)))
+        fit.check_engines(run)
+        fit.check_fit(run)
+        if there := config.placement.host_memory_gib:
+            check_host(run, int(there * GIB))
+    except OrhpcError as error:
+        print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+        return policy_of(error).exit_code
+    return EXIT_OK

@@ -1,0 +1,84 @@
+"""The ``placement`` section: which devices do what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from orhpc.config.base import Machines, Positive, Section
+
+
+class PlacementSettings(Section):
+    """Which devices do what.  A device is a GPU, or a process where ``device`` is ``cpu``."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Never guessed."""
+    mode: Literal["colocated", "split", "mixed"] = "colocated"
+    """``colocated``: engines and trainers share every device and take turns; ``split``: each has
+    its own; ``mixed``: trainers take the first devices, engines the last, and where they overlap they
+    take turns."""
+    nodes: Machines = 1
+    devices_per_node: Machines = 4
+    device_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one GPU (GiB): 79.6 for an H100, 139.8 for an H200. Null: detected on the nodes, and on a
+    login node from SLURM's GRES type."""
+    host_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Host memory per node (GiB) available for offloaded trainer state. Null: detected on the nodes from the
+    system or the job's limit."""
+    trainer_devices: Positive | None = None
+    """``split`` and ``mixed``: devices in all for training; ``split``: null takes what engines leave."""
+    engine_devices: Positive | None = None
+    """``split`` and ``mixed``: devices in all for engines."""
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def trainer_ranks(self) -> int:
+        if self.mode == "colocated":
+            return self.devices
+        return self.trainer_devices or self.devices - (self.engine_devices or 0)
+
+    @property
+    def rollout_devices(self) -> int:
+        if self.mode == "mixed":
+            return self.engine_devices or 0
+        return self.devices if self.mode == "colocated" else self.devices - self.trainer_ranks
+
+    @property
+    def shared_devices(self) -> int:
+        """Devices on which engines and trainers take turns."""
+        return self.trainer_ranks + self.rollout_devices - self.devices
+
+    @model_validator(mode="after")
+    def _devices_add_up(self) -> Self:
+        if self.mode == "colocated":
+            if self.trainer_devices or self.engine_devices:
+                raise ValueError("trainer_devices and engine_devices need mode: split or mixed")
+            return self
+        if self.mode == "mixed":
+            self._check_mixed()
+            return self
+        if not (self.trainer_devices or self.engine_devices):
+            raise ValueError("mode: split needs trainer_devices or engine_devices")
+        wanted = (self.trainer_devices or 0) + (self.engine_devices or 0)
+        both = self.trainer_devices is not None and self.engine_devices is not None
+        if wanted > self.devices or (both and wanted != self.devices):
+            raise ValueError(f"trainer and engine devices add up to {wanted}, not {self.devices}")
+        if not both and wanted == self.devices:
+            raise ValueError("no device is left for the other side")
+        return self
+
+    def _check_mixed(self) -> None:
+        trainer, engine = self.trainer_devices, self.engine_devices
+        if trainer is None or engine is None:
+            raise ValueError("mode: mixed needs trainer_devices and engine_devices")
+        if max(trainer, engine) > self.devices:
+            raise ValueError(f"there are {self.devices} devices, not {max(trainer, engine)}")
+        if trainer + engine <= self.devices:
+            raise ValueError(
+                f"mode: mixed shares devices, but {trainer} + {engine} are {self.devices} or fewer: "
+                "that is mode: split"
+            )

@@ -1,0 +1,111 @@
+"""Does an engine sample from the policy that the trainer computes?  Asked once an attempt, before it trains.
+
+Every engine continues a prompt of random tokens by a few tokens, through the same protocol as rollouts, and
+the trainer computes the same tokens' log-probabilities.  This needs no knowledge of the model, and sees what
+:mod:`orhpc.models.forward_check` cannot: what SGLang computes, and whether the first weight sync was right.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orhpc.config import Config
+from orhpc.driver.fleet import Engines, Trainers
+from orhpc.errors import InfraError, ModelError
+from orhpc.types import Generation, Sampling
+
+log = logging.getLogger(__name__)
+
+PROMPT, BEYOND, MOST = 8, 24, 4352
+"""Tokens of a prompt; on GPUs the first one is so many longer than the model's windows, up to the last."""
+SAMPLED, FEW = 24, 8
+"""Tokens that each engine samples; of fewer than the second, the mean is taken as if they were as many."""
+MOST_ENGINES = 64
+BOUNDS = {"float32": 0.02, "bfloat16": 0.5}
+"""Nats that the two may differ by, on average, where both compute in the type, or one of them in the second.
+Rounding makes 1e-5 and 0.1 of random prompts; another kind of attention or of positions 0.5 and more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one engine sampled."""
+
+    url: str
+    tokens: list[int]
+    """Prompt and sampled ones."""
+    logprobs: list[float]
+    """Of the sampled ones, by the engine."""
+
+
+async def ask(engines: Engines, config: Config, model_dir: str) -> list[Answer]:
+    """Have the engines sample; none where they cannot be asked, which is logged."""
+    values: Mapping[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
+    values = {**values, **(values.get("text_config") or {})}
+    vocabulary = int(values.get("vocab_size") or 256)  # where the config leaves it to the family's default
+    generator = random.Random(7919)
+    prompts: dict[str, list[int]] = {}
+    for index, url in enumerate(engines.urls[:MOST_ENGINES]):
+        length = _prompt_length(config, values, first=index == 0)
+        prompts[url] = [generator.randrange(vocabulary) for _ in range(length)]
+    sampling = Sampling(
+        max_new_tokens=min(SAMPLED, config.rollout.max_response_tokens),
+        temperature=config.rollout.temperature,
+    )
+    try:
+        found: Mapping[str, Generation] = await engines.pool.each(
+            lambda client: client.generate(prompts[client.url], sampling, rid=f"check-{client.url}"),
+            list(prompts),
+        )
+    except InfraError as error:
+        log.warning("engines and trainer are not compared: %s", error)
+        return []
+    return [
+        Answer(url, [*prompts[url], *map(int, g.tokens_N)], [float(value) for value in g.logprobs_N])
+        for url, g in found.items()
+        if len(g.tokens_N)
+    ]
+
+
+def _prompt_length(config: Config, values: Mapping[str, Any], *, first: bool) -> int:
+    length = PROMPT
+    room = config.rollout.max_total_tokens - SAMPLED
+    if first and config.placement.device == "cuda":
+        windows = [values.get(name) for name in ("sliding_window", "attention_chunk_size", "index_topk")]
+        length = max([PROMPT, *(int(w) + BEYOND for w in windows if w and int(w) + BEYOND <= MOST)])
+    return max(1, min(length, room))
+
+
+async def compare(trainers: Trainers, answers: Sequence[Answer], config: Config) -> float:
+    """Mean difference of the log-probabilities, in nats, of the engine that differs most.
+
+    Raises ModelError where it is larger than rounding makes it.
+    """
+    samples = [(answer.tokens, len(answer.logprobs)) for answer in answers]
+    found = await trainers.all("sampled_logprobs", samples)
+    (ours,) = [values for values in found if values is not None][:1]
+    means = [
+        float(np.abs(np.asarray(own) - np.asarray(answer.logprobs)).sum() / max(len(own), FEW))
+        for own, answer in zip(ours, answers, strict=True)
+    ]
+    worst = int(np.nanargmax(np.nan_to_num(means, nan=np.inf)))
+    types = {config.model.dtype, config.engine.dtype or config.model.dtype}
+    whole = types == {"float32"} and config.precision == "bf16"
+    bound = BOUNDS["float32" if whole else "bfloat16"]
+    if not means[worst] <= bound:
+        raise ModelError(
+            f"engine {answers[worst].url} does not sample from the trainer's policy: log-probabilities of "
+            f"{len(answers[worst].logprobs)} tokens differ by {means[worst]:.3g} nats on average, where "
+            f"rounding explains {bound:g}; engine.backend: {config.engine.backend} or train.backend: "
+            f"{config.train.backend} does not compute this model (model.check: false leaves this comparison "
+            "out)"
+        )
+    log.info("engines and trainer agree within %.2g nats on %d samples", means[worst], len(answers))
+    return means[worst]

@@ -1,0 +1,97 @@
+"""Ray actors and calls to them: whatever Ray raises becomes one of our classes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orhpc.errors import OrhpcError, OutOfMemory, RayLost, StorageRefused
+from orhpc.plan.placement import Node
+from orhpc.rundir.storage import NO_SERVER
+
+POLL_S = 0.2
+
+
+async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = None) -> Any:
+    """Await a Ray call and turn its failure into ours.
+
+    Raises:
+        OrhpcError: the one that the actor raised, as it was.
+        RayLost: the actor or its node is gone, or the call outlasted ``timeout_s``.
+        OutOfMemory: Ray or the kernel ended the actor for its memory.
+        StorageRefused: a file server was away for the actor.
+    """
+    try:
+        return await asyncio.wait_for(asyncio.ensure_future(_awaited(reference)), timeout_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, OrhpcError):
+            raise error.cause from None
+        if isinstance(error.cause, MemoryError):
+            raise OutOfMemory(f"{what}: {error.cause}") from error
+        if isinstance(error.cause, OSError) and error.cause.errno in NO_SERVER:
+            raise StorageRefused(f"{what}: {error.cause}") from error
+        raise
+    except OutOfMemoryError as error:
+        raise OutOfMemory(f"{what}: {error}") from error
+    except RayActorError as error:
+        raise RayLost(f"{what}: the actor died: {' '.join(str(error).split())[:300]}") from error
+    except RayError as error:
+        raise RayLost(f"{what}: {' '.join(str(error).split())[:300]}") from error
+    except TimeoutError:
+        raise RayLost(f"{what}: no answer within {timeout_s:.0f} s") from None
+
+
+async def _awaited(reference: Awaitable[Any]) -> Any:
+    return await reference
+
+
+async def call_all(
+    references: Iterable[Awaitable[Any]], what: str, timeout_s: float | None = None
+) -> list[Any]:
+    """Await calls to several actors; the first failure is raised at once, as by :func:`call`."""
+    return list(await asyncio.gather(*(call(r, f"{what} {i}", timeout_s) for i, r in enumerate(references))))
+
+
+def spawn(kind: type[Any], node_id: str, *args: Any, **options: Any) -> ActorHandle[Any]:
+    """Start an actor on a node; Ray never restarts it, and never retries its calls."""
+    remote: Any = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, **options)(kind)
+    return remote.options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+    ).remote(*args)
+
+
+def node_ids(nodes: Sequence[Node]) -> list[str]:
+    """Ray's id of each of our nodes.
+
+    Raises:
+        RayLost: a node has not joined.
+    """
+    by_name = {n["NodeName"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    missing = [n.name for n in nodes if n.name not in by_name]
+    if missing:
+        raise RayLost(f"not in the Ray cluster: {', '.join(missing)}")
+    return [by_name[n.name] for n in nodes]
+
+
+def wait_for_nodes(nodes: Sequence[Node], timeout_s: float) -> None:
+    """Wait until every node is in the Ray cluster.
+
+    Raises:
+        RayLost: names those that are not when the time is over.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            node_ids(nodes)
+            return
+        except RayLost:
+            if time.monotonic() > end:
+                raise
+        time.sleep(POLL_S)

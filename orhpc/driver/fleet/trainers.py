@@ -1,0 +1,179 @@
+"""All ranks of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from orhpc.config import Config
+from orhpc.driver.fleet.actors import POLL_S, call, call_all, spawn
+from orhpc.errors import CheckpointError, OrhpcError
+from orhpc.plan.placement import Placement
+from orhpc.rundir.commits import ShardFile
+from orhpc.train.actor import TrainerRank
+from orhpc.types import BatchPlan
+
+COLLECTIVE_TIMEOUT_S = 900.0
+"""Ranks wait for each other in a collective at most this long."""
+ANSWER_S = 30.0
+"""A rank that answers nothing for so long is stuck, or dead."""
+_CONTROL = "control"
+
+log = logging.getLogger(__name__)
+
+
+class Trainers:
+    """All ranks of the trainer: consumes batch plans, produces metrics, weights and shards."""
+
+    def __init__(self, ranks: list[ActorHandle[Any]], host: str) -> None:
+        self.ranks = ranks
+        self.host = host
+        self.info: dict[str, Any] = {}
+
+    @classmethod
+    async def start(
+        cls, config: Config, placement: Placement, ids: Sequence[str], model_dir: str
+    ) -> Trainers:
+        """Spawn every rank and connect them; :meth:`build` makes them trainers.
+
+        Hardly any device memory is taken, so engines that share the devices may start meanwhile.
+        """
+        world = len(placement.trainers)
+        ranks = [
+            spawn(
+                TrainerRank, ids[t.node], config, model_dir, t.rank, world, t.threads,
+                t.device if config.placement.device == "cuda" else None,
+                # Training stays on one thread, which owns torch's thread count; a stop reaches it there.
+                concurrency_groups={_CONTROL: 1},
+            )
+            for t in placement.trainers
+        ]  # fmt: skip
+        host = placement.nodes[placement.trainers[0].node].address
+        self = cls(ranks, host)
+        if len({t.node for t in placement.trainers}) == 1:
+            meeting = await call(ranks[0].meeting_file.remote(), "trainer meeting_file")
+        else:
+            meeting = await self.hold_port()
+        await self.all("connect", host, meeting, COLLECTIVE_TIMEOUT_S)
+        return self
+
+    async def hold_port(self) -> int:
+        """Have rank 0 take a free port for the store that it hosts next; returns its number."""
+        return await call(self.ranks[0].hold_port.remote(self.host), "trainer hold_port")
+
+    async def build(self) -> None:
+        """Load the model on every rank."""
+        self.info = (await self.all("build"))[0]
+
+    async def all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method on every rank; returns their answers in order."""
+        references = [getattr(rank, method).remote(*args, **kwargs) for rank in self.ranks]
+        return await call_all(references, f"trainer {method}", timeout_s)
+
+    async def restore(self, folder: Path | None) -> None:
+        await self.all("restore", str(folder) if folder else None)
+
+    async def step(
+        self,
+        plan: BatchPlan,
+        step: int,
+        stop: Callable[[], bool] = lambda: False,
+        traces: Path | None = None,
+    ) -> dict[str, float]:
+        """All mini-batches of a step; metrics are already reduced over the ranks.
+
+        ``traces``: folder for what its time goes into, on the ranks that are profiled.
+
+        Raises:
+            StopRequested: ``stop`` became true before the first optimiser step.
+        """
+        folder = str(traces or "")
+        stepping = asyncio.ensure_future(
+            self.all("step", ray.put(plan.minibatches), step=step, traces=folder)
+        )
+        while not (await asyncio.wait([stepping], timeout=POLL_S))[0]:
+            if stop():
+                control = self.ranks[0].request_stop.options(concurrency_group=_CONTROL)
+                await call(control.remote(), "trainer request_stop", 30.0)
+                break
+        return (await stepping)[0]
+
+    async def hold_whole_step(self) -> bool:
+        """Whether all ranks hold the state after the last whole step, which may then be committed.
+
+        For the end of an attempt: ranks that wait for a failed one stop doing so, and none can take part
+        in any collective afterwards.  False when a rank is gone or does not answer soon.
+        """
+        breaking = [
+            call(r.break_off.options(concurrency_group=_CONTROL).remote(), "trainer break_off", ANSWER_S)
+            for r in self.ranks
+        ]
+        try:
+            await asyncio.gather(*breaking)
+            return all(await self.all("holds_whole_step", timeout_s=ANSWER_S))
+        except OrhpcError as error:
+            log.warning("the trainers cannot commit: %s", error)
+            return False
+
+    async def sleep(self) -> dict[str, float]:
+        """Move everything to host memory; returns ``freed_gb``, ``moved_gb``, ``left_gb``, ``seconds``.
+
+        Of memory the sum over ranks, of time the slowest rank's; nothing on CPUs.
+        """
+        slept = await self.all("sleep")
+        if "own_bytes" not in slept[0]:
+            return {}
+        return {
+            "freed_gb": sum(r["freed_bytes"] for r in slept) / 1e9,
+            "moved_gb": sum(r["moved_bytes"] for r in slept) / 1e9,
+            "left_gb": sum(r["own_bytes"] for r in slept) / 1e9,
+            "seconds": max(r["seconds"] for r in slept),
+        }
+
+    async def wake(self) -> dict[str, float]:
+        """Undo :meth:`sleep`; returns ``others_gb``, which the engines left there, and ``seconds``."""
+        woken = await self.all("wake")
+        if "own_bytes" not in woken[0]:
+            return {}
+        return {
+            "others_gb": sum(r["other_bytes"] for r in woken) / 1e9,
+            "seconds": max(r["seconds"] for r in woken),
+        }
+
+    async def save_begin(self, folder: Path) -> None:
+        await self.all("save_begin", str(folder))
+
+    async def save_poll(self) -> tuple[ShardFile, ...] | None:
+        """Shards of the save under way once every rank has written its own, else None."""
+        written = await self.all("save_poll")
+        if any(files is None for files in written):
+            return None
+        return tuple(ShardFile(**f) for files in written for f in files)
+
+    async def finish_save(self, timeout_s: float) -> tuple[ShardFile, ...]:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: a rank failed, or it took too long.
+        """
+        end = time.monotonic() + timeout_s
+        while (files := await self.save_poll()) is None:
+            if time.monotonic() > end:
+                raise CheckpointError(f"the save took longer than {timeout_s:.0f} s")
+            await asyncio.sleep(POLL_S)
+        return files
+
+    async def save_give_up(self) -> bool:
+        """Have all ranks end a save that one has failed in; returns whether nobody writes any more."""
+        return all(await self.all("save_give_up", timeout_s=2 * ANSWER_S))
+
+    async def close(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)

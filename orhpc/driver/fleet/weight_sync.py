@@ -1,0 +1,173 @@
+"""From the trainer's weights to the engines': every version whole, or the engines do not serve.
+
+Ranks gather a bucket, then the engines take it while the ranks gather the next.  An engine on a
+trainer's devices maps the bucket of the rank beside it, one for each of its devices; engines with
+devices of their own receive a broadcast of rank 0.  While it lasts, the engines' weight version says
+``syncing``, which no worker takes for a policy version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orhpc.driver.fleet.actors import call
+from orhpc.errors import ConfigError, EngineUnavailable, RayLost, WeightSyncFailed
+
+if TYPE_CHECKING:
+    from orhpc.driver.fleet.engines import Engines
+    from orhpc.driver.fleet.trainers import Trainers
+    from orhpc.train.weights.buckets import BucketSpec
+
+SYNCING = "syncing"
+_SHOWN = 3
+
+
+class WeightSync:
+    """The way from these trainers to these engines."""
+
+    def __init__(self, trainers: Trainers, engines: Engines, exchange: Path) -> None:
+        """``exchange``: folder that trainers and engines see, for weights on disk; made when needed."""
+        self._trainers = trainers
+        self._engines = engines
+        self._exchange = exchange
+        self._settings = engines.config.engine
+
+    async def send(self, version: int) -> dict[str, float]:
+        """Give all engines this version; returns ``sync_bytes`` and ``sync_seconds_*``.
+
+        Engines on the trainers' devices have their weights' memory resumed and serve nothing; the
+        others are paused.
+
+        Raises:
+            WeightSyncFailed: engines may hold part of the new weights; none serves until a whole sync
+                has followed.
+        """
+        pool = self._engines.pool
+        started = time.monotonic()
+        try:
+            await pool.update_weight_version(SYNCING)
+            await pool.each(lambda c: c.begin_update())
+            if self._settings.sync == "disk":
+                report = await self._from_disk()
+            else:
+                report = await self._in_buckets()
+            await pool.each(lambda c: c.end_update())
+            if self._settings.check_weights:
+                report["sync_seconds_check"] = await self._check()
+            await pool.update_weight_version(version)
+        except (EngineUnavailable, RayLost, TimeoutError, ConfigError) as error:
+            raise WeightSyncFailed(f"sync of version {version} broke off: {error}") from error
+        pool.published_version = version
+        return report | {"sync_seconds_total": time.monotonic() - started}
+
+    async def _in_buckets(self) -> dict[str, float]:
+        timeout = self._settings.sync_timeout_s
+        engines, trainers = self._engines, self._trainers
+        began = time.monotonic()
+        if engines.by_broadcast and engines.group_name is None:
+            await self._join(timeout)
+        joined = time.monotonic() - began
+        buckets = (await trainers.all("weight_buckets"))[0]
+        taking: asyncio.Task[None] | None = None
+        try:
+            for index, bucket in enumerate(buckets):
+                handles = await trainers.all(
+                    "stage_bucket", index, handle=bool(engines.by_handle),
+                    broadcast=bool(engines.by_broadcast), timeout_s=timeout,
+                )  # fmt: skip
+                if taking is not None:
+                    await taking
+                taking = asyncio.ensure_future(self._take(bucket, handles, timeout))
+            if taking is not None:
+                await taking
+        finally:
+            if taking is not None and not taking.done():
+                taking.cancel()
+            seconds = await trainers.all("finish_sync", timeout_s=timeout)
+        return {
+            "sync_bytes": float(sum(bucket.nbytes for bucket in buckets)),
+            "sync_seconds_join": joined,
+            "sync_seconds_gather": max(seconds),
+        }
+
+    async def _take(self, bucket: BucketSpec, handles: Sequence[str | None], timeout_s: float) -> None:
+        """Have every engine take a bucket that the ranks hold ready."""
+        engines = self._engines
+        beside = {url: [handles[r] for r in ranks] for url, ranks in engines.by_handle.items()}
+
+        async def map_memory(client: Any) -> None:
+            await client.update_weights_from_tensor(
+                beside[client.url], load_format="flattened_bucket", flush_cache=False
+            )
+
+        taking = [engines.pool.each(map_memory, list(beside))]
+        if engines.by_broadcast:
+            receiving = engines.pool.update_weights_from_distributed(
+                bucket.names, bucket.dtypes, bucket.shapes, urls=list(engines.by_broadcast),
+                group_name=engines.group_name, load_format="flattened_bucket", flush_cache=False,
+            )  # fmt: skip
+            taking.append(receiving)  # type: ignore[arg-type]
+        await asyncio.wait_for(asyncio.gather(*taking), timeout_s)
+
+    async def _join(self, timeout_s: float) -> None:
+        """Make rank 0 and the engines that have devices of their own one group."""
+        engines, host = self._engines, self._trainers.host
+        port = await self._trainers.hold_port()
+        group = f"orhpc-weights-{port}"
+        world = 1 + engines.receivers
+        joining = call(
+            self._trainers.ranks[0].join_weight_group.remote(host, port, world, group, timeout_s),
+            "trainer join_weight_group",
+        )
+        announcing = engines.pool.init_weights_update_group(
+            master_address=host, master_port=port, rank_offsets=engines.by_broadcast,
+            world_size=world, group_name=group, backend=engines.group_backend,
+        )  # fmt: skip
+        await asyncio.wait_for(asyncio.gather(joining, announcing), timeout_s)
+        engines.group_name = group
+
+    async def _from_disk(self) -> dict[str, float]:
+        folder, nbytes, seconds = await self._export()
+        try:
+            await self._engines.pool.update_weights_from_disk(str(folder), flush_cache=False)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return {"sync_bytes": float(nbytes), "sync_seconds_gather": seconds}
+
+    async def _export(self) -> tuple[Path, int, float]:
+        """Write the weights as the engines hold them; returns folder, bytes and seconds."""
+        started = time.monotonic()
+        folder = self._exchange / "weights"
+        shutil.rmtree(folder, ignore_errors=True)
+        written = await self._trainers.all("export_hf", str(folder), for_engines=True)
+        return folder, sum(f["size"] for f in written[0]), time.monotonic() - started
+
+    async def _check(self) -> float:
+        """Compare what the engines hold with an export of the trainer's weights, bit for bit.
+
+        The engines' own checksums before and after they read the export must be the same; so whatever
+        an engine fuses or cuts is compared as it holds it.
+        """
+        started = time.monotonic()
+        pool = self._engines.pool
+        sent = await pool.each(lambda c: c.weight_checksums())
+        folder, _, _ = await self._export()
+        try:
+            await pool.update_weights_from_disk(str(folder), flush_cache=False)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        read = await pool.each(lambda c: c.weight_checksums())
+        for url, sums in sent.items():
+            names = sums.keys() | read[url].keys()
+            wrong = sorted(name for name in names if sums.get(name) != read[url].get(name))
+            if wrong:
+                raise WeightSyncFailed(
+                    f"engine {url}: {len(wrong)} of {len(names)} tensors are not the trainer's: "
+                    f"{', '.join(wrong[:_SHOWN])}"
+                )
+        return time.monotonic() - started

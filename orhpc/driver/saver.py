@@ -1,0 +1,227 @@
+"""Commits of a running attempt: begun after a step, written while training goes on, then finalised.
+
+A failed save costs the commit, never the run: it is reported as an event, in the log and as an
+alert, and the earlier commits stay.  Only the last one must be: a run that is not committed is not finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from orhpc.config import CheckpointSettings
+from orhpc.driver.fleet import Trainers
+from orhpc.errors import CheckpointError, OrhpcError
+from orhpc.rollout.producer import Position
+from orhpc.rundir import CommitName, RunDir, commits
+from orhpc.rundir.events import EventLog
+from orhpc.rundir.storage import pause
+
+log = logging.getLogger(__name__)
+_AGAIN_S = 60.0
+"""Between two tries at the run's last commit: what filled a disk is often gone by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a commit holds beside the trainer's shards."""
+
+    step: int = 0
+    """Steps completed; also the policy version of the weights."""
+    position: Position = field(default_factory=Position)
+    """Where the run stands in its data."""
+    max_tokens: int = 0
+    """Token budget of a micro-batch: the setting, or what running out of memory taught."""
+    setting: int | None = None
+    """``train.max_tokens_per_gpu`` when that was; None: not recorded, in commits of earlier releases."""
+
+    def under(self, setting: int, lowered: int | None) -> State:
+        """The state as an attempt goes on from it, of a run that has this ``train.max_tokens_per_gpu`` now.
+
+        A changed setting replaces what an earlier one has taught; ``lowered`` is a limit in either case.
+        """
+        changed = self.setting is not None and self.setting != setting
+        own = setting if changed else min(self.max_tokens, setting)
+        return replace(self, max_tokens=min(own, lowered or own), setting=setting)
+
+    def to_manifest(self) -> dict[str, Any]:
+        return {
+            "next_group": self.position.next_group,
+            "pending": list(self.position.pending),
+            "max_tokens": self.max_tokens,
+            "max_tokens_per_gpu": self.setting,
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: commits.Manifest) -> State:
+        s = manifest.state
+        position = Position(s["next_group"], tuple(s["pending"]))
+        return cls(manifest.step, position, s["max_tokens"], s.get("max_tokens_per_gpu"))
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    name: CommitName
+    state: State
+    started: float
+    folder: Path = Path()
+    """Where shards go; empty before it is made."""
+
+
+class Saver:
+    """Begins, polls and finalises commits, one at a time."""
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        attempt: int,
+        settings: CheckpointSettings,
+        trainers: Trainers,
+        events: EventLog,
+        *,
+        parent: CommitName | None,
+        state: State,
+        alert: Callable[[str], None],
+    ) -> None:
+        """``alert``: tells whoever watches the run of a commit that failed."""
+        self._rundir, self._attempt, self._settings = rundir, attempt, settings
+        self._trainers, self._events = trainers, events
+        self._parent, self._alert = parent, alert
+        self._under_way: _UnderWay | None = None
+        self._one_at_a_time = asyncio.Lock()
+        """Several that wait for room ask for the save under way at once."""
+        self.state = state
+        """What the trainers hold: the state of the last completed step, committed or not."""
+        self.when_committed: Callable[[], None] | None = None
+        """Called once a commit holds :attr:`state`: reports a step that failed after its update."""
+        self._problem = ""
+        """Why the last commit failed."""
+
+    async def after_step(self) -> None:
+        """Finalise a finished save, begin one when it is due."""
+        state = self.state
+        await self.poll()
+        interval = self._settings.save_interval
+        if interval is not None and state.step % interval == 0:
+            await self._begin(state)
+
+    async def poll(self) -> None:
+        """Finalise the save under way when all shards are durable; never waits for them."""
+        async with self._one_at_a_time:
+            save = self._under_way
+            if save is None:
+                return
+            try:
+                files = await self._trainers.save_poll()
+                if files is not None:
+                    self._finalise(save, files)
+                elif time.monotonic() - save.started > self._settings.save_timeout_s:
+                    raise CheckpointError(f"the save took longer than {self._settings.save_timeout_s:.0f} s")
+            except CheckpointError as error:
+                await self._failed(save, error)
+
+    @property
+    def _all_committed(self) -> bool:
+        committed = self._parent is not None and self._parent.step == self.state.step
+        return committed or self._settings.save_interval is None
+
+    async def finish(self) -> None:
+        """Commit the last completed step, unless it is, and wait until it is durable."""
+        await self._wait()
+        if not self._all_committed:
+            await self._begin(self.state)
+            await self._wait()
+
+    async def finish_run(self, wait_s: float, stop: Callable[[], bool], again_s: float = _AGAIN_S) -> None:
+        """Commit the run's last step, where that fails again for up to ``wait_s``, or until ``stop``.
+
+        Raises:
+            CheckpointError: it could not be; a run is not finished without.
+        """
+        end = time.monotonic() + wait_s
+        await self.finish()
+        while not self._all_committed and time.monotonic() < end and not stop():
+            log.error("the last step is not committed: %s; once more in %.0f s", self._problem, again_s)
+            await pause(min(again_s, max(0.0, end - time.monotonic())), stop)
+            await self.finish()
+        if not self._all_committed:
+            newest = self._parent.step if self._parent else 0
+            raise CheckpointError(
+                f"step {self.state.step}, the last, is trained but not committed ({self._problem}); the same "
+                f"command goes on from step {newest}"
+            )
+
+    async def rescue(self) -> None:
+        """Commit the last completed step after a failure, if the trainers still hold it.
+
+        What failed then costs no step, however long ago the last commit was.  Before the first step there
+        is nothing to save.  Never raises: the failure it follows is what counts.
+        """
+        if self._all_committed or self.state.step == 0:
+            return
+        try:
+            if await self._trainers.hold_whole_step():
+                await self.finish()
+        except Exception:
+            log.exception("step %d could not be committed", self.state.step)
+
+    async def _begin(self, state: State) -> None:
+        await self._wait()  # a save still under way was begun a whole interval ago
+        save = _UnderWay(CommitName(state.step, self._attempt), state, time.monotonic())
+        try:
+            save.folder = commits.begin(self._rundir, save.name)
+            await self._trainers.save_begin(save.folder)
+        except CheckpointError as error:
+            await self._failed(save, error)
+            return
+        self._under_way = save
+
+    async def _wait(self) -> None:
+        async with self._one_at_a_time:
+            save = self._under_way
+            if save is None:
+                return
+            try:
+                files = await self._trainers.finish_save(self._settings.save_timeout_s)
+                self._finalise(save, files)
+            except CheckpointError as error:
+                await self._failed(save, error)
+
+    def _finalise(self, save: _UnderWay, files: tuple[commits.ShardFile, ...]) -> None:
+        parent = str(self._parent) if self._parent else None
+        manifest = commits.Manifest(
+            save.name.step, save.name.attempt, parent, files, save.state.to_manifest()
+        )
+        commits.finalise(save.folder, manifest)
+        self._under_way, self._parent = None, save.name
+        self._events.write(
+            "commit",
+            step=save.name.step,
+            name=str(save.name),
+            seconds=time.monotonic() - save.started,
+            bytes=sum(f.size for f in files),
+        )
+        if self.when_committed is not None and save.name.step == self.state.step:
+            self.when_committed()
+            self.when_committed = None
+        settings = self._settings
+        try:
+            commits.sweep(self._rundir, self._attempt, keep=settings.keep, keep_every=settings.keep_every)
+        except OSError as error:
+            log.error("old commits could not be removed: %s", error)  # the next commit tries again
+
+    async def _failed(self, save: _UnderWay, error: CheckpointError) -> None:
+        self._under_way, self._problem = None, str(error)
+        log.error("commit %s failed, training goes on: %s", save.name, error)
+        self._events.write("commit_failed", step=save.name.step, error=str(error))
+        self._alert(f"commit {save.name} failed, training goes on: {error}")
+        try:
+            if await self._trainers.save_give_up():  # ranks that have not failed write on
+                commits.discard(self._rundir, save.name)
+        except OrhpcError as gone:  # whoever asks the trainers next is told too
+            log.error("%s: what was written of it stays: %s", save.name, gone)

@@ -1,0 +1,50 @@
+"""What a run reports after every step: its event, alarms, notices and W&B row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Protocol
+
+from orhpc.config import Config, alarms
+from orhpc.driver.metrics import Phases, opening_notice, rollout_metrics
+from orhpc.driver.saver import State
+from orhpc.driver.tracking import Tracker, row_of
+from orhpc.rollout.producer import Taken
+from orhpc.rundir.events import EventLog
+
+log = logging.getLogger(__name__)
+
+
+class Reporting(Protocol):
+    """What is needed of :class:`orhpc.driver.__main__.Run`."""
+
+    config: Config
+    events: EventLog
+    tracker: Tracker
+
+    @property
+    def notice(self) -> Callable[[str], None]: ...
+
+
+def report(run: Reporting, state: State, taken: Taken, metrics: dict[str, float], phases: Phases) -> None:
+    """One step's event and W&B row."""
+    numbers = rollout_metrics(taken, state.step - 1) | metrics
+    numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
+    numbers["train_tokens_per_s"] = numbers.get("total_tokens", 0.0) / phases.seconds["update"]
+    event = run.events.write(
+        "step",
+        step=state.step,
+        steps=run.config.train.steps,
+        seconds=phases.total,
+        phases=phases.seconds,
+        **numbers,
+    )
+    if line := opening_notice(numbers):
+        run.notice(f"step {state.step}: {line}")
+    for alarm in alarms.raised(run.config.alarms, numbers):
+        log.warning("step %d: %s", state.step, alarm)
+        run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
+        run.tracker.alert(f"step {state.step}: {alarm}")
+    run.tracker.log(state.step, row_of(event))

@@ -1,0 +1,53 @@
+"""Sums of two small numbers: one turn, answered in plain words."""
+
+from __future__ import annotations
+
+import re
+
+from openreward.environments import TextBlock, ToolOutput, terminal, tool
+from pydantic import BaseModel, Field
+
+from orhpc.environments import bundled
+
+_NUMBERS_READ = 4
+"""Only so many numbers of an answer count, so that listing them all does not pay."""
+
+
+class Options(bundled.Options):
+    max_number: int = Field(default=9, gt=0)
+    """Largest summand."""
+
+
+class Answer(BaseModel):
+    text: str
+
+
+class Arithmetic(bundled.BundledEnvironment):
+    """Pays 1 when the sum is among the first numbers of the answer, else 0.
+
+    No sum of the test split, in this order of the summands, is asked in the train split.
+    """
+
+    Options = Options
+    options = Options()
+
+    def _summands(self) -> tuple[int, int]:
+        generator = self.generator()
+        while True:
+            a, b = (generator.randint(0, self.options.max_number) for _ in range(2))
+            if (((a * 31 + b) * 2654435761) % 2**32 % 8 == 0) == self.is_test:
+                return a, b
+
+    async def get_prompt(self) -> list[TextBlock]:
+        a, b = self._summands()
+        return bundled.text(f"What is {a} + {b}? Answer with the number only.")
+
+    @terminal
+    @tool
+    async def answer(self, answer: Answer) -> ToolOutput:
+        """Take the answer."""
+        numbers = re.findall(r"\d+", answer.text)[:_NUMBERS_READ]
+        right = str(sum(self._summands())) in numbers
+        return ToolOutput(
+            blocks=bundled.text("Right." if right else "Wrong."), reward=float(right), finished=True
+        )

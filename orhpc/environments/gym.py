@@ -1,0 +1,84 @@
+"""Tasks of reasoning-gym, generated and verified by it: the extra ``orhpc[gym]``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from openreward.environments import TextBlock, ToolOutput, terminal, tool
+from pydantic import BaseModel, Field, model_validator
+
+from orhpc.environments import bundled
+from orhpc.errors import ConfigError
+
+
+def _reasoning_gym() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ConfigError(
+            "environment 'reasoning-gym' needs the package reasoning-gym: pip install 'orhpc[gym]'"
+        ) from None
+    return reasoning_gym
+
+
+class Options(bundled.Options):
+    task: str = "basic_arithmetic"
+    """Name of a reasoning-gym dataset."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Its own settings."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> Options:
+        factory = _reasoning_gym().factory
+        if self.task not in factory.DATASETS:
+            raise ValueError(f"reasoning-gym has no task {self.task!r}")
+        try:
+            _dataset(self, "train")
+        except (TypeError, AssertionError, ValueError) as error:
+            raise ValueError(f"settings of {self.task!r}: {error}") from None
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
+@functools.lru_cache(maxsize=8)
+def _dataset(options: Options, split: str) -> Any:
+    test = split == "test"
+    return _reasoning_gym().create_dataset(
+        options.task,
+        size=options.n_test if test else options.n_tasks,
+        # Far apart, since the datasets seed a task with seed + index.
+        seed=options.seed + (1 << 30 if test else 0),
+        **options.settings,
+    )
+
+
+class Answer(BaseModel):
+    text: str
+
+
+class ReasoningGym(bundled.BundledEnvironment):
+    """Pays what reasoning-gym's verifier gives, 0 to 1; ``<answer>`` tags around it may be there or not."""
+
+    Options = Options
+
+    def __init__(self, task_spec: Any = None, secrets: dict[str, str] | None = None) -> None:
+        super().__init__(task_spec or {}, secrets or {})
+        spec: Any = self.task_spec
+        self._dataset = _dataset(self.options, spec["split"])
+        self._entry = self._dataset[spec["index"]]
+
+    async def get_prompt(self) -> list[TextBlock]:
+        return bundled.text(self._entry["question"])
+
+    @terminal
+    @tool
+    async def answer(self, answer: Answer) -> ToolOutput:
+        """Take the answer."""
+        text = answer.text
+        if "<answer>" in text:
+            text = text.rpartition("<answer>")[2].partition("</answer>")[0]
+        score = float(self._dataset.score_answer(answer=text.strip(), entry=self._entry))
+        return ToolOutput(blocks=bundled.text(f"{score:.2f}"), reward=score, finished=True)

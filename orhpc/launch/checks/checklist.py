@@ -1,0 +1,105 @@
+"""Everything that can refuse a run before it starts: one ordered list, each check with one reason.
+
+``orhpc check`` runs all of them and prints a line each; the launcher and the job's first node stop at the
+first that fails.  A check returns what it found, for people, and raises an
+:class:`~orhpc.errors.OrhpcError` when the run cannot work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
+from orhpc.launch import model, prepare
+from orhpc.launch.checks import commit_space, fit, host_memory, internet, references
+from orhpc.launch.slurm import holder, submission
+from orhpc.models import chat_families
+from orhpc.models.folders import problem_of
+from orhpc.plan.placement import Node, local_node, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One reason for which a run may be refused."""
+
+    name: str
+    run: Callable[[], str]
+
+
+def of_config(config: Config) -> list[Check]:
+    """Checks of what the config says, by what this machine knows; nothing but ``config.json`` is fetched."""
+    return [
+        Check("placement", lambda: _placement(config)),
+        Check("model", lambda: _model(config)),
+        Check("chat format", lambda: chat_families.check(config, model.ensure_config(config))),
+        Check("fit", lambda: fit.check(config)),
+        Check("memory of a node", lambda: host_memory.check_told(config)),
+        Check("your code", lambda: references.check(config, Path.cwd())),
+        Check("data", lambda: prepare.check_paths(config)),
+    ]
+
+
+def before_the_queue(config: Config) -> list[Check]:
+    """Checks of the launcher: the config's, and what a submission needs."""
+    return [
+        *of_config(config),
+        Check("keys", lambda: prepare.check_keys(config)),
+        Check("run directory", lambda: _directory(config)),
+    ]
+
+
+def on_the_login_node(config: Config) -> list[Check]:
+    """Every check of ``orhpc check``."""
+    return [
+        *before_the_queue(config),
+        Check("internet", lambda: internet.survey(config).line),
+        Check("cluster", lambda: submission.test_submission(config)),
+    ]
+
+
+def require(checks: list[Check]) -> None:
+    """Run checks in order; raises the first failure."""
+    for check in checks:
+        check.run()
+
+
+def report(checks: list[Check]) -> int:
+    """Run all checks and print a line each; returns the exit code."""
+    code = EXIT_OK
+    for check in checks:
+        try:
+            print(f"ok   {check.name}: {check.run()}", flush=True)
+        except OrhpcError as error:
+            code = EXIT_PREFLIGHT
+            print(f"BAD  {check.name}: {' '.join(str(error).split())}", flush=True)
+    return code
+
+
+def _placement(config: Config) -> str:
+    nodes = tuple(Node(f"node{i}", "", local_node().cpus) for i in range(config.placement.nodes))
+    placed = plan(config, nodes)
+    return (
+        f"{len(nodes)} nodes, {len(placed.trainers)} trainers, {len(placed.engines)} engines, "
+        f"{len(placed.workers)} workers"
+    )
+
+
+def _model(config: Config) -> str:
+    folder = model.ensure_config(config)
+    path = config.model.path
+    if folder is None:
+        return f"{path} is not here; it is fetched, or made, before the run"
+    if (problem := problem_of(folder)) is None:
+        return f"{path} is complete in {folder}"
+    if model.is_fetched(config):
+        return f"{path} exists; {problem} in {folder}: fetched before the run (now: orhpc fetch {path})"
+    raise model.damaged(path, problem)
+
+
+def _directory(config: Config) -> str:
+    rundir = prepare.run_directory(config)
+    holder.check_free(rundir)
+    return commit_space.check(config, rundir)

@@ -1,0 +1,250 @@
+"""Whether a config can run on the devices that it asks for: refused before the queue, not after it.
+
+The same code judges in ``orhpc plan``, ``orhpc check``, the launcher and the job's first seconds on its
+nodes; each refusal has the arithmetic and the nearest setting that would work.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError, ModelError, PreflightError
+from orhpc.launch.slurm import scheduler
+from orhpc.models import ModelShape
+from orhpc.plan.memory import RESERVED_BYTES, Layout, check_layout, trainer_memory
+from orhpc.plan.run_plan import (
+    DEFAULT_DEVICE_GIB,
+    FP8_BLOCK,
+    MOST_RANKS,
+    RunPlan,
+    candidate_layouts,
+    gib,
+    make_plan,
+    sync_bytes,
+)
+
+KNOWN_DEVICES = {
+    "gh200": 95.0,
+    "h100": 79.6,
+    "h200": 139.8,
+    "h800": 79.6,
+    "h20": 95.6,
+    "a100": 79.2,
+    "b200": 178.0,
+}
+"""GiB that nvidia-smi shows of the devices that SLURM sites name so in their GRES types."""
+LARGEST_GIB = KNOWN_DEVICES["h200"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one GPU of the job."""
+
+    gib: float
+    source: str
+    known: bool
+    """False where nothing says what the devices are, and 80 GiB are assumed."""
+
+
+def device_memory(config: Config) -> DeviceMemory:
+    """Ask the config, then this machine's driver, then the GRES type that SLURM shows for the partition."""
+    if config.placement.device_memory_gib is not None:
+        return DeviceMemory(config.placement.device_memory_gib, "placement.device_memory_gib", known=True)
+    if (here := _driver_gib()) is not None:
+        return DeviceMemory(here, "nvidia-smi", known=True)
+    if (kind := _gres_type(config.slurm.partition)) is not None:
+        return DeviceMemory(KNOWN_DEVICES[kind], f"SLURM's GRES type {kind}", known=True)
+    return DeviceMemory(DEFAULT_DEVICE_GIB, "assumed", known=False)
+
+
+def _driver_gib() -> float | None:
+    """Memory of the smallest GPU of this machine, by its driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
+    return min(sizes) / 1024 if answer.returncode == 0 and sizes else None
+
+
+def _gres_type(partition: str | None) -> str | None:
+    """The one known GPU type of a partition's nodes; None where there are none, or several."""
+    if shutil.which("sinfo") is None:
+        return None
+    words = ["sinfo", "--noheader", "--format", "%G", *(["--partition", partition] if partition else [])]
+    try:
+        answer = scheduler.query(*words)
+    except PreflightError:
+        return None
+    names = {m.lower() for m in re.findall(r"gpu:([\w.-]+):\d", answer.stdout)}
+    kinds = {max(known, key=len) for n in names if (known := [k for k in KNOWN_DEVICES if k in n])}
+    return kinds.pop() if len(kinds) == 1 and len(names) == 1 else None
+
+
+def check(config: Config) -> str:
+    """Judge a config by what is known of model and devices here; returns a line for people.
+
+    Raises:
+        ConfigError: it cannot fit or cannot divide.
+    """
+    memory = device_memory(config)
+    try:
+        run = make_plan(config, memory.gib)
+    except ModelError as error:
+        if config.model.path.startswith("bundled:"):
+            return "a bundled model fits"
+        return f"not known: {error}"
+    check_engines(run)
+    if run.device_bytes is None:
+        return "devices are processes"
+    if memory.known:
+        check_fit(run)
+        return f"{_used(run)} of {memory.gib:.0f} GiB a device ({memory.source})"
+    check_fit(make_plan(config, LARGEST_GIB))
+    try:
+        check_fit(run)
+    except ConfigError:
+        return (
+            f"fits devices of {LARGEST_GIB:.0f} GiB, not of {memory.gib:.0f}; "
+            "placement.device_memory_gib says which they are"
+        )
+    return f"{_used(run)} a device; fits {memory.gib:.0f} GiB"
+
+
+def _used(run: RunPlan) -> str:
+    return f"trainer {gib(run.trainer.total)} GiB" + (
+        f", engine weights {gib(run.engine_weights)} GiB" if run.placement.engines else ""
+    )
+
+
+def check_engines(run: RunPlan) -> None:
+    """Raises ConfigError when SGLang cannot divide the model over ``engine.tp`` devices."""
+    if not run.placement.engines or run.config.engine.backend != "sglang":
+        return
+    engine, quantized = run.config.engine, run.config.precision != "bf16"
+    if (problem := _engine_problem(run.shape, engine.tp, engine.dp, engine.ep, quantized)) is None:
+        return
+    per_node, devices = run.config.placement.devices_per_node, run.config.placement.rollout_devices
+    others = [
+        tp
+        for tp in range(1, devices + 1)
+        if devices % tp == 0
+        and (per_node % tp == 0 or tp % per_node == 0)
+        and tp % engine.dp == 0
+        and tp % engine.ep == 0
+        and _engine_problem(run.shape, tp, engine.dp, engine.ep, quantized) is None
+    ]
+    nearest = min(others, key=lambda tp: (abs(math.log(tp / engine.tp)), tp), default=None)
+    raise ConfigError(
+        f"engine: {problem}; "
+        + (
+            f"engine.tp={nearest} would do"
+            if nearest
+            else f"no engine.tp would do with ep={engine.ep}, dp={engine.dp}"
+        )
+    )
+
+
+def _engine_problem(shape: ModelShape, tp: int, dp: int, ep: int, quantized: bool) -> str | None:
+    """Why SGLang refuses to divide a model so; None when it does not."""
+    heads, experts = tp // dp, max(1, tp // ep)
+    problems = {
+        f"tp / dp = {heads} does not divide {shape.heads} attention heads": shape.heads % heads,
+        f"tp / dp = {heads} is neither multiple nor divisor of {shape.kv_heads} key-value heads": (
+            shape.kv_rank is None and shape.kv_heads % heads and heads % shape.kv_heads
+        ),
+        f"tp = {tp} does not divide the MLP's width {shape.ffn}": (
+            any(not layer.experts for layer in shape.layers) and shape.ffn % tp
+        ),
+    }
+    if shape.experts:
+        problems |= {
+            f"ep = {ep} does not divide {shape.experts} experts": shape.experts % ep,
+            f"tp / ep = {experts} does not divide an expert's width {shape.expert_ffn}": (
+                shape.expert_ffn % experts
+            ),
+            f"tp / ep = {experts} cuts an expert's width {shape.expert_ffn} across FP8's blocks of "
+            f"{FP8_BLOCK}": quantized and shape.expert_ffn // experts % FP8_BLOCK,
+        }
+    elif ep > 1:
+        problems[f"ep = {ep}: the model has no experts"] = True
+    return next((problem for problem, wrong in problems.items() if wrong), None)
+
+
+def check_fit(run: RunPlan) -> None:
+    """Raises ConfigError, with the arithmetic, when trainers or engines cannot hold what they must."""
+    if run.device_bytes is None:
+        return
+    room = run.device_bytes - RESERVED_BYTES
+    if run.trainer.total > room:
+        parts = " + ".join(f"{n} {gib(b)}" for n, b in run.trainer.parts().items() if b)
+        raise ConfigError(
+            f"placement: a trainer device needs {parts} = {gib(run.trainer.total)} GiB and has "
+            f"{gib(run.device_bytes)} - {gib(RESERVED_BYTES)} reserved = {gib(room)} GiB; "
+            + _way_out(run, room)
+        )
+    if not run.placement.engines:
+        return
+    if run.config.placement.shared_devices and (both := sync_bytes(run)) > run.device_bytes:
+        raise ConfigError(
+            f"placement: while weights go over, a shared device holds {gib(run.trainer.kept)} GiB of the "
+            f"trainer's and {gib(run.engine_weights)} GiB of the engine's, {gib(both)} with "
+            f"{gib(2 * RESERVED_BYTES)} reserved, and has {gib(run.device_bytes)} GiB; raise engine.tp, or "
+            "train on more devices"
+        )
+    tokens, longest = run.kv_tokens or 0, run.config.rollout.max_total_tokens
+    if tokens < longest:
+        fraction = run.memory_fraction
+        raise ConfigError(
+            f"engine.tp: {fraction} x {gib(run.device_bytes)} GiB of a device less "
+            f"{gib(run.engine_weights)} GiB of weights leaves {tokens} tokens of KV cache at "
+            f"{run.kv_token} bytes each, and one rollout may have {longest}; "
+            "raise engine.tp or engine.memory_fraction, or lower rollout.max_total_tokens"
+        )
+
+
+def _way_out(run: RunPlan, room: int) -> str:
+    per_node = run.config.placement.devices_per_node
+    if not run.layout.sharded:
+        return _way_out_divided(run, room)
+    fixed = run.trainer.gathered + run.trainer.activations + run.trainer.head
+    if run.trainer.gathered > room:  # fewer tokens would not help either
+        return (
+            f"fsdp gathers whole layers, {gib(run.trainer.gathered)} GiB whatever the number of ranks: "
+            f"train.backend=megatron divides them; {_way_out_divided(run, room)}"
+        )
+    if fixed > room:
+        what = "" if run.demand.recompute else "train.gradient_checkpointing=true, or "
+        return (
+            f"no number of ranks helps, since {gib(fixed)} GiB are not divided by them: {what}"
+            "a lower rollout.max_total_tokens or train.max_tokens_per_gpu"
+        )
+    for ranks in range(per_node, MOST_RANKS + 1, per_node):
+        if trainer_memory(run.shape, Layout(ranks, sharded=True), run.demand).total <= room:
+            return f"{ranks} trainer ranks would do ({ranks // per_node} nodes of {per_node})"
+    return f"{MOST_RANKS} ranks would not do either"
+
+
+def _way_out_divided(run: RunPlan, room: int) -> str:
+    """The smallest number of ranks, and the layout with least communication, that would hold the model."""
+    per_node, longest_copy = run.config.placement.devices_per_node, run.layout.cp
+    for ranks in range(per_node, MOST_RANKS + 1, per_node):
+        for layout in candidate_layouts(run.shape, ranks, per_node, longest_copy):
+            try:
+                check_layout(run.shape, layout, per_node)
+            except ConfigError:
+                continue
+            if trainer_memory(run.shape, layout, run.demand).total <= room:
+                words = ", ".join(f"{n} {getattr(layout, n)}" for n in ("tp", "pp", "ep"))
+                return (
+                    f"{ranks} trainer ranks with {words} would do ({ranks // per_node} nodes of {per_node})"
+                )
+    return f"no layout of up to {MOST_RANKS} ranks would do: lower the token budget or the longest rollout"

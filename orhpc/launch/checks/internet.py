@@ -1,0 +1,111 @@
+"""Which servers outside a node has to reach, whether it can, and what is switched off where it cannot.
+
+Compute nodes often have no way out, or only one through a proxy (``https_proxy``).  A run then needs
+its model on disk; Weights & Biases writes to the run directory; only an environment that lives outside
+has nothing to take its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
+
+from orhpc.config import Config
+from orhpc.errors import ModelError, PreflightError
+from orhpc.models.folders import find_model, is_hub_name, problem_of
+
+_TIMEOUT_S = 5.0
+_HUB = "https://huggingface.co"
+_WANDB = "https://api.wandb.ai"
+_OPENREWARD = "https://openreward.ai"
+HUB_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+WANDB_OFFLINE = {"WANDB_MODE": "offline"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """One server outside that the config names or implies."""
+
+    url: str
+    what_for: str
+    switches: dict[str, str] = field(default_factory=dict)
+    """Variables that make its clients do without it; none: there is no doing without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found."""
+
+    line: str
+    """For people."""
+    switches: dict[str, str]
+    """Variables for every process of the job on this node."""
+
+
+def wanted(config: Config) -> list[Outside]:
+    """Every server outside that a run would talk to from its nodes."""
+    found: list[Outside] = []
+    path = config.model.path
+    if is_hub_name(path):
+        try:
+            here = problem_of(find_model(path, config.model.revision)) is None
+        except ModelError:
+            here = False
+        switches = HUB_OFFLINE if here else {}
+        found.append(Outside(os.environ.get("HF_ENDPOINT", _HUB), f"model.path: {path}", switches))
+    if config.wandb.enabled and os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
+        found.append(Outside(os.environ.get("WANDB_BASE_URL", _WANDB), "wandb", WANDB_OFFLINE))
+    for name, settings in config.environments.items():
+        if settings.serve is None:
+            found.append(Outside(settings.url or _OPENREWARD, f"environments.{name}"))
+    return found
+
+
+def survey(config: Config) -> Survey:
+    """Try every server that the run would talk to; opens a connection and sends nothing.
+
+    Raises:
+        PreflightError: one that the run cannot do without is out of reach.
+    """
+    switches: dict[str, str] = {}
+    said: list[str] = []
+    for server in wanted(config):
+        problem = _problem(server.url)
+        host = urlsplit(server.url).hostname
+        if problem is None:
+            said.append(f"{host} reached")
+        elif server.switches:
+            switches |= server.switches
+            said.append(f"{host} not reached ({problem}), so {', '.join(server.switches)} set")
+        else:
+            raise PreflightError(
+                f"{server.what_for}: {host} cannot be reached from here: {problem}; nodes without internet "
+                "need a proxy (https_proxy), or a copy of their own"
+            )
+    return Survey("; ".join(said) or "nothing outside is needed", switches)
+
+
+def _problem(url: str) -> str | None:
+    """Why no connection to a server, or to the proxy in front of it, can be opened; None when one can."""
+    host, port = _first_hop(url)
+    try:
+        with contextlib.closing(socket.create_connection((host, port), _TIMEOUT_S)):
+            return None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return f"{host}:{port}: {reason}"
+
+
+def _first_hop(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    proxies = getproxies_environment()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(f"{host}:{port}"):
+        return host, port
+    through = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return through.hostname or "", through.port or (443 if through.scheme == "https" else 80)

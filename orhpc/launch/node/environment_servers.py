@@ -1,0 +1,102 @@
+"""The environment servers that a job runs itself, on the node of the rollout workers that use them.
+
+Other users of the node can reach them, and what they call there runs as this user.  So every request must
+carry a key of the attempt, and a server's port is held from its choice until the attempt is over: nobody
+else can answer there and be sent the key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from subprocess import Popen
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_CONFIG, ConfigError, EnvironmentUnavailable
+from orhpc.launch.node import processes
+from orhpc.launch.node.replicas import replicas_of
+from orhpc.plan.placement import Node
+from orhpc.process.ports import hold_port, stop_listening
+
+_MIN_LIFE_S = 30.0
+"""A served environment that ends sooner than this after its start is broken, not unlucky."""
+
+
+class ServedEnvironments:
+    """The environment servers that the job runs itself on this node."""
+
+    def __init__(self, config: Config, node: Node, folder: Path) -> None:
+        """``folder``: of the attempt, with the servers' key, read when they start, and for their logs."""
+        self._config, self._node, self._folder = config, node, folder
+        self._address, self._key = node.address, ""
+        self._commands: dict[str, tuple[list[str], Path]] = {}
+        self._held: dict[str, socket.socket] = {}
+        self._running: dict[str, Popen[bytes]] = {}
+        self._started: dict[str, float] = {}
+
+    def reserve(self) -> dict[str, list[str]]:
+        """Choose every replica's port and hold it; returns base URLs by environment."""
+        urls: dict[str, list[str]] = {}
+        for name, settings in self._config.environments.items():
+            if settings.serve is None:
+                continue
+            for replica in range(replicas_of(self._config, name, self._node.cpus)):
+                label = f"{name.replace('/', '_')}_{replica}"
+                listener = self._held[label] = hold_port(self._address)
+                port = listener.getsockname()[1]
+                command = [sys.executable, "-m", "orhpc.environments.server"]
+                command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
+                command += ["--listen-fd", str(listener.fileno()), "--key-from-stdin"]
+                if secrets := {**self._config.secrets, **settings.secrets}:
+                    command += ["--secrets-json", json.dumps(secrets)]
+                if settings.serve_options:
+                    command += ["--options-json", json.dumps(settings.serve_options)]
+                self._commands[label] = command, self._folder / f"environment_{label}_{self._node.name}.log"
+                urls.setdefault(name, []).append(f"http://{self._address}:{port}")
+        return urls
+
+    def start(self) -> None:
+        """Start every replica; they may still be loading afterwards."""
+        self._key = (
+            self._folder / "environment.key"
+        ).read_text()  # a server may end when the file is gone already
+        for label in self._commands:
+            self._spawn(label)
+
+    def keep_up(self) -> None:
+        """Start again whatever has ended; its sessions are lost, and the rollouts retried.
+
+        Raises:
+            ConfigError: a server refused what the config says of its environment.
+            EnvironmentUnavailable: a server ends within seconds of every start.
+        """
+        for label, process in list(self._running.items()):
+            if process.poll() is not None:
+                stop_listening(self._held[label])  # the ended server shared this socket with us
+                if time.monotonic() - self._started[label] < _MIN_LIFE_S:
+                    log = self._commands[label][1]
+                    if process.returncode == EXIT_CONFIG:
+                        raise ConfigError(processes.last_line(log).removeprefix("orhpc: "))
+                    raise EnvironmentUnavailable(
+                        f"environment server {label} ended with status {process.returncode}: "
+                        f"{processes.last_line(log)} ({log})"
+                    )
+                self._spawn(label)
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            processes.stop(process, grace_s=3.0)
+        while self._held:
+            self._held.popitem()[1].close()
+
+    def _spawn(self, label: str) -> None:
+        command, log = self._commands[label]
+        env = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+        listener = self._held[label]
+        process = processes.spawn(command, log=log, env=env, piped=True, pass_fds=[listener.fileno()])
+        processes.write_input(process, f"{self._key}\n")
+        self._running[label], self._started[label] = process, time.monotonic()

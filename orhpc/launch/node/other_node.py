@@ -1,0 +1,194 @@
+"""What every node but the first does: join the attempt, keep a raylet and environment servers up, leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_OK, NodeLost, OrhpcError, RayLost
+from orhpc.launch import model, prepare
+from orhpc.launch.checks import preflight
+from orhpc.launch.checks.memory_limit import MemoryWatch
+from orhpc.launch.node import rendezvous
+from orhpc.launch.node.environment_servers import ServedEnvironments
+from orhpc.launch.node.first_node import RAYLETS_S, TICK_S, object_store_bytes
+from orhpc.launch.node.network_variables import bypass_proxies, say, use_address, use_switches
+from orhpc.launch.node.ray_cluster import RayNode
+from orhpc.launch.node.ray_start import accepts
+from orhpc.launch.node.rendezvous import Joined
+from orhpc.launch.node.scratch import SharedMemorySweeper
+from orhpc.launch.slurm.job import Job, this_node
+from orhpc.launch.slurm.preempt import Signals
+from orhpc.plan.placement import Node, Placement, plan
+from orhpc.rundir import RunDir
+from orhpc.rundir.storage import Outages
+
+_RAY_RESTARTS = 3
+_GONE_TRIES = 3
+_LOOK_S = 2.0
+"""Between two looks at the first node's placement file, on the shared filesystem."""
+
+
+def other_node(job: Job, config: Config) -> int:
+    """Join the first node's attempt, and leave when it is over; returns the exit code.
+
+    Raises:
+        PreflightError: the first node's announcement never appeared.
+        NodeLost: the first node did not bring Ray up.
+        RayLost: the raylet keeps ending.
+    """
+    signals = Signals(None)  # the first node commits; until it has, nothing here may end
+    rundir = prepare.run_directory(config)
+    timeout_s = config.slurm.start_timeout_s
+    announced = rendezvous.await_announcement(rundir, job, timeout_s, lambda: bool(signals.came))
+    if announced is None:
+        return EXIT_OK  # told to end before there was an attempt
+    if "exit" in announced:
+        return EXIT_OK  # the first node's own exit code is the job's
+    attempt = int(announced["attempt"])
+    try:
+        preflight.require(config, job, rundir)
+        model.check_seen(config, rundir)
+        use_switches(config)
+        node = this_node(job, config.slurm.interface)
+    except OrhpcError as error:
+        say(str(error))
+        refused = not isinstance(error, preflight.BadNode)
+        rendezvous.join(rundir, attempt, Joined(job.rank, job.node_name, problem=str(error), refused=refused))
+        _wait_for(lambda: bool(signals.came) or rendezvous.ended(rundir, attempt), timeout_s)
+        return EXIT_OK
+    use_address(node.address)
+    return _take_part(job, config, rundir, attempt, node, signals)
+
+
+def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Node, signals: Signals) -> int:
+    folder = rundir.attempt(attempt)
+    environments = ServedEnvironments(config, node, folder)
+    ray_node: RayNode | None = None
+    try:
+        urls = environments.reserve()
+        ray_node = RayNode(
+            node.name, node.address, folder / "ray.token", folder / f"ray_{job.rank:03d}.log",
+            cpus=plan(config, (node,) * job.nodes).processes_on(job.rank),
+            object_store_bytes=object_store_bytes(),
+        )  # fmt: skip
+        ray_node.load()
+        rendezvous.join(rundir, attempt, Joined(job.rank, node.name, node.address, node.cpus, urls))
+        placed = folder / "placement.yaml"
+        timeout_s = 2 * config.slurm.start_timeout_s
+
+        def over() -> bool:
+            # Nothing is to be committed yet.  The first node may be gone, and srun's kill is what says so.
+            return bool(signals.came) or rendezvous.ended(rundir, attempt)
+
+        if not _wait_for(lambda: placed.exists() or over(), timeout_s):
+            raise NodeLost(f"{node.name}: the first node did not gather the others")
+        if over():
+            return EXIT_OK
+        head = Head(placed)
+        bypass_proxies(head.placement.nodes)
+        ray_node.join(head.address)
+        _keep_up(job, rundir, attempt, ray_node, environments, head, signals)
+        return EXIT_OK
+    finally:
+        if ray_node is not None:
+            ray_node.stop()
+        environments.stop()
+
+
+def _keep_up(
+    job: Job,
+    rundir: RunDir,
+    attempt: int,
+    ray_node: RayNode,
+    environments: ServedEnvironments,
+    head: Head,
+    signals: Signals,
+) -> None:
+    """Bring up what runs on this node, raylets before servers, and keep it up until the attempt is over.
+
+    After a signal the first node commits and then ends the attempt.  Where it is gone nobody does: srun has
+    sent the signal because of that, and SLURM takes a node that stays for one that hangs.
+    """
+    watch = MemoryWatch()
+    restarts = 0
+    joined = serving = False
+    complaint = ""
+    servers_at = time.monotonic() + RAYLETS_S
+    outages, sweeper = Outages(say), SharedMemorySweeper()
+
+    def look() -> None:
+        nonlocal joined, serving, complaint
+        if not joined and ray_node.joined():
+            rendezvous.raylet_up(rundir, attempt, job.rank)
+            joined = True
+        if not serving and (
+            rendezvous.raylets_up(rundir, attempt) == job.nodes or time.monotonic() > servers_at
+        ):
+            environments.start()
+            serving = True
+        environments.keep_up()
+        complaint = watch.verdict(job.node_name) or complaint
+        if complaint:
+            rendezvous.complain(rundir, attempt, job.rank, complaint)
+            complaint = ""
+
+    while not outages.look(lambda: rendezvous.ended(rundir, attempt), False):
+        if signals.came and _is_gone(head.address):
+            say("the first node is gone: leaving")
+            return
+        outages.look(look, None)
+        sweeper.tick()
+        moved = outages.look(head.moved, False)
+        if moved or not ray_node.alive():
+            restarts = 0 if moved else restarts + 1
+            if restarts > _RAY_RESTARTS:
+                raise RayLost(f"the raylet ended {restarts} times; see its log")
+            time.sleep(1.0)
+            ray_node.rejoin(head.address)
+        time.sleep(TICK_S)
+
+
+class Head:
+    """Where Ray's head is: the first node starts it again, at another address, where it ends."""
+
+    def __init__(self, placed: Path) -> None:
+        self._placed = placed
+        self._written = placed.stat().st_mtime_ns
+        self._look_at = time.monotonic() + _LOOK_S
+        self.placement = Placement.from_yaml(placed.read_text())
+        self.address = self.placement.ray_address
+
+    def moved(self) -> bool:
+        """Whether the address has changed since the last look."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + _LOOK_S
+        written = self._placed.stat().st_mtime_ns
+        if written == self._written:
+            return False
+        self._written, before = written, self.address
+        self.address = Placement.from_yaml(self._placed.read_text()).ray_address
+        return self.address != before
+
+
+def _is_gone(address: str) -> bool:
+    """Whether Ray's head, which dies with the first node's launcher, takes no connections any more."""
+    host, _, port = address.rpartition(":")
+    for _ in range(_GONE_TRIES):
+        if accepts(host, int(port)):
+            return False
+        time.sleep(TICK_S)
+    return True
+
+
+def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    outages = Outages(say)
+    while not outages.look(condition, False):
+        if time.monotonic() > end:
+            return False
+        time.sleep(TICK_S)
+    return True

@@ -1,0 +1,104 @@
+"""Who holds a run directory: one SLURM job at a time, by a file in it and by what squeue says.
+
+A lock would not do: a node that SLURM believes dead may hold it for ever, and some shared
+filesystems have none.  So the holder's job id lies in ``holder.json``; it counts as long as squeue
+shows that job running or waiting to run again.  The job itself, requeued, may always come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+from orhpc.errors import InfraError, RunDirBusy
+from orhpc.launch.slurm import ledger, scheduler
+from orhpc.launch.slurm.scheduler import ControllerAway
+from orhpc.rundir import RunDir
+from orhpc.rundir.sealed import Damaged, read_sealed, write_sealed
+
+log = logging.getLogger(__name__)
+
+_NAME = "holder.json"
+_SUBMITTED = "submitted.json"
+SUCCESSOR = "successor"
+"""File of the batch shell's folder, and then of the attempt's: the job that takes over from this one."""
+_LOCK_WAIT_S = 10.0
+_CONTROLLER_WAIT_S = 1800.0
+"""As long as the batch script waits for it."""
+
+
+def holder_of(rundir: RunDir) -> str | None:
+    """Id of the job that held the run last; None when none ever did."""
+    try:
+        return _job_in(rundir.path / _NAME)
+    except Damaged as error:
+        log.warning("%s; the newest attempt's job counts as the holder", error)
+        return ledger.newest_job(rundir)
+
+
+def note_submission(rundir: RunDir, job: str) -> None:
+    """Remember the job that the launcher submitted last: it may wait long before it holds the run."""
+    write_sealed(rundir.path / _SUBMITTED, {"job": job, "time": time.time()})
+
+
+def known_jobs(rundir: RunDir) -> list[str]:
+    """Jobs of the run that may be running or waiting."""
+    found = [holder_of(rundir)]
+    try:
+        found.append(_job_in(rundir.path / _SUBMITTED))
+    except Damaged as error:
+        log.warning("%s", error)
+    with contextlib.suppress(FileNotFoundError):
+        found.append((rundir.attempt(rundir.newest_attempt()) / SUCCESSOR).read_text().strip() or None)
+    return sorted({job for job in found if job is not None})
+
+
+def _job_in(path: Path) -> str | None:
+    try:
+        job = read_sealed(path, ("job", "time")).get("job")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not isinstance(job, str):
+        raise Damaged(f"{path} is damaged: it names no job")
+    return job
+
+
+def check_free(rundir: RunDir, job: str | None = None) -> None:
+    """Raises RunDirBusy, naming the holder, when another job than ``job`` holds the run."""
+    held_by = holder_of(rundir)
+    if held_by is None or held_by == job or not scheduler.available():
+        return
+    if state := scheduler.job_state(held_by):
+        if state not in scheduler.ACTIVE:
+            return
+        raise RunDirBusy(
+            f"{rundir.path} is held by job {held_by} ({state.lower()}); "
+            f"cancel it with `scancel {held_by}`, or choose another run.name"
+        )
+
+
+def claim(rundir: RunDir, job: str) -> None:
+    """Make a job the holder; waits for SLURM to say whether another one still is.
+
+    Raises:
+        RunDirBusy: another job, or a process started with ``--local``, holds the run.
+        InfraError: SLURM's controller stayed away.
+    """
+    end = time.monotonic() + _LOCK_WAIT_S
+    away_until = time.monotonic() + _CONTROLLER_WAIT_S
+    while True:
+        try:
+            with rundir.held():
+                check_free(rundir, job)
+                write_sealed(rundir.path / _NAME, {"job": job, "time": time.time()})
+                return
+        except ControllerAway as error:
+            if time.monotonic() > away_until:
+                raise InfraError(str(error)) from None
+        except RunDirBusy as error:
+            # The lock is only held for a moment by another job that looks, but for long by --local.
+            if "held by job" in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.5)

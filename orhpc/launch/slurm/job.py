@@ -1,0 +1,149 @@
+"""What SLURM tells a task about its job, and where on the network the node is."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from orhpc.errors import PreflightError
+from orhpc.plan.placement import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One start of the job, as one of its nodes sees it."""
+
+    id: str
+    restart: int
+    """How often SLURM has started it again."""
+    rank: int
+    """Index of this node in the job."""
+    nodes: int
+    node_name: str
+    chain: str
+    """The first job of a chain of successors: the job itself where SLURM requeues."""
+    folder: Path
+    """Node-local folder of the batch script: the stop file lies in it on the first node."""
+    started: float | None = None
+    """When the batch script began, in seconds since the epoch."""
+    output: Path | None = None
+    """File that the batch script's output goes to; None: not known."""
+
+    @classmethod
+    def from_environment(cls) -> Job:
+        """Raises PreflightError outside a job of our batch script."""
+        e = os.environ
+        try:
+            return cls(
+                id=e["SLURM_JOB_ID"],
+                restart=int(e.get("SLURM_RESTART_COUNT", "0")),
+                rank=int(e["SLURM_PROCID"]),
+                nodes=int(e["SLURM_NNODES"]),
+                node_name=e.get("SLURMD_NODENAME") or socket.gethostname(),
+                chain=e.get("ORHPC_CHAIN") or e["SLURM_JOB_ID"],
+                folder=Path(e["ORHPC_JOB_FOLDER"]),
+                started=float(e["ORHPC_STARTED"]) if e.get("ORHPC_STARTED") else None,
+                output=Path(e["ORHPC_OUTPUT"]) if e.get("ORHPC_OUTPUT") else None,
+            )
+        except (KeyError, ValueError) as error:
+            raise PreflightError(
+                f"{error}: orhpc.launch.node is started by slurm/train.sbatch only"
+            ) from None
+
+    @property
+    def stop_file(self) -> Path:
+        return self.folder / "stop"
+
+    @property
+    def first_note(self) -> Path:
+        """What SLURM said of the job when the batch shell was first signalled."""
+        return self.folder / "first"
+
+    @property
+    def last_note(self) -> Path:
+        """What it said at the last signal; not there while it is being asked."""
+        several = (self.folder / "several").exists()
+        return self.folder / "again" if several else self.first_note
+
+    @property
+    def asking(self) -> bool:
+        """Whether the batch shell, signalled several times, is still asking what SLURM says."""
+        notes = self.first_note.exists() and self.last_note.exists()
+        return (self.folder / "several").exists() and not notes
+
+    @property
+    def signalled(self) -> bool:
+        """Whether the batch shell has been signalled."""
+        return self.first_note.exists() or self.last_note.exists()
+
+
+def private_address(job: Job, interface: str | None) -> str:
+    """The address that the job's other nodes reach this one under.
+
+    With ``interface``, that one's; else the one that the node's name resolves to, if it is one of
+    this machine's and not loopback (a name often resolves to 127.0.1.1 on its own node); else the
+    one that this machine would talk to the first node from.
+
+    Raises:
+        PreflightError: there is none.
+    """
+    own = interface_addresses()
+    if interface is not None:
+        if not own.get(interface):
+            raise PreflightError(f"slurm.interface: {job.node_name} has no {interface} with an address")
+        return own[interface][0]
+    local = {a for addresses in own.values() for a in addresses if not ipaddress.ip_address(a).is_loopback}
+    for address in _resolve(job.node_name):
+        if address in local:
+            return address
+    launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    for target in [launcher, "192.0.2.1"]:
+        if (address := _source_address(target)) in local:
+            return str(address)
+    raise PreflightError(f"{job.node_name}: no network address but loopback; set slurm.interface")
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has an address."""
+    return next((name for name, found in interface_addresses().items() if address in found), None)
+
+
+def interface_addresses() -> dict[str, list[str]]:
+    """Addresses of every interface that is up, IPv4 first; link-local ones are left out."""
+    import psutil  # on the nodes of a job, not on every login node
+
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found: dict[str, list[str]] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in up:
+            texts = [a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
+            texts = [t for t in texts if "%" not in t]
+            found[name] = sorted(texts, key=lambda t: ":" in t)
+    return found
+
+
+def this_node(job: Job, interface: str | None) -> Node:
+    """This node as the placement sees it."""
+    return Node(job.node_name, private_address(job, interface), len(os.sched_getaffinity(0)))
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def _source_address(target: str) -> str | None:
+    """The address a packet to the target would leave from; nothing is sent."""
+    if not target:
+        return None
+    with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])

@@ -1,0 +1,199 @@
+"""From a config to a batch job: render the script, hand it to sbatch through submitit.
+
+submitit finds sbatch, writes the submission file and reads the job's id; the script's text is ours.
+Nothing is pickled: all that the job reads is the config file and the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from orhpc.config import Config
+from orhpc.errors import PreflightError
+from orhpc.launch import model
+from orhpc.launch.slurm import scheduler
+from orhpc.launch.slurm.batch_script import BODY, CHECK
+from orhpc.rundir import RunDir
+from orhpc.rundir.events import read_events
+
+DEFAULT_LEAD_S = 300
+_LEAST_LEAD_S = 120
+_SUBMIT_TIMEOUT_S = 60
+
+
+def signal_lead(config: Config, rundir: RunDir | None = None) -> int:
+    """Seconds before the end at which the job has to be told: twice this run's slowest recent commit.
+
+    SLURM looks at limits about twice a minute, so no less than two minutes.  Before the first
+    commit it is five minutes.
+    """
+    return lead_and_why(config, rundir)[0]
+
+
+def lead_and_why(config: Config, rundir: RunDir | None = None) -> tuple[int, str]:
+    """The lead, and in words where it comes from; never more than half the time limit."""
+    lead_s, why = _wanted_lead(config, rundir)
+    half = limit_s(config.slurm.time) // 2 if config.slurm.time is not None else lead_s
+    return (half, f"half of slurm.time; {why}") if half < lead_s else (lead_s, why)
+
+
+def _wanted_lead(config: Config, rundir: RunDir | None) -> tuple[int, str]:
+    if config.slurm.signal_lead_s is not None:
+        return config.slurm.signal_lead_s, "slurm.signal_lead_s"
+    commits = [e["seconds"] for e in read_events(rundir.events) if e["event"] == "commit"] if rundir else []
+    if not commits:
+        return DEFAULT_LEAD_S, "the run has made no commit yet"
+    slowest = max(commits[-5:])
+    twice = int(2 * slowest) + 1
+    least = f", but no less than {_LEAST_LEAD_S}" if twice < _LEAST_LEAD_S else ""
+    return max(_LEAST_LEAD_S, twice), f"twice the slowest of the last commits, {slowest:.1f} s{least}"
+
+
+def limit_s(time: str) -> int:
+    """Seconds of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(n) for n in rest.split(":")]
+    if not dash:
+        numbers = [0, *numbers] if len(numbers) < 3 else numbers
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def header(config: Config, lead_s: int) -> list[str]:
+    """The ``#SBATCH`` lines."""
+    s = config.slurm
+    gpus = s.gpus_per_node
+    if gpus is None:
+        gpus = config.placement.devices_per_node if config.placement.device == "cuda" else 0
+    options: list[tuple[str, object]] = [
+        ("job-name", "orhpc"),
+        ("nodes", config.placement.nodes),
+        ("ntasks-per-node", 1),
+        ("gpus-per-node", gpus or None),
+        ("cpus-per-task", s.cpus_per_task),
+        ("mem", s.mem),
+        ("exclusive", s.exclusive or None),
+        ("time", s.time),
+        ("signal", f"B:USR2@{lead_s}"),
+        ("requeue", True),
+        ("open-mode", "append"),
+        ("output", "slurm-%j.out"),
+        ("partition", s.partition),
+        ("account", s.account),
+        ("qos", s.qos),
+        ("constraint", s.constraint),
+        ("reservation", s.reservation),
+        ("exclude", s.exclude),
+        ("mail-user", s.mail_user),
+        ("mail-type", s.mail_type),
+    ]
+    lines = [f"--{k}" if v is True else f"--{k}={v}" for k, v in options if v is not None]
+    return [f"#SBATCH {line}" for line in [*lines, *s.extra_sbatch]]
+
+
+def render(config: Config, lead_s: int = DEFAULT_LEAD_S, python: str | None = None) -> str:
+    """The complete batch script; the config file and overrides are its arguments.
+
+    ``python``: the interpreter where neither ``slurm.python`` nor a container names one.
+    """
+    s = config.slurm
+    words = [*map(shlex.quote, s.srun_args)]
+    inside: list[str] = []
+    image = shlex.quote(s.container.image or "")
+    root = str(Path(config.run.root).absolute())
+    shared = [root, *(str(folder) for folder in model.where_models_are(config))]
+    mounts = [*(f"{folder}:{folder}" for folder in dict.fromkeys(shared)), *s.container.mounts]
+    if s.container.kind == "pyxis":
+        more = shlex.quote("".join("," + m for m in mounts)) if mounts else ""
+        words += [f"--container-image={image}", '--container-workdir="$PWD"']
+        words += [f'--container-mounts="$PWD:$PWD,$job_folder:$job_folder"{more}']
+    elif s.container.kind == "apptainer":
+        inside = ["apptainer", "exec", "--nv", '--bind="$PWD"', '--bind="$job_folder"', '--pwd="$PWD"']
+        inside += [*(f"--bind={shlex.quote(m)}" for m in mounts), image]
+    if s.python is not None:
+        python = shlex.quote(s.python)
+    elif s.container.kind != "none":
+        python = "python3"
+    else:
+        python = shlex.quote(python) if python is not None else ""
+    check = CHECK.strip("\n") + "\n" if s.container.kind == "none" else ""
+    modules = "".join(f"module load {shlex.quote(m)}\n" for m in s.modules)
+    body = BODY.replace("@MODULES@\n", modules).replace("@CHECK@\n", check)
+    body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {w}" for w in words))
+    body = body.replace("@INSIDE@", "".join(f"{w} " for w in inside))
+    return "#!/bin/bash\n" + "\n".join(header(config, lead_s)) + "\n" + body
+
+
+def own_python() -> str:
+    """The interpreter of a submitted job: named by path, since SBATCH_EXPORT may keep variables from it."""
+    return os.environ.get("ORHPC_PYTHON") or sys.executable
+
+
+def test_submission(config: Config) -> str:
+    """Whether the cluster has nodes for the job: SLURM itself judges the script, and submits nothing.
+
+    Raises:
+        PreflightError: it refuses, with its own words.
+    """
+    if shutil.which("sbatch") is None:
+        return "there is no sbatch here to ask"
+    with tempfile.NamedTemporaryFile("w", prefix="orhpc-", suffix=".sbatch") as script:
+        script.write(render(config))
+        script.flush()
+        answer = scheduler.query("sbatch", "--test-only", script.name)
+    said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+    if answer.returncode:
+        raise PreflightError(f"sbatch refuses: {'; '.join(said)[-300:]}")
+    return next((line for line in said if " to start at " in line), "sbatch accepts it")
+
+
+def sbatch_words(
+    config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Options before and arguments after the script on sbatch's command line."""
+    options = ["--output", str(rundir.path / "slurm-%j.out")]
+    options += ["--job-name", f"orhpc-{config.run.name}"]
+    return options, [config_path, *overrides]
+
+
+def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]) -> str:
+    """Submit the job from the current directory; returns its id.
+
+    Raises:
+        PreflightError: sbatch is missing, refuses, or does not answer in time.
+    """
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    text = render(config, signal_lead(config, rundir), own_python())
+    options, arguments = sbatch_words(config, rundir, config_path, overrides)
+
+    class Executor(SlurmExecutor):
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return text
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return [
+                "timeout",
+                str(_SUBMIT_TIMEOUT_S),
+                "sbatch",
+                *options,
+                str(submission_file_path),
+                *arguments,
+            ]
+
+    folder = rundir.path / "submitted"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the error that is raised says it all
+            return Executor(folder)._submit_command("").job_id
+    except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
+        raise PreflightError(f"sbatch: {' '.join(str(error).split())[-400:]}") from None

@@ -1,0 +1,123 @@
+"""Where a model's files are: a local folder, a bundled model, or the Hugging Face hub's cache.
+
+Nothing here downloads; :mod:`orhpc.models.hub` does.  Imports neither torch nor transformers, so that
+login nodes can ask.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from orhpc.errors import ModelError
+from orhpc.models.bundled import folder_of, is_bundled
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Files, or stems of indexes, that hold a model's weights, in the order in which they are preferred."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def hub_cache() -> Path:
+    """Folder of the Hugging Face hub's cache, by the same variables that its own client reads."""
+    if explicit := os.environ.get("HF_HUB_CACHE"):
+        return Path(explicit)
+    home = os.environ.get("HF_HOME")
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(home or f"{cache}/huggingface").expanduser() / "hub"
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether ``model.path`` is ``Organisation/Name`` on the hub: no local folder has that name."""
+    return not is_bundled(path) and not Path(path).is_dir() and bool(_HUB_NAME.fullmatch(path))
+
+
+def find_model(path: str, revision: str | None = None) -> Path:
+    """Return the folder on this machine that holds the model's ``config.json``; its weights may be absent.
+
+    Args:
+        path: ``model.path``: a folder, ``bundled:NAME`` or a hub name.
+        revision: branch, tag or commit of a hub model; None: ``main``.
+
+    Raises:
+        ModelError: it is not here; the message says how to get it.
+    """
+    if is_bundled(path):
+        folder = folder_of(path)
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"model.path: {path} has not been made yet: python -m orhpc.models.bundled {folder.name}"
+            )
+        return folder
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise ModelError(f"model.path: {path} has no config.json")
+        return Path(path)
+    if not is_hub_name(path):
+        raise ModelError(f"model.path: {path}: no such folder, and not a hub name (Organisation/Name)")
+    return _cached(path, revision or "main")
+
+
+def _cached(name: str, revision: str) -> Path:
+    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    commit = revision
+    if not COMMIT.fullmatch(revision):
+        reference = repository / "refs" / revision
+        commit = reference.read_text().strip() if reference.is_file() else ""
+    folder = repository / "snapshots" / commit
+    if not commit or not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path: {name} ({revision}) is not in the hub's cache {hub_cache()}; on a machine with "
+            f"internet: orhpc fetch {name}{'' if revision == 'main' else f' --revision {revision}'}"
+        )
+    return folder
+
+
+def problem_of(folder: Path) -> str | None:
+    """What a model folder lacks for training: weights, all of them whole, and a tokenizer; None: nothing.
+
+    A safetensors file is whole when its size is what its own header says (the format's specification:
+    8 bytes of header length, the header, the tensors' bytes).
+    """
+    files = _weight_files(folder)
+    if not files:
+        return f"no weights ({WEIGHTS[0]} or an index of them)"
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        return f"{len(missing)} of {len(files)} weight files are missing ({missing[0]})"
+    for name in files:
+        if name.endswith(".safetensors") and not _is_whole(folder / name):
+            return f"{name} is cut short or damaged"
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        return f"no tokenizer ({TOKENIZERS[0]})"
+    return None
+
+
+def _weight_files(folder: Path) -> list[str]:
+    for stem in WEIGHTS:
+        index = folder / f"{stem}.index.json"
+        if index.is_file():
+            try:
+                return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, KeyError, AttributeError, TypeError):
+                return [index.name + " (unreadable)"]
+        if (folder / stem).is_file():
+            return [stem]
+    return []
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= size - 8:
+                return False
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return size == 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError):
+        return False

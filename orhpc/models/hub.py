@@ -1,0 +1,243 @@
+"""Models by hub name: one process fetches a snapshot into the hub's cache, every node reads it there.
+
+    orhpc fetch Qwen/Qwen3-0.6B                # or: orhpc fetch CONFIG
+    python -m orhpc.models.hub Qwen/Qwen3-0.6B [--revision main] [--config-only]
+
+The program prints one JSON object: ``{"folder": ...}``, or ``{"error": ..., "kind": ...}``.  Downloads are
+``huggingface_hub``'s: interrupted ones go on where they stopped, and two processes that ask for the same
+file wait for each other.  ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` mean what they
+mean to that library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orhpc.errors import EXIT_OK, HubUnreachable, ModelError, OrhpcError, PreflightError, policy_of
+from orhpc.models.folders import WEIGHTS, hub_cache, problem_of
+
+T = TypeVar("T")
+_TRIES = 4
+_TRIES_TO_REACH = 2
+"""Of a hub that no connection can be made to: most likely there is no internet here."""
+_FIRST_WAIT_S = 1.0
+_REPORT_S = 30.0
+_WANTED = (
+    "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py", "chat_templates/*",
+)  # fmt: skip
+"""Configurations, tokenizers, chat templates and code; weights are chosen by :func:`chosen_files`."""
+_NOT_WANTED = ("*.index.json", "original/*", "metal/*", "onnx/*", "*.onnx.json", "coreml/*")
+
+
+def is_offline() -> bool:
+    """Whether the user has told the hub's client to stay away from the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def fetch(name: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+    """Download a model's snapshot, or only its ``config.json``, and return its folder.
+
+    Args:
+        name: ``Organisation/Name``.
+        revision: branch, tag or commit; None: ``main``.
+        config_only: leave out tokenizer and weights: enough for :mod:`orhpc.models`.
+
+    Raises:
+        ModelError: the hub has no such model or revision, denies it, or it has no weights that can be read.
+        PreflightError: the hub cannot be reached or keeps failing, or the cache's filesystem has no room.
+    """
+    if is_offline():
+        raise PreflightError(
+            f"model.path: {name} is not complete in {hub_cache()}, and HF_HUB_OFFLINE forbids to fetch it; "
+            "unset it, or copy the snapshot there"
+        )
+    from huggingface_hub import HfApi, snapshot_download
+
+    info = _ask(name, revision, lambda: HfApi().model_info(name, revision=revision, files_metadata=True))
+    sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
+    if "config.json" not in sizes:
+        raise ModelError(f"model.path: {name} has no config.json: it is no model of transformers")
+    files = ["config.json"] if config_only else chosen_files(name, list(sizes))
+    total = sum(sizes[f] for f in files)
+    _check_room(name, total)
+    if not config_only:
+        print(f"orhpc: fetching {name} at {(info.sha or '?')[:7]}: {len(files)} files, {_size(total)}, "
+              f"into {hub_cache()}", file=sys.stderr, flush=True)  # fmt: skip
+    folder = _ask(
+        name,
+        revision,
+        lambda: snapshot_download(name, revision=revision, allow_patterns=[_literal(f) for f in files]),
+    )
+    return Path(folder)
+
+
+def chosen_files(name: str, files: Sequence[str]) -> list[str]:
+    """The files of a repository that training needs: one form of the weights, and everything small.
+
+    Raises:
+        ModelError: it has neither safetensors nor PyTorch weights.
+    """
+    for stem in WEIGHTS:
+        kind = stem.rsplit(".", 1)[1]
+        index, prefix = f"{stem}.index.json", stem.split(".", 1)[0]
+        if index in files or stem in files:
+            weights = [f for f in files if "/" not in f and f.endswith(f".{kind}") and f.startswith(prefix)]
+            weights += [index] if index in files else []
+            break
+    else:
+        raise ModelError(f"model.path: {name} has no weights in safetensors on the hub")
+    small = [f for f in files if any(fnmatchcase(f, p) for p in _WANTED)]
+    return sorted({*weights, *(f for f in small if not any(fnmatchcase(f, p) for p in _NOT_WANTED))})
+
+
+def _literal(file: str) -> str:
+    """A file name as a pattern that matches it alone."""
+    return "".join(f"[{c}]" if c in "[]*?" else c for c in file)
+
+
+def _check_room(name: str, size: int) -> None:
+    """Raises PreflightError when the cache's filesystem has less room than the files still to come."""
+    there = _bytes_here(name)
+    existing = next(p for p in [hub_cache(), *hub_cache().absolute().parents] if p.exists())
+    free, missing = shutil.disk_usage(existing).free, max(0, size - there)
+    if free < missing:
+        raise PreflightError(
+            f"model.path: {name} takes {missing / 1e9:.1f} GB more in {hub_cache()}, and {free / 1e9:.1f} GB "
+            "are free: make room, or set HF_HOME to a larger filesystem that all nodes see"
+        )
+
+
+def _bytes_here(name: str) -> int:
+    """Bytes of a model in the cache, unfinished files included."""
+    blobs = hub_cache() / f"models--{name.replace('/', '--')}" / "blobs"
+    found = 0
+    for file in blobs.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a finished download is renamed
+            found += file.stat().st_size
+    return found
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _report(name: str) -> None:
+    """Say how far a download is, where no progress bar is drawn; runs in a thread until the program ends."""
+    while True:
+        time.sleep(_REPORT_S)
+        print(f"orhpc: {name}: {_size(_bytes_here(name))} are here", file=sys.stderr, flush=True)
+
+
+def _ask(name: str, revision: str | None, work: Callable[[], T]) -> T:
+    """Do one piece of work with the hub; failures that may pass are tried again, all become ours."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Releases of the client use different HTTP libraries; their errors are the base class of the client's.
+    roots = (c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError" and issubclass(c, Exception))
+    http_error: type[Exception] = next(roots, HfHubHTTPError)
+    wait_s = _FIRST_WAIT_S
+    for left in range(_TRIES - 1, -1, -1):
+        try:
+            return work()
+        except (http_error, OSError, ValueError) as error:
+            failure = _failure(name, revision, error)
+            tries = _TRIES - left
+            enough = tries == _TRIES or (isinstance(failure, HubUnreachable) and tries >= _TRIES_TO_REACH)
+            if enough or not _may_pass(error):
+                raise failure from None
+            print(f"orhpc: {failure}; trying again in {wait_s:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(wait_s)
+        wait_s *= 2
+    raise AssertionError
+
+
+def _may_pass(error: Exception) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    if isinstance(error, ValueError):
+        return False
+    return not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES))
+
+
+def _status(error: Exception) -> int | None:
+    """HTTP status behind an exception of the client, whichever of its causes carries it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        response: Any = getattr(seen, "response", None)
+        if response is not None:
+            return int(response.status_code)
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _failure(name: str, revision: str | None, error: Exception) -> OrhpcError:
+    """One line for each way in which the hub says no."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    what, status = f"model.path: {name}", _status(error)
+    has_token = bool(os.environ.get("HF_TOKEN"))
+    if isinstance(error, GatedRepoError) or status == 403:
+        then = "use a token of the account that did" if has_token else "set HF_TOKEN (or: hf auth login)"
+        return ModelError(f"{what} is gated: accept its terms at {hub}/{name}, then {then}")
+    if isinstance(error, RevisionNotFoundError):
+        return ModelError(f"{what} has no revision {revision or 'main'!r} (model.revision)")
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+        private = "HF_TOKEN may not read it" if has_token else "if it is private, set HF_TOKEN"
+        return ModelError(f"{what}: no such folder here, and no such model at {hub}; {private}")
+    if isinstance(error, HFValidationError):
+        return ModelError(f"{what}: {_first_line(error)}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return PreflightError(f"{what}: no room left in {hub_cache()}: set HF_HOME to a larger filesystem")
+    if isinstance(error, PermissionError):
+        return PreflightError(f"{what}: {hub_cache()} cannot be written: set HF_HOME to a folder of yours")
+    if status is not None:
+        return PreflightError(f"{what}: {hub} answers {status}; run the same command later, it resumes")
+    return HubUnreachable(f"{what}: {hub} cannot be reached from here ({_first_line(error)})")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fetch what the command line names; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m orhpc.models.hub", description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--revision")
+    parser.add_argument("--config-only", action="store_true")
+    options = parser.parse_args(arguments)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        threading.Thread(target=_report, args=(options.name,), daemon=True).start()
+    try:
+        folder = fetch(options.name, options.revision, config_only=options.config_only)
+        if not options.config_only and (problem := problem_of(folder)) is not None:
+            raise ModelError(f"model.path: {options.name} was fetched to {folder}, but has {problem}")
+    except OrhpcError as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        return policy_of(error).exit_code
+    print(json.dumps({"folder": str(folder)}))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

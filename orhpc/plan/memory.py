@@ -1,0 +1,313 @@
+"""How much memory one trainer device needs, part by part, for any layout of ranks; without torch.
+
+Sizes follow from :class:`orhpc.models.ModelShape` and from what the trainers allocate: exact for
+weights, gradients and optimiser; for activations, the bytes that the backward pass needs again
+(after Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and fused attention).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from orhpc.errors import ConfigError
+from orhpc.models import HfTensor, ModelShape
+
+GIB = 1 << 30
+MASTER_BYTES = 4
+MOMENT_BYTES = 8
+"""Adam's two moments of one element, float32."""
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+"""Of one weight, by ``model.dtype``."""
+OFFLOADED_BYTES = MASTER_BYTES + MOMENT_BYTES + 4
+"""Of one offloaded element in host memory: megatron-core keeps a copy of its gradient there too."""
+QUANTISED_BYTES = 2
+"""Of one weight in FP8: TransformerEngine keeps its rows and its columns from one micro-batch to the next."""
+QUANTISED_PARTS = ("attention", "latent", "mlp", "shared", "expert")
+RESERVED_BYTES = 3 * GIB
+"""Device memory that no tensor gets: the CUDA context, communication buffers, fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks of a trainer share a model.  Without ``sharded``, in Megatron's words."""
+
+    ranks: int
+    tp: int = 1
+    """Tensor parallelism, with the sequence divided likewise between the products."""
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    """Tensor parallelism inside experts."""
+    sharded: bool = False
+    """FSDP: every weight lies in equal rows on all ranks and is gathered layer by layer."""
+
+    @property
+    def dense_copies(self) -> int:
+        """Ranks that hold the same part of everything but experts."""
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def expert_copies(self) -> int:
+        return self.ranks // (self.pp * self.ep * self.etp)
+
+    def share(self, tensor: HfTensor) -> int:
+        """Into how many parts a tensor of one pipeline stage is cut."""
+        if tensor.part == "expert":
+            return self.ep * self.etp
+        return self.tp if tensor.part in ("embedding", "head", "attention", "mlp", "shared") else 1
+
+
+def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> None:
+    """Raises ConfigError, with the arithmetic, for a layout that this model or these nodes cannot have."""
+    lo = layout
+    expert_width = lo.pp * lo.ep * lo.etp
+    problems = {
+        f"tp x pp x cp = {lo.tp} x {lo.pp} x {lo.cp} = {lo.tp * lo.pp * lo.cp} does not divide "
+        f"{lo.ranks} ranks": lo.ranks % (lo.tp * lo.pp * lo.cp),
+        f"pp x ep x etp = {lo.pp} x {lo.ep} x {lo.etp} = {expert_width} does not divide {lo.ranks} ranks": (
+            lo.ranks % expert_width
+        ),
+        f"tp = {lo.tp} does not divide a node's {devices_per_node} devices: a group would cross nodes": (
+            devices_per_node % lo.tp
+        ),
+        f"tp = {lo.tp} does not divide {shape.heads} attention heads": shape.heads % lo.tp,
+        f"tp = {lo.tp} is neither multiple nor divisor of {shape.kv_heads} key-value heads": (
+            shape.kv_rank is None and shape.kv_heads % lo.tp and lo.tp % shape.kv_heads
+        ),
+        f"tp = {lo.tp} does not divide the MLP's width {shape.ffn}": shape.ffn % lo.tp,
+        f"pp = {lo.pp} stages are more than {len(shape.layers)} layers": lo.pp > len(shape.layers),
+        f"ep = {lo.ep}, etp = {lo.etp}: the model has no experts": (not shape.experts and lo.ep * lo.etp > 1),
+        f"ep = {lo.ep} does not divide {shape.experts} experts": shape.experts and shape.experts % lo.ep,
+        f"etp = {lo.etp} does not divide an expert's width {shape.expert_ffn}": (
+            shape.experts and shape.expert_ffn % lo.etp
+        ),
+    }
+    for problem, wrong in problems.items():
+        if wrong:
+            raise ConfigError(f"layout: {problem}")
+
+
+def stages(shape: ModelShape, pp: int) -> list[range]:
+    """Layers of each pipeline stage, as even as can be; the last ones get those that are over."""
+    count = len(shape.layers)
+    cuts = [count * stage // pp for stage in range(pp + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def stage_layers(shape: ModelShape, pp: int, vpp: int) -> list[list[int]]:
+    """Layers that each pipeline stage computes: of its one chunk, or of its ``vpp`` interleaved ones."""
+    cuts = stages(shape, pp * vpp)
+    return [[layer for cut in cuts[stage::pp] for layer in cut] for stage in range(pp)]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a trainer is asked to do on one rank."""
+
+    tokens: int
+    """Of its longest micro-batch."""
+    element_bytes: int
+    """Of weights and activations in the forward pass: 2 or 4."""
+    recompute: bool
+    logits_rows: int
+    """Rows of logits that exist at a time."""
+    reference: bool
+    """Whether a frozen second model is held."""
+    micro_batches: int = 1
+    """Of one mini-batch and rank: bounds what a pipeline holds at a time."""
+    offloaded: float = 0.0
+    """Share of the optimiser's state that lies in host memory (Megatron)."""
+    moment_bytes: int = MOMENT_BYTES
+    """Of both moments of one parameter (Megatron)."""
+    fp8: bool = False
+    """Whether the trainer computes in FP8 (Megatron)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes on one device at the step's peak, by part."""
+
+    weights: int
+    gradients: int
+    optimiser: int
+    quantised: int
+    """Weights in FP8, beside those that are trained (Megatron)."""
+    gathered: int
+    """Whole weights and gradients of the layers at work (FSDP)."""
+    reference: int
+    activations: int
+    head: int
+    """Beyond a recomputed layer's activations, which are not there at the same time."""
+    offloaded: int = 0
+    """In host memory, for the share of the optimiser that lives there; no part of the device's.  What is
+    pinned of it may take up to twice its size: torch's pinned memory comes in powers of two."""
+
+    def parts(self) -> dict[str, int]:
+        """Of the device."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "offloaded"}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    @property
+    def kept(self) -> int:
+        """Bytes that lie in host memory while the engines have the device."""
+        return self.weights + self.optimiser + self.reference
+
+
+def trainer_memory(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
+    """Bytes on the fullest rank of a layout that :func:`check_layout` accepts."""
+    found = [rank_memory(shape, layout, demand, stage) for stage in range(layout.pp)]
+    return max(found, key=lambda memory: memory.total)
+
+
+def rank_memory(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
+    """Bytes on every rank of one pipeline stage."""
+    if layout.sharded:
+        return _fsdp(shape, layout, demand)
+    return _megatron_stage(shape, layout, demand, stage)
+
+
+def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
+    """See orhpc.train.fsdp.backend: float32 master weights, gradients and moments in rows over all ranks."""
+    size, ranks, element = shape.parameters, layout.ranks, demand.element_bytes
+    kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, upcast_norms=True)
+    gathered = 0
+    if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model as it is
+        outer = _elements(shape.outer_tensors())
+        largest = max(shape.layer_parameters(i) for i in range(len(shape.layers)))
+        # The root is whole throughout the backward pass, with its gradient; of the layers the one
+        # at work, the next one fetched ahead, and the gradient on its way, summed in float32.
+        gathered = 2 * element * outer + (3 * element + MASTER_BYTES) * largest
+    return TrainerMemory(
+        weights=_up(MASTER_BYTES * size, ranks),
+        gradients=_up(MASTER_BYTES * size, ranks),
+        optimiser=_up(MOMENT_BYTES * size, ranks),
+        quantised=0,
+        gathered=gathered,
+        reference=_up(element * size, ranks) if demand.reference else 0,
+        activations=kept + layer,
+        head=max(0, _head(shape, layout, demand) - layer),
+    )
+
+
+def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
+    """One pipeline stage with megatron-core's distributed optimiser: float32 sums of gradients on
+    every rank, master weights and moments divided over the ranks that hold the same part."""
+    layers = stages(shape, layout.pp)[stage]
+    outer = shape.outer_tensors()
+    last = stage == layout.pp - 1
+    held = [t for i in layers for t in shape.layer_tensors(i)]
+    held += [t for t in outer if _on_stage(t, stage == 0, last, shape.tied)]
+    sizes = [(t.part, _up(t.elements * t.copies, layout.share(t))) for t in held if t.part != "bias"]
+    experts = sum(size for part, size in sizes if part == "expert")
+    dense = sum(size for _, size in sizes) - experts
+    quantised = sum(size for part, size in sizes if part in QUANTISED_PARTS) if demand.fp8 else 0
+    here, element = experts + dense, demand.element_bytes
+    per_element = MASTER_BYTES + demand.moment_bytes
+    optimiser = _up(per_element * dense, layout.dense_copies)
+    optimiser += _up(per_element * experts, layout.expert_copies)
+    waiting = min(layout.pp - stage, demand.micro_batches)
+    kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
+    return TrainerMemory(
+        weights=element * here,
+        gradients=MASTER_BYTES * here,
+        optimiser=round(optimiser * (1 - demand.offloaded)),
+        quantised=QUANTISED_BYTES * quantised,
+        gathered=0,
+        reference=element * here if demand.reference else 0,
+        activations=kept + layer,
+        head=max(0, _head(shape, layout, demand) - layer) if last else 0,
+        offloaded=round(optimiser / per_element * OFFLOADED_BYTES * demand.offloaded),
+    )
+
+
+def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:
+    if tensor.part == "embedding":
+        return first or (last and tied)
+    return last
+
+
+def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool) -> int:
+    """Bytes a token that one layer keeps for its backward pass, undivided.
+
+    ``upcast_norms``: transformers' norms, which keep their input in float32 and the normalised value
+    in the model's type, where fused ones keep their input alone.
+    """
+    e = element_bytes
+    norm = 4 + e if upcast_norms else e
+    hidden = shape.hidden
+    norms = len(shape.family.norms) * norm * hidden
+    queries, values = shape.heads * shape.head_dim, shape.heads * shape.v_head_dim
+    if shape.kv_rank is None:
+        keys = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
+        normed = shape.qk_norm != "none" or shape.family.unit_qk
+        extra = norm * (queries + keys // 2) if normed else 0
+    else:
+        keys = queries + values
+        extra = (e + norm) * (shape.kv_rank + (shape.q_rank or 0))
+    # Inputs of the projections, then queries, keys, values and the output that attention keeps.
+    attention = e * (hidden + queries + keys + values) + extra
+    if not shape.layers[index].experts:
+        return norms + attention + e * (hidden + 4 * shape.ffn)
+    routed = shape.experts_per_token * (2 * hidden + 4 * shape.expert_ffn)
+    return norms + attention + e * (hidden + routed + 4 * shape.shared_ffn) + 4 * shape.experts
+
+
+EXCHANGED = 8
+"""Copies of a routed token beyond what a layer keeps, where experts are divided over ranks: what is sent to
+experts, received, and sent back, of gradients likewise, and of ranks that get more than their share.
+Measured: 7.6 (four H200, EP 4, TP 2, micro-batches of 32,768 and of 16,384 tokens)."""
+
+
+def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
+    """Bytes a token that the backward pass of a layer of experts works on beside what it keeps, undivided.
+
+    Gradients of the experts' outputs, inside them and of their inputs; and what goes over to other ranks.
+    """
+    copies = 2 * shape.hidden + 3 * shape.expert_ffn
+    if layout.ep > 1:
+        copies += EXCHANGED * shape.hidden
+    return element_bytes * shape.experts_per_token * copies
+
+
+def _activations(
+    shape: ModelShape,
+    layers: range,
+    layout: Layout,
+    demand: Demand,
+    *,
+    upcast_norms: bool,
+    waiting: int = 1,
+) -> tuple[int, int]:
+    """What stays until the backward pass, of ``waiting`` micro-batches, and the work of one layer."""
+    tokens = _up(demand.tokens, layout.cp)
+    kept = [layer_activations(shape, i, demand.element_bytes, upcast_norms=upcast_norms) for i in layers]
+    routed = any(shape.layers[i].experts for i in layers)
+    work = expert_work(shape, layout, demand.element_bytes) if routed else 0
+    if not demand.recompute:
+        return _up(tokens * waiting * sum(kept), layout.tp), _up(tokens * work, layout.tp)
+    inputs = waiting * len(kept) * demand.element_bytes * shape.hidden
+    return _up(tokens * inputs, layout.tp), _up(tokens * (max(kept, default=0) + work), layout.tp)
+
+
+def _head(shape: ModelShape, layout: Layout, demand: Demand) -> int:
+    """One chunk of logits, which its gradient overwrites, and the gradient of the head's matrix: of
+    several chunks it is summed in float32, beside the share of one."""
+    tokens = _up(demand.tokens, layout.cp)
+    vocabulary, element = _up(shape.vocabulary, layout.tp), demand.element_bytes
+    summed = MASTER_BYTES if demand.logits_rows < tokens else 0
+    rows = min(tokens, demand.logits_rows)
+    return element * rows * vocabulary + (element + summed) * vocabulary * shape.hidden
+
+
+def _elements(tensors: Iterable[HfTensor]) -> int:
+    return sum(t.elements * t.copies for t in tensors)
+
+
+def _up(amount: int, parts: int) -> int:
+    return -(-amount // parts)

@@ -1,0 +1,235 @@
+"""What a config needs, worked out without a node: ranks, and memory of devices, nodes and disks.
+
+:func:`make_plan` is the one place that works it out; ``orhpc plan`` prints it, :mod:`orhpc.launch.checks.fit`
+refuses what cannot fit, before the queue and again in the job's first seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError, PreflightError
+from orhpc.models import HfTensor, ModelShape, read_shape
+from orhpc.models.folders import find_model
+from orhpc.plan.memory import (
+    ELEMENT_BYTES,
+    GIB,
+    MASTER_BYTES,
+    QUANTISED_PARTS,
+    RESERVED_BYTES,
+    Demand,
+    Layout,
+    TrainerMemory,
+    check_layout,
+    trainer_memory,
+)
+from orhpc.plan.placement import Node, Placement, plan
+
+DEFAULT_DEVICE_GIB = 80.0
+"""Of an H100 and an A100, where nothing says what the devices are."""
+MOST_RANKS = 16384
+"""Where the search for enough ranks ends."""
+FP8_BLOCK = 128
+"""Rows and columns of weights that share one FP8 scale (float32)."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a config needs, worked out."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    demand: Demand
+    trainer: TrainerMemory
+    device_bytes: int | None
+    """Memory of one device; null where the devices are processes."""
+    placement: Placement
+
+    @property
+    def engine_weights(self) -> int:
+        """Bytes of the model's weights on one device of an engine, in the run's precision.
+
+        SGLang divides matrices over the engine's devices, attention over those of one group of DP attention
+        only, and holds what latent attention shares between heads, routers and norms whole on every device.
+        A model that drafts by its own multi-token-prediction layers has those too.
+        """
+        total = sum(self._engine_bytes(tensor) for tensor in self.shape.tensors())
+        speculative = self.config.engine.speculative
+        if speculative is not None and speculative.draft_model is None:
+            total += -(-self.shape.mtp_parameters * self._element_bytes // self.tp)
+        return total
+
+    def _engine_bytes(self, tensor: HfTensor) -> int:
+        elements, whole = tensor.elements * tensor.copies, tensor.part in ("latent", "norm", "router", "bias")
+        attention = self.tp // self.config.engine.dp
+        share = 1 if whole else attention if tensor.part == "attention" else self.tp
+        quantized = self.config.precision != "bf16" and tensor.part in QUANTISED_PARTS
+        size = elements + -(-4 * elements // FP8_BLOCK**2) if quantized else elements * self._element_bytes
+        return -(-size // share)
+
+    @property
+    def _element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.config.engine.dtype or self._dtype]
+
+    @property
+    def memory_fraction(self) -> float:
+        """SGLang's ``mem_fraction_static``, which ``engine.extra`` may give too."""
+        extra = {k.replace("-", "_"): v for k, v in self.config.engine.extra.items()}
+        return float(extra.get("mem_fraction_static", self.config.engine.memory_fraction))
+
+    @property
+    def _dtype(self) -> str:
+        return self.config.model.dtype
+
+    @property
+    def tp(self) -> int:
+        return self.config.engine.tp
+
+    @property
+    def kv_token(self) -> int:
+        return self.shape.kv_cache_bytes(self._element_bytes, self.tp // self.config.engine.dp)
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that one engine's cache holds; null where the device's memory is not known."""
+        if self.device_bytes is None:
+            return None
+        pool = int(self.device_bytes * self.memory_fraction) - self.engine_weights
+        return max(0, pool) // self.kv_token
+
+
+def make_plan(config: Config, device_gib: float) -> RunPlan:
+    """Work out a config's layout and memory; see :func:`check_fit` for whether it can run.
+
+    Raises:
+        ConfigError: a placement or a model that cannot be.
+    """
+    p = config.placement
+    shape = read_shape(find_model(config.model.path, config.model.revision))
+    layout = config.trainer_layout
+    _check_layout(shape, layout, p.devices_per_node)
+    demand = config.trainer_demand
+    nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
+    return RunPlan(
+        config=config,
+        shape=shape,
+        layout=layout,
+        demand=demand,
+        trainer=trainer_memory(shape, layout, demand),
+        device_bytes=int(device_gib * GIB) if p.device == "cuda" else None,
+        placement=plan(config, nodes),
+    )
+
+
+def _check_layout(shape: ModelShape, layout: Layout, per_node: int) -> None:
+    """Raises ConfigError for a layout that cannot be, with the nearest one of as many ranks that can."""
+    try:
+        check_layout(shape, layout, per_node)
+    except ConfigError as error:
+        near = [
+            lo
+            for lo in candidate_layouts(shape, layout.ranks, per_node, layout.cp)
+            if _can_be(shape, lo, per_node)
+        ]
+        if not near:
+            raise
+
+        def distance(other: Layout) -> float:
+            return sum(
+                abs(math.log2(getattr(other, n) / getattr(layout, n))) for n in ("tp", "pp", "ep", "etp")
+            )
+
+        best = min(near, key=distance)
+        words = ", ".join(f"megatron.{n}={getattr(best, n)}" for n in ("tp", "pp", "ep", "etp"))
+        raise ConfigError(f"{error}; {words} would do") from None
+
+
+def _can_be(shape: ModelShape, layout: Layout, per_node: int) -> bool:
+    try:
+        check_layout(shape, layout, per_node)
+    except ConfigError:
+        return False
+    return True
+
+
+def candidate_layouts(shape: ModelShape, ranks: int, per_node: int, cp: int) -> Iterator[Layout]:
+    """Megatron layouts of so many ranks, cheapest communication first: experts, tensors, then stages."""
+    powers = [1 << i for i in range(MOST_RANKS.bit_length())]
+    for pp in (n for n in powers if n <= min(ranks, len(shape.layers))):
+        for tp in (n for n in powers if n <= per_node):
+            for ep in (n for n in powers if n <= max(1, shape.experts)):
+                if ranks % (tp * cp * pp) == 0 and ranks % (pp * ep) == 0:
+                    yield Layout(ranks, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
+def sync_bytes(run: RunPlan) -> int:
+    """Memory of a shared device while weights go over: both sides' and the optimiser, no gradients."""
+    return run.trainer.kept + run.engine_weights + 2 * RESERVED_BYTES
+
+
+def host_parts(run: RunPlan) -> dict[str, int]:
+    """Host memory of one node, by what it is for; what processes take for themselves is not in it."""
+    parts = {
+        "while engines have the devices": asleep_bytes(run),
+        "for the copy that is being committed": 0 if _commits_share(run) else commit_bytes(run),
+        "for the offloaded optimiser, at least": offloaded_bytes(run),
+    }
+    return {what: size for what, size in parts.items() if size}
+
+
+def _commits_share(run: RunPlan) -> bool:
+    """Whether no memory is needed for commits, which then are written from a sleeping trainer's, or never."""
+    checkpoint = run.config.checkpoint
+    return checkpoint.save_interval is None or (checkpoint.spare_host_memory and asleep_bytes(run) > 0)
+
+
+def check_host(run: RunPlan, there: int) -> None:
+    """Raises PreflightError, with the arithmetic, when so many bytes of a node do not hold what it must."""
+    parts = host_parts(run)
+    if (wanted := sum(parts.values())) <= there:
+        return
+    other = "" if _commits_share(run) or not asleep_bytes(run) else "checkpoint.spare_host_memory=true, or "
+    raise PreflightError(
+        f"host memory: a node needs {' + '.join(f'{gib(size)} ({what})' for what, size in parts.items())} = "
+        f"{gib(wanted)} GiB in addition to what processes take, and has {gib(there)} GiB; {other}more nodes"
+    )
+
+
+def asleep_bytes(run: RunPlan) -> int:
+    """Host memory of one node for what its trainers hold while engines have their devices."""
+    p = run.config.placement
+    turns = run.placement.engines and p.shared_devices and p.device == "cuda"
+    return run.trainer.kept * _ranks_of_a_node(run) if turns else 0
+
+
+def offloaded_bytes(run: RunPlan) -> int:
+    """Host memory of one node for the share of the optimiser that is offloaded, without its rounding."""
+    return run.trainer.offloaded * _ranks_of_a_node(run)
+
+
+def state_bytes(run: RunPlan) -> int:
+    """A whole commit: master weights and moments, of all ranks."""
+    return run.shape.parameters * (MASTER_BYTES + run.demand.moment_bytes)
+
+
+def at_once(config: Config) -> int:
+    """Commits on the disk while one is being written; those of ``keep_every`` come on top."""
+    return config.checkpoint.keep + 1
+
+
+def commit_bytes(run: RunPlan) -> int:
+    """One node's part of a commit, and host memory for the copy that it is written from."""
+    return -(-state_bytes(run) * _ranks_of_a_node(run) // run.layout.ranks)
+
+
+def _ranks_of_a_node(run: RunPlan) -> int:
+    return min(run.config.placement.devices_per_node, run.layout.ranks)
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB, in the form that every message has them."""
+    return f"{size / GIB:.2f}"

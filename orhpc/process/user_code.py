@@ -1,0 +1,79 @@
+"""Exceptions of the user's own code: where they were raised, in one line, and the traceback to show.
+
+Code of the user's runs in two places: in this process (``rollout.custom_agent``,
+``rollout.custom_reward``), and in an environment server, which sends its traceback as text.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+from orhpc.errors import UserCodeError
+from orhpc.process.secrets import redact
+
+_FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
+_OWN = str(Path(__file__).parents[1])
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_LONGEST_TRACE = 8000
+"""Characters of a traceback that are kept; a recursion's would fill the terminal."""
+_LONGEST_LINE = 300
+
+
+def user_error(what: str, error: BaseException) -> UserCodeError:
+    """Describe an exception that the user's code raised in this process.
+
+    Args:
+        what: whose code it is, such as ``rollout.custom_reward: mine.score``.
+        error: as it was caught, with its traceback.
+    """
+    trace = "".join(traceback.format_exception(error))
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return _error(what, "raised", reason, trace)
+
+
+def server_error(what: str, detail: str, trace: str) -> UserCodeError:
+    """Describe an exception that an environment raised on its server.
+
+    Args:
+        what: which environment, and what it was asked for.
+        detail: the exception, in the server's one line.
+        trace: its traceback, or empty where the server keeps that to itself.
+    """
+    return _error(what, "raised", detail, trace)
+
+
+def place_of(trace: str) -> str:
+    """``FILE:LINE in FUNCTION`` of a traceback's last frame in the user's code, if it has any frame."""
+    frames = list(_FRAME.finditer(trace))
+    own = [f for f in frames if _is_users(f["file"])] or frames
+    return f"{own[-1]['file']}:{own[-1]['line']} in {own[-1]['name']}" if own else ""
+
+
+def last_line(trace: str) -> str:
+    """The exception of a traceback, without its frames."""
+    lines = [line for line in trace.strip().splitlines() if line.strip()]
+    begun = [line for line in lines if line[:1].strip()]
+    return begun[-1] if begun else (lines[-1] if lines else "")
+
+
+def users_part(trace: str) -> str:
+    """Return a traceback without the frames of servers and libraries that lead to the user's first one."""
+    frames = list(_FRAME.finditer(trace))
+    first = next((f for f in frames if _is_users(f["file"])), None)
+    if first is None or not frames:
+        return trace
+    return trace[: frames[0].start()] + trace[first.start() :]
+
+
+def _is_users(file: str) -> bool:
+    installed = "site-packages" in file or "dist-packages" in file
+    return not (installed or file.startswith((_OWN, _STANDARD, "<")))
+
+
+def _error(what: str, did: str, reason: str, trace: str) -> UserCodeError:
+    where = place_of(trace)
+    line = f"{what} {did} {reason[:_LONGEST_LINE]}" + (f" ({where})" if where else "")
+    return UserCodeError(redact(line), trace=redact(users_part(trace)[-_LONGEST_TRACE:]))

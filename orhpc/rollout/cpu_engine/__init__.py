@@ -1,6 +1,0 @@
-"""SGLang's protocol on a transformers model, for machines without a GPU.
-
-``python -m orhpc.rollout.cpu_engine --model-path DIR --port N`` serves it.  The parts: ``server`` (HTTP),
-``protocol`` (checks of requests), ``scheduler`` (the compute thread), ``batcher`` (continuous batching),
-``kv_cache`` and ``model`` (slots and packed attention), ``sampling``, ``weights`` and ``control`` (updates).
-"""

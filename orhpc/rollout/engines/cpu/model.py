@@ -1,0 +1,237 @@
+"""A transformers causal language model over slots: packed tokens in, logits and routes out."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from orhpc.errors import ConfigError, ModelError
+from orhpc.models.forward_check import Difference, Samples, picked, plain_logprobs, refuse, samples_for
+from orhpc.rollout.engines.cpu.kv_cache import SlotCache, make_plan
+from orhpc.wire.routes import RouteShape
+
+_ROUTER_CLASS = re.compile(r"Top[kK]Router$")
+_LAYER_INDEX = re.compile(r"\.layers\.(\d+)\.")
+DECODED = 4
+"""Tokens of each sample that the check at the start decodes one by one."""
+ENGINE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+"""Nats by which they may differ on average; both sides round to the model's type."""
+
+
+class SlotModel:
+    """The model, its slot cache and, for mixtures of experts, the record of expert routes.
+
+    ``context`` and ``slots`` fix the cache's size.  ``record_routes`` keeps, a slot and position, the
+    experts that each layer's router chose when the position was computed.  ``check`` compares a few
+    log-probabilities with the model's own, see :mod:`orhpc.models.forward_check`.
+
+    Raises ModelError for a model that the cache and its attention do not compute.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        context: int,
+        *,
+        record_routes: bool = False,
+        check: bool = True,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.slots = slots
+        self.context = context
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.eos_token_ids = _eos_token_ids(model)
+        self.dtype = model.dtype
+        compressed = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+        self.cache = SlotCache(slots, context, gather=compressed)
+        self.routes: RouteRecorder | None = None
+        try:
+            samples, theirs = self._own(model) if check else (None, [])
+            model.set_attn_implementation(self.cache.attention_name)
+            self.routes = RouteRecorder(model, slots, context) if record_routes else None
+            if samples is None:
+                self._check_runs()
+            else:
+                self._compare(samples, theirs)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            kind = type(model).__name__
+            raise ModelError(f"the cpu engine cannot run {kind}: {' '.join(str(error).split())}") from error
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: list[int], decode: list[tuple[int, int]], prefill: list[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """Compute one packed row of tokens; see :func:`make_plan` for ``decode`` and ``prefill``.
+
+        Returns float32 logits ``[decoding rows, vocabulary]``; prompt pieces only fill the cache.
+        """
+        plan = make_plan(decode, prefill, self.context, self.dtype, gather=self.cache.gather)
+        self.cache.plan = plan
+        if self.routes is not None:
+            self.routes.start(plan.flat_N)
+        output = self.model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=(plan.flat_N % self.context)[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=torch.arange(len(decode)),
+        )
+        if self.routes is not None:
+            self.routes.finish()
+        return output.logits[0].float()
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Make the first ``length`` positions of ``target`` those of ``source``."""
+        self.cache.copy_prefix(source, target, length)
+        if self.routes is not None:
+            self.routes.store[target, :length] = self.routes.store[source, :length]
+
+    def _check_runs(self) -> None:
+        """Compute two tokens, so that a model family that cannot run here fails at the start."""
+        self.forward([0], [], [(0, 0, 1)])
+        self.forward([0], [(0, 1)], [])
+
+    def _own(self, model: PreTrainedModel) -> tuple[Samples, list[torch.Tensor]]:
+        """Log-probabilities of a few samples by the model's own forward pass, before anything is replaced."""
+        samples = samples_for(
+            model.config,
+            longest=self.context,
+            parameters=model.num_parameters(),
+            threads=torch.get_num_threads(),
+        )
+        samples = replace(samples, tokens=samples.tokens[: self.slots])
+        return samples, plain_logprobs(model, samples, 1.0)
+
+    def _compare(self, samples: Samples, theirs: list[torch.Tensor]) -> None:
+        """Prompts in two pieces of all samples together, then the last tokens one at a time."""
+        steps = min(DECODED, *(len(tokens) - 1 for tokens in samples.tokens))
+        ends = [len(tokens) - 1 - steps for tokens in samples.tokens]
+        for first, last in ([0] * len(ends), [n // 2 for n in ends]), ([n // 2 for n in ends], ends):
+            pieces = [(slot, a, b) for slot, (a, b) in enumerate(zip(first, last, strict=True)) if a < b]
+            row = [t for slot, a, b in pieces for t in samples.tokens[slot][a:b].tolist()]
+            if row:
+                self.forward(row, [], pieces)
+        ours: list[list[torch.Tensor]] = [[] for _ in ends]
+        for step in range(steps):
+            at = [end + step for end in ends]
+            row = [int(tokens[n]) for tokens, n in zip(samples.tokens, at, strict=True)]
+            logits = self.forward(row, list(enumerate(at)), [])
+            targets = torch.stack([tokens[n + 1] for tokens, n in zip(samples.tokens, at, strict=True)])
+            for slot, value in enumerate(picked(logits, targets, 1.0)):
+                ours[slot].append(value)
+        refuse(
+            str(self.model.config.model_type),
+            "the cpu engine",
+            Difference.of([torch.stack(values) for values in ours], [t[-steps:] for t in theirs]),
+            ENGINE_BOUNDS[self.dtype],
+            "engine.backend: sglang may",
+        )
+
+
+class RouteRecorder:
+    """Keeps what the routers chose, ``[slots, context, layers, topk]`` of the smallest unsigned type."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, context: int) -> None:
+        shape = RouteShape.of_config(model.config.to_dict())
+        if shape is None:
+            raise ConfigError(
+                f"{type(model).__name__} is dense: --enable-return-routed-experts needs experts"
+            )
+        self.shape = shape
+        self.store = np.zeros((slots, context, shape.layers, shape.topk), dtype=shape.dtype)
+        self._flat_N: torch.Tensor | None = None
+        self._chosen: dict[int, torch.Tensor] = {}
+        routers = 0
+        for name, module in model.named_modules():
+            layer = _LAYER_INDEX.search(f".{name}.")
+            if _ROUTER_CLASS.search(type(module).__name__) and layer:
+                module.register_forward_hook(self._hook(int(layer[1])))
+                routers += 1
+        if not routers:
+            raise ModelError(
+                f"no router was found in {type(model).__name__}, so its routes cannot be recorded"
+            )
+
+    def _hook(self, layer: int) -> Any:
+        def record(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            chosen = output[2] if isinstance(output, tuple) and len(output) == 3 else None
+            if chosen is None or chosen.is_floating_point() or chosen.shape[-1] != self.shape.topk:
+                raise ModelError(
+                    f"{type(module).__name__} does not say which {self.shape.topk} experts it chooses, so "
+                    "its routes cannot be recorded"
+                )
+            self._chosen[layer] = chosen.reshape(-1, self.shape.topk)
+
+        return record
+
+    def start(self, flat_N: torch.Tensor) -> None:
+        """Record the next forward pass at these ``slot * context + position``."""
+        self._flat_N = flat_N
+        self._chosen.clear()
+
+    def finish(self) -> None:
+        """Store what the pass's routers chose; dense layers stay zero."""
+        assert self._flat_N is not None
+        flat_N = self._flat_N.numpy()
+        rows = self.store.reshape(-1, self.shape.layers, self.shape.topk)
+        for layer, chosen in self._chosen.items():
+            rows[flat_N, layer] = chosen.numpy()
+
+
+def load_model(
+    path: str, *, dtype: str, load_format: str, seed: int, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Load a Hugging Face folder for the CPU.
+
+    ``load_format`` ``dummy`` makes random weights of the folder's config, the same for the same seed.
+    Raises ModelError when the folder is not a causal language model that transformers can load.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(f"{path} is not a model folder: it has no config.json")
+    wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    try:
+        if load_format == "dummy":
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=wanted, trust_remote_code=trust_remote_code
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=wanted, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"cannot load the model in {path}: {first_line}") from error
+    _refuse_unsupported(model)
+    return model
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        odd = ", ".join(sorted(kinds - {"full_attention"}))
+        raise ModelError(f"the cpu engine runs full attention only; {config.model_type} has {odd} layers")
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    found: set[int] = set()
+    generation: GenerationConfig | None = model.generation_config
+    for value in (
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        generation and generation.eos_token_id,
+    ):
+        if isinstance(value, int):
+            found.add(value)
+        elif value:
+            found.update(int(token) for token in value)
+    return frozenset(found)

@@ -1,0 +1,248 @@
+"""The engine's parameters under their Hugging Face names, and whether they may be served.
+
+Mixtures of experts keep all experts of a layer in one parameter in memory, and some families rename
+modules; under the names that checkpoints and trainers use, each part of a parameter is a view, so an update
+is always a copy into place and never a second model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from orhpc.errors import ModelError
+from orhpc.wire.weights import NamedTensor
+
+
+class BadUpdate(ValueError):
+    """An update that does not fit this model; nothing of it was applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A view of one tensor of the model, which is contiguous."""
+
+    name: str
+    """Of the tensor in the model."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Of its first element."""
+
+
+class WeightStore:
+    """Named targets of updates, and the state of an update that comes in parts.
+
+    Weights are in one of three states.  *Whole*: all of one version.  *Open*: some parts of an update
+    have been applied and it is not yet declared finished; it is finished by a part that carries a weight
+    version, by setting the version, or once every parameter has been written.  *Partial*: an update
+    failed, or memory was released, so old and new lie mixed; only writing every parameter helps.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._shapes: dict[str, torch.Size] = {name: p.shape for name, p in model.named_parameters()}
+        for tensor in model.parameters():
+            tensor.data = tensor.data.contiguous()  # for the views
+        self._places = _places(model)
+        self._targets = self._views()
+        self._first_names = self._tied()
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        wanted = [part for part, place in self._places.items() if place.name in parameters]
+        self._required = frozenset(map(self._canonical, wanted))
+        """The names that a complete update must cover: each parameter once, buffers not."""
+        self._written: set[str] = set()
+        self._partial: str | None = None
+        self.released = False
+
+    @property
+    def not_servable(self) -> str | None:
+        """Why these weights must not be served; None when they may."""
+        if self.released:
+            return "the weights are released; resume them and send new ones"
+        if self._partial is not None:
+            return f"weights are partial ({self._partial}); a complete update must follow"
+        if self._written:
+            return (
+                f"a weight update is open: {len(self._written)} of {len(self._required)} parameters written"
+            )
+        return None
+
+    def apply(self, named: Iterable[NamedTensor], *, last: bool) -> int:
+        """Write tensors into place, cast to the model's types; returns how many.
+
+        ``last`` declares the update finished.  Raises BadUpdate before anything is written for a
+        name or shape the model does not have.
+        """
+        if self.released:
+            raise BadUpdate("the weights are released: resume them first")
+        pairs = list(named)
+        for name, tensor in pairs:
+            self.check(name, tensor.shape)
+        with torch.no_grad():
+            for name, tensor in pairs:
+                self._targets[name].copy_(tensor)
+                self._written.add(self._canonical(name))
+        if self._required <= self._written:
+            self._partial = None
+            self._written.clear()
+        elif last:
+            self.finish_update()
+        return len(pairs)
+
+    def check(self, name: str, shape: Iterable[int]) -> None:
+        """Raise BadUpdate when the model has no such parameter of this shape."""
+        target = self._targets.get(name)
+        if target is None:
+            raise BadUpdate(f"the model has no parameter {name!r}")
+        if target.shape != torch.Size(shape):
+            raise BadUpdate(f"{name} has shape {list(target.shape)} in the model, not {list(shape)}")
+
+    def finish_update(self) -> None:
+        """Declare an open update finished; a partial one stays partial."""
+        if self._partial is None:
+            self._written.clear()
+
+    def fail(self, why: str) -> None:
+        """Mark the weights as partial: what was being written did not arrive whole."""
+        self._partial = why
+        self._written.clear()
+
+    def load_folder(self, folder: str) -> int:
+        """Write all parameters from a Hugging Face folder of safetensors; returns how many.
+
+        Raises BadUpdate before anything is written when the folder does not hold the whole model.
+        """
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise BadUpdate(f"{folder} holds no safetensors")
+        try:
+            found: set[str] = set()
+            for file in files:
+                with safe_open(file, framework="pt") as shard:
+                    for name in shard.keys():  # noqa: SIM118 - the object is not a mapping
+                        self.check(name, shard.get_slice(name).get_shape())
+                        found.add(self._canonical(name))
+        except (OSError, SafetensorError) as error:
+            raise BadUpdate(f"cannot read the weights in {folder}: {error}") from error
+        missing = sorted(self._required - found)
+        if missing:
+            raise BadUpdate(f"{folder} lacks {len(missing)} parameters, the first is {missing[0]}")
+        count = 0
+        for file in files:
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118
+                    count += self.apply([(name, shard.get_tensor(name))], last=False)
+        return count
+
+    def release(self) -> None:
+        """Give the parameters' memory back; buffers stay."""
+        for parameter in self._model.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self._targets = {}
+        self.released = True
+
+    def resume(self) -> None:
+        """Allocate the parameters again; their contents are undefined until a complete update."""
+        for name, parameter in self._model.named_parameters():
+            parameter.data = torch.zeros(self._shapes[name], dtype=parameter.dtype)
+        self._targets = self._views()
+        self.released = False
+        self.fail("they were released")
+
+    def values(self, name: str, limit: int) -> list[object]:
+        """First ``limit`` rows of a parameter as nested lists; raises BadUpdate for an unknown name."""
+        if name not in self._targets:
+            raise BadUpdate(f"the model has no parameter {name!r}")
+        return self._targets[name][:limit].float().tolist()
+
+    def checksums(self) -> dict[str, str]:
+        """A 64-bit BLAKE2b of each parameter's bytes, under its Hugging Face name."""
+        sums: dict[str, str] = {}
+        for name in sorted(self._required):
+            data = self._targets[name].detach().contiguous().flatten().view(torch.uint8)
+            sums[name] = hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+        return sums
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        """Where each checkpoint name's values go."""
+        tensors = self._model.state_dict(keep_vars=False)
+        return {
+            part: tensors[at.name].as_strided(
+                at.shape, at.stride, tensors[at.name].storage_offset() + at.offset
+            )
+            for part, at in self._places.items()
+        }
+
+    def _tied(self) -> dict[str, str]:
+        """The first checkpoint name of the same values, by each name."""
+        first: dict[tuple[int, int], str] = {}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        return {
+            part: first.setdefault((id(parameters[at.name]), at.offset), part)
+            for part, at in self._places.items()
+            if at.name in parameters
+        }
+
+    def _canonical(self, name: str) -> str:
+        """The one name that stands for a parameter that several names share."""
+        return self._first_names.get(name, name)
+
+
+def _places(model: PreTrainedModel) -> dict[str, Place]:
+    """Where each checkpoint name's values belong, for parameters (tied ones under every name) and buffers.
+
+    Raises ModelError where a name stands for values that are no regular part of one tensor.
+    """
+    places: dict[str, Place] = {}
+    tensors = model.state_dict()
+    # The names that trainers export: those of a model that no folder was read for.
+    conversions = model.__dict__.pop("_weight_conversions", None)
+    try:
+        for name, tensor in tensors.items():
+            parts = revert_weight_conversion(model, {name: tensor})
+            if list(map(id, parts.values())) != [id(tensor)]:
+                # The same conversion of each element's number says where the parts come from.
+                numbers = torch.arange(tensor.numel()).view(tensor.shape)
+                parts = revert_weight_conversion(model, {name: numbers})
+                places |= {part: _place(name, part, found) for part, found in parts.items()}
+            else:
+                (part,) = parts
+                if not tensor.is_contiguous():
+                    raise ValueError(f"buffer {name} is not contiguous")
+                places[part] = Place(name, tensor.shape, tensor.stride(), 0)
+    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"the cpu engine cannot take weights of {model.config.model_type}: {problem}"
+        ) from error
+    finally:
+        if conversions is not None:
+            model._weight_conversions = conversions  # type: ignore[assignment]
+    return places
+
+
+def _place(name: str, part: str, numbers: torch.Tensor) -> Place:
+    """The view of tensor ``name`` whose elements have these numbers.
+
+    Raises ValueError where there is none.
+    """
+    first = int(numbers.flatten()[0])
+    stride = tuple(
+        int(numbers.select(dim, 1).flatten()[0]) - first if numbers.shape[dim] > 1 else 1
+        for dim in range(numbers.dim())
+    )
+    count = sum((size - 1) * step for size, step in zip(numbers.shape, stride, strict=True))
+    regular = all(step > 0 for step in stride) and first + count == int(numbers.max())
+    if not regular or not torch.equal(
+        torch.arange(first + count + 1).as_strided(numbers.shape, stride, first), numbers
+    ):
+        raise ValueError(f"{part} is not a regular part of {name}")
+    return Place(name, numbers.shape, stride, first)

@@ -1,0 +1,298 @@
+"""One engine process, or one node's part of an engine: start it, wait until it serves, stop exactly it.
+
+Clients send the engine's key with every call, so nobody else may answer at its address.  The process that
+starts a server binds its port before, hands the bound socket to the server, and keeps it when the server has
+ended: until this process itself has ended nobody else can listen there.  Before anybody is told that a
+server is ready, it is seen that the listener is our own child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from orhpc.config import Config
+from orhpc.errors import EXIT_CONFIG, ConfigError, EngineUnavailable, PortTaken
+from orhpc.process.devices import VARIABLE, visible_devices
+from orhpc.process.ports import hold_port, stop_listening
+from orhpc.rollout.client import EngineClient
+from orhpc.rollout.engines.sglang_command import EnginePart, arguments, sglang_options
+
+_POLL_S = 0.25
+_ORPHAN_S = 4.0
+"""How long a server may outlive the process that started it, and its port stay taken."""
+_TAIL_BYTES = 16384
+_EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)\b")
+"""The line of a Python traceback that says what was raised; servers go on telling how they end."""
+
+
+class ServerProcess:
+    """Owns one server process and nothing else: only this process and its children are ever signalled.
+
+    The process reads the key from ``--api-key-file``, listens on the socket of ``--listen-fd``, serves
+    ``/health`` without a key and ends when this one does.
+    """
+
+    what = "engine"
+    inherits = True
+    """Whether the server listens on the socket that was bound for it; else it binds the port itself."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        argv: list[str],
+        environment: dict[str, str],
+        key: str | None,
+        log_path: str,
+    ) -> None:
+        self.url = f"http://{host}:{port}"
+        self._host, self._port = host, port
+        self._listener: socket.socket | None = None
+        self._refusing: threading.Thread | None = None
+        self._argv, self._environment = argv, environment
+        self._key = key
+        self._log_path = Path(log_path)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._key_file: Path | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, once started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the server, or start it again; it is not ready yet.
+
+        The key travels in a file that only we can read.  Raises PortTaken when another process has the port.
+        """
+        assert not self.alive(), "the process is running"
+        argv = list(self._argv)
+        passed = self._bound()
+        if passed is not None:
+            argv += ["--listen-fd", str(passed.fileno())]
+        if self._key is not None:
+            handle, name = tempfile.mkstemp(prefix="orhpc-engine-")  # made with mode 0600
+            with os.fdopen(handle, "w") as file:
+                file.write(self._key)
+            self._key_file = Path(name)
+            argv += ["--api-key-file", name]
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            # A session of its own: a terminal's Ctrl-C reaches the driver, which then stops engines in order.
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=self._environment, pass_fds=[passed.fileno()] if passed is not None else [],
+            )  # fmt: skip
+        if passed is not None:
+            # Its socket is ours too: without this, connections would wait in vain after its end.
+            self._refusing = threading.Thread(target=_refuse_after, args=(self._process, passed), daemon=True)
+            self._refusing.start()
+
+    def _bound(self) -> socket.socket | None:
+        """The socket to hand to the server; None for one that binds its port itself, which is free now."""
+        if self._listener is None:
+            self._listener = self._hold()
+        if self._refusing is not None:
+            self._refusing.join()
+        if self.inherits:
+            return self._listener
+        self._listener.close()
+        self._listener = None
+        return None
+
+    def _hold(self) -> socket.socket:
+        """Bind the port, which a server whose parent was killed gives up some seconds after its end."""
+        end = time.monotonic() + _ORPHAN_S
+        while True:
+            try:
+                return hold_port(self._host, self._port)
+            except PortTaken:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_POLL_S)
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Return once the server answers; of a part that is not the first, once its process is up.
+
+        Raises, with what the log says last, ConfigError when the server refuses its options and
+        EngineUnavailable when it ends or takes too long; PortTaken when another process answers.
+        """
+        client = EngineClient(self.url, key=None, request_timeout_s=deadline_s)
+        end = time.monotonic() + deadline_s
+        try:
+            while True:
+                if not self.alive():
+                    assert self._process is not None
+                    if self._process.returncode == EXIT_CONFIG:
+                        raise ConfigError(self._last_words().removeprefix("orhpc: "))
+                    raise EngineUnavailable(
+                        f"{self.what} {self.url} ended while starting: {self._last_words(_EXCEPTION)}"
+                    )
+                try:
+                    await client.health(timeout_s=5.0)
+                    if not self._listens():
+                        raise PortTaken(f"{self.what} {self.url}: another process answers on its port")
+                    return
+                except EngineUnavailable as error:
+                    if time.monotonic() > end:
+                        late = f"did not start within {deadline_s:g} s"
+                        raise EngineUnavailable(
+                            f"{self.what} {self.url} {late}: {self._last_words()}"
+                        ) from error
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._remove_key_file()
+            await client.close()
+
+    def _listens(self) -> bool:
+        """Whether our process, or a child of it, listens at the address."""
+        assert self._process is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self._process.pid)
+            return any(
+                connection.status == psutil.CONN_LISTEN
+                and tuple(connection.laddr) == (self._host, self._port)
+                for process in (server, *server.children(recursive=True))
+                for connection in process.net_connections("tcp")
+            )
+        return False
+
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the process: TERM, and KILL after ``timeout_s``; harmless when it has ended or never began."""
+        self._remove_key_file()
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):  # also of a process that got its number
+                child.kill()
+
+    def _remove_key_file(self) -> None:
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
+            self._key_file = None
+
+    def _last_words(self, telling: re.Pattern[str] | None = None) -> str:
+        """The last line of the log that is ``telling``, or that says anything; and where the log is."""
+        try:
+            with self._log_path.open("rb") as file:
+                file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError as error:
+            return f"its log {self._log_path} cannot be read: {error.strerror}"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        told = [line for line in lines if telling.match(line)] if telling is not None else []
+        said = told or lines or ["it logged nothing"]
+        return f"{said[-1]} (log: {self._log_path})"
+
+
+class EngineProcess(ServerProcess):
+    """An engine, or one node's part of one.
+
+    ``index`` numbers the engines of a run and sets its default seed; ``threads`` limits a cpu engine's
+    threads (``engine.threads`` comes first); ``part`` says which of the node's GPUs it has.  Of an
+    engine of several nodes, each node has one of these, and only the first answers calls.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_dir: str,
+        host: str,
+        port: int,
+        key: str | None,
+        log_path: str,
+        index: int,
+        threads: int | None = None,
+        part: EnginePart | None = None,
+    ) -> None:
+        part = part or EnginePart()
+        if config.engine.backend == "cpu":
+            argv = _cpu_command(config, model_dir, host, port, index, threads)
+        else:
+            options = sglang_options(config, model_dir, host, port, index, part)
+            argv = [sys.executable, "-m", "orhpc.rollout.engines.sglang_server", *arguments(options)]
+        super().__init__(host, port, argv, server_environment(config, part), key, log_path)
+
+
+def _refuse_after(process: subprocess.Popen[bytes], listener: socket.socket) -> None:
+    """Once a server has ended, refuse connections on the socket that it shared with us; keep the port."""
+    process.wait()
+    stop_listening(listener)
+
+
+def _cpu_command(
+    config: Config, model_dir: str, host: str, port: int, index: int, threads: int | None
+) -> list[str]:
+    engine = config.engine
+    argv = [sys.executable, "-m", "orhpc.rollout.engines.cpu", "--model-path", model_dir]
+    argv += ["--host", host, "--port", str(port)]
+    argv += ["--dtype", engine.dtype or config.model.dtype]
+    argv += ["--max-running-requests", str(engine.max_running)]
+    argv += ["--context-length", str(engine.context_length or config.rollout.max_total_tokens)]
+    argv += ["--threads", str(engine.threads or threads or _thread_share(config))]
+    argv += ["--weight-version", "0", "--random-seed", str((config.run.seed + index) % (1 << 31))]
+    if config.rollout.record_routes:
+        argv.append("--enable-return-routed-experts")
+    if config.model.trust_remote_code:
+        argv.append("--trust-remote-code")
+    if not config.model.check:
+        argv.append("--no-model-check")
+    for name, value in engine.extra.items():
+        if value is False:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        argv += [flag] if value is True else [flag, str(value)]
+    return argv
+
+
+def _thread_share(config: Config) -> int:
+    """An engine's share of this node's cores, when engines and trainers do not compute at once."""
+    engines = max(1, config.placement.rollout_devices // config.engine.tp)
+    on_this_node = -(-engines // config.placement.nodes)
+    return max(1, len(os.sched_getaffinity(0)) // on_this_node)
+
+
+def server_environment(config: Config, part: EnginePart) -> dict[str, str]:
+    """Variables of the server's process: its GPUs, and what SGLang reads from nowhere else."""
+    environment = dict(os.environ)
+    if config.placement.device == "cpu":
+        return environment
+    environment[VARIABLE] = visible_devices(part.devices, environment)
+    # Both ends of a weight broadcast have to agree on it; SGLang sets it in its schedulers.
+    environment["NCCL_CUMEM_ENABLE"] = "0"
+    # An idle engine is asked for its health while it sleeps, when it could compute no token.
+    environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    # A server that crashes waits for dumps of its GPUs, a minute in which the run could have started it anew.
+    if environment.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+    # FP8 kernels for every number of rows up to 16,384 take a quarter of an hour at a first start.
+    environment.setdefault("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
+    if (config.engine.dtype or config.model.dtype) == "float32":
+        # Triton multiplies float32 with TF32's ten bits of mantissa unless told otherwise.
+        environment.setdefault("TRITON_F32_DEFAULT", "ieee")
+    return environment

@@ -1,0 +1,129 @@
+"""An SGLang server's options from a run's config.
+
+Option names are those of SGLang 0.5.16's ``ServerArgs``; :data:`RENAMED` knows what other releases
+call them.  Whether the release on the engine's node knows all of them is checked there, by
+:mod:`orhpc.rollout.engines.sglang_server`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orhpc.config import Config
+
+FP8_BLOCK = 128
+"""Rows and columns that share a scale (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3)."""
+
+RENAMED: dict[str, tuple[str, ...]] = {
+    "tp_size": ("tensor_parallel_size",),
+    "dp_size": ("data_parallel_size",),
+    "ep_size": ("expert_parallel_size",),
+}
+"""Our name of an option to the names it has in releases that lack it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePart:
+    """One node's part of an engine."""
+
+    devices: tuple[int, ...] = ()
+    """Its GPUs, as indices on the node; none for a cpu engine."""
+    node_rank: int = 0
+    nnodes: int = 1
+    rendezvous: str | None = None
+    """``host:port`` on the first node, where the engine's processes meet; SGLang's own choice, if not given,
+    can be taken by any outgoing connection before it is bound."""
+    shares: bool = False
+    """The devices are the trainers' too: its memory is given back in turns."""
+
+
+def sglang_options(
+    config: Config, model_dir: str, host: str, port: int, index: int, part: EnginePart
+) -> dict[str, Any]:
+    """Every option but the key, by SGLang's names with underscores; ``engine.extra`` comes last."""
+    engine = config.engine
+    options: dict[str, Any] = {
+        "model_path": model_dir,
+        "host": host,
+        "port": port,
+        "dtype": engine.dtype or config.model.dtype,
+        "tp_size": engine.tp,
+        "mem_fraction_static": engine.memory_fraction,
+        "max_running_requests": engine.max_running,
+        "context_length": engine.context_length or config.rollout.max_total_tokens,
+        # Ids go in and ids come out: text is made by the workers alone.
+        "skip_tokenizer_init": True,
+        # One line a request is a line a turn of every rollout.
+        "log_level_http": "warning",
+        "random_seed": (config.run.seed + index) % (1 << 31),
+        "trust_remote_code": config.model.trust_remote_code,
+        "enable_return_routed_experts": config.rollout.record_routes,
+        "enable_deterministic_inference": engine.deterministic,
+        "enable_memory_saver": part.shares,
+    }
+    if engine.dp > 1:
+        options |= {"dp_size": engine.dp, "enable_dp_attention": True}
+    if engine.ep > 1:
+        options["ep_size"] = engine.ep
+    if part.nnodes > 1:
+        options |= {"nnodes": part.nnodes, "node_rank": part.node_rank, "dist_init_addr": part.rendezvous}
+    elif part.rendezvous is not None:
+        options["nccl_port"] = int(part.rendezvous.rpartition(":")[2])
+    if config.precision != "bf16":
+        options |= _fp8_options(config)
+    options |= _speculative_options(config, part)
+    return options | {name.replace("-", "_"): value for name, value in engine.extra.items()}
+
+
+def _fp8_options(config: Config) -> dict[str, Any]:
+    """The model is published unquantised, so its own files say nothing of blocks and are not read."""
+    block = [FP8_BLOCK, FP8_BLOCK]
+    quantisation: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": block,
+    }
+    if config.engine.power_of_two_scales:
+        quantisation["scale_fmt"] = "ue8m0"
+    return {
+        "load_format": "dummy",
+        "json_model_override_args": json.dumps({"quantization_config": quantisation}),
+    }
+
+
+def _speculative_options(config: Config, part: EnginePart) -> dict[str, Any]:
+    speculative = config.engine.speculative
+    options: dict[str, Any] = {}
+    if speculative is not None:
+        options = {
+            "speculative_algorithm": speculative.algorithm,
+            "speculative_num_steps": speculative.num_steps,
+            "speculative_eagle_topk": speculative.eagle_topk,
+            "speculative_num_draft_tokens": speculative.num_draft_tokens,
+        }
+        if speculative.draft_model is not None:
+            options["speculative_draft_model_path"] = speculative.draft_model
+    if part.shares and config.engine.drafts_with_weights:
+        # The trainer has no weights for the drafter, so what sleep discards would never come back.
+        options["enable_draft_weights_cpu_backup"] = True
+    return options
+
+
+def arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options as command-line words: true is a bare flag, false and null are left out."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, dict):
+            words.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            words += [str(item) for item in value]
+        elif value is not True:
+            words.append(str(value))
+    return words

@@ -1,0 +1,192 @@
+"""``python -m orhpc.rollout.engines.sglang_server``: an SGLang server whose key nobody else can read.
+
+SGLang takes its key from the command line, where every user of the node sees it, and logs all its
+settings.  This process reads the key from a file of mode 0600, keeps it out of the log, checks the
+options against the installed SGLang before a GPU is touched, and then is that server.  It asks for the key
+itself, in front of SGLang, which lets some paths pass; and it listens on the socket that it inherits.
+
+What stays open to other users of the node, and of the network between the nodes, is what SGLang's processes
+say to each other: the store where they meet (``nccl_port``, ``dist_init_addr``), gloo and NCCL ask for no
+key.  Who disturbs them ends the engine, which the run starts again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib.metadata
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.process.keyed_server import require_key_of_uvicorn
+from orhpc.process.ports import inherited_socket
+from orhpc.process.secrets import read_engine_key
+from orhpc.rollout.engines.sglang_command import RENAMED
+
+_WATCH_S = 1.0
+_SAFE_STARLETTE = Version("1.0.1")
+_ALL_SPARSE = ("qwen2_moe", "qwen3_moe")
+"""Families of which SGLang does not read ``mlp_only_layers``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; a wrong option or key file is one line and exit code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        own, words = split_own(arguments)
+        key = read_engine_key(own.api_key_file)
+        listener = None if own.listen_fd is None else inherited_socket(own.listen_fd)
+        end_with_parent()
+        server_args = parse(words, key)
+        refuse_old_starlette()
+        refuse_keyless(server_args)
+        refuse_misread_models(Path(server_args.model_path))
+        require_key_of_uvicorn(key, listener, open_health=True)
+    except ConfigError as error:
+        print(f"orhpc: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    from sglang.launch_server import run_server  # pyright: ignore[reportMissingImports]
+    from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def split_own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Take our own ``--api-key-file`` and ``--listen-fd`` out of the words that SGLang gets."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key-file", type=Path)
+    parser.add_argument("--listen-fd", type=int)
+    return parser.parse_known_args(words)
+
+
+def refuse_old_starlette() -> None:
+    """Raises ConfigError for a Starlette under which SGLang's own check of the key can be passed.
+
+    Before 1.0.1 a request's ``url`` repeats its Host header unchecked, and SGLang goes by the path of that.
+    """
+    found = importlib.metadata.version("starlette")
+    if Version(found) < _SAFE_STARLETTE:
+        cure = f"pip install 'starlette>={_SAFE_STARLETTE}'"
+        raise ConfigError(f"starlette {found} lets requests pass the engine's key: {cure}")
+
+
+def refuse_keyless(server_args: Any) -> None:
+    """Raises ConfigError for servers of SGLang in which nobody asks for a key."""
+    if getattr(server_args, "enable_http2", False):
+        raise ConfigError("engine.extra.enable_http2: that server asks for no key")
+    if getattr(server_args, "tokenizer_worker_num", 1) > 1:
+        raise ConfigError("engine.extra.tokenizer_worker_num: with more than one, nobody asks for a key")
+
+
+def parse(words: Sequence[str], key: str | None) -> Any:
+    """SGLang's settings from its own parser, with the key in them.
+
+    Raises ConfigError for an option or a value that the installed release does not know.
+    """
+    try:
+        import sglang  # pyright: ignore[reportMissingImports]
+        from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
+        from sglang.srt.server_args import ServerArgs  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"engine.backend: sglang cannot be imported here: {error}") from error
+    load_plugins()
+    parser = argparse.ArgumentParser(prog="sglang", exit_on_error=False, allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    words = checked(words, set(parser._option_string_actions), f"SGLang {sglang.__version__}")
+    try:
+        with contextlib.redirect_stderr(None):
+            raw = parser.parse_args(words)
+    except (argparse.ArgumentError, SystemExit) as error:
+        raise ConfigError(f"engine: SGLang {sglang.__version__} refuses its options: {error}") from error
+    if key is not None:
+        raw.api_key = key
+        redact(key)
+    try:
+        return ServerArgs.from_cli_args(raw)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"engine: SGLang {sglang.__version__}: {' '.join(str(error).split())}") from error
+
+
+def refuse_misread_models(folder: Path) -> None:
+    """Raises ConfigError for a model that SGLang (0.5.16, 0.5.23) would serve as another one, in silence."""
+    file = folder / "config.json"
+    if not file.exists():
+        return
+    config = json.loads(file.read_text())
+    if config.get("model_type") in _ALL_SPARSE and config.get("mlp_only_layers"):
+        raise ConfigError(
+            f"model.path: {folder} has dense layers (mlp_only_layers), which SGLang takes for sparse ones"
+        )
+
+
+def checked(words: Sequence[str], known: set[str], who: str) -> list[str]:
+    """The words with every option spelled as ``known`` spells it; raises ConfigError for one it lacks."""
+    result: list[str] = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        if not option.startswith("--"):
+            result.append(word)
+            continue
+        if option not in known:
+            option = _other_name(option, known, who)
+        result.append(option + equals + value)
+    return result
+
+
+def _other_name(option: str, known: set[str], who: str) -> str:
+    for other in RENAMED.get(option.removeprefix("--").replace("-", "_"), ()):
+        if (spelled := f"--{other.replace('_', '-')}") in known:
+            return spelled
+    close = difflib.get_close_matches(option, known, n=1)
+    hint = f"; did you mean {close[0].removeprefix('--').replace('-', '_')}?" if close else ""
+    name = option.removeprefix("--").replace("-", "_")
+    raise ConfigError(f"engine.extra.{name}: {who} has no option {option}{hint}")
+
+
+def redact(key: str) -> None:
+    """Keep the key out of every log record of this process: SGLang logs all of its settings."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        text = made.getMessage()
+        if key in text:
+            made.msg, made.args = text.replace(key, "[redacted]"), ()
+        return made
+
+    logging.setLogRecordFactory(record)
+
+
+def end_with_parent() -> None:
+    """End when the process that started this one ends, however it does."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10 * _WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""What an environment server's answers have to look like: whatever does not is a BadAnswer.
+
+One strict schema an answer; field names are those of OpenReward's protocol (openreward 0.1.167,
+``environments/types.py``).  Fields that a newer server adds are ignored.  How many bytes an answer may have
+is a setting (``environments.NAME.max_answer_mb``); the bounds here are those that no real answer comes near.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
+
+from orhpc.errors import BadAnswer
+from orhpc.rollout.environment.tools import ToolResult, ToolSpec
+
+LOST_IMAGE = "[an image ({kind}) was left out: this model is given text only]"
+"""Stands in the text where an image block was."""
+LARGEST_REWARD = 1e15
+"""Sums and squares of rewards have to stay finite in float32."""
+MOST_TOOLS = 1000
+MOST_TOOL_CHARACTERS = 1 << 20
+"""Of a tool list, written as JSON: it stands in every prompt."""
+MOST_TASKS = 10_000_000
+"""Tasks of one split: their order is kept in memory."""
+
+T = TypeVar("T")
+
+
+def _reward(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
+        shown = repr(value)[:40]
+        raise ValueError(f"a reward is a finite number of at most {LARGEST_REWARD:g} in size, not {shown}")
+    return float(value)
+
+
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("a tool's schema describes an object")
+    return schema
+
+
+def _unique(tools: list[Tool]) -> list[Tool]:
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two tools have the same name, among {', '.join(names)[:200]}")
+    size = sum(len(json.dumps(tool.model_dump(), ensure_ascii=False)) for tool in tools)
+    if size > MOST_TOOL_CHARACTERS:
+        raise ValueError(f"the tools have {size} characters, {MOST_TOOL_CHARACTERS} is the most")
+    return tools
+
+
+def _kind_of_block(block: Any) -> str | None:
+    return str(block.get("type", "text")) if isinstance(block, Mapping) else None
+
+
+def _or(default: Any) -> BeforeValidator:
+    """Null means the default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class TextBlock(_Answer):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ImageBlock(_Answer):
+    type: Literal["image"]
+    media: Annotated[str, _or("unknown type"), Field(alias="mimeType")] = "unknown type"
+
+
+class Reasoning(_Answer):
+    type: Literal["reasoning"]
+
+
+class Called(_Answer):
+    type: Literal["tool_call"]
+    name: str
+    input: Any = None
+
+
+_Shown = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Discriminator(_kind_of_block)
+]
+Blocks = Annotated[list[_Shown], FailFast()]
+
+
+class Returned(_Answer):
+    type: Literal["tool_result"]
+    blocks: Blocks
+    is_error: bool = False
+
+
+_Said = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[Called, Tag("tool_call")]
+    | Annotated[Returned, Tag("tool_result")],
+    Discriminator(_kind_of_block),
+]
+
+
+class Message(_Answer):
+    role: Literal["system", "user", "assistant"]
+    blocks: Annotated[list[_Said], FailFast()]
+
+
+class Tool(_Answer):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: Annotated[str, _or("")] = ""
+    input_schema: Annotated[dict[str, Any], _or({}), AfterValidator(_object_schema)] = {}
+
+
+class TerminalTool(_Answer):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arg: str | None = None
+
+
+class Tools(_Answer):
+    """Of an environment or of one task."""
+
+    tools: Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS), AfterValidator(_unique)]
+    terminal_tool: TerminalTool | None = None
+    supports_score_group: bool | None = None
+    message_block_types: list[str] | None = None
+
+    @property
+    def terminal(self) -> tuple[str, str | None] | None:
+        """Name of the tool that takes the plain answer, and of its argument if it has one."""
+        return None if self.terminal_tool is None else (self.terminal_tool.name, self.terminal_tool.arg)
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        """The tools; one without arguments takes an empty object."""
+        nothing = {"type": "object", "properties": {}}
+        return [ToolSpec(t.name, t.description, t.input_schema or nothing) for t in self.tools]
+
+
+class Output(_Answer):
+    blocks: Blocks
+    metadata: Any = None
+    reward: Annotated[float | None, BeforeValidator(lambda v: None if v is None else _reward(v))] = None
+    """Null is also how the server sends a NaN."""
+    finished: Annotated[bool, _or(False)] = False
+
+
+class Succeeded(_Answer):
+    ok: Literal[True]
+    output: Output
+
+
+class Failed(_Answer):
+    ok: Literal[False] = False
+    error: str
+    reason: Annotated[str, _or("input_validation")] = "input_validation"
+
+
+class Score(_Answer):
+    reward: Annotated[float, BeforeValidator(_reward)]
+
+
+class Scores(_Answer):
+    scores: list[Score]
+
+
+class NumTasks(_Answer):
+    num_tasks: int
+
+
+class Created(_Answer):
+    sid: str | None = None
+
+
+class Split(_Answer):
+    name: str
+
+
+VARIANTS = TypeAdapter(list[str])
+SPLITS = TypeAdapter(list[str | Split], config=ConfigDict(strict=True))
+_RESULT = TypeAdapter(
+    Annotated[
+        Annotated[Succeeded, Tag("True")] | Annotated[Failed, Tag("False")],
+        Discriminator(lambda answer: str(isinstance(answer, Mapping) and answer.get("ok") is True)),
+    ]
+)
+_BLOCKS, _MESSAGES, TOOLS = TypeAdapter(Blocks), TypeAdapter(list[Message]), TypeAdapter(Tools)
+_SCORES, NUM_TASKS, _CREATED = TypeAdapter(Scores), TypeAdapter(NumTasks), TypeAdapter(Created | None)
+
+
+def read(schema: TypeAdapter[T], answer: Any, what: str) -> T:
+    """Check an answer against its schema; raises BadAnswer, whose message does not repeat the answer."""
+    try:
+        return schema.validate_python(answer, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"] if part not in _TAGS)[:200]
+        message = problem["msg"].removeprefix("Value error, ")[:300]
+        raise BadAnswer(f"{what}: {where + ': ' if where else ''}{message}") from None
+
+
+_TAGS = frozenset(("True", "False"))
+
+
+def text_of(blocks: Any, what: str, left_out: Callable[[str], None] = lambda kind: None) -> str:
+    """Join text blocks line by line.
+
+    Args:
+        blocks: as the server sent them.
+        what: whose they are, for messages.
+        left_out: called with the media type of each image; a placeholder replaces the image.
+
+    Raises:
+        BadAnswer: they are no blocks.
+    """
+    return _joined(read(_BLOCKS, blocks, what), left_out)
+
+
+def _joined(blocks: Sequence[TextBlock | ImageBlock], left_out: Callable[[str], None]) -> str:
+    texts: list[str] = []
+    for block in blocks:
+        if isinstance(block, ImageBlock):
+            left_out(block.media[:60])
+            texts.append(LOST_IMAGE.format(kind=block.media[:60]))
+        else:
+            texts.append(block.text)
+    return "\n".join(texts)
+
+
+def is_conversation(blocks: Any) -> bool:
+    """Whether a prompt is a conversation, flattened: the server then marks where each message begins.
+
+    OpenReward's ``flatten_messages`` gives those blocks a ``detail`` with the role (SDK 0.1.157).
+    """
+    marked = (b.get("detail") for b in blocks if isinstance(b, Mapping)) if isinstance(blocks, list) else ()
+    return any(isinstance(detail, Mapping) and "role" in detail for detail in marked)
+
+
+def conversation(messages: Any, what: str, left_out: Callable[[str], None]) -> tuple[tuple[str, str], ...]:
+    """Read a conversation as (role, text); earlier tool calls and their results become text.
+
+    Returns nothing for one that no chat template can be expected to write: a system message after the
+    first, or the model's own word at the end.  Raises BadAnswer.
+    """
+    said: list[tuple[str, str]] = []
+    for message in read(_MESSAGES, messages, what):
+        plain = [part for block in message.blocks for part in _plain(block)]
+        said.append((message.role, _joined(plain, left_out)))
+    roles = [role for role, _ in said]
+    return tuple(said) if roles and "system" not in roles[1:] and roles[-1] == "user" else ()
+
+
+def _plain(block: TextBlock | ImageBlock | Reasoning | Called | Returned) -> list[TextBlock | ImageBlock]:
+    """A block of a conversation as text and image blocks."""
+    if isinstance(block, Reasoning):
+        return []
+    if isinstance(block, Called):
+        arguments = json.dumps(block.input, ensure_ascii=False, default=str)
+        return [TextBlock(text=f"[tool_call {block.name}] {arguments}")]
+    if isinstance(block, Returned):
+        head = "[tool_result (error)]" if block.is_error else "[tool_result]"
+        return [TextBlock(text=head), *block.blocks]
+    return [block]
+
+
+def tools_of(answer: Any, what: str) -> Tools:
+    """Read a tool list; raises BadAnswer, also when two tools have the same name."""
+    return read(TOOLS, answer, what)
+
+
+def tool_result(answer: Any, what: str, left_out: Callable[[str], None]) -> ToolResult:
+    """Read the answer to a tool call; raises BadAnswer."""
+    result = read(_RESULT, answer, what)
+    if isinstance(result, Failed):
+        return ToolResult(result.error, finished=result.reason == "episode_finished", error=result.reason)
+    output = result.output
+    return ToolResult(
+        text=_joined(output.blocks, left_out),
+        reward=output.reward,
+        finished=output.finished,
+        metadata=output.metadata if isinstance(output.metadata, dict) else None,
+    )
+
+
+def group_scores(answer: Any, wanted: int, what: str) -> list[float]:
+    """Read one score a rollout; raises BadAnswer when they are not as many, or no numbers."""
+    scores = read(_SCORES, answer, what).scores
+    if len(scores) != wanted:
+        raise BadAnswer(f"{what}: {wanted} rollouts got {len(scores)} scores")
+    return [score.reward for score in scores]
+
+
+def session_id(created: Any, task_id: str | None, what: str) -> str:
+    """Read the id of a session, which goes into a header; raises BadAnswer."""
+    answer = read(_CREATED, created, what)
+    sid = (answer.sid if answer is not None else None) or task_id or ""
+    if not 0 < len(sid) <= 512 or not sid.isascii() or not sid.isprintable():
+        raise BadAnswer(f"{what}: the server gave no usable session id")
+    return sid
+
+
+def wire_messages(messages: Sequence[Mapping[str, Any]], *, rich: bool = False) -> list[dict[str, Any]]:
+    """Turn a transcript into OpenReward's messages.
+
+    Args:
+        messages: of a rollout, as :class:`~orhpc.rollout.transcript.Draft` writes them.
+        rich: the server takes reasoning, tool calls and their results as what they are (SDK 0.1.157);
+            else they are left out, and results are the user's words.
+    """
+    made: list[dict[str, Any]] = []
+    pending: list[str | None] = []
+    for number, message in enumerate(messages):
+        role, blocks = message["role"], []
+        if message["content"]:
+            blocks = [{"type": "text", "text": message["content"]}]
+        if role == "assistant":
+            calls = message.get("tool_calls") or ()
+            pending = [None if "error" in call else f"call_{number}_{i}" for i, call in enumerate(calls)]
+            if rich:
+                blocks = [*_reasoning(message), *blocks, *_calls(calls, pending)]
+        elif role == "tool":
+            role, call_id = "user", pending.pop(0) if pending else None
+            if rich and call_id is not None:
+                failed = message.get("error") is not None
+                result = {"type": "tool_result", "tool_call_id": call_id, "is_error": failed}
+                blocks = [{**result, "blocks": blocks}]
+        if blocks:
+            made.append({"role": role, "blocks": blocks})
+    return made
+
+
+def _reasoning(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "reasoning", "text": message["reasoning"]}] if message.get("reasoning") else []
+
+
+def _calls(calls: Sequence[Mapping[str, Any]], ids: Sequence[str | None]) -> list[dict[str, Any]]:
+    return [
+        {"type": "tool_call", "id": call_id, "name": call["name"], "input": call["arguments"]}
+        for call, call_id in zip(calls, ids, strict=True)
+        if call_id is not None
+    ]

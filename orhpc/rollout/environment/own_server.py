@@ -1,0 +1,92 @@
+"""A served environment's server for one process of the user's own: started, watched and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from orhpc.config import EnvironmentSettings
+from orhpc.errors import ConfigError
+from orhpc.process.ports import hold_port
+from orhpc.process.user_code import users_part
+
+_HEAD = "Traceback (most recent call last):"
+
+
+class OwnServer:
+    """Serves ``environments.NAME.serve`` on loopback inside a ``with`` block."""
+
+    def __init__(self, name: str, settings: EnvironmentSettings, folder: Path) -> None:
+        """``folder``: for its log."""
+        self._listener = hold_port("127.0.0.1")
+        port = self._listener.getsockname()[1]
+        self.key = secrets.token_urlsafe(32)
+        """What requests must carry."""
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / "environment.log"
+        self._name = name
+        self._command = [sys.executable, "-m", "orhpc.environments.server"]
+        self._command += ["--environment", str(settings.serve), "--host", "127.0.0.1", "--port", str(port)]
+        self._command += ["--options-json", json.dumps(settings.serve_options), "--key-from-stdin"]
+        self._command += ["--listen-fd", str(self._listener.fileno())]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = 0
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as log:
+            # Its tracebacks are read from the log while it runs.
+            quiet = {"OPENREWARD_LOG_LEVEL": "WARNING", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+            env = {**os.environ, **quiet}
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env,
+                pass_fds=[self._listener.fileno()],
+            )  # fmt: skip
+        assert self._process.stdin is not None
+        # One that has ended already is noticed by check().
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
+            stream.write(f"{self.key}\n".encode())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._listener.close()
+
+    def check(self) -> None:
+        """Raises ConfigError, with what the server said last, when it has ended."""
+        if self._process is None or self._process.poll() is None:
+            return
+        said = self.log.read_text(errors="replace").rstrip()
+        if _HEAD in said:
+            print(users_part(_last_traceback(said)), file=sys.stderr)
+        last = said.splitlines()[-1] if said else "it said nothing"
+        raise ConfigError(last.removeprefix("orhpc: "))
+
+    def last_traceback(self) -> str:
+        """The newest traceback in the server's log since the last call, from the user's first frame on."""
+        text = self.log.read_text(errors="replace")
+        new, self._read = text[self._read :], len(text)
+        return users_part(_last_traceback(new)) if _HEAD in new else ""
+
+
+def _last_traceback(text: str) -> str:
+    """A traceback ends with the first line after its frames that is not indented."""
+    lines = text[text.rindex(_HEAD) :].splitlines()
+    end = next(
+        (i for i, line in enumerate(lines[1:], 1) if line and not line.startswith(" ")), len(lines) - 1
+    )
+    return "\n".join(lines[: end + 1])

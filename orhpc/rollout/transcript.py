@@ -1,0 +1,180 @@
+"""A rollout while it grows: ids as they were sampled, and a transcript for people."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from orhpc.errors import EngineUnavailable, MalformedToolCall
+from orhpc.rollout.chat.messages import AssistantMessage
+from orhpc.rollout.environment.tools import ToolResult
+from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn, Waits
+from orhpc.wire.routes import RouteLog
+
+_LONGEST_METADATA = 4000
+"""Characters of a tool call's metadata that are recorded."""
+
+
+def recordable(metadata: Mapping[str, Any]) -> Any:
+    """Return a call's metadata for the record: as it is, or cut to a text where it is long."""
+    text = json.dumps(metadata, default=str)
+    return json.loads(text) if len(text) <= _LONGEST_METADATA else text[:_LONGEST_METADATA]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """Which rollout to make."""
+
+    id: str
+    group_id: int
+    sample: int
+    task: Task
+    seed: int
+    attempt: int = 0
+    """Counts fresh starts after infrastructure failures; the seeds stay the same."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """Grows only at its end; nothing in it is ever rendered or tokenised again."""
+
+    tokens: list[int] = field(default_factory=list)
+    """The whole context so far: what the next generation's prompt is."""
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    """What each call paid, calls that paid nothing left out."""
+    routes: RouteLog = field(default_factory=RouteLog)
+    waits: Waits = field(default_factory=Waits)
+    _generations: list[tuple[int, Generation]] = field(default_factory=list)
+    """Start of each in ``tokens``, and the generation."""
+
+    @contextlib.contextmanager
+    def waiting(self, what: Literal["opening", "engine", "tools"]) -> Iterator[None]:
+        """Count the block's time, failed or not, to one of the ``waits``."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self.waits, what, getattr(self.waits, what) + time.monotonic() - began)
+
+    def say(self, role: str, content: str, **more: Any) -> None:
+        """Add to the transcript."""
+        self.messages.append({"role": role, "content": content, **more})
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Append ids that the policy did not sample."""
+        self.tokens += ids
+
+    def add_sampled(self, generation: Generation, *, limit: int, first: bool) -> None:
+        """Append sampled ids, to a new turn or, after an abort, to the one under way."""
+        ids = generation.tokens_N.tolist()
+        if len(ids) > limit:
+            raise EngineUnavailable(
+                f"an engine sampled {len(ids)} tokens where at most {limit} were asked for"
+            )
+        start = len(self.tokens)
+        if first:
+            self.turns.append(Turn(start, start, generation.finish_reason, generation.version))
+        self.tokens += ids
+        self._generations.append((start, generation))
+        if generation.routes is not None:
+            self.routes.append(generation.routes, generation.routes_start)
+        turn = self.turns[-1]
+        is_empty = turn.end == turn.start
+        turn.end, turn.finish_reason = len(self.tokens), generation.finish_reason
+        if ids:
+            turn.version = generation.version if is_empty else min(turn.version, generation.version)
+
+    @property
+    def sampled(self) -> list[int]:
+        """Ids of the turn under way."""
+        return self.tokens[self.turns[-1].start : self.turns[-1].end]
+
+    def say_assistant(self, message: AssistantMessage) -> None:
+        """Add a parsed turn to the transcript."""
+        more: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
+        if message.tool_calls:
+            more["tool_calls"] = [
+                {"error": str(call)}
+                if isinstance(call, MalformedToolCall)
+                else {"name": call.name, "arguments": call.arguments}
+                for call in message.tool_calls
+            ]
+        self.say("assistant", message.text, **more)
+
+    def say_result(self, name: str, result: ToolResult, *, is_call: bool = True) -> None:
+        """Add a call's result to the transcript, to its turn and to the rewards.
+
+        ``is_call``: the model called a tool, rather than giving a plain answer.
+        """
+        turn = self.turns[-1]
+        more: dict[str, Any] = {"error": result.error} if result.error else {}
+        if result.error == "tool_raised":
+            turn.raised += 1
+        elif result.error is not None:
+            turn.malformed += 1
+        else:
+            turn.tool_calls += is_call
+        if result.reward is not None:
+            self.rewards.append(result.reward)
+            turn.reward = (turn.reward or 0.0) + result.reward
+            more["reward"] = result.reward
+        if result.metadata:
+            more["metadata"] = recordable(result.metadata)
+        self.say("tool", result.text, name=name, **more)
+
+    def rollout(
+        self,
+        request: RolloutRequest,
+        end: RolloutEnd,
+        *,
+        reward: float | None,
+        error: str | None,
+        seconds: float,
+        limit: int,
+    ) -> Rollout:
+        """Close the draft.
+
+        What stands behind the last sampled token is left out, since nothing follows from it; of a
+        prompt that was too long only ``limit`` tokens are kept.
+        """
+        tokens = np.array(self.tokens[: self.turns[-1].end if self.turns else limit], dtype=np.int32)
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        logprobs = np.zeros(len(tokens), dtype=np.float32)
+        versions = np.full(len(tokens), -1, dtype=np.int32)
+        for start, generation in self._generations:
+            where = slice(start, start + len(generation.tokens_N))
+            mask[where] = True
+            logprobs[where] = generation.logprobs_N
+            versions[where] = generation.version
+        return Rollout(
+            id=request.id,
+            group_id=request.group_id,
+            sample=request.sample,
+            task=request.task,
+            seed=request.seed,
+            tokens_T=tokens,
+            loss_mask_T=mask,
+            logprobs_T=logprobs,
+            versions_T=versions,
+            end=end,
+            reward=reward,
+            turns=self.turns,
+            messages=self.messages,
+            error=error,
+            routes=self._routes(len(tokens)),
+            seconds=seconds,
+            waits=self.waits,
+        )
+
+    def _routes(self, length: int) -> Any:
+        """All rows, or nothing: an aborted turn without a token leaves its context unrouted."""
+        routes = self.routes.array()
+        return routes if routes is not None and len(routes) == length - 1 else None

@@ -1,0 +1,258 @@
+"""The run directory: where things lie, who may write, and which attempt is the newest.
+
+A run directory is all that a job needs to come back.  Each start of the job is an *attempt*: the
+folder ``attempts/NNN`` is made by one atomic ``mkdir``, so two starts never share a number.  Before
+an attempt trains, ``start.json`` in it names the commit it starts from.  From those the
+:meth:`RunDir.lineage` follows: what an older attempt commits after a newer one has started is not
+part of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orhpc.errors import ConfigError, RunDirBusy, StorageRefused
+from orhpc.process.own_folders import problem_of
+from orhpc.rundir.sealed import Damaged, read_sealed, sync_folder, write_atomic, write_sealed
+from orhpc.rundir.storage import is_refusal
+
+__all__ = ["CommitName", "RunDir", "sync_folder", "write_atomic"]
+
+log = logging.getLogger(__name__)
+BUFFER = "buffer"
+"""Folder of a run for groups that no step has trained yet."""
+MANIFEST = "manifest.json"
+"""What a commit holds, in its folder."""
+
+COMMIT_NAME = re.compile(r"step_(\d+)\.a(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CommitName:
+    """Name of a committed checkpoint's folder: ``step_40.a003``."""
+
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"step_{self.step}.a{self.attempt:03d}"
+
+    @classmethod
+    def parse(cls, text: str) -> CommitName | None:
+        match = COMMIT_NAME.fullmatch(text)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+_FACTS = (
+    "attempt", "time", "host", "pid", "kind", "changes", "job", "chain", "restart", "node", "script_started"
+)  # fmt: skip
+"""Of attempt.json."""
+
+
+class RunDir:
+    """Paths of one run and the few operations that several processes must agree on."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self.config = self.path / "config.yaml"
+        self.events = self.path / "events.jsonl"
+        self.attempts = self.path / "attempts"
+        self.checkpoints = self.path / "checkpoints"
+        self.buffer = self.path / BUFFER
+        self.rollouts = self.path / "rollouts"
+        self.export = self.path / "export"
+        self.stop_file = self.path / "stop"
+
+    def create(self, *, known: bool = False) -> None:
+        """Make the folders, readable by the owner only.
+
+        ``known``: the run has been here before, so that what cannot be read now is the filesystem's fault.
+
+        Raises:
+            ConfigError: a folder cannot be made, belongs to another user, or can be written by others.
+            StorageRefused: a folder cannot be made, and the filesystem is at fault.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(self.path)
+            for folder in (self.attempts, self.checkpoints, self.buffer, self.rollouts):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _check_owner(folder)
+        except OSError as error:
+            problem = f"run.root: {self.path} cannot be made: {error.strerror}"
+            if is_refusal(error) and (known or error.errno not in (errno.EACCES, errno.EROFS)):
+                raise StorageRefused(problem) from None
+            raise ConfigError(problem) from None
+
+    def rollouts_of(self, step: int) -> Path:
+        return self.rollouts / f"step_{step}"
+
+    def profile_of(self, step: int) -> Path:
+        return self.path / "profiles" / f"step_{step}"
+
+    def attempt(self, number: int) -> Path:
+        return self.attempts / f"{number:03d}"
+
+    def newest_attempt(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        return max((int(name) for name in _names_in(self.attempts) if name.isdigit()), default=0)
+
+    def begin_attempt(self, **facts: Any) -> int:
+        """Claim the next attempt number; ``facts`` go into its ``attempt.json``."""
+        number = self.newest_attempt() + 1
+        while True:
+            try:
+                self.attempt(number).mkdir(mode=0o700)
+                break
+            except FileExistsError:
+                number += 1
+        record = {
+            "attempt": number,
+            "time": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            **facts,
+        }
+        write_sealed(self.attempt(number) / "attempt.json", record)
+        link = self.attempts / f".latest.{number}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"{number:03d}")
+        link.replace(self.attempts / "latest")
+        return number
+
+    def attempt_facts(self, number: int) -> dict[str, Any]:
+        """What an attempt noted of itself when it began; nothing where that is missing or damaged."""
+        try:
+            return read_sealed(self.attempt(number) / "attempt.json", _FACTS)
+        except FileNotFoundError:
+            return {}
+        except Damaged as error:
+            log.warning("%s", error)
+            return {}
+
+    def record_start(self, number: int, started_from: CommitName | None) -> None:
+        """Fix what an attempt starts from; later commits of older attempts count no more.
+
+        Only the first call counts: an attempt that begins again in place goes on from its own
+        commits.
+        """
+        if (self.attempt(number) / "start.json").exists():
+            return
+        start = {"started_from": str(started_from) if started_from else None}
+        write_sealed(self.attempt(number) / "start.json", start)
+
+    def started_from(self, number: int) -> CommitName | None:
+        """The commit an attempt started from; None when it began the run.
+
+        Raises:
+            FileNotFoundError: the attempt ended before it chose.
+            Damaged: the file is not what was written.
+        """
+        path = self.attempt(number) / "start.json"
+        name = read_sealed(path, ("started_from",)).get("started_from", "")
+        start = CommitName.parse(name) if isinstance(name, str) else None
+        if name is not None and start is None:
+            raise Damaged(f"{path} is damaged: it names no commit")
+        return start
+
+    def lineage(self) -> list[CommitName]:
+        """Commits that belong to the run, newest first.
+
+        The newest attempt's own commits, then those its starting commit stands on, and so on.
+        Commits an older attempt made after a newer one had started are left out.
+        """
+        # Not by glob, which takes a folder that cannot be read for an empty one: the run would begin again.
+        found = [c for name in _names_in(self.checkpoints) if (c := CommitName.parse(name))]
+        chain: list[CommitName] = []
+        attempt, below = self.newest_attempt(), None
+        while attempt > 0:
+            own = [c for c in found if c.attempt == attempt and (below is None or c.step <= below)]
+            chain += sorted(own, reverse=True)
+            try:
+                start = self.started_from(attempt)
+            except FileNotFoundError:  # it died before it could commit anything
+                attempt -= 1
+                continue
+            except Damaged as error:
+                log.warning("%s; the commits themselves say what they stand on", error)
+                start = self._parent_of(min(own)) if own else None
+                if start is None or start.attempt >= attempt:
+                    # What it stands on is at an earlier step than its own first commit.
+                    attempt, below = attempt - 1, min([c.step for c in own], default=below)
+                    continue
+            if start is None:
+                break
+            attempt, below = start.attempt, start.step
+        return chain
+
+    def held_by(self) -> str | None:
+        """The process that holds the run directory by :meth:`held`; None: none does."""
+        if not (self.path / "lock").exists():
+            return None
+        with (self.path / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip() or "another process"
+        return None
+
+    def _parent_of(self, name: CommitName) -> CommitName | None:
+        """The commit that one stands on, by its manifest; None where that does not say."""
+        known = ("step", "attempt", "parent", "files", "state", "format")
+        try:
+            parent = read_sealed(self.checkpoints / str(name) / MANIFEST, known).get("parent")
+        except (FileNotFoundError, Damaged):
+            return None
+        return CommitName.parse(parent) if isinstance(parent, str) else None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the run directory for this process, by a file lock that dies with it.
+
+        Raises:
+            RunDirBusy: names the process that holds it.
+        """
+        lock = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            lock.close()
+            raise RunDirBusy(f"{self.path} is in use by {holder}") from None
+        try:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
+            yield
+        finally:
+            lock.close()
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Names in a folder; none where there is no such folder.
+
+    Raises:
+        OSError: the filesystem does not say.
+    """
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names are all that is wanted
+    except FileNotFoundError:
+        return []
+
+
+def _check_owner(folder: Path) -> None:
+    """Raises ConfigError for a folder in which another user could put files: some of them are code."""
+    if problem := problem_of(folder):
+        raise ConfigError(f"run.root, run.name: {problem}")

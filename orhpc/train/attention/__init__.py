@@ -1,0 +1,1 @@
+"""Attention over packed sequences: several samples in one row, each seeing only itself."""

@@ -1,0 +1,101 @@
+"""What transformers' Llama 4 lacks for training on packed sequences, put into its modules.
+
+Its attention hands neither its chunk nor the positions within a sequence to attention functions: it takes a
+mask for the one, and counts the tokens of the whole row for the other.  :func:`adapt` says both to
+:mod:`orhpc.train.attention.packed` instead.
+
+Its router returns scores of all experts, and its experts compute every token, mostly of zeros.  Here the
+router is one like those of the other families, ``(logits, weights, indices)``, so that routing can be
+replayed (:mod:`orhpc.train.fsdp.routing_replay`), and an expert computes its own tokens.  The result
+is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama4.modeling_llama4 import (
+    Llama4ForCausalLM,
+    Llama4TextAttention,
+    Llama4TextExperts,
+    Llama4TextMoe,
+)
+
+from orhpc.train.attention.packed import Temperature, Traits
+
+
+def traits_of(config: Any, *, norms: bool) -> tuple[Traits, ...]:
+    """What each layer's attention does, by the family's text config.
+
+    ``norms``: with the norm of queries and keys, which transformers' own module has already made.
+    """
+    found: list[Traits] = []
+    for index in range(config.num_hidden_layers):
+        rotary = bool(config.no_rope_layers[index])
+        scaled = config.attn_temperature_tuning and not rotary
+        near = config.layer_types[index] == "chunked_attention"
+        found.append(
+            Traits(
+                chunk=config.attention_chunk_size if near else None,
+                temperature=Temperature(config.floor_scale, config.attn_scale) if scaled else None,
+                norm_eps=config.rms_norm_eps if norms and rotary and config.use_qk_norm else None,
+            )
+        )
+    return tuple(found)
+
+
+def adapt(model: nn.Module) -> bool:
+    """Change the modules of a Llama 4 in place; returns whether the model is one.  Harmless when repeated."""
+    if not isinstance(model, Llama4ForCausalLM):
+        return False
+    traits = traits_of(model.config, norms=False)
+    for module in model.modules():
+        if isinstance(module, Llama4TextAttention):
+            module.attention_traits = traits[module.layer_idx]  # type: ignore[assignment]
+            module.attn_temperature_tuning = False
+        elif isinstance(module, Llama4TextMoe):
+            module.__class__ = RoutedMoe
+            router: Any = module.router
+            router.__class__ = Llama4TopKRouter
+    return True
+
+
+class Llama4TopKRouter(nn.Linear):
+    """Chooses by logits, and weighs by their sigmoid, each for itself."""
+
+    top_k: int
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """``[N, hidden]`` to logits ``[N, E]``, weights and indices ``[N, K]``."""
+        logits = super().forward(input)
+        best, indices = logits.topk(self.top_k, dim=-1)
+        return logits, best.float().sigmoid().to(logits.dtype), indices
+
+
+class RoutedMoe(Llama4TextMoe):
+    """A shared expert, and the chosen ones on inputs that are scaled by their weights."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., hidden]`` to ``[N, hidden]`` and the router's logits."""
+        flat_NH = hidden_states.reshape(-1, self.hidden_dim)
+        logits, weights_NK, indices_NK = self.router(flat_NH)
+        routed = _routed(self.experts, flat_NH, weights_NK, indices_NK)
+        return self.shared_expert(flat_NH) + routed, logits
+
+
+def _routed(experts: Llama4TextExperts, flat_NH: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> Tensor:
+    topk = indices_NK.shape[1]
+    chosen = indices_NK.flatten()
+    order = chosen.argsort(stable=True)  # by expert
+    counts = torch.bincount(chosen, minlength=experts.num_experts).tolist()
+    inputs = flat_NH[order // topk] * weights_NK.flatten()[order, None]
+    outputs: list[Tensor] = []
+    # Unbound at once: indexing one after another would make a gradient of all experts for each.
+    matrices = zip(experts.gate_up_proj.unbind(), experts.down_proj.unbind(), strict=True)
+    for own, (gate_up, down) in zip(inputs.split(counts), matrices, strict=True):
+        gate, up = (own @ gate_up).chunk(2, dim=-1)
+        outputs.append((up * experts.act_fn(gate)) @ down)
+    back = order.argsort()
+    return torch.cat(outputs)[back].unflatten(0, (-1, topk)).sum(1)

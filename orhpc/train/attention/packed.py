@@ -1,0 +1,361 @@
+"""Attention over packed sequences that never see each other, for any transformers model.
+
+Registered with transformers' ``AttentionInterface`` under :data:`NAME`.  No mask function is
+registered under that name, which is transformers' way of saying that no mask is to be built: the
+boundaries come from a :class:`Packing`, passed to the model's forward as ``packing=`` and handed
+down to every attention layer, through gradient checkpointing too.
+
+On CUDA in half precision, ``torch.nn.attention.varlen`` does the work.  Elsewhere sequences of
+similar length are stacked, padded at their ends, and run through one causal
+``scaled_dot_product_attention``: no token attends to what comes after it, so padding changes nothing.
+Soft-capped scores, which neither can do, are :mod:`orhpc.train.attention.softcap`'s.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from orhpc.errors import ModelError
+from orhpc.train.attention.softcap import softcapped_attention
+from orhpc.train.sleep.pinned import moved
+
+Kept = TypeVar("Kept")
+
+NAME = "orhpc_packed"
+
+MAX_STACK_WASTE = 0.2
+"""Share of padding up to which sequences of different length are stacked."""
+WINDOW_BLOCK = 1024
+"""Queries at a time under a sliding window, which bounds the mask to block x (block + window)."""
+
+UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "sinks")
+"""What some families hand to attention and this implementation does not do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Sequences that run through attention together."""
+
+    slots: Tensor
+    """int64 ``[n x longest]``: where in the pack each slot of the stack comes from."""
+    count: int
+    longest: int
+
+
+class Packing:
+    """Where the sequences of one pack begin and end; what attention needs of it is worked out once for
+    all layers, when the first one asks."""
+
+    def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
+        """``bounds``: ``S + 1`` increasing positions from 0."""
+        self.bounds = tuple(int(b) for b in bounds)
+        self.device = device
+        self.lengths = [b - a for a, b in itertools.pairwise(self.bounds)]
+        self.longest = max(self.lengths)
+        self._kept: dict[Any, Any] = {}
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 ``[S + 1]``."""
+        return moved(np.array(self.bounds, dtype=np.int32), self.device)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        return self._stacking[0]
+
+    @property
+    def unstack(self) -> Tensor | None:
+        """int64 ``[P]``: where in the concatenated stacks each slot of the pack went; None when the
+        pack is one sequence, or sequences of one length."""
+        return self._stacking[1]
+
+    @cached_property
+    def _stacking(self) -> tuple[tuple[Stack, ...], Tensor | None]:
+        bounds, lengths, device = self.bounds, self.lengths, self.device
+        if len(set(lengths)) == 1:
+            slots = torch.arange(bounds[-1], device=device)
+            return (Stack(slots, len(lengths), lengths[0]),), None
+        stacks: list[Stack] = []
+        unstack = torch.empty(bounds[-1], dtype=torch.int64)
+        base = 0
+        for members in _similar(lengths):
+            longest = lengths[members[0]]
+            rows = torch.empty(len(members), longest, dtype=torch.int64)
+            for row, s in enumerate(members):
+                steps = torch.arange(longest)
+                rows[row] = bounds[s] + steps.clamp(max=lengths[s] - 1)
+                unstack[bounds[s] : bounds[s + 1]] = base + row * longest + steps[: lengths[s]]
+            base += rows.numel()
+            stacks.append(Stack(moved(rows.flatten(), device), len(members), longest))
+        return tuple(stacks), moved(unstack, device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 ``[P]``: each slot's within its sequence."""
+        return moved(torch.cat([torch.arange(length) for length in self.lengths]), self.device)
+
+    def chunked(self, size: int | None) -> Packing:
+        """Every sequence cut at the multiples of ``size``: attention over that never leaves a chunk."""
+        if size is None or self.longest <= size:
+            return self
+        return self.kept(("chunks", size), lambda: Packing(_cut(self.bounds, size), self.device))
+
+    def first_keys(self, window: int | None) -> np.ndarray:
+        """int32 ``[P]`` on the host: the first slot that each slot attends to; it never decreases."""
+        starts = np.repeat(np.asarray(self.bounds[:-1], np.int32), self.lengths)
+        if window is None:
+            return starts
+        return np.maximum(starts, np.arange(len(starts), dtype=np.int32) - (window - 1))
+
+    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What ``make`` returned when it was first asked for ``key``."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+def _cut(bounds: Sequence[int], size: int) -> list[int]:
+    cuts = [at for a, b in itertools.pairwise(bounds) for at in range(a, b, size)]
+    return [*cuts, bounds[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries scaled by position: ``1 + scale log(1 + floor((position + 1) / floor))``.
+
+    For layers without rotary positions, after Nakanishi 2025, arXiv 2501.19399.
+    """
+
+    floor: float
+    scale: float
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """float32, one a position."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor)
+        return torch.log1p(steps) * self.scale + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What one layer's attention does that its family does not say to attention functions.
+
+    A module that has such has it as ``attention_traits``.
+    """
+
+    chunk: int | None = None
+    """Tokens attend only to those of their chunk: sequences are cut at the multiples of it."""
+    window: int | None = None
+    """Tokens attend to that many keys at most, their own included; read where the family gives no window."""
+    temperature: Temperature | None = None
+    norm_eps: float | None = None
+    """Queries and keys are divided by the root of their mean square, head by head; only read where the
+    family's own module does not do it (megatron-core)."""
+
+
+_NONE = Traits()
+
+
+def _similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Group sequences, longest first, while a group's padding stays below the bound."""
+    groups: list[list[int]] = []
+    used = 0
+    for s in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups:
+            slots = (len(groups[-1]) + 1) * lengths[groups[-1][0]]
+            if slots - used - lengths[s] <= MAX_STACK_WASTE * slots:
+                groups[-1].append(s)
+                used += lengths[s]
+                continue
+        groups.append([s])
+        used = lengths[s]
+    return groups
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, by transformers' attention-function contract.
+
+    ``query`` is ``[1, heads, P, d]``, ``key`` and ``value`` ``[1, kv_heads, P, d]``; returns
+    ``[1, P, heads, d_v]``.  ``softcap`` bounds the scores, see :mod:`orhpc.train.attention.softcap`.  Raises
+    :class:`~orhpc.errors.ModelError` for anything that it would have to leave out.
+    """
+    _refuse_unsupported(module, attention_mask, dropout, kwargs)
+    if packing is None:
+        raise ModelError(f"{type(module).__name__} does not hand the packing down to its attention layers")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise ModelError(f"{type(module).__name__} changes the shape of a packed batch before attention")
+    q_PHD, k_PHD, v_PHD = (t[0].transpose(0, 1) for t in (query, key, value))
+    traits: Traits = getattr(module, "attention_traits", _NONE)
+    if traits.temperature is not None:
+        q_PHD = scaled_queries(q_PHD, traits.temperature, packing, packing.positions)
+    packing = packing.chunked(traits.chunk)
+    if sliding_window is None:
+        sliding_window = traits.window
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if softcap is not None:
+        output_PHD = softcapped_attention(
+            *(q_PHD, k_PHD, v_PHD),
+            scale=q_PHD.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            window=sliding_window,
+            packing=packing,
+            fused=half,
+        )
+        return output_PHD[None], None
+    if half and _varlen() is not None:
+        return _varlen_attention(q_PHD, k_PHD, v_PHD, scaling, sliding_window, packing)[None], None
+    return _stacked_attention(q_PHD, k_PHD, v_PHD, scaling, sliding_window, packing)[None], None
+
+
+def scaled_queries(q_PHD: Tensor, temperature: Temperature, packing: Packing, positions_P: Tensor) -> Tensor:
+    """``positions_P``: of the queries in ``q_PHD``, always the same ones of one packing."""
+    factors_P = packing.kept(temperature, lambda: temperature.factors(positions_P))
+    return (q_PHD * factors_P[:, None, None]).to(q_PHD.dtype)
+
+
+def _refuse_unsupported(
+    module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    for name in UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise ModelError(f"{type(module).__name__}: packed attention does not do {name}")
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__}: packed attention takes no mask of the family's own")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ModelError(f"{type(module).__name__}: packed attention is causal, this family's is not")
+    if dropout:
+        raise ModelError(f"{type(module).__name__}: attention dropout must be 0")
+
+
+@cache
+def _varlen() -> Any:
+    """torch's variable-length attention, or None where this torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@cache
+def _varlen_arguments() -> frozenset[str]:
+    return frozenset(inspect.signature(_varlen()).parameters)
+
+
+def _varlen_attention(
+    q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, scale: float | None, window: int | None, packing: Packing
+) -> Tensor:
+    known = _varlen_arguments()
+    options: dict[str, Any] = {}
+    if "window_size" in known:
+        # (left, right) neighbours besides the token itself; -1 is no bound.
+        options["window_size"] = (window - 1 if window else -1, 0)
+    elif window and window < packing.longest:
+        return _stacked_attention(q_PHD, k_PHD, v_PHD, scale, window, packing)
+    else:
+        options["is_causal"] = True
+    if "scale" in known:
+        options["scale"] = scale
+    elif scale is not None:
+        q_PHD = q_PHD * (scale * q_PHD.shape[-1] ** 0.5)
+    groups = q_PHD.shape[1] // k_PHD.shape[1]
+    if groups > 1:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            k_PHD, v_PHD = (t.repeat_interleave(groups, dim=1) for t in (k_PHD, v_PHD))
+    cu, longest = packing.cu_seqlens, packing.longest
+    tensors = (t.contiguous() for t in (q_PHD, k_PHD, v_PHD))
+    return _varlen()(*tensors, cu, cu, longest, longest, **options)
+
+
+def _stacked_attention(
+    q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, scale: float | None, window: int | None, packing: Packing
+) -> Tensor:
+    outputs: list[Tensor] = []
+    for stack in packing.stacks:
+        parts = []
+        for t_PHD in (q_PHD, k_PHD, v_PHD):
+            rows = t_PHD if packing.unstack is None else t_PHD.index_select(0, stack.slots)
+            parts.append(rows.unflatten(0, (stack.count, stack.longest)).transpose(1, 2))
+        out_BHLD = _causal(*parts, scale=scale, window=window)
+        outputs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
+    if packing.unstack is None:
+        return outputs[0]
+    return torch.cat(outputs).index_select(0, packing.unstack)
+
+
+def _causal(
+    q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    grouped = q_BHLD.shape[1] != k_BHLD.shape[1]
+    length = q_BHLD.shape[2]
+    if not window or window >= length:
+        return F.scaled_dot_product_attention(
+            q_BHLD, k_BHLD, v_BHLD, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    blocks: list[Tensor] = []
+    for start in range(0, length, WINDOW_BLOCK):
+        end = min(start + WINDOW_BLOCK, length)
+        first = max(0, start - window + 1)
+        q_at = torch.arange(start, end, device=q_BHLD.device)[:, None]
+        k_at = torch.arange(first, end, device=q_BHLD.device)[None, :]
+        visible = (k_at <= q_at) & (k_at > q_at - window)
+        blocks.append(
+            F.scaled_dot_product_attention(
+                q_BHLD[:, :, start:end],
+                k_BHLD[:, :, first:end],
+                v_BHLD[:, :, first:end],
+                attn_mask=visible,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(blocks, dim=2)
+
+
+def check_family(model_class: type[PreTrainedModel], config: Any, *, adapted: bool = False) -> None:
+    """Refuse, before anything is loaded, families whose attention is known to be of another kind.
+
+    ``adapted``: its modules say what they do as :class:`Traits`.  Raises
+    :class:`~orhpc.errors.ModelError` naming what is in the way.
+    """
+    name = model_class.__name__
+    if not adapted and not getattr(model_class, "_supports_flash_attn", False):
+        # Such a family does not hand its sliding window or its boundaries to attention functions.
+        raise ModelError(f"{name} cannot be packed: transformers has no flash attention for it")
+    known = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if adapted else set())
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := kinds - known:
+        raise ModelError(f"{name} cannot be packed: it has layers of type {', '.join(sorted(other))}")
+    if not adapted and getattr(config, "attention_chunk_size", None):
+        raise ModelError(f"{name} cannot be packed: its attention is chunked")
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError(f"{name} cannot be packed: its layers carry a state along the sequence")
+
+
+def register() -> None:
+    """Make the implementation known to transformers; harmless when repeated."""
+    AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,119 @@
+"""One rank's part of commits: when its state is copied, who writes it, and who waits for that."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orhpc.config import CheckpointSettings
+from orhpc.errors import CheckpointError
+from orhpc.train.backend import Backend
+from orhpc.train.checkpoint.shards import Snapshot, rng_state
+
+log = logging.getLogger(__name__)
+_GIVE_UP_S = 30.0
+"""A disk that takes longer for one tensor may have it when it comes back."""
+
+
+class BackgroundSave:
+    """One save under way in a thread; its failure is told to whoever polls, and to nobody else."""
+
+    def __init__(self, work: Callable[[threading.Event], list[dict[str, Any]]]) -> None:
+        """``work`` is told by the event that nobody wants the save any more."""
+        self._work = work
+        self._unwanted = threading.Event()
+        self._result: list[dict[str, Any]] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work(self._unwanted)
+        except Exception as error:  # noqa: BLE001 - handed on, whole, by poll()
+            self._error = error
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def poll(self) -> list[dict[str, Any]] | None:
+        """Return the written files, or None while at work; raises CheckpointError when it failed."""
+        if self.running:
+            return None
+        if self._error is not None:
+            raise CheckpointError(f"the checkpoint could not be written: {self._error}") from self._error
+        return self._result
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+
+    def give_up(self, timeout_s: float) -> bool:
+        """Have it end where it stands; returns whether it has within the time."""
+        self._unwanted.set()
+        self.wait(timeout_s)
+        return not self.running
+
+
+class RankSaves:
+    """At most one save at a time, written in the background."""
+
+    def __init__(
+        self, backend: Backend, settings: CheckpointSettings, device: torch.device, rank: int, ranks: int
+    ) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._rank, self._ranks = rank, ranks
+        self._snapshot = Snapshot(device)
+        self._save: BackgroundSave | None = None
+
+    def prepare(self) -> None:
+        """Make memory for the copy, in the background: made when it is needed, a commit would wait for it."""
+        if self._settings.save_interval is not None and not self._settings.spare_host_memory:
+            self._snapshot.prepare(self._backend.shards())
+
+    def begin(self, folder: str) -> None:
+        """As :meth:`orhpc.train.actor.TrainerRank.save_begin`."""
+        if self._save is not None and self._save.running:
+            raise CheckpointError("a checkpoint is still being written")
+        try:
+            if self._settings.spare_host_memory:
+                self._snapshot.borrow(self._backend.hold_shards(self._ended))
+            else:
+                self._snapshot.take(self._backend.shards())
+        except (RuntimeError, OSError, MemoryError) as error:  # memory that is not there, or cannot be locked
+            said = " ".join(str(error).split())
+            raise CheckpointError(f"the state could not be copied to host memory: {said}") from error
+        progress = {**self._backend.progress(), "rng": rng_state()}
+        target = Path(folder)
+
+        def write(unwanted: threading.Event) -> list[dict[str, Any]]:
+            return [self._snapshot.write(target, self._rank, self._ranks, progress, unwanted)]
+
+        self._save = BackgroundSave(write)
+
+    def poll(self) -> list[dict[str, Any]] | None:
+        """As :meth:`orhpc.train.actor.TrainerRank.save_poll`."""
+        if self._save is None:
+            raise CheckpointError("no checkpoint is being written")
+        return self._save.poll()
+
+    def give_up(self) -> bool:
+        """As :meth:`orhpc.train.actor.TrainerRank.save_give_up`."""
+        return self._save is None or self._save.give_up(_GIVE_UP_S)
+
+    def close(self) -> None:
+        """Wait for the save under way."""
+        if self._save is not None:
+            self._save.wait()
+
+    def _ended(self) -> None:
+        """Wait for the save under way, as long as anybody would take it for a commit."""
+        if self._save is not None and self._save.running:
+            log.info("waiting for the commit, which is written from the memory that is needed now")
+            self._save.wait(self._settings.save_timeout_s)

@@ -1,0 +1,1 @@
+"""The FSDP backend: transformers' models, sharded by torch."""

@@ -1,0 +1,352 @@
+"""FSDP2 over a transformers model: the trainer backend of every size that fits without more.
+
+Master weights and optimiser state are float32 and sharded over all ranks; the forward pass runs in
+``model.dtype``.  One rank that computes in float32 has nothing to shard or to convert, and runs the
+model as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from orhpc.errors import ModelError
+from orhpc.models.forward_check import refuse_changing_positions
+from orhpc.train.backend import Batches, Role, Shard, TrainingBatch, Update
+from orhpc.train.batch import PackedBatch
+from orhpc.train.fsdp.gather import ELEMENTS, gathered
+from orhpc.train.fsdp.model import (
+    DTYPES,
+    DeviceBatch,
+    HfNames,
+    LogprobModel,
+    empty_model,
+    load_model,
+    load_model_config,
+    model_parameters,
+    saved_buffers,
+    set_modes,
+)
+from orhpc.train.fsdp.optim import Optimiser, local
+from orhpc.train.fsdp.routing_replay import RouterReplay
+from orhpc.train.loss.grpo import MetricSums, packed_loss
+from orhpc.train.sleep.residence import Residence, Slept
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
+
+log = logging.getLogger(__name__)
+
+
+class FsdpBackend:
+    """One rank; see :class:`orhpc.train.backend.Backend` for what each method promises."""
+
+    def __init__(self, config: Config, model_dir: str, rank: int, world_size: int) -> None:
+        self.config = config
+        self.model_dir = model_dir
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(config.placement.device)
+        self.dtype = DTYPES[config.model.dtype]
+        self.data_rank = rank
+        self.reports = True
+        self._residence = Residence(self.device)
+
+    # --- building -----------------------------------------------------------------------------
+
+    def build(self) -> dict[str, Any]:
+        transformers_logging.disable_progress_bar()
+        if self.config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        config = self._model_config()
+        longest = self.config.rollout.max_total_tokens
+        refuse_changing_positions(config, longest, "a trainer that packs samples", "rollout.max_total_tokens")
+        self.policy, self._shapes = self._load(trained=True)
+        self._hf_names = HfNames(empty_model(config, self.config.model), config)
+        self._hf_names.check()
+        self.policy, self._shapes = self._load(trained=True)
+        self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
+        self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
+        # Noted now: a step that failed midway may leave parameters gathered.
+        self._starts = {n: self._rows(p, self._shapes[n])[0] for n, p in self._named(self.policy)}
+        return {"parameters": sum(torch.Size(shape).numel() for shape in self._shapes.values())}
+
+    def _model_config(self) -> Any:
+        return load_model_config(self.model_dir, self.config.model)
+
+    def _load(self, *, trained: bool) -> tuple[LogprobModel, dict[str, tuple[int, ...]]]:
+        """Load one role.  The policy is float32, the frozen reference of the model's type."""
+        stored = torch.float32 if trained else self.dtype
+        if self.world_size == 1 and stored == self.dtype:
+            hf = load_model(self.model_dir, self._model_config(), self.config.model, stored)
+            nn.Module.to(hf, self.device)
+            model = self._wrap(hf, trained=trained)
+            return model, {name: tuple(p.shape) for name, p in self._named(model)}
+        source = None
+        if self.rank == 0:
+            # In the type it is stored in: the master weights then are the checkpoint's exactly.
+            source = load_model(self.model_dir, self._model_config(), self.config.model, "auto")
+        hf = empty_model(self._model_config(), self.config.model, stored)
+        shapes = {name: tuple(p.shape) for name, p in model_parameters(hf)}
+        model = self._wrap(hf, trained=trained)
+        self._shard(model)
+        self._fill(model, source, shapes)
+        return model, shapes
+
+    def _wrap(self, hf: PreTrainedModel, *, trained: bool) -> LogprobModel:
+        if trained and self.config.train.gradient_checkpointing:
+            _checkpoint_activations(hf)
+        model = LogprobModel(
+            hf,
+            temperature=self.config.rollout.temperature,
+            chunk=self.config.train.logprob_chunk_tokens,
+            # Never in the reference: it has routed for itself since before any engine sampled.
+            routers=self._routers(hf) if trained else None,
+        )
+        set_modes(model)  # once and for all: every pass of a step computes the same
+        return model.requires_grad_(trained)
+
+    def _routers(self, hf: PreTrainedModel) -> RouterReplay | None:
+        if not self.config.routes_wanted:
+            return None
+        routers = RouterReplay(hf, replay=self.config.train.routing_replay)
+        if not routers.layers:
+            raise ModelError(f"{type(hf).__name__} has no router whose choices could be replayed")
+        return routers
+
+    def _shard(self, model: LogprobModel) -> None:
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        layers = set(getattr(model.hf, "_no_split_modules", None) or ())
+        for module in list(model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=mesh, mp_policy=precision)
+        # By default the root stays whole after a forward pass without a backward one; whoever then
+        # holds its parameters (optimiser, export, save) would hold memory that is about to be freed.
+        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+
+    def _fill(
+        self, model: LogprobModel, source: PreTrainedModel | None, shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Give the sharded model its weights: rank 0 sends each whole, every rank keeps its rows."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        model.to_empty(device=self.device)
+        for name, first in tied.items():
+            if name != first:  # to_empty has made two parameters of one
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+        whole = {} if source is None else dict(source.named_parameters())
+        for name, parameter in self._named(model):
+            full = torch.empty(shapes[name], dtype=parameter.dtype, device=self.device)
+            if source is not None:
+                full.copy_(whole[name].detach())
+            if self.world_size > 1:
+                dist.broadcast(full, src=0)
+            start, part = self._rows(parameter, shapes[name])
+            part.copy_(full[start : start + len(part)])
+        buffers = {} if source is None else dict(source.named_buffers())
+        # Sorted: Gemma's rotary buffers, for one, are registered in the order of a set.
+        for name, buffer in sorted(model.hf.named_buffers(), key=lambda item: item[0]):
+            if source is not None:
+                buffer.copy_(buffers[name])
+            if self.world_size > 1:
+                dist.broadcast(buffer, src=0)
+        _restore_plain_tensors(model)
+
+    def _rows(self, parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, Tensor]:
+        """First row held by this rank, and its rows: FSDP2 shards the first dimension in even chunks."""
+        part = local(parameter)
+        if tuple(part.shape) == shape:
+            return 0, part
+        chunk = -(-shape[0] // self.world_size)
+        start = min(self.rank * chunk, shape[0])
+        assert len(part) == min(chunk, shape[0] - start)
+        return start, part
+
+    @staticmethod
+    def _named(model: LogprobModel) -> list[tuple[str, nn.Parameter]]:
+        return model_parameters(model.hf)
+
+    # --- computing ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, batches: Batches[PackedBatch], role: Role) -> list[Tensor | None]:
+        model = self.policy if role is Role.POLICY else self.reference
+        if model is None:
+            raise ValueError("the reference is only loaded with algorithm.use_kl_loss")
+        return [model(DeviceBatch.of(batch, self.device))[0] for batch in batches]
+
+    def update(
+        self,
+        batches: Batches[TrainingBatch],
+        *,
+        n_samples: int,
+        n_tokens: int,
+        between: Callable[[], None],
+    ) -> Update:
+        metrics = MetricSums()
+        if self.policy.routers is not None:
+            self.policy.routers.forget()  # what an update that was abandoned has counted
+        try:
+            for training in batches:
+                between()
+                metrics.add(self._accumulate(training, n_samples, n_tokens))
+        except BaseException:
+            self.optimiser.clear()
+            raise
+        if self.policy.routers is not None:
+            metrics.add(self.policy.routers.metrics())
+        self._residence.changing()
+        started = time.perf_counter()
+        norm, lr = self.optimiser.step(metrics.sums["loss"])
+        return Update(metrics, norm, lr, time.perf_counter() - started)
+
+    def _accumulate(self, training: TrainingBatch, n_samples: int, n_tokens: int) -> MetricSums:
+        batch = DeviceBatch.of(training.batch, self.device)
+        settings = self.config.algorithm
+        logprobs_P, entropy_P = self.policy(batch, entropy_gradient=settings.entropy_coef != 0)
+        inputs = training.loss_inputs(batch, logprobs_P, entropy_P)
+        loss, metrics = packed_loss(inputs, settings, n_samples=n_samples, n_tokens=n_tokens)
+        # The normaliser already counts all ranks; FSDP averages gradients, so it is taken out again.
+        (loss * self.world_size).backward()
+        return metrics
+
+    # --- weights and state --------------------------------------------------------------------
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of everything a checkpoint holds, by its name in memory: parameters, and buffers
+        such as the routers' correction biases of DeepSeek-V3, GLM-4-MoE and MiniMax-M2."""
+        buffers = {name: tuple(b.shape) for name, b in saved_buffers(self.policy.hf)}
+        return {**self._shapes, **buffers}
+
+    def export_dtypes(self) -> dict[str, torch.dtype]:
+        return {name: buffer.dtype for name, buffer in saved_buffers(self.policy.hf)}
+
+    def hf_names(self) -> HfNames:
+        return self._hf_names
+
+    @torch.no_grad()
+    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self._named(self.policy))
+        buffers = dict(saved_buffers(self.policy.hf))
+        for group in self._groups(names):
+            whole = self._whole({n: local(parameters[n]) for n in group if n in parameters})
+            for name in group:
+                tensor = buffers[name] if name in buffers else whole.pop(name)
+                yield from self._hf_names.split(name, tensor).items()
+
+    def _groups(self, names: Iterable[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        size = 0
+        for name in names:
+            group.append(name)
+            size += prod(self._shapes.get(name, ()))
+            if size >= ELEMENTS:
+                yield group
+                group, size = [], 0
+        yield group
+
+    def _whole(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters as the model computes with them, out of what each rank holds (collective)."""
+        if self.world_size > 1:
+            return gathered(rows, self._shapes, self.dtype, self.world_size)
+        return {name: whole.to(self.dtype) for name, whole in rows.items()}
+
+    def shards(self) -> list[Shard]:
+        self._residence.settle()
+        return [replace(s, tensor=self._residence.view(s.tensor)) for s in self._shards_by_reference()]
+
+    def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
+        self._residence.hold(self._resharded(), self.optimiser.tensors(), readers_done)
+        return [replace(s, tensor=self._residence.on_host(s.tensor)) for s in self._shards_by_reference()]
+
+    def _shards_by_reference(self) -> list[Shard]:
+        result: list[Shard] = []
+        for name, _ in self._named(self.policy):
+            start, shape = self._starts[name], self._shapes[name]
+            for kind, tensor in self.optimiser.local_state(name).items():
+                result.append(Shard(f"{kind}/{name}", tensor, shape, start))
+        return result
+
+    def progress(self) -> dict[str, Any]:
+        return {"optimiser_steps": self.optimiser.steps}
+
+    def intact(self) -> bool:
+        return self.optimiser.intact
+
+    def set_progress(self, progress: dict[str, Any]) -> None:
+        self._residence.changing()
+        self.optimiser.set_steps(int(progress["optimiser_steps"]))
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def prepare_sleep(self, size: int) -> None:
+        self._residence.prepare(size)
+
+    def shed(self) -> None:
+        """Gradients are freed by every step; what is left is memory that no tensor has."""
+        if self._residence.moves:
+            self._residence.drop([])
+            self._residence.begin(self._resharded(), self.optimiser.tensors())
+
+    def sleep(self) -> Slept:
+        """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
+        if not self._residence.moves or self._residence.asleep:
+            return Slept()
+        return self._residence.sleep(self._resharded(), self.optimiser.tensors())
+
+    def _resharded(self) -> list[Tensor]:
+        """All weights, each rank's share."""
+        models = [self.policy] if self.reference is None else [self.policy, self.reference]
+        tensors: list[Tensor] = []
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.reshard()
+            tensors += [local(p) for p in model.parameters()]
+        return tensors
+
+    def wake(self) -> None:
+        self._residence.wake()
+
+    def close(self) -> None:
+        if (residence := self.__dict__.pop("_residence", None)) is not None:
+            residence.close()
+        for name in ("policy", "reference", "optimiser"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _checkpoint_activations(hf: PreTrainedModel) -> None:
+    # Newer transformers renamed the method and will drop the old name.
+    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
+def _restore_plain_tensors(model: nn.Module) -> None:
+    """Materialise tensors that a module keeps outside its buffers: ``original_X``, a copy of ``X``.
+
+    Older transformers keep the rotary frequencies' first values so.
+    """
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.is_meta:
+                source = getattr(module, name.removeprefix("original_"), None)
+                if not isinstance(source, Tensor) or source.is_meta:
+                    raise ModelError(f"{type(module).__name__}.{name} cannot be loaded: it is no buffer")
+                setattr(module, name, source.clone())

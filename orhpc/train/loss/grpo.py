@@ -1,0 +1,340 @@
+"""Losses of GRPO and its relatives: pure tensor math on the tokens of a packed micro-batch.
+
+Every function takes ``[P]`` tensors over the token slots of one packed micro-batch.  Slot ``i``
+stands for the prediction of token ``i + 1`` of the same sample; ``mask_P`` is True where that token
+was sampled by the policy.  Nothing here knows about ranks: normalisers are counted over the whole
+global mini-batch by the caller, so that the sum of all micro-batches' losses is the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from orhpc.train.loss.advantages import group_advantages, grouped_advantages
+
+if TYPE_CHECKING:
+    from orhpc.config.algorithm import AlgorithmSettings, CorrectionSettings
+
+__all__ = [
+    "LossInputs",
+    "MetricSums",
+    "cispo_loss",
+    "correction_weights",
+    "group_advantages",
+    "grouped_advantages",
+    "grpo_loss",
+    "gspo_log_ratio",
+    "kl_estimate",
+    "mismatch",
+    "packed_loss",
+    "token_weights",
+]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 before the exponential: e^20 is far outside every clip bound, and
+the exponential of a larger one would overflow float32 into a NaN gradient."""
+
+KLType = Literal["k1", "k2", "k3", "k3_clamped"]
+
+
+def _ratio(log_ratio_P: Tensor) -> Tensor:
+    return log_ratio_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def grpo_loss(
+    log_ratio_P: Tensor,
+    advantages_P: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the clipped policy loss of each token and where the clipped branch was the larger one.
+
+    ``L = max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A)``: PPO's clipped surrogate
+    (arXiv:1707.06347, eq. 7) with the two bounds of DAPO (arXiv:2503.14476, eq. 10).  With dual clip
+    (arXiv:1912.09729, eq. 5), ``L = min(L, -c A)`` where ``A < 0``.
+    """
+    ratio_P = _ratio(log_ratio_P)
+    plain_P = -ratio_P * advantages_P
+    clipped_P = -ratio_P.clamp(1 - eps_low, 1 + eps_high) * advantages_P
+    loss_P = torch.maximum(plain_P, clipped_P)
+    if dual_clip is not None:
+        bounded_P = torch.minimum(loss_P, -dual_clip * advantages_P)
+        loss_P = torch.where(advantages_P < 0, bounded_P, loss_P)
+    return loss_P, clipped_P > plain_P
+
+
+def cispo_loss(
+    logprobs_P: Tensor, log_ratio_P: Tensor, advantages_P: Tensor, *, eps_low: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """Return CISPO's loss of each token and where its weight was clipped.
+
+    ``L = -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log p`` (MiniMax-M1, arXiv:2506.13585, eq. 4-5):
+    the ratio only weighs the token, so that no token loses its gradient.
+    """
+    ratio_P = _ratio(log_ratio_P).detach()
+    weight_P = ratio_P.clamp(1 - eps_low, 1 + eps_high)
+    return -weight_P * advantages_P * logprobs_P, weight_P != ratio_P
+
+
+def gspo_log_ratio(log_ratio_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_segments: int) -> Tensor:
+    """Return every token's sequence-level log-ratio: the mean over its sample's sampled tokens.
+
+    ``log s_i = mean_t(log r_it)`` (GSPO, arXiv:2507.18071, eq. 7).  ``segments_P`` numbers the
+    samples of the pack from 0 to ``n_segments - 1``.
+    """
+    sums_S = log_ratio_P.new_zeros(n_segments).index_add(
+        0, segments_P, torch.where(mask_P, log_ratio_P, torch.zeros_like(log_ratio_P))
+    )
+    return (sums_S / _tokens_of_segments(mask_P, segments_P, n_segments))[segments_P]
+
+
+def correction_weights(
+    log_rho_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_segments: int, settings: CorrectionSettings
+) -> Tensor:
+    """Return what multiplies each token's loss because the engine's policy, not the trainer's, sampled it.
+
+    ``log_rho_P``: the trainer's log-probabilities at the start of the step less the engine's; without
+    gradient.  By ``level``, ``rho`` is the token's ratio; ``sequence``: the product over its sample's
+    sampled tokens; ``geometric``: that product's geometric mean.  Then by ``mode``:
+
+    truncate: ``min(rho, high)``: truncated importance sampling, TIS (Yao et al. 2025, "Your efficient RL
+        framework secretly brings you off-policy RL training").
+    clip: ``clamp(rho, low, high)``.
+    mask: ``rho`` where ``low <= rho <= high``, else 0: IcePop at token level (Ling team 2025, "Every step
+        evolves", arXiv:2510.18855, section 3.2); masked importance sampling, MIS, at the other levels
+        (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+        training-inference mismatch").
+
+    With ``veto``, all tokens of a sample weigh 0 when one of them has a token ratio below it (the same).
+    Samples have to be whole in the pack.
+    """
+    log_rho_P = torch.where(mask_P, log_rho_P.detach(), torch.zeros_like(log_rho_P))
+    level_P = log_rho_P
+    if settings.level != "token":
+        sums_S = log_rho_P.new_zeros(n_segments).index_add(0, segments_P, log_rho_P)
+        if settings.level == "geometric":
+            sums_S = sums_S / _tokens_of_segments(mask_P, segments_P, n_segments)
+        level_P = sums_S[segments_P]
+    rho_P = _ratio(level_P)
+    if settings.mode == "truncate":
+        weights_P = rho_P.clamp(max=settings.high)
+    elif settings.mode == "clip":
+        weights_P = rho_P.clamp(settings.low, settings.high)
+    elif settings.mode == "mask":
+        inside_P = (rho_P >= settings.low) & (rho_P <= settings.high)
+        weights_P = torch.where(inside_P, rho_P, torch.zeros_like(rho_P))
+    else:
+        weights_P = torch.ones_like(rho_P)
+    if settings.veto is not None:
+        lowest_S = log_rho_P.new_zeros(n_segments).scatter_reduce(0, segments_P, log_rho_P, "amin")
+        vetoed_P = (lowest_S < math.log(settings.veto))[segments_P]
+        weights_P = weights_P.masked_fill(vetoed_P, 0.0)
+    return weights_P
+
+
+def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, kind: KLType) -> Tensor:
+    """Return each token's estimate of KL(policy || reference) (Schulman 2020, "Approximating KL").
+
+    With ``d = log p - log p_ref``: k1 is ``d``; k2 ``d^2 / 2``; k3 ``exp(-d) + d - 1``; k3_clamped
+    bounds ``d`` to +-20 and the estimate to 10, so that one token cannot carry a step.  Below ``d = -20``
+    k3 goes on along its exponential's tangent: value and gradient stay finite (the exponential overflows
+    float32 at -89) and the gradient keeps its sign; above, nothing changes.
+    """
+    difference_P = logprobs_P - reference_P
+    if kind == "k1":
+        return difference_P
+    if kind == "k2":
+        return 0.5 * difference_P.square()
+    if kind == "k3":
+        near_P = (-difference_P).clamp(max=MAX_LOG_RATIO)
+        beyond_P = (-difference_P - MAX_LOG_RATIO).clamp(min=0)
+        return torch.expm1(near_P) + math.exp(MAX_LOG_RATIO) * beyond_P + difference_P
+    bounded_P = difference_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(-bounded_P) + bounded_P).clamp(max=10.0)
+
+
+def _tokens_of_segments(mask_P: Tensor, segments_P: Tensor, n_segments: int) -> Tensor:
+    """Sampled tokens of each sample, at least 1: a sample without any weighs nothing anyway."""
+    counts_S = torch.zeros(n_segments, dtype=torch.float32, device=mask_P.device)
+    return counts_S.index_add(0, segments_P, mask_P.to(torch.float32)).clamp(min=1)
+
+
+def token_weights(
+    mask_P: Tensor,
+    segments_P: Tensor,
+    n_segments: int,
+    *,
+    normalise: Literal["sample", "token", "constant"],
+    n_samples: int,
+    n_tokens: int,
+    length: int | None = None,
+) -> Tensor:
+    """Return what each token's loss is multiplied by, ``[P]``.
+
+    ``sample``: ``1 / (n_samples x tokens of its sample)``, the mean over samples of each one's
+    token mean (arXiv:2402.03300, eq. 3).  ``token``: ``1 / n_tokens`` (arXiv:2503.14476, eq. 8).
+    Either sums to 1 over the global mini-batch.  ``constant``: ``1 / (n_samples x length)``, so that no
+    token weighs less because its sample is long (Dr.GRPO, arXiv:2503.20783, section 3.2).
+    ``n_samples`` and ``n_tokens`` count the whole mini-batch over all ranks.
+    """
+    mask_float_P = mask_P.to(torch.float32)
+    if normalise == "constant":
+        assert length is not None
+        return mask_float_P / (max(n_samples, 1) * length)
+    if normalise == "token":
+        return mask_float_P / max(n_tokens, 1)
+    per_sample_S = _tokens_of_segments(mask_P, segments_P, n_segments) * max(n_samples, 1)
+    return mask_float_P / per_sample_S[segments_P]
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What the loss of one packed micro-batch is computed from; ``[P]`` float32 unless said."""
+
+    logprobs_P: Tensor
+    """Under the current parameters, with gradient."""
+    old_logprobs_P: Tensor | None
+    """Under the parameters at the start of the step; None: the current ones, without gradient."""
+    rollout_logprobs_P: Tensor
+    """From the engine, at sampling time."""
+    advantages_P: Tensor
+    mask_P: Tensor
+    """Bool: the slot's target was sampled by the policy."""
+    segments_P: Tensor
+    """int64: number of the slot's sample in the pack."""
+    n_segments: int
+    entropy_P: Tensor
+    """Entropy of the temperature-scaled distribution, in nats."""
+    reference_logprobs_P: Tensor | None = None
+
+
+@dataclass(slots=True)
+class MetricSums:
+    """Metrics as sums and maxima over tokens, so that micro-batches and ranks add up exactly."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Of any shape, the same on every rank."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars."""
+
+    def add(self, other: MetricSums) -> None:
+        """Take in the metrics of another micro-batch."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+
+def packed_loss(
+    inputs: LossInputs, settings: AlgorithmSettings, *, n_samples: int, n_tokens: int
+) -> tuple[Tensor, MetricSums]:
+    """Compose the loss of one packed micro-batch, already divided by the global normaliser.
+
+    Returns the scalar to differentiate, and sums over its sampled tokens (``tokens`` is their
+    count): ``policy_loss``, ``clipped``, ``entropy``, ``ratio``, ``kl``, ``correction_weight``,
+    ``corrected_away``, and those of :func:`mismatch`; ``loss`` is the loss itself.
+    """
+    mask_P = inputs.mask_P
+    current_P = inputs.logprobs_P
+    old_P = current_P.detach() if inputs.old_logprobs_P is None else inputs.old_logprobs_P
+    policy_P, clipped_P, log_ratio_P = _policy_loss(inputs, old_P, settings)
+    metrics = MetricSums()
+    total_P = policy_P
+    log_rho_P = (old_P - inputs.rollout_logprobs_P).detach()
+    correction = settings.mismatch_correction
+    if correction.mode != "none" or correction.veto is not None:
+        weights_P = correction_weights(log_rho_P, mask_P, inputs.segments_P, inputs.n_segments, correction)
+        total_P = total_P * weights_P
+        metrics.sums["correction_weight"] = _masked_sum(weights_P, mask_P)
+        metrics.sums["corrected_away"] = _masked_sum(weights_P == 0, mask_P)
+    if settings.use_kl_loss:
+        if inputs.reference_logprobs_P is None:
+            raise ValueError("use_kl_loss needs the reference model's log-probabilities")
+        kl_P = kl_estimate(current_P, inputs.reference_logprobs_P, settings.kl_type)
+        total_P = total_P + settings.kl_coef * kl_P
+        metrics.sums["kl"] = _masked_sum(kl_P, mask_P)
+    if settings.entropy_coef:
+        total_P = total_P - settings.entropy_coef * inputs.entropy_P
+    weights_P = token_weights(
+        mask_P,
+        inputs.segments_P,
+        inputs.n_segments,
+        normalise=settings.normalise_loss,
+        n_samples=n_samples,
+        n_tokens=n_tokens,
+        length=settings.normalise_length,
+    )
+    loss = (torch.where(mask_P, total_P, torch.zeros_like(total_P)) * weights_P).sum()
+    metrics.sums |= {
+        "loss": loss.detach().double(),
+        "tokens": mask_P.sum().double(),
+        "policy_loss": _masked_sum(policy_P, mask_P),
+        "clipped": _masked_sum(clipped_P, mask_P),
+        "entropy": _masked_sum(inputs.entropy_P, mask_P),
+        "ratio": _masked_sum(_ratio(log_ratio_P), mask_P),
+    }
+    metrics.add(mismatch(log_rho_P, mask_P))
+    metrics.maxima["ratio_max"] = _masked_max(_ratio(log_ratio_P), mask_P)
+    return loss, metrics
+
+
+def mismatch(log_rho_P: Tensor, mask_P: Tensor) -> MetricSums:
+    """How far the engine's policy, which sampled, is from the trainer's: sums over sampled tokens.
+
+    ``log_rho_P`` is the trainer's log-probability less the engine's.  The tokens are samples of the engine's
+    policy, so ``-log_rho`` and its k3 form estimate KL(rollout || train) (:func:`kl_estimate`); the sums of
+    ``rho`` and ``rho^2`` give the effective sample size (Kish 1965); extreme is a ratio beyond 2 or 1/2.
+    """
+    sums = {
+        "logprob_diff": log_rho_P.abs(),
+        "rollout_kl_k1": -log_rho_P,
+        "rollout_kl": kl_estimate(-log_rho_P, torch.zeros_like(log_rho_P), "k3"),
+        "rho": _ratio(log_rho_P),
+        "rho_squared": _ratio(log_rho_P).square(),
+        "extreme": log_rho_P.abs() > math.log(2.0),
+    }
+    return MetricSums(
+        {name: _masked_sum(values_P, mask_P) for name, values_P in sums.items()},
+        {"logprob_diff_max": _masked_max(log_rho_P.abs(), mask_P)},
+    )
+
+
+def _policy_loss(
+    inputs: LossInputs, old_P: Tensor, settings: AlgorithmSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, clip indicator and log-ratio of each token under the configured objective."""
+    log_ratio_P = inputs.logprobs_P - old_P
+    eps_high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
+    if settings.loss == "cispo":
+        loss_P, clipped_P = cispo_loss(
+            inputs.logprobs_P, log_ratio_P, inputs.advantages_P, eps_low=settings.eps_clip, eps_high=eps_high
+        )
+        return loss_P, clipped_P, log_ratio_P
+    if settings.loss == "gspo":
+        log_ratio_P = gspo_log_ratio(log_ratio_P, inputs.mask_P, inputs.segments_P, inputs.n_segments)
+    loss_P, clipped_P = grpo_loss(
+        log_ratio_P,
+        inputs.advantages_P,
+        eps_low=settings.eps_clip,
+        eps_high=eps_high,
+        dual_clip=settings.dual_clip,
+    )
+    return loss_P, clipped_P, log_ratio_P
+
+
+def _masked_sum(values_P: Tensor, mask_P: Tensor) -> Tensor:
+    values_P = values_P.detach().double()
+    return torch.where(mask_P, values_P, torch.zeros_like(values_P)).sum()
+
+
+def _masked_max(values_P: Tensor, mask_P: Tensor) -> Tensor:
+    """Largest value at the mask, or 0; values are not negative."""
+    values_P = values_P.detach().double()
+    return torch.where(mask_P, values_P, torch.zeros_like(values_P)).amax()

@@ -1,0 +1,151 @@
+"""Process groups of the trainer: where ranks meet, and typed failures.
+
+Ranks meet in a store.  torch's network store asks nobody for a key: whoever can connect to it can read and
+change what ranks say of themselves there.  So the ranks of one node meet in a file that only this user can
+open.  Across nodes, and with engines that receive broadcasts (SGLang knows the network store only), the store
+listens on the job's address alone; there, and at the sockets that gloo and NCCL open on that address, other
+users of the nodes and of their network can disturb a run, or read weights while a group forms.  Where that
+matters, nodes and network must be the job's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from orhpc.errors import InfraError, OrhpcError, OutOfMemory
+from orhpc.process.ports import start_listening
+from orhpc.train.stopping import collectives_begin
+
+_TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+_FileStore = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+def own_address_towards(address: str) -> str:
+    """Return this machine's address on the route to ``address`` (no packet is sent)."""
+    family = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return probe.getsockname()[0]
+
+
+def use_interface_towards(address: str) -> None:
+    """Make gloo and NCCL's bootstrap use the interface on the route to ``address``.
+
+    Left alone, gloo goes by the host's name, which on many clusters resolves to a loopback address
+    or to another network.  A choice already in the environment stands.
+    """
+    own = own_address_towards(address)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == own for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            return
+
+
+def bound(address: str, port: int) -> socket.socket:
+    """Return a socket for ``address:port`` and no other address.  Raises OSError when the port is taken."""
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def meeting_file() -> str:
+    """Return a file in which ranks of this node can meet, in a new folder that only this user can open."""
+    return str(Path(tempfile.mkdtemp(prefix="orhpc-ranks-")) / "store")
+
+
+def hosted_store(
+    address: str, listener: socket.socket, world_size: int, timeout: timedelta, *, wait: bool
+) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """Host a key-value store on a socket that is bound to ``address``, and take the socket over."""
+    start_listening(listener)
+    # The store closes the descriptor.
+    return _TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=wait,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_default_group(
+    device: torch.device,
+    address: str,
+    meeting: int | str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    listener: socket.socket | None = None,
+) -> None:
+    """Make this process rank ``rank`` of the trainer.
+
+    ``meeting``: a port, on which rank 0 hosts the store, or the file of the store of ranks on one node.
+    ``listener``: rank 0's, where it is bound to ``address`` and that port already.
+    On CUDA, device tensors go through NCCL and host tensors (small agreements) through gloo.
+    Raises :class:`~orhpc.errors.InfraError` past ``timeout_s``.
+    """
+    collectives_begin()
+    timeout = timedelta(seconds=timeout_s)
+    use_interface_towards(address)
+    if device.type == "cuda":
+        # With it, broadcasts to SGLang's engines fail with an unhandled CUDA error and hang.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    with typed_failures("the trainer's process group did not come up"):
+        if isinstance(meeting, str):
+            store = _FileStore(meeting, world_size)
+            store.set_timeout(timeout)
+        elif rank == 0:
+            listener = listener or bound(address, meeting)
+            store = hosted_store(address, listener, world_size, timeout, wait=False)
+        else:
+            store = _TCPStore(address, meeting, world_size, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+
+
+@contextlib.contextmanager
+def typed_failures(what: str) -> Iterator[None]:
+    """Turn torch's memory and communication errors into the project's; let bugs pass as they are."""
+    try:
+        yield
+    except OrhpcError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(f"{what}: {_one_line(error)}") from error
+    except (dist.DistError, OSError) as error:
+        raise InfraError(f"{what}: {_one_line(error)}") from error
+    except RuntimeError as error:
+        text = _one_line(error)
+        if "can't allocate memory" in text or "not enough memory" in text:
+            raise OutOfMemory(f"{what}: {text}") from error
+        if any(sign in text for sign in ("gloo", "Timed out", "NCCL", "Connection")):
+            raise InfraError(f"{what}: {text}") from error
+        raise
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,100 @@
+"""How parameters are cut into buckets: for weight sync and for export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orhpc.train.weights.fp8 import Quantise
+
+BUCKET_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """Tensors sent together, in this order, as the engines are told about them beforehand."""
+
+    names: tuple[str, ...]
+    """Hugging Face checkpoint names."""
+    dtypes: tuple[str, ...]
+    """torch's names without the prefix: ``bfloat16``, ``float32``."""
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: tuple[str, ...]
+    """The trainer's own names of the parameters they are made of."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+
+def plan_buckets(
+    shapes: Mapping[str, tuple[int, ...]],
+    split: Callable[[str, Tensor], Mapping[str, Tensor]],
+    dtype: torch.dtype,
+    limit: int = BUCKET_BYTES,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> list[BucketSpec]:
+    """Cut the parameters, in order, into buckets of at most ``limit`` bytes; a larger one is alone.
+
+    ``split`` turns a whole parameter into the tensors of a checkpoint; it runs on the meta device.
+    ``dtypes`` names the parameters that are not of ``dtype``.
+    """
+    buckets: list[BucketSpec] = []
+    names: list[str] = []
+    parts: list[tuple[str, str, tuple[int, ...]]] = []
+    size = 0
+
+    def close() -> None:
+        found, types, sizes = zip(*parts, strict=True) if parts else ((), (), ())
+        buckets.append(BucketSpec(found, types, sizes, tuple(names)))
+
+    for name, shape in shapes.items():
+        own = (dtypes or {}).get(name, dtype)
+        nbytes = torch.Size(shape).numel() * own.itemsize
+        if names and size + nbytes > limit:
+            close()
+            names, parts, size = [], [], 0
+        pieces = split(name, torch.empty(shape, dtype=own, device="meta"))
+        text = str(own).removeprefix("torch.")
+        names.append(name)
+        parts.extend((hf_name, text, tuple(piece.shape)) for hf_name, piece in pieces.items())
+        size += nbytes
+    if names:
+        close()
+    return buckets
+
+
+def quantised(spec: BucketSpec, quantise: Quantise) -> BucketSpec:
+    """What a bucket becomes when each of its tensors is quantised, in the same order."""
+    whole = (
+        (name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+        for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True)
+    )
+    parts = [
+        (name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in quantise(whole)
+    ]
+    names, dtypes, shapes = zip(*parts, strict=True) if parts else ((), (), ())
+    return BucketSpec(names, dtypes, shapes, spec.parameters)
+
+
+def for_wire(spec: BucketSpec, quantise: Quantise) -> BucketSpec:
+    """A bucket as it travels: quantised, and wide types first.
+
+    The receivers view each tensor in the flattened bytes, so its offset has to be a multiple of its
+    type's size; in order of falling size every one is.
+    """
+    whole = quantised(spec, quantise)
+    order = sorted(range(len(whole.names)), key=lambda i: -getattr(torch, whole.dtypes[i]).itemsize)
+
+    def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(values[i] for i in order)
+
+    return BucketSpec(ordered(whole.names), ordered(whole.dtypes), ordered(whole.shapes), spec.parameters)

@@ -1,0 +1,271 @@
+"""A trainer rank's end of weight sync: flattened buckets that engines map or receive.
+
+The receiving side is SGLang's, or an engine that speaks its protocol.  Engines on the same device map
+the bucket's memory (``/update_weights_from_tensor``); for all others ``/init_weights_update_group``
+makes them ranks 1 and up of a process group of which trainer rank 0 is rank 0, and
+``/update_weights_from_distributed`` makes them receive one broadcast a bucket.  The driver makes those
+calls; this module only gathers and sends.
+
+A rank holds two buckets: while the engines take one, the next is gathered into the other.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+
+from orhpc.config.engine import SYNC_BUCKETS
+from orhpc.errors import WeightSyncFailed
+from orhpc.train.process_groups import bound, hosted_store, use_interface_towards
+from orhpc.train.weights.buckets import BucketSpec
+from orhpc.train.weights.fp8 import Quantise
+from orhpc.wire.weights import bucket_handle, empty_bucket, shared_bucket
+
+_COPIES = 256
+"""Tensors copied into place by one call; their sources live until then."""
+_POLL_S = 0.0005
+
+
+class BucketStage:
+    """The two buckets of a rank and what lies in them."""
+
+    def __init__(self, device: torch.device, specs: Sequence[BucketSpec], quantise: Quantise) -> None:
+        """``specs``: every bucket as it travels.  Memory is taken by the first :meth:`fill`."""
+        self._device = device
+        self._specs = specs
+        self._quantise = quantise
+        self._slots: list[Tensor | None] = [None] * SYNC_BUCKETS
+        self._largest = max(spec.nbytes for spec in specs)
+        self.seconds = 0.0
+        """Spent gathering and flattening since :meth:`clear`."""
+
+    def fill(self, index: int, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """Put bucket ``index``'s tensors, in any order, into its slot: uint8 ``[bytes of the bucket]``.
+
+        ``tensors`` is used up, also on failure, because other ranks take part in producing them.
+        Raises WeightSyncFailed when they are not what was announced.
+        """
+        started = time.perf_counter()
+        stream = iter(tensors)
+        try:
+            flat = self._slot(index)[: self._specs[index].nbytes]
+            self._place(flat, self._specs[index], stream)
+        finally:
+            for _ in stream:
+                pass
+        if self._device.type == "cuda":
+            # Not of the whole device: beside this the optimiser's state may go to the host.
+            torch.cuda.current_stream(self._device).synchronize()
+        self.seconds += time.perf_counter() - started
+        return flat
+
+    def _slot(self, index: int) -> Tensor:
+        slot = self._slots[index % SYNC_BUCKETS]
+        if slot is None:
+            with failing_as("no memory for a bucket of weights"):
+                slot = shared_bucket(self._largest, self._device)
+            self._slots[index % SYNC_BUCKETS] = slot
+        return slot
+
+    def _place(self, flat: Tensor, spec: BucketSpec, stream: Iterable[tuple[str, Tensor]]) -> None:
+        places = {m.name: m for m in metadata_of(spec)}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, tensor in self._quantise((name, whole.to(self._device)) for name, whole in stream):
+            m = places.pop(name, None)
+            if m is None or m.shape != tensor.shape or m.dtype != tensor.dtype:
+                raise WeightSyncFailed(f"{name} {tensor.dtype} {tuple(tensor.shape)} was not announced")
+            targets.append(flat[m.start_idx : m.end_idx])
+            sources.append(tensor.detach().contiguous().flatten().view(torch.uint8))
+            if len(targets) >= _COPIES:
+                _copy(targets, sources)
+                targets, sources = [], []
+        if targets:
+            _copy(targets, sources)
+        if places:
+            raise WeightSyncFailed(f"{next(iter(places))} was announced but not exported")
+
+    def handle(self, index: int) -> str:
+        """Where the bucket lies, for an engine rank on the same device."""
+        slot = self._slots[index % SYNC_BUCKETS]
+        assert slot is not None, "fill comes first"
+        return bucket_handle(slot, metadata_of(self._specs[index]))
+
+    def clear(self) -> None:
+        """Give the buckets' memory back to the GPU.
+
+        Host memory is kept for the next time: new shared pages cost more than all else of a sync.
+        """
+        self.seconds = 0.0
+        if self._device.type == "cuda":
+            self._slots = [None] * SYNC_BUCKETS
+            torch.cuda.synchronize(self._device)
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+
+def metadata_of(spec: BucketSpec) -> list[Any]:
+    """Where each tensor lies in the bucket's bytes."""
+    dtypes = [getattr(torch, dtype) for dtype in spec.dtypes]
+    return empty_bucket(zip(spec.names, dtypes, spec.shapes, strict=True))
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors by few kernels: a layer of a mixture of experts has hundreds."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class WeightSender:
+    """Trainer rank 0's end of the group that engines receive broadcasts through."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        address: str,
+        port: int,
+        world_size: int,
+        group_name: str,
+        timeout_s: float,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Host the group's store at ``address:port`` and wait for ``world_size - 1`` engine ranks.
+
+        Built as SGLang's receivers build theirs: a TCP store, prefixed with the group's name, and a
+        group over it apart from the default one.  ``listener``: what is bound there already.  Raises
+        WeightSyncFailed past ``timeout_s``.
+        """
+        self._timeout_s = timeout_s
+        self._group: ProcessGroup | None = None
+        self._store = None
+        self._under_way: list[tuple[Future[Any], float] | None] = [None] * SYNC_BUCKETS
+        timeout = timedelta(seconds=timeout_s)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        with failing_as(f"weight-sync group {group_name} did not come up"):
+            use_interface_towards(address)
+            self._store = hosted_store(
+                address, listener or bound(address, port), world_size, timeout, wait=True
+            )
+            group, _ = _new_process_group_helper(
+                world_size,
+                0,
+                [],
+                dist.Backend(backend),
+                PrefixStore(group_name, self._store),
+                group_name=group_name,  # type: ignore[arg-type]
+                timeout=timeout,
+            )
+            assert isinstance(group, ProcessGroup)
+            _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+            self._group = group
+        self._broadcasts = _InOrder()
+
+    def send(self, index: int, flat: Tensor) -> None:
+        """Start to broadcast a bucket; its memory must stay as it is until :meth:`wait` has returned.
+
+        Returns at once.  NCCL connects in a group's first broadcast, which waits there for the engines, and
+        those are told to receive only once the bucket is announced.
+        """
+        group = self._group
+        if group is None:
+            raise WeightSyncFailed("weights sent after the weight-sync group was left")
+
+        def start() -> Any:
+            if flat.is_cuda:
+                torch.cuda.set_device(flat.device)
+            return dist.broadcast(flat, src=0, group=group, async_op=True)
+
+        started = self._broadcasts.submit(start)
+        self._under_way[index % SYNC_BUCKETS] = (started, time.monotonic() + self._timeout_s)
+
+    def wait(self, index: int) -> None:
+        """Return once the broadcast from this bucket's slot is done; harmless when there is none.
+
+        Raises WeightSyncFailed when an engine is lost or slow: the engines' weights are then mixed and
+        must not be served.
+        """
+        entry = self._under_way[index % SYNC_BUCKETS]
+        self._under_way[index % SYNC_BUCKETS] = None
+        if entry is None:
+            return
+        started, deadline = entry
+        with failing_as("weights did not reach every engine"):
+            while not (started.done() and started.result().is_completed()):
+                # NCCL's own wait only orders streams, and a lost receiver would hang them.
+                if time.monotonic() > deadline:
+                    self._abort()
+                    raise WeightSyncFailed(f"weights did not reach every engine within {self._timeout_s:g} s")
+                time.sleep(_POLL_S)
+            started.result().wait()
+
+    def _abort(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if dist.get_backend(group) == "nccl":
+            group.abort()
+        else:
+            dist.destroy_process_group(group)
+
+    def close(self) -> None:
+        """Leave the group; harmless when repeated or when the other side is gone."""
+        broken = any(entry is not None for entry in self._under_way)
+        self._under_way = [None] * SYNC_BUCKETS
+        if broken:
+            self._abort()
+        self._broadcasts.end()
+        group, self._group = self._group, None
+        self._store = None
+        if group is not None:
+            with failing_as("the weight-sync group could not be left"):
+                dist.destroy_process_group(group)
+
+
+class _InOrder:
+    """Runs what it is given one after the other, in a thread that ends with the process."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # Blocked in a collective whose other side is gone, a thread of a pool would keep the process alive.
+        threading.Thread(target=self._run, daemon=True, name="weight broadcasts").start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        result: Future[Any] = Future()
+        self._waiting.put((call, result))
+        return result
+
+    def end(self) -> None:
+        """Take nothing more; harmless when repeated."""
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            call, result = entry
+            try:
+                result.set_result(call())
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits
+                result.set_exception(error)
+
+
+class failing_as(AbstractContextManager[None]):
+    """Turns whatever the communication library raises into WeightSyncFailed."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError | OSError | ValueError):
+            raise WeightSyncFailed(f"{self._what}: {' '.join(str(error).split())[:300]}") from error

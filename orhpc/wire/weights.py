@@ -1,0 +1,288 @@
+"""How weights travel to an engine: process groups, flattened buckets and serialised tensors.
+
+Sender (trainer) and receiver (engine) meet here, so that both sides of a transfer are built the same
+way.  The formats are SGLang's (0.5, ``srt/weight_sync/tensor_bucket.py``, ``srt/utils/common.py``): a
+group made here can hold a real SGLang server as well as the cpu engine.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pybase64
+import torch
+import torch.distributed as dist
+from torch._utils import _rebuild_tensor_v2
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+from torch.multiprocessing import reductions
+
+from orhpc.config.engine import SHARED_MEMORY
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+# --- process groups -------------------------------------------------------------------------------
+
+
+def join_weight_group(
+    *, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Join a process group beside any default group of this process.
+
+    Rank 0 is the sender and serves the store on ``address:port``.  Every later collective on the group
+    fails after ``timeout_s`` as well.  Raises RuntimeError, or a subclass, when the others do not come.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(
+        iter(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
+    )
+    store.set_timeout(timeout)
+    # The private helper is what makes a group beside the default one; SGLang's servers call it likewise,
+    # and both ends must wrap the store in the same prefixes.
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=name,  # pyright: ignore[reportArgumentType]
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def leave_weight_group(group: dist.ProcessGroup) -> None:
+    """Leave a group of :func:`join_weight_group`."""
+    dist.destroy_process_group(group)
+
+
+# --- flattened buckets ----------------------------------------------------------------------------
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """Where one tensor lies in a flattened bucket; offsets in bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+def flatten_bucket(named: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[FlattenedTensorMetadata]]:
+    """Concatenate tensors of any types as bytes: uint8 ``[total bytes]`` and where each one lies."""
+    parts: list[torch.Tensor] = []
+    metadata: list[FlattenedTensorMetadata] = []
+    at = 0
+    for name, tensor in named:
+        part = tensor.detach().contiguous().flatten().view(torch.uint8)
+        parts.append(part)
+        metadata.append(
+            FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, at, at + part.numel(), part.numel())
+        )
+        at += part.numel()
+    return torch.cat(parts), metadata
+
+
+def empty_bucket(specs: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> list[FlattenedTensorMetadata]:
+    """Where tensors of these (name, type, shape) lie in a bucket that is still to be received."""
+    metadata: list[FlattenedTensorMetadata] = []
+    at = 0
+    for name, dtype, shape in specs:
+        size = torch.Size(shape)
+        length = size.numel() * dtype.itemsize
+        metadata.append(FlattenedTensorMetadata(name, size, dtype, at, at + length, length))
+        at += length
+    return metadata
+
+
+def unflatten_bucket(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata]) -> list[NamedTensor]:
+    """Return views (copies where a type's alignment asks for it) of a bucket's tensors.
+
+    Raises ValueError when the metadata does not fit the bytes.
+    """
+    data = flat.flatten().view(torch.uint8)
+    named: list[NamedTensor] = []
+    for m in metadata:
+        length = torch.Size(m.shape).numel() * m.dtype.itemsize
+        if m.end_idx - m.start_idx != length or not 0 <= m.start_idx <= m.end_idx <= data.numel():
+            raise ValueError(
+                f"{m.name}: bytes {m.start_idx} .. {m.end_idx} do not hold {m.dtype} {tuple(m.shape)}"
+            )
+        part = data[m.start_idx : m.end_idx]
+        if (data.storage_offset() + m.start_idx) % m.dtype.itemsize:
+            part = part.clone()
+        named.append((m.name, part.view(m.dtype).reshape(m.shape)))
+    return named
+
+
+# --- shared buckets -------------------------------------------------------------------------------
+
+
+def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for a bucket that another process of this node can map: uint8 ``[nbytes]``.
+
+    On a GPU it is a plain allocation of its own, which CUDA can export; raises OSError when the
+    machine's shared memory (``/dev/shm``) has no room.
+    """
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < nbytes:
+        # Written past its end, shared memory ends the process with SIGBUS.
+        raise OSError(f"{SHARED_MEMORY}: {free >> 20} MiB free, a bucket needs {nbytes >> 20}")
+    flat = torch.empty(nbytes, dtype=torch.uint8)
+    flat.untyped_storage()._share_filename_cpu_()
+    return flat
+
+
+def bucket_handle(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata]) -> str:
+    """Serialise *where* a bucket of :func:`shared_bucket` lies, for ``/update_weights_from_tensor``.
+
+    The bytes stay; they must not change before the receiver has answered.  Nothing in the pickle is
+    SGLang's or ours, so that every release's list of allowed globals has it: the metadata are plain
+    namespaces, and GPUs are named by UUID, because processes number them differently.
+    """
+    entries = [SimpleNamespace(**vars(m)) for m in metadata]
+    buffer = io.BytesIO()
+    _HandlePickler(buffer, protocol=4).dump({"flattened_tensor": flat, "metadata": entries})
+    return pybase64.b64encode(buffer.getbuffer()).decode("ascii")
+
+
+_DEVICE = 6
+"""Position of the device among the arguments of torch's ``rebuild_cuda_tensor``."""
+
+
+class _HandlePickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            rebuild, arguments = reductions.reduce_tensor(obj)
+            if obj.is_cuda:
+                uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
+                arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+            return rebuild, arguments
+        if isinstance(obj, torch.storage.TypedStorage):
+            return reductions.reduce_typed_storage(obj)
+        if isinstance(obj, torch.UntypedStorage):
+            manager, handle, size = obj._share_filename_cpu_()
+            obj._shared_incref()
+            return reductions.rebuild_storage_filename, (type(obj), manager, handle, size)
+        return NotImplemented
+
+
+# --- serialised tensors ---------------------------------------------------------------------------
+
+
+def serialize_named_tensors(named: Sequence[NamedTensor], load_format: str | None = None) -> str:
+    """Serialise CPU tensors for ``/update_weights_from_tensor``: base64 of a pickle that holds the bytes.
+
+    ``load_format``: None for a list of (name, tensor), ``flattened_bucket`` for one bucket of bytes.
+    Raises ValueError for another one, and for float8 outside a bucket, which torch's own pickles cannot
+    carry safely.
+    """
+    value: Any
+    if load_format == "flattened_bucket":
+        flat, metadata = flatten_bucket(named)
+        value = {"flattened_tensor": flat, "metadata": [SimpleNamespace(**vars(m)) for m in metadata]}
+    elif load_format is None:
+        for name, tensor in named:
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+                raise ValueError(f"{name} is {tensor.dtype}, which travels in a flattened bucket only")
+        value = [(name, tensor.detach().contiguous().clone()) for name, tensor in named]
+    else:
+        raise ValueError(f"load_format {load_format!r} is neither null nor 'flattened_bucket'")
+    buffer = io.BytesIO()
+    pickle.Pickler(buffer, protocol=4).dump(value)
+    return pybase64.b64encode(buffer.getbuffer()).decode("ascii")
+
+
+def deserialize_named_tensors(encoded: str | bytes, load_format: str | None = None) -> list[NamedTensor]:
+    """Read what a sender serialised, without running anything of the sender's choosing.
+
+    Accepted is base64 of a pickle whose globals are in a short list: tensors with their bytes inside, or
+    tensors in shared memory under torch's ``file_system`` sharing strategy; lists, tuples, dicts, strings
+    and numbers; and SGLang's bucket metadata.  Tensors passed by file descriptor or CUDA handle are
+    refused.  Raises ValueError for anything else.
+    """
+    try:
+        data = pybase64.b64decode(encoded, validate=True)
+        value = _TensorUnpickler(io.BytesIO(data)).load()
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        IndexError,
+    ) as error:
+        raise ValueError(f"serialised tensors cannot be read: {error}") from error
+    if load_format == "flattened_bucket":
+        if not isinstance(value, dict) or not isinstance(value.get("flattened_tensor"), torch.Tensor):
+            raise ValueError("a flattened bucket is a dict of flattened_tensor and metadata")
+        return unflatten_bucket(value["flattened_tensor"], value.get("metadata") or [])
+    if load_format is not None:
+        raise ValueError(f"load_format {load_format!r} is neither null nor 'flattened_bucket'")
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or not all(
+        isinstance(p, tuple | list)
+        and len(p) == 2
+        and isinstance(p[0], str)
+        and isinstance(p[1], torch.Tensor)
+        for p in pairs
+    ):
+        raise ValueError("serialised tensors are a list of (name, tensor)")
+    return [(name, tensor) for name, tensor in pairs]
+
+
+def _load_storage_from_bytes(data: bytes) -> Any:
+    # torch.storage._load_from_bytes would unpickle without limits.
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _rebuild_storage_filename(cls: Any, manager: bytes, handle: bytes, size: int, dtype: Any = None) -> Any:
+    if not re.fullmatch(rb"/torch_\d+_\d+_\d+", handle):
+        raise ValueError(f"{handle!r} is not a shared-memory name of torch")
+    return reductions.rebuild_storage_filename(cls, manager, handle, size, dtype)
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("types", "SimpleNamespace"): SimpleNamespace,
+    ("torch", "Size"): torch.Size,
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _rebuild_storage_filename,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch.storage", "_load_from_bytes"): _load_storage_from_bytes,
+    ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
+    ("torch.storage", "UntypedStorage"): torch.storage.UntypedStorage,
+    ("orhpc.wire.weights", "FlattenedTensorMetadata"): FlattenedTensorMetadata,
+    ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): FlattenedTensorMetadata,
+}
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = _ALLOWED.get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in serialised tensors")
+        return found
