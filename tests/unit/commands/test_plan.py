@@ -327,7 +327,7 @@ def test_one_node_of_h200_holds_qwen3_30b(
 ) -> None:
     """The figures are those in the files' comments."""
     name, *overrides = name.split()
-    path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    path = Path(__file__).parents[3] / "configs" / f"{name}.yaml"
     words = ["plan", str(path), "--device-memory", "139", f"model.path={model}", *overrides]
     assert main(words) == EXIT_OK
     assert said in capsys.readouterr().out

@@ -15,7 +15,7 @@ import pytest
 from orhpc.config import Config
 from orhpc.launch.slurm import submission
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 RUNNING = "JobId=7 JobState=RUNNING Requeue=1 Restarts={restarts} ExcNodeList=(null) StdOut=x"
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 ATTEMPT = 'mkdir -p attempt; echo "$PWD/attempt" >"$ORHPC_JOB_FOLDER/attempt"'

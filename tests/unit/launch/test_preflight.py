@@ -220,7 +220,7 @@ def test_the_command_prints_a_line_for_each_check(
     names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n0"}
     for name, value in {**names, "ORHPC_JOB_FOLDER": "/tmp"}.items():
         monkeypatch.setenv(name, value)
-    config = str(Path(__file__).parents[2] / "configs/tiny.yaml")
+    config = str(Path(__file__).parents[3] / "configs/tiny.yaml")
     monkeypatch.chdir(tmp_path)
     assert preflight.main([config]) == EXIT_OK
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["n0", "ok"]] * 7
@@ -285,5 +285,5 @@ def test_the_command_checks_for_as_many_nodes_as_the_job_has(
     monkeypatch.setattr(
         preflight, "node_verdicts", lambda config, job, folder: seen.append(config.placement.nodes) or []
     )
-    assert preflight.main([str(Path(__file__).parents[2] / "configs/tiny.yaml")]) == EXIT_OK
+    assert preflight.main([str(Path(__file__).parents[3] / "configs/tiny.yaml")]) == EXIT_OK
     assert seen == [3]

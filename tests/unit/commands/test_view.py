@@ -11,7 +11,7 @@ from orhpc.commands.view import show
 from orhpc.errors import RecordError
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import record_path, write_rollouts
-from tests.unit.test_record import make_rollout
+from tests.unit.rundir.test_record import make_rollout
 
 MESSAGES = [
     {"role": "user", "content": "Open the door."},

@@ -30,7 +30,7 @@ from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import RolloutFile
 from orhpc.types import GroupRequest, PromptGroup, Rollout, RolloutEnd, Sampling, Task
-from tests.unit.test_record import make_rollout
+from tests.unit.rundir.test_record import make_rollout
 
 NAME = "orhpc/letters"
 Answer = Callable[[int, int], OrhpcError | None]

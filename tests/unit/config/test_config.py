@@ -18,7 +18,7 @@ from orhpc.driver.evaluation import due
 from orhpc.errors import ConfigError
 from tests.cpu_time import run_timed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENVIRONMENT = "environments:\n  org/env: {serve: letters}\n"
 
 

@@ -16,7 +16,7 @@ from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog
 
-CONFIG = str(Path(__file__).parents[2] / "configs/tiny.yaml")
+CONFIG = str(Path(__file__).parents[3] / "configs/tiny.yaml")
 
 
 @pytest.fixture

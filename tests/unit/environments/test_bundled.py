@@ -28,7 +28,7 @@ from orhpc.errors import ConfigError
 from orhpc.process.ports import free_ports
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Bare(Environment):

@@ -24,7 +24,7 @@ from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 from tests.cpu_time import run_timed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 DEFAULT = ROOT / "configs/default.yaml"
 
 

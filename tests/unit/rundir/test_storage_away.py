@@ -21,7 +21,7 @@ from orhpc.launch.slurm.ledger import Reason
 from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir, commits, storage
 from orhpc.rundir.storage import Outages, until_taken, when_taken
-from tests.unit.test_rundir import commit, make_run, start
+from tests.unit.rundir.test_rundir import commit, make_run, start
 
 AWAY = [errno.EIO, errno.ESTALE, errno.EACCES]
 

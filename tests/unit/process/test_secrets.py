@@ -142,7 +142,7 @@ raise SystemError("and here: hunter2hunter2")
         text=True,
         check=False,
         env={"MY_KEY": "hunter2hunter2", "PATH": ""},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert result.returncode == 1
     assert "hunter2" not in result.stderr
