@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from orhpc.config import Config
 from orhpc.config.files import load_config
-from orhpc.config.megatron import group_spans
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch import model
 from orhpc.launch.checks import fit
 from orhpc.launch.command_line import split_words, without_flags
 from orhpc.launch.prepare import run_directory
 from orhpc.launch.slurm.submission import lead_and_why
+from orhpc.plan.layout import group_spans
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.placement import Placement
 from orhpc.plan.run_plan import RunPlan, at_once, check_host, gib, host_parts, make_plan, state_bytes

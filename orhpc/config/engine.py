@@ -10,7 +10,6 @@ from orhpc.config.base import Fraction, Positive, Seconds, Section
 
 SYNC_BUCKETS = 2
 """Buckets of weights that a trainer rank holds during a sync: engines take one while it gathers the next."""
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux keeps it
 OWN_OPTIONS: dict[str, str] = {
     "model": "model.path",
     "quantization": "precision",

@@ -7,8 +7,6 @@ consecutive, so tensor parallelism stays inside a node wherever ``tp`` divides i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
@@ -98,51 +96,3 @@ class MegatronSettings(Section):
     def moment_bytes(self) -> int:
         """Of both moments of one parameter."""
         return 4 if self.moments_dtype == "bfloat16" else 8
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where one rank stands in every dimension of a layout."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-    ep: int
-    etp: int
-
-    @classmethod
-    def of(cls, rank: int, ranks: int, settings: MegatronSettings) -> RankPlace:
-        """Place of ``rank`` among ``ranks``; megatron-core's ``RankGenerator`` gives the same."""
-        stage = ranks // settings.pp
-        pp, within = divmod(rank, stage)
-        dp, shared = divmod(within, settings.tp * settings.cp)
-        cp, tp = divmod(shared, settings.tp)
-        etp = within % settings.etp
-        ep = within // settings.etp % settings.ep
-        return cls(tp, cp, dp, pp, ep, etp)
-
-
-def group_spans(settings: MegatronSettings, ranks: int, per_node: int) -> Mapping[str, int]:
-    """How many nodes the widest group of each kind reaches over, ranks filling one node after another."""
-    stage = ranks // settings.pp
-    places = [RankPlace.of(rank, ranks, settings) for rank in range(ranks)]
-    kinds = {
-        "tp": (settings.tp, lambda r, p: (p.pp, p.dp, p.cp)),
-        "cp": (settings.cp, lambda r, p: (p.pp, p.dp, p.tp)),
-        "etp": (settings.etp, lambda r, p: (p.pp, r % stage // settings.etp)),
-        "ep": (
-            settings.ep,
-            lambda r, p: (p.pp, p.etp, r % stage // (settings.etp * settings.ep)),
-        ),
-        "pp": (settings.pp, lambda r, p: r % stage),
-    }
-    spans: dict[str, int] = {}
-    for kind, (size, key) in kinds.items():
-        if size == 1:
-            continue
-        nodes: dict[Any, set[int]] = {}
-        for rank, place in enumerate(places):
-            nodes.setdefault(key(rank, place), set()).add(rank // per_node)
-        spans[kind] = max(len(found) for found in nodes.values())
-    return spans

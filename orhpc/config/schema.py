@@ -23,7 +23,6 @@ from orhpc.config.megatron import MegatronSettings
 from orhpc.config.placement import PlacementSettings
 from orhpc.config.precision import Precision, precision_problems
 from orhpc.config.slurm import SlurmSettings
-from orhpc.plan.memory import ELEMENT_BYTES, Demand, Layout
 
 
 class RunSettings(Section):
@@ -264,32 +263,6 @@ class Config(Section):
         """How many ways the trainer divides a batch: ranks that share micro-batches count once."""
         ranks = self.placement.trainer_ranks
         return self.megatron.data_ranks(ranks) if self.train.backend == "megatron" else ranks
-
-    @property
-    def trainer_layout(self) -> Layout:
-        """How the trainer's ranks share the model."""
-        ranks, m = self.placement.trainer_ranks, self.megatron
-        if self.train.backend == "fsdp":
-            return Layout(ranks, sharded=True)
-        return Layout(ranks, tp=m.tp, pp=m.pp, cp=m.cp, ep=m.ep, etp=m.etp)
-
-    @property
-    def trainer_demand(self) -> Demand:
-        """What is asked of a trainer rank's memory."""
-        train, longest = self.train, self.rollout.max_total_tokens
-        # A rollout longer than the budget gets a micro-batch of its own.
-        tokens = max(train.max_tokens_per_gpu * self.ranks_per_sequence, longest)
-        return Demand(
-            tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
-            element_bytes=ELEMENT_BYTES[self.model.dtype],
-            recompute=train.gradient_checkpointing,
-            logits_rows=train.logprob_chunk_tokens,
-            reference=self.algorithm.use_kl_loss,
-            micro_batches=-(-train.global_batch_size // self.data_ranks),
-            offloaded=self.megatron.offload_optimizer,
-            moment_bytes=self.megatron.moment_bytes,
-            fp8=self.precision == "fp8",
-        )
 
     @property
     def ranks_per_sequence(self) -> int:

@@ -7,12 +7,12 @@ weights, gradients and optimiser; for activations, the bytes that the backward p
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orhpc.errors import ConfigError
+from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
+from orhpc.plan.layout import Layout, stages
 
 GIB = 1 << 30
 MASTER_BYTES = 4
@@ -27,80 +27,6 @@ QUANTISED_BYTES = 2
 QUANTISED_PARTS = ("attention", "latent", "mlp", "shared", "expert")
 RESERVED_BYTES = 3 * GIB
 """Device memory that no tensor gets: the CUDA context, communication buffers, fragmentation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the ranks of a trainer share a model.  Without ``sharded``, in Megatron's words."""
-
-    ranks: int
-    tp: int = 1
-    """Tensor parallelism, with the sequence divided likewise between the products."""
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    """Tensor parallelism inside experts."""
-    sharded: bool = False
-    """FSDP: every weight lies in equal rows on all ranks and is gathered layer by layer."""
-
-    @property
-    def dense_copies(self) -> int:
-        """Ranks that hold the same part of everything but experts."""
-        return self.ranks // (self.tp * self.pp)
-
-    @property
-    def expert_copies(self) -> int:
-        return self.ranks // (self.pp * self.ep * self.etp)
-
-    def share(self, tensor: HfTensor) -> int:
-        """Into how many parts a tensor of one pipeline stage is cut."""
-        if tensor.part == "expert":
-            return self.ep * self.etp
-        return self.tp if tensor.part in ("embedding", "head", "attention", "mlp", "shared") else 1
-
-
-def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> None:
-    """Raises ConfigError, with the arithmetic, for a layout that this model or these nodes cannot have."""
-    lo = layout
-    expert_width = lo.pp * lo.ep * lo.etp
-    problems = {
-        f"tp x pp x cp = {lo.tp} x {lo.pp} x {lo.cp} = {lo.tp * lo.pp * lo.cp} does not divide "
-        f"{lo.ranks} ranks": lo.ranks % (lo.tp * lo.pp * lo.cp),
-        f"pp x ep x etp = {lo.pp} x {lo.ep} x {lo.etp} = {expert_width} does not divide {lo.ranks} ranks": (
-            lo.ranks % expert_width
-        ),
-        f"tp = {lo.tp} does not divide a node's {devices_per_node} devices: a group would cross nodes": (
-            devices_per_node % lo.tp
-        ),
-        f"tp = {lo.tp} does not divide {shape.heads} attention heads": shape.heads % lo.tp,
-        f"tp = {lo.tp} is neither multiple nor divisor of {shape.kv_heads} key-value heads": (
-            shape.kv_rank is None and shape.kv_heads % lo.tp and lo.tp % shape.kv_heads
-        ),
-        f"tp = {lo.tp} does not divide the MLP's width {shape.ffn}": shape.ffn % lo.tp,
-        f"pp = {lo.pp} stages are more than {len(shape.layers)} layers": lo.pp > len(shape.layers),
-        f"ep = {lo.ep}, etp = {lo.etp}: the model has no experts": (not shape.experts and lo.ep * lo.etp > 1),
-        f"ep = {lo.ep} does not divide {shape.experts} experts": shape.experts and shape.experts % lo.ep,
-        f"etp = {lo.etp} does not divide an expert's width {shape.expert_ffn}": (
-            shape.experts and shape.expert_ffn % lo.etp
-        ),
-    }
-    for problem, wrong in problems.items():
-        if wrong:
-            raise ConfigError(f"layout: {problem}")
-
-
-def stages(shape: ModelShape, pp: int) -> list[range]:
-    """Layers of each pipeline stage, as even as can be; the last ones get those that are over."""
-    count = len(shape.layers)
-    cuts = [count * stage // pp for stage in range(pp + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def stage_layers(shape: ModelShape, pp: int, vpp: int) -> list[list[int]]:
-    """Layers that each pipeline stage computes: of its one chunk, or of its ``vpp`` interleaved ones."""
-    cuts = stages(shape, pp * vpp)
-    return [[layer for cut in cuts[stage::pp] for layer in cut] for stage in range(pp)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +50,24 @@ class Demand:
     """Of both moments of one parameter (Megatron)."""
     fp8: bool = False
     """Whether the trainer computes in FP8 (Megatron)."""
+
+
+def trainer_demand(config: Config) -> Demand:
+    """What is asked of a trainer rank's memory."""
+    train, longest = config.train, config.rollout.max_total_tokens
+    # A rollout longer than the budget gets a micro-batch of its own.
+    tokens = max(train.max_tokens_per_gpu * config.ranks_per_sequence, longest)
+    return Demand(
+        tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
+        element_bytes=ELEMENT_BYTES[config.model.dtype],
+        recompute=train.gradient_checkpointing,
+        logits_rows=train.logprob_chunk_tokens,
+        reference=config.algorithm.use_kl_loss,
+        micro_batches=-(-train.global_batch_size // config.data_ranks),
+        offloaded=config.megatron.offload_optimizer,
+        moment_bytes=config.megatron.moment_bytes,
+        fp8=config.precision == "fp8",
+    )
 
 
 @dataclass(frozen=True, slots=True)

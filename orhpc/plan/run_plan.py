@@ -14,6 +14,7 @@ from orhpc.config import Config
 from orhpc.errors import ConfigError, PreflightError
 from orhpc.models import HfTensor, ModelShape, read_shape
 from orhpc.models.folders import find_model
+from orhpc.plan.layout import Layout, check_layout, trainer_layout
 from orhpc.plan.memory import (
     ELEMENT_BYTES,
     GIB,
@@ -21,9 +22,8 @@ from orhpc.plan.memory import (
     QUANTISED_PARTS,
     RESERVED_BYTES,
     Demand,
-    Layout,
     TrainerMemory,
-    check_layout,
+    trainer_demand,
     trainer_memory,
 )
 from orhpc.plan.placement import Node, Placement, plan
@@ -110,9 +110,9 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     """
     p = config.placement
     shape = read_shape(find_model(config.model.path, config.model.revision))
-    layout = config.trainer_layout
+    layout = trainer_layout(config)
     _check_layout(shape, layout, p.devices_per_node)
-    demand = config.trainer_demand
+    demand = trainer_demand(config)
     nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
     return RunPlan(
         config=config,

@@ -20,7 +20,7 @@ import ray
 
 from orhpc.config import Config
 from orhpc.errors import BadTask, InfraError, OrhpcError, RecordError, StorageRefused, UserCodeError
-from orhpc.plan.route_shares import route_layers
+from orhpc.plan.layout import route_layers
 from orhpc.process.garbage import leave_loaded
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.terminal import protect_process

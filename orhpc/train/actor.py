@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from torch import Tensor
 from orhpc.config import Config
 from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import NonFinite, WeightSyncFailed
-from orhpc.plan.route_shares import route_share
+from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import leave_loaded, take_back
 from orhpc.process.ports import hold_port
-from orhpc.train.backend import Batches, Role, TrainingBatch, Update, make_backend
+from orhpc.train.backend import Batches, Role, TrainingBatch, Update
+from orhpc.train.backends import make_backend
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint.layouts import Layout, load_shards
 from orhpc.train.checkpoint.save import RankSaves
@@ -42,6 +43,9 @@ from orhpc.train.weights.buckets import BucketSpec, for_wire, plan_buckets, quan
 from orhpc.train.weights.fp8 import Quantise, quantiser, unchanged
 from orhpc.train.weights.sender import BucketStage, WeightSender
 from orhpc.types import MiniBatch
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
 
 
 class TrainerRank:
@@ -162,7 +166,7 @@ class TrainerRank:
         slowest rank's), on GPUs ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
         InfraError, DataError.  ``traces``: folder for what the profiled ranks' time goes into; empty: none.
         """
-        report = StepReport(self.device, expert_ranks=self.config.trainer_layout.ep)
+        report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):

@@ -18,10 +18,9 @@ from torch import Tensor
 from orhpc.train.batch import PackedBatch
 from orhpc.train.loss.grpo import LossInputs, MetricSums
 from orhpc.train.sleep.residence import Slept
-from orhpc.train.weights.fp8 import choose_scales
 
 if TYPE_CHECKING:
-    from orhpc.config import Config
+    pass
 
 
 class Role(Enum):
@@ -258,15 +257,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Drop all memory."""
         ...
-
-
-def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> Backend:
-    """One rank of the backend that ``train.backend`` names; only that one's libraries are imported."""
-    if config.train.backend == "megatron":
-        choose_scales(power_of_two=config.engine.power_of_two_scales)
-        from orhpc.train.megatron.backend import MegatronBackend
-
-        return MegatronBackend(config, model_dir, rank, world_size)
-    from orhpc.train.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(config, model_dir, rank, world_size)

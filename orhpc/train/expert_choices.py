@@ -1,4 +1,4 @@
-"""How evenly tokens load the experts: what a device whose experts take more makes all others wait for."""
+"""Which experts the tokens of a batch chose: how evenly they are loaded, and whether a replay held."""
 
 from __future__ import annotations
 
@@ -50,3 +50,14 @@ def load_metrics(counts_LE: Tensor, ranks: int) -> dict[str, float]:
 
 def _max_vio(loads_LD: Tensor) -> float:
     return float((loads_LD.amax(1) / loads_LD.mean(1)).mean()) - 1.0
+
+
+def chose_recorded(own_NK: Tensor, recorded_NK: Tensor, experts: int, out_N: Tensor) -> None:
+    """Write into ``out_N`` (bool) whether a router's own experts, all distinct, are the recorded ones.
+
+    Their order says nothing.  With ``K`` distinct experts of its own, a row is the recorded one exactly
+    when it lies within it; a table of the recorded is several times faster than sorting both.
+    """
+    table_NE = torch.zeros((len(own_NK), experts), dtype=torch.bool, device=own_NK.device)
+    table_NE.scatter_(1, recorded_NK, True)
+    torch.all(table_NE.gather(1, own_NK), 1, out=out_N)

@@ -35,7 +35,7 @@ from orhpc.models.forward_check import (
 )
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
-from orhpc.train.fsdp.model import DTYPES
+from orhpc.train.hf_model import DTYPES
 from orhpc.train.stopping import agree
 from orhpc.types import Location, Sample
 

@@ -12,7 +12,7 @@ import torch
 from orhpc.config import Config
 from orhpc.models import read_shape
 from orhpc.train.batch import PackedBatch
-from orhpc.train.fsdp.model import load_model_config
+from orhpc.train.hf_model import load_model_config
 from orhpc.train.megatron.families import build_of
 from orhpc.train.megatron.hf_stream import HfFolder
 from orhpc.train.megatron.model import build_chunks, transformer_config

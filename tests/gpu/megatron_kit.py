@@ -16,7 +16,8 @@ import torch
 import tests.gpu.engine_scales  # noqa: F401 - before all others
 from orhpc.config import Config
 from orhpc.models import read_shape
-from orhpc.plan.memory import GIB, Demand, Layout, trainer_memory
+from orhpc.plan.layout import Layout
+from orhpc.plan.memory import GIB, Demand, trainer_memory
 from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
@@ -104,7 +105,7 @@ def make_folder(name: str, content: dict[str, Any], device: str) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from orhpc.train.fsdp.model import HfNames
+    from orhpc.train.hf_model import HfNames
 
     folder = WORK / name
     if (folder / "done").exists():

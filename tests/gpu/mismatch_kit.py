@@ -62,7 +62,7 @@ def write_weights(folder: Path, device: str, spread: float = 0.02) -> None:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from orhpc.train.fsdp.model import HfNames
+    from orhpc.train.hf_model import HfNames
 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):

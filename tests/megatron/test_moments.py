@@ -13,7 +13,8 @@ import torch
 from orhpc.config import Config
 from orhpc.errors import ConfigError
 from orhpc.models import read_shape
-from orhpc.plan.memory import rank_memory
+from orhpc.plan.layout import trainer_layout
+from orhpc.plan.memory import rank_memory, trainer_demand
 from orhpc.train.actor import TrainerRank
 from orhpc.train.checkpoint.shards import CheckpointReader
 from tests.megatron.kit import Case, case_config, planned, save_model
@@ -56,7 +57,7 @@ def _train(rank: int, world: int, port: int, folder: str, plan: dict[str, Any]) 
     kept = {t.untyped_storage()._cdata: t.nbytes for h in held for t in h.tensors.values()}
     result["kept"] = sum(kept.values())
     result["plan"] = rank_memory(
-        read_shape(folder), config.trainer_layout, config.trainer_demand, 0
+        read_shape(folder), trainer_layout(config), trainer_demand(config), 0
     ).optimiser
     trainer.close()
     return {**result, "norms": norms}

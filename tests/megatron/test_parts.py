@@ -16,7 +16,8 @@ from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError
 from orhpc.launch.checks import fit
 from orhpc.models import shape_of
-from orhpc.plan.memory import Demand, Layout, layer_activations, trainer_memory
+from orhpc.plan.layout import Layout
+from orhpc.plan.memory import Demand, layer_activations, trainer_memory
 from orhpc.train.megatron.families import Build, build_of, spans
 from orhpc.train.megatron.packing import own_slots, padded_places
 from tests.model_configs import REAL, TINY

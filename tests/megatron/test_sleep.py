@@ -13,7 +13,8 @@ from torch import nn
 
 from orhpc.config import Config
 from orhpc.models import read_shape
-from orhpc.plan.memory import rank_memory
+from orhpc.plan.layout import trainer_layout
+from orhpc.plan.memory import rank_memory, trainer_demand
 from orhpc.train.actor import TrainerRank
 from orhpc.train.checkpoint.shards import CheckpointReader
 from orhpc.train.megatron.scratch_tensors import Leftovers
@@ -49,7 +50,7 @@ def _two_steps(rank: int, world: int, port: int, folder: str, sleeps: bool) -> d
     tensors = [*state, *(p.detach() for p in backend._models[0].parameters())]
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     shape = read_shape(folder)
-    plan = rank_memory(shape, config.trainer_layout, config.trainer_demand, 0).kept
+    plan = rank_memory(shape, trainer_layout(config), trainer_demand(config), 0).kept
     trainer.close()
     times = ("seconds", "tokens_per_s")
     numbers = [{n: v for n, v in step.items() if not any(t in n for t in times)} for step in steps]
@@ -160,7 +161,7 @@ def test_a_rank_of_a_pipeline_prepares_for_its_own_stage(tmp_path: Path) -> None
     save_model(tmp_path, "qwen3")
     config = case_config(Case("qwen3", {"pp": 2}), 2)
     stages = [
-        rank_memory(read_shape(tmp_path), config.trainer_layout, config.trainer_demand, i) for i in (0, 1)
+        rank_memory(read_shape(tmp_path), trainer_layout(config), trainer_demand(config), i) for i in (0, 1)
     ]
     first, last = (asleep_bytes(config, str(tmp_path), rank, 2) for rank in (0, 1))
     assert first - last == pytest.approx(1.01 * (stages[0].kept - stages[1].kept), abs=2)

@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
-from orhpc.config.engine import SHARED_MEMORY, SYNC_BUCKETS
+from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.driver.fleet.actors import call, call_all, spawn
 from orhpc.errors import EngineUnavailable, InfraError, RayLost
 from orhpc.plan.placement import EnginePlace, Placement
@@ -25,6 +25,7 @@ from orhpc.rollout.client import EngineClient, EnginePool
 from orhpc.rollout.engines.process import EngineProcess
 from orhpc.rollout.engines.sglang_command import EnginePart
 from orhpc.rollout.engines.sglang_router import RouterProcess, router_wanted
+from orhpc.wire.weights import SHARED_MEMORY
 
 log = logging.getLogger(__name__)
 SLEEP_TAGS = ("kv_cache", "weights", "cuda_graph")

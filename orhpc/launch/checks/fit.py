@@ -16,7 +16,8 @@ from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.launch.slurm import scheduler
 from orhpc.models import ModelShape
-from orhpc.plan.memory import RESERVED_BYTES, Layout, check_layout, trainer_memory
+from orhpc.plan.layout import Layout, check_layout
+from orhpc.plan.memory import RESERVED_BYTES, trainer_memory
 from orhpc.plan.run_plan import (
     DEFAULT_DEVICE_GIB,
     FP8_BLOCK,

@@ -18,7 +18,6 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, NodeLost, OrhpcError, PreflightError, policy_of
 from orhpc.launch.checks import commit_space, host_memory, internet
 from orhpc.launch.command_line import split_words
-from orhpc.launch.slurm import scheduler
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.process.ports import free_ports
 from orhpc.rundir import RunDir
@@ -70,21 +69,6 @@ def require(config: Config, job: Job, rundir: RunDir) -> None:
         if not verdict.good:
             kind = PreflightError if verdict.check in _NOT_THE_NODES else BadNode
             raise kind(f"{job.node_name}: {verdict.check}: {verdict.line}")
-
-
-def nodes_down() -> list[str]:
-    """Nodes of this job that SLURM calls down or hears nothing from."""
-    listed = os.environ.get("SLURM_JOB_NODELIST")
-    if not listed or not scheduler.available():
-        return []
-    try:
-        result = scheduler.query("sinfo", "--noheader", "--Node", "--nodes", listed, "--format", "%N %T")
-    except PreflightError:
-        return []
-    pairs = {(line.split()[0], line.split()[1]) for line in result.stdout.splitlines() if line.strip()}
-    return sorted(
-        {name for name, state in pairs if state.startswith(("down", "fail")) or state.endswith("*")}
-    )
 
 
 def _verdict(name: str, check: Callable[[], str]) -> Verdict:

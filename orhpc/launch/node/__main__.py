@@ -40,7 +40,7 @@ from orhpc.launch.node.network_variables import bypass_proxies, say, use_address
 from orhpc.launch.node.other_node import other_node
 from orhpc.launch.node.ray_cluster import RayNode
 from orhpc.launch.node.scratch import sweep_job_folders
-from orhpc.launch.slurm import holder, ledger
+from orhpc.launch.slurm import holder, ledger, scheduler
 from orhpc.launch.slurm.batch_output import BatchOutput
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.ledger import Outcome, Reason
@@ -309,7 +309,7 @@ class FirstNode:
         try:
             joined = rendezvous.gather(self.rundir, self._attempt, self.job.nodes, timeout_s, self._waiting)
         except NodeLost as error:
-            if preflight.nodes_down():
+            if scheduler.nodes_down():
                 raise
             raise PreflightError(str(error)) from None  # it is up, and sees nothing of what is written here
         if refused := [j for j in joined if j.refused]:

@@ -132,3 +132,18 @@ def cancel(job_id: str) -> None:
 def own_job() -> str | None:
     """Id of the job that this process runs in."""
     return os.environ.get("SLURM_JOB_ID")
+
+
+def nodes_down() -> list[str]:
+    """Nodes of this job that SLURM calls down or hears nothing from."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed or not available():
+        return []
+    try:
+        result = query("sinfo", "--noheader", "--Node", "--nodes", listed, "--format", "%N %T")
+    except PreflightError:
+        return []
+    pairs = {(line.split()[0], line.split()[1]) for line in result.stdout.splitlines() if line.strip()}
+    return sorted(
+        {name for name, state in pairs if state.startswith(("down", "fail")) or state.endswith("*")}
+    )

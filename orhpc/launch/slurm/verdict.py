@@ -10,8 +10,7 @@ from typing import Any
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_PREFLIGHT, EXIT_REQUEUE
-from orhpc.launch.checks import preflight
-from orhpc.launch.slurm import ledger, submission
+from orhpc.launch.slurm import ledger, scheduler, submission
 from orhpc.launch.slurm.batch_output import BatchOutput
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome, Reason
@@ -75,7 +74,7 @@ class Ended:
             return self._why_signalled()
         if self.lost:
             return Reason.BAD_NODE, self.problem, EXIT_REQUEUE
-        if down := preflight.nodes_down():
+        if down := scheduler.nodes_down():
             return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
         # SLURM may take minutes to notice.  Only nodes that have worked together are asked: where a
         # firewall swallows everything, silence says nothing.
@@ -92,7 +91,7 @@ class Ended:
         reason = why_stopped(info, lead_s, self.job.restart, granted_until=grace_ends(self.job))
         if reason not in (Reason.REQUEUED, Reason.SIGNALLED):
             return reason, self.problem, EXIT_REQUEUE
-        if down := preflight.nodes_down():
+        if down := scheduler.nodes_down():
             return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
         if self.output.preempted():
             return Reason.PREEMPTED, "without grace time", EXIT_REQUEUE

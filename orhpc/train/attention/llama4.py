@@ -23,7 +23,7 @@ from transformers.models.llama4.modeling_llama4 import (
     Llama4TextMoe,
 )
 
-from orhpc.train.attention.packed import Temperature, Traits
+from orhpc.train.attention.packing import Temperature, Traits
 
 
 def traits_of(config: Any, *, norms: bool) -> tuple[Traits, ...]:

@@ -14,172 +14,25 @@ Soft-capped scores, which neither can do, are :mod:`orhpc.train.attention.softca
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from orhpc.errors import ModelError
+from orhpc.train.attention.packing import _NONE, Packing, Temperature, Traits
 from orhpc.train.attention.softcap import softcapped_attention
-from orhpc.train.sleep.pinned import moved
-
-Kept = TypeVar("Kept")
 
 NAME = "orhpc_packed"
 
-MAX_STACK_WASTE = 0.2
-"""Share of padding up to which sequences of different length are stacked."""
 WINDOW_BLOCK = 1024
 """Queries at a time under a sliding window, which bounds the mask to block x (block + window)."""
 
 UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "sinks")
 """What some families hand to attention and this implementation does not do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Sequences that run through attention together."""
-
-    slots: Tensor
-    """int64 ``[n x longest]``: where in the pack each slot of the stack comes from."""
-    count: int
-    longest: int
-
-
-class Packing:
-    """Where the sequences of one pack begin and end; what attention needs of it is worked out once for
-    all layers, when the first one asks."""
-
-    def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
-        """``bounds``: ``S + 1`` increasing positions from 0."""
-        self.bounds = tuple(int(b) for b in bounds)
-        self.device = device
-        self.lengths = [b - a for a, b in itertools.pairwise(self.bounds)]
-        self.longest = max(self.lengths)
-        self._kept: dict[Any, Any] = {}
-
-    @cached_property
-    def cu_seqlens(self) -> Tensor:
-        """int32 ``[S + 1]``."""
-        return moved(np.array(self.bounds, dtype=np.int32), self.device)
-
-    @property
-    def stacks(self) -> tuple[Stack, ...]:
-        return self._stacking[0]
-
-    @property
-    def unstack(self) -> Tensor | None:
-        """int64 ``[P]``: where in the concatenated stacks each slot of the pack went; None when the
-        pack is one sequence, or sequences of one length."""
-        return self._stacking[1]
-
-    @cached_property
-    def _stacking(self) -> tuple[tuple[Stack, ...], Tensor | None]:
-        bounds, lengths, device = self.bounds, self.lengths, self.device
-        if len(set(lengths)) == 1:
-            slots = torch.arange(bounds[-1], device=device)
-            return (Stack(slots, len(lengths), lengths[0]),), None
-        stacks: list[Stack] = []
-        unstack = torch.empty(bounds[-1], dtype=torch.int64)
-        base = 0
-        for members in _similar(lengths):
-            longest = lengths[members[0]]
-            rows = torch.empty(len(members), longest, dtype=torch.int64)
-            for row, s in enumerate(members):
-                steps = torch.arange(longest)
-                rows[row] = bounds[s] + steps.clamp(max=lengths[s] - 1)
-                unstack[bounds[s] : bounds[s + 1]] = base + row * longest + steps[: lengths[s]]
-            base += rows.numel()
-            stacks.append(Stack(moved(rows.flatten(), device), len(members), longest))
-        return tuple(stacks), moved(unstack, device)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """int64 ``[P]``: each slot's within its sequence."""
-        return moved(torch.cat([torch.arange(length) for length in self.lengths]), self.device)
-
-    def chunked(self, size: int | None) -> Packing:
-        """Every sequence cut at the multiples of ``size``: attention over that never leaves a chunk."""
-        if size is None or self.longest <= size:
-            return self
-        return self.kept(("chunks", size), lambda: Packing(_cut(self.bounds, size), self.device))
-
-    def first_keys(self, window: int | None) -> np.ndarray:
-        """int32 ``[P]`` on the host: the first slot that each slot attends to; it never decreases."""
-        starts = np.repeat(np.asarray(self.bounds[:-1], np.int32), self.lengths)
-        if window is None:
-            return starts
-        return np.maximum(starts, np.arange(len(starts), dtype=np.int32) - (window - 1))
-
-    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """What ``make`` returned when it was first asked for ``key``."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-
-def _cut(bounds: Sequence[int], size: int) -> list[int]:
-    cuts = [at for a, b in itertools.pairwise(bounds) for at in range(a, b, size)]
-    return [*cuts, bounds[-1]]
-
-
-@dataclass(frozen=True, slots=True)
-class Temperature:
-    """Queries scaled by position: ``1 + scale log(1 + floor((position + 1) / floor))``.
-
-    For layers without rotary positions, after Nakanishi 2025, arXiv 2501.19399.
-    """
-
-    floor: float
-    scale: float
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """float32, one a position."""
-        steps = torch.floor((positions.float() + 1.0) / self.floor)
-        return torch.log1p(steps) * self.scale + 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What one layer's attention does that its family does not say to attention functions.
-
-    A module that has such has it as ``attention_traits``.
-    """
-
-    chunk: int | None = None
-    """Tokens attend only to those of their chunk: sequences are cut at the multiples of it."""
-    window: int | None = None
-    """Tokens attend to that many keys at most, their own included; read where the family gives no window."""
-    temperature: Temperature | None = None
-    norm_eps: float | None = None
-    """Queries and keys are divided by the root of their mean square, head by head; only read where the
-    family's own module does not do it (megatron-core)."""
-
-
-_NONE = Traits()
-
-
-def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Group sequences, longest first, while a group's padding stays below the bound."""
-    groups: list[list[int]] = []
-    used = 0
-    for s in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups:
-            slots = (len(groups[-1]) + 1) * lengths[groups[-1][0]]
-            if slots - used - lengths[s] <= MAX_STACK_WASTE * slots:
-                groups[-1].append(s)
-                used += lengths[s]
-                continue
-        groups.append([s])
-        used = lengths[s]
-    return groups
 
 
 def packed_attention(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import nn
 from transformers.models.phimoe.modeling_phimoe import PhimoeAttention
 
-from orhpc.train.attention.packed import Traits
+from orhpc.train.attention.packing import Traits
 
 
 def adapt(model: nn.Module) -> None:
-    """Give the attention of a PhiMoE its window as :class:`~orhpc.train.attention.packed.Traits`, in place.
+    """Give the attention of a PhiMoE its window as :class:`~orhpc.train.attention.packing.Traits`, in place.
 
     Harmless when repeated, and for other families.
     """

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from orhpc.train.sleep.pinned import moved
+from orhpc.train.pinned import moved
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from orhpc.train.attention.packed import Packing
+    from orhpc.train.attention.packing import Packing
 
 QUERY_BLOCK = 256
 """Queries at a time where no library does it."""

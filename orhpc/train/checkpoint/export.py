@@ -27,7 +27,7 @@ from orhpc.errors import CheckpointError, OrhpcError, policy_of
 from orhpc.train.checkpoint.commit_weights import CommitWeights
 from orhpc.train.checkpoint.export_check import Comparison, compare
 from orhpc.train.checkpoint.shards import TensorSpec, fsync_folder, write_safetensors
-from orhpc.train.fsdp.model import DTYPES
+from orhpc.train.hf_model import DTYPES
 from orhpc.train.weights.buckets import BucketSpec, plan_buckets
 
 FILE_BYTES = 5_000_000_000

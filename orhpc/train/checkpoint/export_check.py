@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from orhpc.errors import CheckpointError
 from orhpc.train.checkpoint.commit_weights import CommitWeights
-from orhpc.train.fsdp.model import model_parameters, saved_buffers
+from orhpc.train.hf_model import model_parameters, saved_buffers
 from orhpc.train.megatron.hf_stream import HfFolder
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from orhpc.errors import CheckpointError
 from orhpc.train.backend import Shard
 from orhpc.train.checkpoint.shards import CheckpointReader
-from orhpc.train.fsdp.model import HfNames, empty_model, load_model_config, model_parameters, saved_buffers
+from orhpc.train.hf_model import HfNames, empty_model, load_model_config, model_parameters, saved_buffers
 from orhpc.train.megatron.hf_stream import PREFIXES
 
 if TYPE_CHECKING:

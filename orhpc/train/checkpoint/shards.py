@@ -29,7 +29,7 @@ from torch import Tensor
 
 from orhpc.errors import CheckpointError
 from orhpc.train.backend import Shard
-from orhpc.train.sleep.pinned import PinnedRoom
+from orhpc.train.pinned import PinnedRoom
 
 FORMAT = "orhpc-trainer-1"
 SHARD_NAME = re.compile(r"trainer\.(\d{5})-of-(\d{5})\.safetensors")

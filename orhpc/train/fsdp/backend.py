@@ -27,12 +27,13 @@ from orhpc.errors import ModelError
 from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.train.backend import Batches, Role, Shard, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
-from orhpc.train.fsdp.gather import ELEMENTS, gathered
-from orhpc.train.fsdp.model import (
+from orhpc.train.fsdp.model import DeviceBatch, LogprobModel
+from orhpc.train.fsdp.optim import Optimiser, local
+from orhpc.train.fsdp.routing_replay import RouterReplay
+from orhpc.train.gather import ELEMENTS, gathered
+from orhpc.train.hf_model import (
     DTYPES,
-    DeviceBatch,
     HfNames,
-    LogprobModel,
     empty_model,
     load_model,
     load_model_config,
@@ -40,8 +41,6 @@ from orhpc.train.fsdp.model import (
     saved_buffers,
     set_modes,
 )
-from orhpc.train.fsdp.optim import Optimiser, local
-from orhpc.train.fsdp.routing_replay import RouterReplay
 from orhpc.train.loss.grpo import MetricSums, packed_loss
 from orhpc.train.sleep.residence import Residence, Slept
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from orhpc.errors import ModelError, RoutesMissing
 from orhpc.train.batch import PackedBatch
-from orhpc.train.expert_choices import ExpertLoads
+from orhpc.train.expert_choices import ExpertLoads, chose_recorded
 from orhpc.train.loss.grpo import MetricSums
 from orhpc.wire.routes import RouteShape
 
@@ -71,17 +71,6 @@ def _form(logits: Tensor, indices: Tensor, *, sigmoid: bool, normalise: bool, fa
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights if factor == 1.0 else weights * factor
-
-
-def chose_recorded(own_NK: Tensor, recorded_NK: Tensor, experts: int, out_N: Tensor) -> None:
-    """Write into ``out_N`` (bool) whether a router's own experts, all distinct, are the recorded ones.
-
-    Their order says nothing.  With ``K`` distinct experts of its own, a row is the recorded one exactly
-    when it lies within it; a table of the recorded is several times faster than sorting both.
-    """
-    table_NE = torch.zeros((len(own_NK), experts), dtype=torch.bool, device=own_NK.device)
-    table_NE.scatter_(1, recorded_NK, True)
-    torch.all(table_NE.gather(1, own_NK), 1, out=out_N)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from orhpc.train.attention.packed import Packing, Traits, packed_attention, scaled_queries
+from orhpc.train.attention.packed import packed_attention, scaled_queries
+from orhpc.train.attention.packing import Packing, Traits
 from orhpc.train.megatron.packing import own_slots
 
 

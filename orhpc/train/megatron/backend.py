@@ -12,13 +12,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from orhpc.config.megatron import RankPlace
 from orhpc.errors import StopRequested
 from orhpc.models import ModelShape, read_shape
-from orhpc.plan.memory import check_layout
+from orhpc.plan.layout import RankPlace, check_layout, trainer_layout
 from orhpc.train.backend import Batches, HfNames, Role, Shard, StopCheck, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
-from orhpc.train.fsdp.model import DTYPES, load_model_config, logit_scaling_of
+from orhpc.train.hf_model import DTYPES, load_model_config, logit_scaling_of
 from orhpc.train.loss.grpo import LossInputs, MetricSums, packed_loss
 from orhpc.train.loss.head import VocabularyPart
 from orhpc.train.megatron.export import Exporter
@@ -77,7 +76,7 @@ class MegatronBackend:
         folder = HfFolder(self.model_dir)
         shape = folder.language_part(read_shape(self.model_dir))
         folder.check(shape)
-        check_layout(shape, config.trainer_layout, config.placement.devices_per_node)
+        check_layout(shape, trainer_layout(config), config.placement.devices_per_node)
         self._mapping = HfMapping(
             shape, naming_of(config), tp=m.tp, etp=m.etp, vocabulary=padded_vocabulary(shape, m)
         )

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from orhpc.config.megatron import MegatronSettings
-from orhpc.train.fsdp.gather import gather_into
+from orhpc.train.gather import gather_into
 from orhpc.train.megatron.hf_mapping import HfMapping, Target
 from orhpc.train.megatron.model import Chunk, chunk_layers, held_tensors
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.train.attention.llama4 import traits_of
-from orhpc.train.attention.packed import Traits
+from orhpc.train.attention.packing import Traits
 
 if TYPE_CHECKING:
     from orhpc.config import Config

@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from orhpc.errors import ConfigError
-from orhpc.train.attention.packed import Traits
+from orhpc.train.attention.packing import Traits
 from orhpc.train.megatron.attention import PackedAttention, TraitAttention
 
 Added = tuple[Tensor, Tensor | None]

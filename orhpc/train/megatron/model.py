@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
-from orhpc.plan.memory import stages
+from orhpc.plan.layout import stages
 from orhpc.train.megatron.families import Build, spans
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers

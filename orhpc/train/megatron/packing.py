@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orhpc.train.attention.packed import Packing
+from orhpc.train.attention.packing import Packing
 from orhpc.train.batch import PackedBatch
-from orhpc.train.sleep.pinned import moved
+from orhpc.train.pinned import moved
 
 
 @dataclass(frozen=True, slots=True)

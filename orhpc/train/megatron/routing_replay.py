@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 from orhpc.errors import ConfigError, ModelError, RoutesMissing
 from orhpc.train.batch import PackedBatch
-from orhpc.train.expert_choices import ExpertLoads
-from orhpc.train.fsdp.routing_replay import chose_recorded
+from orhpc.train.expert_choices import ExpertLoads, chose_recorded
 from orhpc.train.loss.grpo import MetricSums
 from orhpc.train.megatron.model import Chunk
-from orhpc.train.sleep.pinned import moved
+from orhpc.train.pinned import moved
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

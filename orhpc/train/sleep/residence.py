@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from orhpc.config.megatron import RankPlace
 from orhpc.errors import ModelError
 from orhpc.models import read_shape
-from orhpc.plan.memory import rank_memory
+from orhpc.plan.layout import RankPlace, trainer_layout
+from orhpc.plan.memory import rank_memory, trainer_demand
+from orhpc.train.pinned import PinnedRoom
 from orhpc.train.sleep.background_copies import CopiesBeside
-from orhpc.train.sleep.pinned import PinnedRoom
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -56,7 +56,7 @@ def asleep_bytes(config: Config, model_dir: str, rank: int, ranks: int) -> int:
         return 0
     megatron = config.train.backend == "megatron"
     stage = RankPlace.of(rank, ranks, config.megatron).pp if megatron else 0
-    planned = rank_memory(shape, config.trainer_layout, config.trainer_demand, stage)
+    planned = rank_memory(shape, trainer_layout(config), trainer_demand(config), stage)
     return round(planned.kept * (1 + _PADDING)) + _MORE
 
 

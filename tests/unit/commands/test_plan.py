@@ -16,7 +16,8 @@ from orhpc.commands.cli import main
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError
 from orhpc.models import shape_of
 from orhpc.models.folders import find_model
-from orhpc.plan.memory import Demand, Layout, check_layout, layer_activations, stages, trainer_memory
+from orhpc.plan.layout import Layout, check_layout, stages
+from orhpc.plan.memory import Demand, layer_activations, trainer_memory
 from tests.model_configs import REAL, TINY
 
 QWEN = shape_of(REAL["Qwen3-30B-A3B"][0])

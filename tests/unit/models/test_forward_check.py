@@ -20,7 +20,7 @@ from orhpc.rollout.engines.cpu.model import SlotModel, load_model
 from orhpc.train import model_check
 from orhpc.train.actor import TrainerRank
 from orhpc.train.attention import packed as packed_attention
-from orhpc.train.attention.packed import Packing
+from orhpc.train.attention.packing import Packing
 from orhpc.train.backend import Role
 from orhpc.train.batch import pack
 from orhpc.train.loss.head import LogitScaling
@@ -175,7 +175,7 @@ def test_families_that_are_computed_rightly_are_accepted(family: str, dtype: str
 
 def _no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "orhpc.train.fsdp.model.logit_scaling_of", lambda config, t: LogitScaling(temperature=t)
+        "orhpc.train.hf_model.logit_scaling_of", lambda config, t: LogitScaling(temperature=t)
     )
 
 

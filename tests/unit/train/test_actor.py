@@ -18,7 +18,7 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Role
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
-from orhpc.train.sleep.pinned import PinnedRoom
+from orhpc.train.pinned import PinnedRoom
 from tests.trainer_kit import (
     MAX_TOKENS,
     logprobs_of,

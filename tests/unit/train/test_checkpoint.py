@@ -34,7 +34,7 @@ from orhpc.train.checkpoint.shards import (
     set_rng_state,
     write_safetensors,
 )
-from orhpc.train.fsdp.model import HfNames, empty_model, load_model_config
+from orhpc.train.hf_model import HfNames, empty_model, load_model_config
 from orhpc.train.weights.buckets import plan_buckets
 from tests.trainer_kit import plan, quantised_copy, ranks_of, save_tiny_model, tiny_model
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from orhpc.errors import ModelError
 from orhpc.models import ModelShape, shape_of
-from orhpc.plan.memory import Layout, check_layout, stages
+from orhpc.plan.layout import Layout, check_layout, stages
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Piece
 from orhpc.train.megatron.hf_stream import HfFolder
 from orhpc.train.megatron.names import Naming

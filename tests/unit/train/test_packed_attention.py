@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, 
 from orhpc.errors import ModelError
 from orhpc.train.attention import llama4, softcap
 from orhpc.train.attention import packed as packed_attention
-from orhpc.train.attention.packed import Packing
 from orhpc.train.attention.packed import packed_attention as attend
+from orhpc.train.attention.packing import Packing
 from tests.trainer_kit import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")

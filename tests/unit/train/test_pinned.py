@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from orhpc.train.sleep import pinned
-from orhpc.train.sleep.pinned import PinnedRoom
+from orhpc.train import pinned
+from orhpc.train.pinned import PinnedRoom
 
 CUDA = torch.device("cuda")
 

@@ -22,7 +22,7 @@ from orhpc.train.backend import Role, TrainingBatch
 from orhpc.train.batch import pack, plan_batches
 from orhpc.train.fetch import load_batch
 from orhpc.train.fsdp.backend import FsdpBackend
-from orhpc.train.fsdp.optim import learning_rate
+from orhpc.train.learning_rate import learning_rate
 from orhpc.train.process_groups import join_default_group
 from orhpc.train.sleep.residence import Slept
 from orhpc.types import MicroBatch, Sample

@@ -19,10 +19,11 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.attention import llama4
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import pack, plan_batches
+from orhpc.train.expert_choices import chose_recorded
 from orhpc.train.fetch import fetch_arrays, load_batch
 from orhpc.train.fsdp.backend import FsdpBackend
 from orhpc.train.fsdp.model import DeviceBatch
-from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay, chose_recorded, form_of
+from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay, form_of
 from orhpc.types import Location, MiniBatch, Sample
 from orhpc.wire.routes import RouteShare
 from tests.earlier_blocks import with_earlier_blocks

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from orhpc.train.fsdp.gather import gathered
 from orhpc.train.fsdp.optim import local
+from orhpc.train.gather import gathered
 
 RANKS = 3
 

@@ -1,0 +1,167 @@
+"""How a trainer's ranks share a model: the layout, each rank's place in it, the layers of each stage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orhpc.config import Config
+from orhpc.config.megatron import MegatronSettings
+from orhpc.errors import ConfigError
+from orhpc.models import HfTensor, ModelShape, read_shape
+from orhpc.wire.routes import RouteShare
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks of a trainer share a model.  Without ``sharded``, in Megatron's words."""
+
+    ranks: int
+    tp: int = 1
+    """Tensor parallelism, with the sequence divided likewise between the products."""
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    """Tensor parallelism inside experts."""
+    sharded: bool = False
+    """FSDP: every weight lies in equal rows on all ranks and is gathered layer by layer."""
+
+    @property
+    def dense_copies(self) -> int:
+        """Ranks that hold the same part of everything but experts."""
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def expert_copies(self) -> int:
+        return self.ranks // (self.pp * self.ep * self.etp)
+
+    def share(self, tensor: HfTensor) -> int:
+        """Into how many parts a tensor of one pipeline stage is cut."""
+        if tensor.part == "expert":
+            return self.ep * self.etp
+        return self.tp if tensor.part in ("embedding", "head", "attention", "mlp", "shared") else 1
+
+
+def trainer_layout(config: Config) -> Layout:
+    """How the trainer's ranks share the model."""
+    ranks, m = config.placement.trainer_ranks, config.megatron
+    if config.train.backend == "fsdp":
+        return Layout(ranks, sharded=True)
+    return Layout(ranks, tp=m.tp, pp=m.pp, cp=m.cp, ep=m.ep, etp=m.etp)
+
+
+def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> None:
+    """Raises ConfigError, with the arithmetic, for a layout that this model or these nodes cannot have."""
+    lo = layout
+    expert_width = lo.pp * lo.ep * lo.etp
+    problems = {
+        f"tp x pp x cp = {lo.tp} x {lo.pp} x {lo.cp} = {lo.tp * lo.pp * lo.cp} does not divide "
+        f"{lo.ranks} ranks": lo.ranks % (lo.tp * lo.pp * lo.cp),
+        f"pp x ep x etp = {lo.pp} x {lo.ep} x {lo.etp} = {expert_width} does not divide {lo.ranks} ranks": (
+            lo.ranks % expert_width
+        ),
+        f"tp = {lo.tp} does not divide a node's {devices_per_node} devices: a group would cross nodes": (
+            devices_per_node % lo.tp
+        ),
+        f"tp = {lo.tp} does not divide {shape.heads} attention heads": shape.heads % lo.tp,
+        f"tp = {lo.tp} is neither multiple nor divisor of {shape.kv_heads} key-value heads": (
+            shape.kv_rank is None and shape.kv_heads % lo.tp and lo.tp % shape.kv_heads
+        ),
+        f"tp = {lo.tp} does not divide the MLP's width {shape.ffn}": shape.ffn % lo.tp,
+        f"pp = {lo.pp} stages are more than {len(shape.layers)} layers": lo.pp > len(shape.layers),
+        f"ep = {lo.ep}, etp = {lo.etp}: the model has no experts": (not shape.experts and lo.ep * lo.etp > 1),
+        f"ep = {lo.ep} does not divide {shape.experts} experts": shape.experts and shape.experts % lo.ep,
+        f"etp = {lo.etp} does not divide an expert's width {shape.expert_ffn}": (
+            shape.experts and shape.expert_ffn % lo.etp
+        ),
+    }
+    for problem, wrong in problems.items():
+        if wrong:
+            raise ConfigError(f"layout: {problem}")
+
+
+def stages(shape: ModelShape, pp: int) -> list[range]:
+    """Layers of each pipeline stage, as even as can be; the last ones get those that are over."""
+    count = len(shape.layers)
+    cuts = [count * stage // pp for stage in range(pp + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def stage_layers(shape: ModelShape, pp: int, vpp: int) -> list[list[int]]:
+    """Layers that each pipeline stage computes: of its one chunk, or of its ``vpp`` interleaved ones."""
+    cuts = stages(shape, pp * vpp)
+    return [[layer for cut in cuts[stage::pp] for layer in cut] for stage in range(pp)]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank stands in every dimension of a layout."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+
+    @classmethod
+    def of(cls, rank: int, ranks: int, settings: MegatronSettings) -> RankPlace:
+        """Place of ``rank`` among ``ranks``; megatron-core's ``RankGenerator`` gives the same."""
+        stage = ranks // settings.pp
+        pp, within = divmod(rank, stage)
+        dp, shared = divmod(within, settings.tp * settings.cp)
+        cp, tp = divmod(shared, settings.tp)
+        etp = within % settings.etp
+        ep = within // settings.etp % settings.ep
+        return cls(tp, cp, dp, pp, ep, etp)
+
+
+def group_spans(settings: MegatronSettings, ranks: int, per_node: int) -> Mapping[str, int]:
+    """How many nodes the widest group of each kind reaches over, ranks filling one node after another."""
+    stage = ranks // settings.pp
+    places = [RankPlace.of(rank, ranks, settings) for rank in range(ranks)]
+    kinds = {
+        "tp": (settings.tp, lambda r, p: (p.pp, p.dp, p.cp)),
+        "cp": (settings.cp, lambda r, p: (p.pp, p.dp, p.tp)),
+        "etp": (settings.etp, lambda r, p: (p.pp, r % stage // settings.etp)),
+        "ep": (
+            settings.ep,
+            lambda r, p: (p.pp, p.etp, r % stage // (settings.etp * settings.ep)),
+        ),
+        "pp": (settings.pp, lambda r, p: r % stage),
+    }
+    spans: dict[str, int] = {}
+    for kind, (size, key) in kinds.items():
+        if size == 1:
+            continue
+        nodes: dict[Any, set[int]] = {}
+        for rank, place in enumerate(places):
+            nodes.setdefault(key(rank, place), set()).add(rank // per_node)
+        spans[kind] = max(len(found) for found in nodes.values())
+    return spans
+
+
+def route_layers(config: Config, model_dir: str) -> list[list[int]]:
+    """The layers of every stage, ascending; a trainer without a pipeline is one stage of all.
+
+    Raises ModelError when the model's folder cannot be read.
+    """
+    m = config.megatron
+    shape = read_shape(model_dir)
+    pipelined = config.train.backend == "megatron"
+    cuts = stage_layers(shape, m.pp, m.vpp) if pipelined else stage_layers(shape, 1, 1)
+    return [sorted(layers) for layers in cuts]
+
+
+def route_share(config: Config, model_dir: str, rank: int, ranks: int) -> RouteShare | None:
+    """What one trainer rank fetches of every rollout's expert routes; null: none."""
+    if not config.routes_wanted:
+        return None
+    by_stage = route_layers(config, model_dir)
+    if len(by_stage) == 1:
+        return RouteShare()
+    stage = RankPlace.of(rank, ranks, config.megatron).pp
+    return RouteShare(stage, tuple(by_stage[stage]))
