@@ -5,41 +5,49 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from orhpc.driver.saver import State
+from orhpc.driver.run import Run
+from orhpc.driver.state import State
 from orhpc.rundir import CommitName, commits
 from orhpc.rundir.commits import Manifest
-from orhpc.rundir.storage import refusals, when_taken
-
-if TYPE_CHECKING:
-    from orhpc.driver.__main__ import Run
+from orhpc.rundir.storage import StorageRetry, refusals
 
 log = logging.getLogger("orhpc.driver")
 
 
-async def choose_start(run: Run, lowered: int | None) -> tuple[CommitName | None, Path | None, State]:
-    """The newest good commit, the folder to restore, and the state after it; waits for its filesystem.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where an attempt goes on from."""
 
-    ``lowered``: token budget of a micro-batch after an attempt that ran out of memory.
-    Fixes what this attempt stands on.  Before the first commit the folder is that of ``checkpoint.load``.
+    commit: CommitName | None
+    """The run's newest good commit; None before the first."""
+    folder: Path | None
+    """What the trainers restore: that commit, or ``checkpoint.load``; None: the base model."""
+    state: State
+
+
+async def choose_start(run: Run, lowered: int | None) -> Start:
+    """Find the newest good commit, waiting for its filesystem, and record that this attempt starts from it.
+
+    ``lowered`` limits the tokens of a micro-batch, after an attempt that ran out of memory.
 
     Raises:
         CheckpointError: there are commits and none is whole, or ``checkpoint.load`` is not.
-        StorageRefused: the filesystem stayed away for ``run.storage_wait_s``.
-        StopRequested: the stop file appeared while one was read.
+        StorageRefused: the filesystem refused for ``run.storage_wait_s``.
+        StopRequested: the stop file appeared meanwhile.
     """
 
-    async def chosen() -> tuple[CommitName | None, Path | None, State]:
+    async def choose() -> Start:
         with refusals("the run directory refuses", below=run.rundir.path):
             return await _choose_start(run, lowered)
 
-    return await when_taken(chosen, run.config.run.storage_wait_s, log.error, run.stop_requested)
+    return await StorageRetry(run.config.run.storage_wait_s, log.error, run.stop_requested).run(choose)
 
 
-async def _choose_start(run: Run, lowered: int | None) -> tuple[CommitName | None, Path | None, State]:
-    over = threading.Event()  # set once the caller has given up waiting: the reading ends
+async def _choose_start(run: Run, lowered: int | None) -> Start:
+    over = threading.Event()  # set once the caller no longer waits: the thread stops reading
 
     def choose() -> tuple[CommitName | None, Path | None, Manifest | None, list[str]]:
         wait_s = run.config.run.storage_wait_s
@@ -67,4 +75,4 @@ async def _choose_start(run: Run, lowered: int | None) -> tuple[CommitName | Non
     budget = {"max_tokens": state.max_tokens, "max_tokens_per_gpu": setting}
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None, **loaded, **budget)
     run.tracker.catch_up(state.step)
-    return name, folder, state
+    return Start(name, folder, state)

@@ -9,59 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from orhpc.config import CheckpointSettings
 from orhpc.driver.fleet import Trainers
+from orhpc.driver.state import State
 from orhpc.errors import CheckpointError, OrhpcError
-from orhpc.rollout.producer import Position
 from orhpc.rundir import CommitName, RunDir, commits
 from orhpc.rundir.events import EventLog
-from orhpc.rundir.storage import pause
+from orhpc.rundir.storage import StorageRetry, pause
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _AGAIN_S = 60.0
 """Between two tries at the run's last commit: what filled a disk is often gone by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What a commit holds beside the trainer's shards."""
-
-    step: int = 0
-    """Steps completed; also the policy version of the weights."""
-    position: Position = field(default_factory=Position)
-    """Where the run stands in its data."""
-    max_tokens: int = 0
-    """Token budget of a micro-batch: the setting, or what running out of memory taught."""
-    setting: int | None = None
-    """``train.max_tokens_per_gpu`` when that was; None: not recorded, in commits of earlier releases."""
-
-    def under(self, setting: int, lowered: int | None) -> State:
-        """The state as an attempt goes on from it, of a run that has this ``train.max_tokens_per_gpu`` now.
-
-        A changed setting replaces what an earlier one has taught; ``lowered`` is a limit in either case.
-        """
-        changed = self.setting is not None and self.setting != setting
-        own = setting if changed else min(self.max_tokens, setting)
-        return replace(self, max_tokens=min(own, lowered or own), setting=setting)
-
-    def to_manifest(self) -> dict[str, Any]:
-        return {
-            "next_group": self.position.next_group,
-            "pending": list(self.position.pending),
-            "max_tokens": self.max_tokens,
-            "max_tokens_per_gpu": self.setting,
-        }
-
-    @classmethod
-    def from_manifest(cls, manifest: commits.Manifest) -> State:
-        s = manifest.state
-        position = Position(s["next_group"], tuple(s["pending"]))
-        return cls(manifest.step, position, s["max_tokens"], s.get("max_tokens_per_gpu"))
 
 
 @dataclass(slots=True)
@@ -83,22 +47,21 @@ class Saver:
         settings: CheckpointSettings,
         trainers: Trainers,
         events: EventLog,
+        storage: StorageRetry,
         *,
         parent: CommitName | None,
         state: State,
-        alert: Callable[[str], None],
+        alert: Callable[[str], object],
     ) -> None:
-        """``alert``: tells whoever watches the run of a commit that failed."""
+        """``alert`` reports a failed commit to those who watch the run."""
         self._rundir, self._attempt, self._settings = rundir, attempt, settings
-        self._trainers, self._events = trainers, events
+        self._trainers, self._events, self._storage = trainers, events, storage
         self._parent, self._alert = parent, alert
         self._under_way: _UnderWay | None = None
         self._one_at_a_time = asyncio.Lock()
         """Several that wait for room ask for the save under way at once."""
         self.state = state
         """What the trainers hold: the state of the last completed step, committed or not."""
-        self.when_committed: Callable[[], None] | None = None
-        """Called once a commit holds :attr:`state`: reports a step that failed after its update."""
         self._problem = ""
         """Why the last commit failed."""
 
@@ -125,31 +88,50 @@ class Saver:
             except CheckpointError as error:
                 await self._failed(save, error)
 
+    async def store(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Run a write to the run directory, retrying while the filesystem refuses it.
+
+        Between two tries the save under way is looked at: a commit that failed because it filled the
+        filesystem is removed.
+
+        Raises:
+            StorageRefused: the filesystem refused for ``run.storage_wait_s``.
+            StopRequested: the stop file appeared meanwhile.
+        """
+        return await self._storage.run(write, meanwhile=self.poll)
+
     @property
-    def _all_committed(self) -> bool:
-        committed = self._parent is not None and self._parent.step == self.state.step
-        return committed or self._settings.save_interval is None
+    def state_is_committed(self) -> bool:
+        """Whether a commit of this run holds :attr:`state`."""
+        return self._parent is not None and self._parent.step == self.state.step
+
+    @property
+    def _nothing_to_commit(self) -> bool:
+        return self.state_is_committed or self._settings.save_interval is None
 
     async def finish(self) -> None:
         """Commit the last completed step, unless it is, and wait until it is durable."""
         await self._wait()
-        if not self._all_committed:
+        if not self._nothing_to_commit:
             await self._begin(self.state)
             await self._wait()
 
-    async def finish_run(self, wait_s: float, stop: Callable[[], bool], again_s: float = _AGAIN_S) -> None:
-        """Commit the run's last step, where that fails again for up to ``wait_s``, or until ``stop``.
+    async def finish_run(self, again_s: float = _AGAIN_S) -> None:
+        """Commit the run's last step; if that fails, try again every ``again_s`` seconds.
+
+        It is given up after ``run.storage_wait_s``, or when the run is asked to stop.
 
         Raises:
             CheckpointError: it could not be; a run is not finished without.
         """
-        end = time.monotonic() + wait_s
+        stop = self._storage.stop
+        end = time.monotonic() + self._storage.wait_s
         await self.finish()
-        while not self._all_committed and time.monotonic() < end and not stop():
+        while not self._nothing_to_commit and time.monotonic() < end and not stop():
             log.error("the last step is not committed: %s; once more in %.0f s", self._problem, again_s)
             await pause(min(again_s, max(0.0, end - time.monotonic())), stop)
             await self.finish()
-        if not self._all_committed:
+        if not self._nothing_to_commit:
             newest = self._parent.step if self._parent else 0
             raise CheckpointError(
                 f"step {self.state.step}, the last, is trained but not committed ({self._problem}); the same "
@@ -162,7 +144,7 @@ class Saver:
         What failed then costs no step, however long ago the last commit was.  Before the first step there
         is nothing to save.  Never raises: the failure it follows is what counts.
         """
-        if self._all_committed or self.state.step == 0:
+        if self._nothing_to_commit or self.state.step == 0:
             return
         try:
             if await self._trainers.hold_whole_step():
@@ -206,9 +188,6 @@ class Saver:
             seconds=time.monotonic() - save.started,
             bytes=sum(f.size for f in files),
         )
-        if self.when_committed is not None and save.name.step == self.state.step:
-            self.when_committed()
-            self.when_committed = None
         settings = self._settings
         try:
             commits.sweep(self._rundir, self._attempt, keep=settings.keep, keep_every=settings.keep_every)

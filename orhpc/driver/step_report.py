@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from orhpc.config import Config, alarms
 from orhpc.driver.metrics import Phases, opening_notice, rollout_metrics
-from orhpc.driver.saver import State
+from orhpc.driver.state import State
 from orhpc.driver.tracking import Tracker, row_of
 from orhpc.rollout.producer import Taken
 from orhpc.rundir.events import EventLog
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Reporting(Protocol):
-    """What is needed of :class:`orhpc.driver.__main__.Run`."""
+    """The part of :class:`orhpc.driver.run.Run` that a report needs."""
 
     config: Config
     events: EventLog
@@ -28,8 +28,20 @@ class Reporting(Protocol):
     def notice(self) -> Callable[[str], None]: ...
 
 
-def report(run: Reporting, state: State, taken: Taken, metrics: dict[str, float], phases: Phases) -> None:
-    """One step's event and W&B row."""
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step that the trainers have made."""
+
+    state: State
+    """After the step."""
+    taken: Taken
+    metrics: dict[str, float]
+    phases: Phases
+
+
+def report(run: Reporting, step: CompletedStep) -> None:
+    """Write one step's event and W&B row, and raise its alarms."""
+    state, taken, metrics, phases = step.state, step.taken, step.metrics, step.phases
     numbers = rollout_metrics(taken, state.step - 1) | metrics
     numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
     numbers["train_tokens_per_s"] = numbers.get("total_tokens", 0.0) / phases.seconds["update"]

@@ -44,10 +44,6 @@ class EventLog:
         """``said`` is called with every event after it has been appended."""
         self.attempt = attempt
         self._said = said
-        self.last_step = -1
-        """Newest step reported through this log; -1 before the first."""
-        self.last_step_skipped = False
-        """Whether that step had no update."""
         self._untaken = b""
         """What a full filesystem has not taken yet."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -59,8 +55,6 @@ class EventLog:
         ``time`` is seconds since the epoch.  Numbers that JSON lacks (NaN, infinity) become text.  What a
         full filesystem does not take goes before the next event, or before :meth:`close`.
         """
-        if event == "step":
-            self.last_step, self.last_step_skipped = fields["step"], bool(fields.get("skipped"))
         line = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **_plain(fields)}
         self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         if self._said is not None:

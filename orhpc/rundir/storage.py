@@ -1,7 +1,7 @@
 """A filesystem that refuses: full, over quota, read-only, or without its server.
 
 On shared filesystems this is an everyday event, and most often over in minutes.  Whoever writes says what
-with :func:`refusals`; whoever can wait does so with :func:`when_taken`.
+with :func:`refusals`; code that can wait does so with :class:`StorageRetry`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from orhpc.errors import StopRequested, StorageRefused
 
 T = TypeVar("T")
-Stored = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Does something that writes as :func:`when_taken` does, with a time and a stop of its own."""
+Store = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Runs a write and retries it while the filesystem refuses, as :meth:`StorageRetry.run` does."""
 REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES}
     | {errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EKEYEXPIRED}
@@ -68,38 +69,42 @@ def probe(folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-async def when_taken(
-    write: Callable[[], Awaitable[T]],
-    wait_s: float,
-    tell: Callable[[str], None],
-    stop: Callable[[], bool],
-    *,
-    meanwhile: Callable[[], Awaitable[object]] | None = None,
-    pause_s: float = _PAUSE_S,
-) -> T:
-    """Write something, again and again while that is refused.
+@dataclass(frozen=True, slots=True)
+class StorageRetry:
+    """How a run waits for a filesystem that refuses its writes."""
 
-    ``tell`` is told once, at the first refusal; ``wait_s`` is reckoned from there, ``pause_s`` lies between
-    two tries.  ``meanwhile`` is done before each further one: it may be what makes room.
+    wait_s: float
+    """Seconds from the first refusal until it counts as a failure."""
+    report: Callable[[str], None]
+    """Called with the first refusal of each write."""
+    stop: Callable[[], bool]
+    """Whether the run has been asked to stop."""
+    pause_s: float = _PAUSE_S
+    """Seconds between two tries."""
 
-    Raises:
-        StorageRefused: the last refusal, when the time is over.
-        StopRequested: ``stop`` became true meanwhile.
-    """
-    end = None
-    while True:
-        try:
-            return await write()
-        except StorageRefused as error:
-            if end is None:
-                end = time.monotonic() + wait_s
-                tell(f"{error}; waiting for up to {wait_s:.0f} s")
-            if time.monotonic() >= end:
-                raise
-        if meanwhile is not None:
-            await meanwhile()
-        if await pause(pause_s, stop):
-            raise StopRequested("asked to stop while the filesystem took nothing")
+    async def run(
+        self, write: Callable[[], Awaitable[T]], *, meanwhile: Callable[[], Awaitable[object]] | None = None
+    ) -> T:
+        """Do a write, again while it is refused; ``meanwhile`` runs between two tries and may make room.
+
+        Raises:
+            StorageRefused: the last refusal, after :attr:`wait_s`.
+            StopRequested: the run was asked to stop meanwhile.
+        """
+        end = None
+        while True:
+            try:
+                return await write()
+            except StorageRefused as error:
+                if end is None:
+                    end = time.monotonic() + self.wait_s
+                    self.report(f"{error}; waiting for up to {self.wait_s:.0f} s")
+                if time.monotonic() >= end:
+                    raise
+            if meanwhile is not None:
+                await meanwhile()
+            if await pause(self.pause_s, self.stop):
+                raise StopRequested("asked to stop while the filesystem refused a write")
 
 
 async def pause(seconds: float, stop: Callable[[], bool]) -> bool:
@@ -112,18 +117,18 @@ async def pause(seconds: float, stop: Callable[[], bool]) -> bool:
     return False
 
 
-def until_taken(write: Callable[[], T], wait_s: float, tell: Callable[[str], None]) -> T:
-    """:func:`when_taken` for code that has no event loop, and that nothing stops.
+def retry_write(write: Callable[[], T], wait_s: float, report: Callable[[str], None]) -> T:
+    """:class:`StorageRetry` for code that has no event loop and that nothing stops.
 
     Raises:
-        StorageRefused: the last refusal, when the time is over.
+        StorageRefused: the last refusal, after ``wait_s``.
     """
 
     async def written() -> T:
         with refusals("the run directory refuses"):
             return write()
 
-    return asyncio.run(when_taken(written, wait_s, tell, lambda: False, pause_s=_PAUSE_S))
+    return asyncio.run(StorageRetry(wait_s, report, lambda: False, _PAUSE_S).run(written))
 
 
 class Outages:

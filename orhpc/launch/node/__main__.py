@@ -51,7 +51,7 @@ from orhpc.plan.placement import Node
 from orhpc.rundir import write_atomic
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import Tail, read_events
-from orhpc.rundir.storage import probe, refusals, until_taken, when_taken
+from orhpc.rundir.storage import StorageRetry, probe, refusals, retry_write
 
 _COMPLAINTS_S = 2.0
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script looks at it
         path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
         words = [*overrides, f"placement.nodes={job.nodes}"]
-        config = until_taken(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
+        config = retry_write(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
         with refusals("the run directory refuses", below=prepare.run_directory(config).path):
             if job.rank:
                 return other_node(job, config)
@@ -154,7 +154,7 @@ class FirstNode:
             self.rundir.create(known=known)
             probe(self.rundir.path)
 
-        asyncio.run(when_taken(ready, wait_s, say, lambda: bool(self.signals.came)))
+        asyncio.run(StorageRetry(wait_s, say, lambda: bool(self.signals.came)).run(ready))
 
     def _prepare(self) -> bool:
         """Everything that can refuse the start; True when the run is finished already.
@@ -229,7 +229,7 @@ class FirstNode:
         """
         wait_s = 0.0 if isinstance(error, StorageRefused) else self.config.run.storage_wait_s
         try:
-            until_taken(lambda: self._write_down(status, error), wait_s, say)
+            retry_write(lambda: self._write_down(status, error), wait_s, say)
         except StorageRefused as refused:
             say(f"attempt {self._attempt} ended, which cannot be written down: {refused}")
             self._code = policy_of(refused).exit_code

@@ -13,7 +13,7 @@ import torch
 
 from orhpc.config import Config
 from orhpc.driver import engine_check
-from orhpc.driver.parts import Parts
+from orhpc.driver.runtime import Runtime
 from orhpc.errors import EngineUnavailable, ModelError
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.engines.process import EngineProcess
@@ -134,16 +134,19 @@ def test_the_parts_compare_once_and_again_after_an_engine_that_could_not_be_aske
             working = pool.each
             engines: Any = SimpleNamespace(urls=[engine], pool=pool, shared=[])
             run_dir = RunDir(Path(folder).parent)
-            parts = Parts(config, run_dir, trainers, engines, [], None, unchecked=True)  # type: ignore[arg-type]
+            anything: Any = None
+            runtime = Runtime(config, run_dir, trainers, engines, [], anything, print, unchecked=True)
 
             async def failing(*_: Any) -> Any:
                 raise EngineUnavailable("away")
 
+            async def nothing() -> None: ...
+
             found = []
             for each in (failing, working, working):
                 pool.each = each  # type: ignore[method-assign]
-                async with parts.serving() as numbers:
-                    found.append(numbers)
+                _, numbers = await runtime.while_serving(nothing)
+                found.append(numbers)
             return found
 
     first, second, third = asyncio.run(run())

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orhpc.config.files import load_config
-from orhpc.driver.__main__ import train
-from orhpc.driver.parts import all_of
-from orhpc.driver.saver import State
+from orhpc.driver.concurrently import all_of
+from orhpc.driver.loop import train
+from orhpc.driver.state import State
+from orhpc.driver.step_report import CompletedStep, report
 from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
 from orhpc.rollout.producer import Position, Taken
 from orhpc.rundir.events import EventLog, read_events
-from orhpc.rundir.storage import Stored, when_taken
+from orhpc.rundir.storage import StorageRetry, Store
 
 
 class Parts:
@@ -33,18 +33,14 @@ class Parts:
     def position(self) -> Position:
         return Position(4 * self.taken, ())
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[dict[str, float]]:
-        yield {}
-
-    async def take(self, version: int, stop: Callable[[], bool]) -> Taken:
+    async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[Taken, dict[str, float]]:
         self.taken += 1
-        return Taken([])
+        return Taken([]), {}
 
     async def publish(self, step: int) -> dict[str, float]:
         return self._perhaps("publish", step)
 
-    async def record(self, step: int, taken: Taken, stored: Callable[[Any], Awaitable[Any]]) -> None:
+    async def record(self, step: int, taken: Taken, store: Store) -> None:
         self._perhaps("record", step)
 
     def _perhaps(self, what: str, step: int) -> dict[str, float]:
@@ -59,7 +55,9 @@ class Saver:
     def __init__(self) -> None:
         self.state = State(max_tokens=1024)
         self.due: list[int] = []
-        self.when_committed: Any = None
+
+    async def store(self, write: Callable[[], Awaitable[Any]]) -> Any:
+        return await write()
 
     async def after_step(self) -> None:
         self.due.append(self.state.step)
@@ -72,19 +70,24 @@ class Run:
         self.config = load_config("configs/tiny.yaml", ["train.steps=5", "wandb.enabled=false"])
         self.events = EventLog(folder / "events.jsonl", 1)
         self.tracker: Any = self
+        self.unreported: CompletedStep | None = None
+        self.last_step_skipped = False
 
     def log(self, step: int, rows: dict[str, float]) -> None: ...
 
     def stop_requested(self) -> bool:
         return False
 
+    def raise_if_stopped(self) -> None: ...
+
     async def require_newest(self) -> None: ...
 
-    def storing(self, saver: Any) -> Stored:
-        async def stored(write: Callable[[], Awaitable[Any]]) -> Any:
-            return await write()
+    def report_step(self) -> None:
+        assert self.unreported is not None
+        report(self, self.unreported)
+        self.unreported = None
 
-        return stored
+    def notice(self, line: str) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_a_step_that_was_trained_is_what_a_commit_holds_whatever_fails_after_it(
     assert saver.due == [1, 2]
     assert saver.state == State(step=3, position=Position(12, ()), max_tokens=1024)
     assert _steps(tmp_path) == [1, 2]
-    saver.when_committed()  # a step that no commit holds will be done again, and does not count
+    run.report_step()  # as an attempt does once a commit holds the step: else it is made again
     assert _steps(tmp_path) == [1, 2, 3]
 
 
@@ -128,7 +131,7 @@ def test_what_is_refused_is_written_again_until_the_time_is_over(
         meanwhile.append(len(tries))
 
     async def run() -> str:
-        return await when_taken(write, wait_s, said.append, lambda: False, meanwhile=make_room, pause_s=0.01)
+        return await StorageRetry(wait_s, said.append, lambda: False, 0.01).run(write, meanwhile=make_room)
 
     if wait_s:
         assert asyncio.run(run()) == "written"
@@ -146,7 +149,7 @@ def test_a_stop_ends_the_waiting() -> None:
         raise StorageRefused("no room")
 
     with pytest.raises(StopRequested):
-        asyncio.run(when_taken(write, 600, lambda line: None, lambda: True, pause_s=600))
+        asyncio.run(StorageRetry(600, lambda line: None, lambda: True, 600).run(write))
 
 
 def test_where_one_worker_s_record_is_refused_the_others_no_longer_try() -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from orhpc.config.files import dump_config, load_config
 from orhpc.driver import __main__ as driver
-from orhpc.driver.__main__ import Run, supervise
+from orhpc.driver.__main__ import supervise
 from orhpc.driver.resume import choose_start
-from orhpc.driver.saver import State
+from orhpc.driver.run import Run
+from orhpc.driver.state import State
 from orhpc.errors import (
     EXIT_CONFIG,
     EXIT_OK,
@@ -69,6 +70,7 @@ def attempts(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[in
             steps, error = left.pop(0)
             for step in steps:
                 run.events.write("step", step=step, steps=9, seconds=1.0, phases={})
+                run.last_step = step
             if error is not None:
                 raise error
 
@@ -163,7 +165,8 @@ def test_loaded_weights_are_named_in_the_event(run: Run, tmp_path: Path) -> None
     source = committed(other, 4, number)
     load = run.config.checkpoint.model_copy(update={"load": str(other.path)})
     run.config = run.config.model_copy(update={"checkpoint": load})
-    name, folder, state = asyncio.run(choose_start(run, None))
+    start = asyncio.run(choose_start(run, None))
+    name, folder, state = start.commit, start.folder, start.state
     assert (name, folder, state.step) == (None, source, 0)
     (event,) = read_events(run.rundir.events)
     assert (event["event"], event["commit"], event["load"]) == ("bring_up", None, str(source))
@@ -175,7 +178,8 @@ def test_the_runs_own_commit_comes_before_what_is_to_be_loaded(run: Run) -> None
     run.rundir.record_start(run.attempt, None)
     load = run.config.checkpoint.model_copy(update={"load": "/nowhere"})
     run.config = run.config.model_copy(update={"checkpoint": load})
-    name, folder, state = asyncio.run(choose_start(run, None))
+    start = asyncio.run(choose_start(run, None))
+    name, folder, state = start.commit, start.folder, start.state
     assert (str(name), folder, state.step) == (own.name, own, 2)
     (event,) = read_events(run.rundir.events)
     assert "load" not in event
@@ -204,7 +208,7 @@ def test_a_token_budget_is_what_memory_taught_or_a_new_setting(
     manifest["state"] |= recorded
     (folder / "manifest.json").write_text(json.dumps(manifest))
     run.rundir.record_start(run.attempt, None)
-    _, _, state = asyncio.run(choose_start(run, lowered))
+    state = asyncio.run(choose_start(run, lowered)).state
     assert (state.max_tokens, state.setting, run.max_tokens) == (tokens, 1000, tokens)
     (event,) = read_events(run.rundir.events)
     said = f"; out of memory before: {tokens} tokens a micro-batch instead of train.max_tokens_per_gpu 1000"

@@ -176,7 +176,7 @@ def test_a_group_with_failed_rollouts_is_filtered_by_the_rewards_of_the_others()
 
 def test_advantages_of_a_partial_group_are_those_of_the_group_that_is_left() -> None:
     from orhpc.config.files import load_config
-    from orhpc.driver.__main__ import plan_step
+    from orhpc.driver.loop import plan_step
 
     config = load_config("configs/tiny.yaml")
     groups = [asyncio.run(ScriptedWorker(partly(n)).run_group(request_of(n))) for n in (0, 3)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from orhpc.config.files import load_config
-from orhpc.driver.parts import finished_groups
+from orhpc.driver.bring_up import finished_groups
 from orhpc.errors import (
     BadTask,
     EngineUnavailable,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc.driver.parts import finished_groups
+from orhpc.driver.bring_up import finished_groups
 from orhpc.errors import GroupDamaged, RecordError
 from orhpc.rollout.producer import Position
 from orhpc.rundir import RunDir, record

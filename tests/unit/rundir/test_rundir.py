@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -237,13 +238,14 @@ def test_events_that_a_full_filesystem_does_not_take_come_later_whole_and_in_ord
 
     log = EventLog(tmp_path / "events.jsonl", 1)
     monkeypatch.setattr(os, "write", limited)
-    log.write("step", step=1)
+    steps = itertools.count(1)
+    log.write("step", step=next(steps))
     for free in (20, 0, 1, 0, 500):  # in the middle of a line, then nothing, then some more
         room = free
         for _ in range(3):
-            log.write("step", step=log.last_step + 1)
+            log.write("step", step=next(steps))
     room = 0
-    log.write("step", step=log.last_step + 1)
+    log.write("step", step=next(steps))
     room = 1 << 20
     log.close()
     assert [e["step"] for e in read_events(tmp_path / "events.jsonl")] == list(range(1, 18))

@@ -20,7 +20,7 @@ from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Reason
 from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir, commits, storage
-from orhpc.rundir.storage import Outages, until_taken, when_taken
+from orhpc.rundir.storage import Outages, StorageRetry, retry_write
 from tests.unit.rundir.test_rundir import commit, make_run, start
 
 AWAY = [errno.EIO, errno.ESTALE, errno.EACCES]
@@ -71,11 +71,11 @@ def test_a_look_that_is_refused_does_not_count(server: Server, tmp_path: Path, e
 def test_a_write_without_an_event_loop_is_tried_again_for_so_long(server: Server, tmp_path: Path) -> None:
     told: list[str] = []
     server.away(errno.ESTALE, 2)
-    until_taken(lambda: (tmp_path / "x").write_text("y"), 5.0, told.append)
+    retry_write(lambda: (tmp_path / "x").write_text("y"), 5.0, told.append)
     assert len(told) == 1
     server.away(errno.ESTALE, 1000)
     with pytest.raises(StorageRefused, match="Stale file handle"):
-        until_taken(lambda: (tmp_path / "x").write_text("y"), 0.0, told.append)
+        retry_write(lambda: (tmp_path / "x").write_text("y"), 0.0, told.append)
 
 
 def first_node(tmp_path: Path, restart: int = 0) -> node.FirstNode:
@@ -98,7 +98,7 @@ def test_the_first_node_goes_on_while_the_run_directory_is_away_and_writes_its_o
     (outcome,) = ledger.read(first.rundir)
     assert outcome.reason is Reason.INFRASTRUCTURE
     server.away(error, 10_000)
-    monkeypatch.setattr(node, "until_taken", lambda write, wait_s, tell: until_taken(write, 0.1, tell))
+    monkeypatch.setattr(node, "retry_write", lambda write, wait_s, report: retry_write(write, 0.1, report))
     first._conclude(EXIT_REQUEUE)
     assert first._code == EXIT_REQUEUE
 
@@ -108,7 +108,7 @@ def test_a_job_that_comes_back_waits_for_its_run_directory(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     """Where the very first start may not write, the path is wrong; a later one has been there."""
-    monkeypatch.setattr(node, "when_taken", partial(when_taken, pause_s=0.01))
+    monkeypatch.setattr(node, "StorageRetry", partial(StorageRetry, pause_s=0.01))
     monkeypatch.setattr(node.FirstNode, "_prepare", lambda self: True)
     first = first_node(tmp_path, restart=1)
     server.folder = first.rundir.path.parent

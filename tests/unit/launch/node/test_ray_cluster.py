@@ -22,7 +22,7 @@ DRIVER = """
 import json, os, signal, sys, time
 import ray
 from orhpc.plan.placement import Node, Placement
-from orhpc.driver.parts import ray_connect
+from orhpc.driver.bring_up import ray_connect
 from pathlib import Path
 
 ray_connect(Placement((Node("n0", "127.0.0.1", 1),), (), (), (), ray_address=sys.argv[1]), Path(sys.argv[2]))

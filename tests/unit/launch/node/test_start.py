@@ -17,7 +17,7 @@ import pytest
 
 from orhpc.config import Config
 from orhpc.config.files import load_config
-from orhpc.driver import parts
+from orhpc.driver import bring_up
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, RayLost, StorageRefused
 from orhpc.launch.node import __main__ as node
 from orhpc.launch.node import first_node, other_node, rendezvous
@@ -29,7 +29,7 @@ from orhpc.launch.slurm.preempt import Signals
 from orhpc.plan.placement import Node, Placement
 from orhpc.process.ports import free_ports, is_free
 from orhpc.rundir import RunDir, write_atomic
-from orhpc.rundir.storage import when_taken
+from orhpc.rundir.storage import StorageRetry
 
 HOST = "127.0.0.1"
 NODE = Node("n0", HOST, cpus=8)
@@ -97,7 +97,7 @@ def test_a_start_waits_for_a_run_directory_that_takes_something(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(node, "when_taken", partial(when_taken, pause_s=0.01))
+    monkeypatch.setattr(node, "StorageRetry", partial(StorageRetry, pause_s=0.01))
     reached: list[int] = []
     monkeypatch.setattr(node.FirstNode, "_prepare", lambda self: reached.append(left) or True)
     config = config_of(f"run.root={tmp_path}", "run.storage_wait_s=1")
@@ -235,20 +235,20 @@ def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
         if len(tries) <= refused:
             raise Exception("The current node timed out during startup.")
 
-    monkeypatch.setattr(parts.ray, "init", init)
-    monkeypatch.setattr(parts.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(parts, "wait_for_nodes", lambda nodes, timeout_s: None)
-    monkeypatch.setattr(parts, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(parts, "_JOIN_S", 0.2)
+    monkeypatch.setattr(bring_up.ray, "init", init)
+    monkeypatch.setattr(bring_up.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(bring_up, "wait_for_nodes", lambda nodes, timeout_s: None)
+    monkeypatch.setattr(bring_up, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(bring_up, "_JOIN_S", 0.2)
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_COLOR_PREFIX"):
         monkeypatch.setenv(name, "")
     placement = Placement((), (), (), (), {}, ray_address=f"{HOST}:1")
     if refused < 1000:
-        parts.ray_connect(placement, tmp_path)
+        bring_up.ray_connect(placement, tmp_path)
         assert len(tries) == refused + 1
     else:
         with pytest.raises(RayLost, match="timed out during startup"):
-            parts.ray_connect(placement, tmp_path)
+            bring_up.ray_connect(placement, tmp_path)
 
 
 @pytest.mark.parametrize("comes_up", [True, False])

@@ -1,0 +1,103 @@
+"""From the newest commit to the last step, once: bring the run up, train, commit on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from orhpc.driver.bring_up import bring_up
+from orhpc.driver.loop import train
+from orhpc.driver.metrics import Phases
+from orhpc.driver.resume import Start, choose_start
+from orhpc.driver.run import LEAVE_S, Run
+from orhpc.driver.runtime import Runtime
+from orhpc.driver.saver import Saver
+from orhpc.errors import EnvironmentUnavailable, NonFinite, PreflightError, StopRequested
+
+log = logging.getLogger("orhpc.driver")
+
+
+async def attempt_once(run: Run, lowered: int | None) -> None:
+    """Train from the newest good commit to the end; what the trainers hold is committed on the way out.
+
+    ``lowered`` limits the tokens of a micro-batch, after a failure for lack of memory.
+
+    Raises:
+        StopRequested: the stop file appeared; the last step is committed.
+        OrhpcError: something failed; the policy table says what follows.
+    """
+    phases = Phases()
+    run.unreported = None
+    runtime, start = await _started(run, lowered, phases)
+    try:
+        with phases.timed("restore"):
+            await run.unless_stopped(runtime.trainers.restore(start.folder))
+        with phases.timed("sync"):
+            await run.unless_stopped(runtime.publish(start.state.step))
+        saver = Saver(
+            run.rundir,
+            run.attempt,
+            run.config.checkpoint,
+            runtime.trainers,
+            run.events,
+            run.storage,
+            parent=start.commit,
+            state=start.state,
+            alert=run.tracker.alert,
+        )
+        run.events.write(
+            "ready",
+            step=start.state.step,
+            steps=run.config.train.steps,
+            **runtime.trainers.info,
+            seconds=phases.total,
+            phases=phases.seconds,
+        )
+        await _train_and_commit(run, runtime, saver)
+    finally:
+        await _leave(run, runtime)
+
+
+async def _started(run: Run, lowered: int | None, phases: Phases) -> tuple[Runtime, Start]:
+    """Everything that the run needs, with the base model's weights, and the state to restore."""
+    choosing = asyncio.ensure_future(choose_start(run, lowered))
+    try:
+        runtime = await run.unless_stopped(bring_up(run, choosing, phases))
+        return runtime, await choosing
+    except EnvironmentUnavailable as error:
+        if run.rundir.lineage():
+            raise
+        # The wait for it is over and the run has no step to lose: its address is more likely wrong.
+        raise PreflightError(str(error)) from error
+    finally:
+        choosing.cancel()
+
+
+async def _train_and_commit(run: Run, runtime: Runtime, saver: Saver) -> None:
+    """Train; however that ends, commit the last completed step, and report it once a commit holds it."""
+    try:
+        await train(run, runtime, saver)
+    except NonFinite:
+        raise  # the run goes back to the last commit: this state must not be committed
+    except StopRequested:
+        if run.config.train.steps:
+            await saver.finish()
+        raise
+    except Exception:
+        await saver.rescue()
+        raise
+    else:
+        if run.config.train.steps:  # a run that only evaluates has nothing to commit
+            await saver.finish_run()
+    finally:
+        # A step that no commit holds is made again, and reported then.
+        if saver.state_is_committed:
+            run.report_step()
+
+
+async def _leave(run: Run, runtime: Runtime) -> None:
+    """Close every part; after a stop within seconds, because the scheduler's grace period is short."""
+    try:
+        await asyncio.wait_for(runtime.close(), LEAVE_S if run.stop_requested() else None)
+    except TimeoutError:
+        log.warning("not everything was closed within %.0f s of a stop", LEAVE_S)

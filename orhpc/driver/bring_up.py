@@ -1,0 +1,172 @@
+"""Bringing up what a run needs under Ray: trainers, engines and workers, all at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+
+import ray
+
+from orhpc.config import Config
+from orhpc.driver.concurrently import gather_two, timed
+from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
+from orhpc.driver.metrics import Phases
+from orhpc.driver.resume import Start
+from orhpc.driver.run import Run
+from orhpc.driver.runtime import Runtime
+from orhpc.errors import RayLost, RecordError
+from orhpc.launch.model import model_folder
+from orhpc.launch.node.ray_start import use_loopback
+from orhpc.plan.placement import Placement
+from orhpc.rollout.producer import Position, Producer
+from orhpc.rollout.recorded import ReplayProducer
+from orhpc.rollout.tasks import TaskSequence, streams
+from orhpc.rundir import RunDir
+from orhpc.rundir.record import RolloutFile
+from orhpc.types import PromptGroup
+
+log = logging.getLogger(__name__)
+_AGAIN_S = 2.0
+"""Seconds between two tries to join Ray."""
+_JOIN_S = 180.0
+"""Seconds that the raylets of all nodes may take to join."""
+
+
+async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runtime:
+    """Start trainers, engines and workers; the trainers hold the base model's weights afterwards.
+
+    ``choosing`` finds meanwhile what the attempt starts from; ``phases`` gets the seconds of each part.
+
+    Raises:
+        InfraError: a part did not start.
+        ConfigError: the model or an environment is not what the config says.
+        OrhpcError: what ``choosing`` raises.
+    """
+    config, placement, rundir = run.config, run.placement, run.rundir
+    ids = node_ids(placement.nodes)
+    model_dir = str(model_folder(config, rundir))
+    key = (run.folder / "engine.key").read_text().strip()
+
+    async def start_trainers() -> Trainers:
+        trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
+        if not placement.engines or not config.placement.shared_devices:
+            await timed(phases, "model", trainers.build())
+        return trainers
+
+    verified = timed(phases, "verify", choosing)
+    if not placement.engines:
+        producer = ReplayProducer(str(config.train.replay_rollouts))
+        _, trainers = await gather_two(verified, start_trainers())
+        return Runtime(config, rundir, trainers, None, [], producer, run.notice)
+    # Processes load their libraries for longer than their models; on shared devices, where both do not fit,
+    # the trainers' model is loaded once the engines have released theirs.
+    starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
+    environment_key = (run.folder / "environment.key").read_text().strip()
+    starting_workers = start_workers(config, placement, ids, model_dir, rundir, run.attempt, environment_key)
+    start, (engines, (trainers, workers)) = await gather_two(
+        verified,
+        gather_two(
+            timed(phases, "engines", starting_engines),
+            gather_two(start_trainers(), timed(phases, "workers", starting_workers)),
+        ),
+    )
+    if config.placement.shared_devices:
+        with phases.timed("model"):
+            await engines.release()
+            await trainers.build()
+    await asyncio.gather(*(w.call("connect", engines.urls, key, engines.router_url) for w in workers))
+    position, version = start.state.position, start.state.step
+    producer = Producer(
+        config.rollout,
+        await task_sequence(config, workers[0]),
+        workers,
+        seed=config.run.seed,
+        of_environment={name: e.over(config.rollout) for name, e in config.environments.items()},
+        position=position,
+        finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
+    )
+    return Runtime(
+        config, rundir, trainers, engines, workers, producer, run.notice, unchecked=config.model.check
+    )
+
+
+async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
+    """Count the tasks of every training split and lay out the run's sequence."""
+    counts: dict[tuple[str, str], int] = {}
+    training = {name: settings for name, settings in config.environments.items() if settings.trains}
+    for name, settings in training.items():
+        for split in settings.splits:
+            counts[name, split] = await worker.call("num_tasks", name, split)
+    weights = {name: s.weight for name, s in training.items()}
+    return TaskSequence(streams(counts, weights), config.run.seed)
+
+
+def finished_groups(rundir: RunDir, position: Position, version: int, staleness: int) -> list[PromptGroup]:
+    """Groups that an earlier attempt finished after or before its last commit and never trained.
+
+    Kept are those sampled by weights of this lineage (no newer than the commit) that are still
+    fresh enough; the files of all others are removed.
+    """
+    found: list[PromptGroup] = []
+    for path in sorted(rundir.buffer.glob("group_*.h5")):
+        group = _read_group(path)
+        wanted = group is not None and (group.id >= position.next_group or group.id in position.pending)
+        if group is not None and wanted and _fits(path, group, version, staleness):
+            found.append(group)
+        else:
+            path.unlink()
+    return found
+
+
+def _read_group(path: Path) -> PromptGroup | None:
+    try:
+        with RolloutFile(path) as record:
+            rollouts = tuple(record.summary(row) for row in range(len(record)))
+    except RecordError as error:
+        log.warning("a buffered group is unreadable and will be rolled out again: %s", error)
+        return None
+    return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
+
+
+def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
+    with RolloutFile(path) as record:
+        # A failed rollout has no tokens.
+        newest = max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
+    return newest <= version and group.min_version >= version - staleness
+
+
+def ray_connect(placement: Placement, token: Path) -> None:
+    """Join the job's Ray cluster as its driver, once every node is in it.
+
+    ``ray.init`` fails where this node's raylet is not up yet, which takes long on a busy node, and then
+    raises a class that says nothing: it is tried again.
+
+    Raises:
+        RayLost: Ray took no driver, or a node did not join, in time.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+    os.environ["RAY_COLOR_PREFIX"] = "0"  # what other processes print goes into a file
+    use_loopback()
+    end = time.monotonic() + _JOIN_S
+    while True:
+        try:
+            ray.init(
+                address=placement.ray_address,
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                namespace="orhpc",
+            )
+            break
+        except Exception as error:
+            problem = f"Ray takes no driver at {placement.ray_address}: {' '.join(str(error).split())[:300]}"
+            ray.shutdown()
+            if time.monotonic() > end:
+                raise RayLost(problem) from error
+            log.warning("%s; once more", problem)
+            time.sleep(_AGAIN_S)
+    wait_for_nodes(placement.nodes, _JOIN_S)

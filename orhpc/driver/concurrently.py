@@ -1,0 +1,36 @@
+"""Awaiting several things at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar, cast
+
+from orhpc.driver.metrics import Phases
+
+A = TypeVar("A")
+
+
+B = TypeVar("B")
+
+
+async def timed(phases: Phases, name: str, work: Awaitable[A]) -> A:
+    """Await work and note how long it took as a phase."""
+    with phases.timed(name):
+        return await work
+
+
+async def all_of(works: Iterable[Awaitable[A]]) -> list[A]:
+    """Await all; when one fails, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def gather_two(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """:func:`all_of` for two results of different types."""
+    first, second = await all_of([one, other])
+    return cast(A, first), cast(B, second)

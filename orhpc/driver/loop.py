@@ -1,0 +1,127 @@
+"""The training loop: roll out, compute advantages, update, record, publish the weights, commit, evaluate.
+
+It consumes finished prompt groups and produces policy versions.  Each iteration waits for, in this order:
+the groups of the step (:meth:`orhpc.driver.runtime.Runtime.collect`), the trainers' update, the workers'
+record of the rollouts, the weight sync.  A commit is written while training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orhpc.config import Config
+from orhpc.driver import evaluation
+from orhpc.driver.metrics import Phases
+from orhpc.driver.run import Run
+from orhpc.driver.runtime import Runtime
+from orhpc.driver.saver import Saver
+from orhpc.driver.state import State
+from orhpc.driver.step_report import CompletedStep
+from orhpc.driver.tracking import row_of
+from orhpc.errors import NonFinite
+from orhpc.train.batch import plan_batches
+from orhpc.train.loss.advantages import grouped_advantages
+from orhpc.types import BatchPlan, PromptGroup, Sample
+
+log = logging.getLogger("orhpc.driver")
+
+
+async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
+    """Train until ``train.steps`` are done.
+
+    Raises:
+        StopRequested: the stop file appeared.
+        OrhpcError: a part of the run failed; ``saver.state`` is what the trainers hold, and
+            ``run.unreported`` the step that they made last, if it is not reported yet.
+    """
+    config = run.config
+    if saver.state.step == 0 and evaluation.due(config, 0):
+        await evaluate(run, runtime, saver)
+    while saver.state.step < config.train.steps:
+        run.raise_if_stopped()
+        state, phases = saver.state, Phases()
+        # Rollouts
+        with phases.timed("rollout"):
+            taken, sharing = await runtime.collect(state.step, run.stop_requested)
+        # Advantages and batches
+        tokens = state.max_tokens * config.ranks_per_sequence
+        plan = plan_step(taken.groups, config, config.data_ranks, tokens)
+        # Update
+        with phases.timed("update"):
+            metrics = await update(run, runtime, plan, state)
+        # The trainers hold the next step now: whatever fails from here on, a commit would hold that step.
+        state = replace(state, step=state.step + 1, position=runtime.producer.position)
+        saver.state = state
+        metrics |= sharing | {"padding": plan.padding}
+        run.unreported = CompletedStep(state, taken, metrics, phases)
+        # Record, publish, commit
+        await saver.store(run.require_newest)
+        with phases.timed("record"):
+            await runtime.record(state.step, taken, saver.store)
+        with phases.timed("sync"):
+            metrics |= await runtime.publish(state.step)
+        with phases.timed("checkpoint"):
+            await saver.after_step()
+        run.report_step()
+        # Evaluation
+        if evaluation.due(config, state.step):
+            await evaluate(run, runtime, saver)
+
+
+def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tokens: int) -> BatchPlan:
+    """Compute the advantages of a step's groups and pack its samples; failed rollouts are left out."""
+    advantages = grouped_advantages(
+        [[r.reward or 0.0 for r in g.trainable] for g in groups],
+        normalise=config.algorithm.normalise_advantage,
+    )
+    samples = [
+        Sample(r.id, r.length, r.response_tokens, float(a), r.location)
+        for group, of_group in zip(groups, advantages, strict=True)
+        for r, a in zip(group.trainable, of_group, strict=True)
+    ]
+    return plan_batches(
+        samples,
+        ranks=ranks,
+        n_minibatches=config.train.steps_per_rollout,
+        max_tokens=max_tokens,
+        micro_batch_size=None if config.train.dynamic_batch else config.train.micro_batch_size,
+    )
+
+
+async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> dict[str, float]:
+    """Make the step's optimizer updates; all ranks skip a step whose gradient is not finite.
+
+    Raises:
+        NonFinite: the step before was skipped too.
+    """
+    if not plan.minibatches:
+        log.warning("step %d has nothing to train on", state.step + 1)
+        return {"skipped": 1.0}
+    try:
+        number = state.step + 1
+        traces = run.rundir.profile_of(number) if number in run.config.train.profile_steps else None
+        return await runtime.trainers.step(plan, state.step, run.stop_requested, traces)
+    except NonFinite as error:
+        if run.last_step_skipped:
+            raise
+        log.error("step %d is skipped: %s", state.step + 1, error)
+        return {"skipped": 1.0, "non_finite": 1.0}
+
+
+async def evaluate(run: Run, runtime: Runtime, saver: Saver) -> None:
+    """Roll out the evaluation tasks with the current weights, record and report them."""
+    if not runtime.workers:
+        return
+    step, phases = saver.state.step, Phases()
+    (groups, metrics), _ = await runtime.while_serving(
+        lambda: run.unless_stopped(evaluation.evaluate(run.config, runtime.workers))
+    )
+    for line in dict.fromkeys(line for group in groups for line in group.notices):
+        run.notice(line)
+    await saver.store(run.require_newest)
+    await runtime.record_evaluation(step, groups, saver.store)
+    await runtime.publish(step)
+    event = run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
+    run.tracker.log(step, row_of(event))

@@ -1,0 +1,218 @@
+"""Trainers, engines, workers and producer of a run, and what the loop does with all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from orhpc.config import Config
+from orhpc.driver import engine_check
+from orhpc.driver.concurrently import A, all_of
+from orhpc.driver.fleet import Engines, Trainers, WorkerHandle
+from orhpc.driver.fleet.weight_sync import WeightSync
+from orhpc.driver.metrics import Phases
+from orhpc.errors import WeightSyncFailed
+from orhpc.launch.model import model_folder
+from orhpc.rollout.producer import Producer, Taken
+from orhpc.rollout.recorded import ReplayProducer
+from orhpc.rundir import RunDir
+from orhpc.rundir.storage import Store, refusals
+from orhpc.types import PromptGroup
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 2.0
+_CLOSE_S = 45.0
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Everything that the driver leads.  Without engines, the run replays recorded rollouts."""
+
+    config: Config
+    rundir: RunDir
+    trainers: Trainers
+    engines: Engines | None
+    workers: list[WorkerHandle]
+    producer: Producer | ReplayProducer
+    notice: Callable[[str], None]
+    """Called with each notice of the producer while a step collects rollouts."""
+    unchecked: bool = False
+    """The engines are still to be compared with the trainer (:mod:`orhpc.driver.engine_check`)."""
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """Give the engines the trainer's weights; returns numbers about it, ``sync_bytes`` among them.
+
+        A sync that breaks off is repeated once, after the engines that failed in it have been started
+        anew.
+
+        Raises:
+            WeightSyncFailed: no engine serves until a whole sync has followed.
+        """
+        if self.engines is None:
+            return {}
+        await self._heal()
+        await self.engines.pause()
+        shed: list[float] = []
+        if self.engines.shared:
+            # Both sides' weights are there at once, and the optimiser: gradients need not be.
+            shed = await self.trainers.all("shed")
+        await self.engines.resume_weights()
+        if self.engines.pool.down():  # what was lost on the way
+            await self.engines.resume_weights_of(await self._heal())
+        sync = WeightSync(self.trainers, self.engines, self.rundir.path / "exchange")
+        try:
+            report = await sync.send(version)
+        except WeightSyncFailed as error:
+            log.error("%s; once more", error)
+            await self.trainers.all("leave_weight_group")
+            await self.engines.leave_group()
+            restarted = await self._heal(list(self.engines.pool.down()))
+            await self.engines.resume_weights_of(restarted)
+            report = await sync.send(version)
+        await self.engines.go_on()
+        await self.tell_workers("published", version)
+        return report | ({"sync_seconds_shed": max(shed)} if shed else {})
+
+    async def _heal(self, suspects: Sequence[str] = ()) -> list[str]:
+        assert self.engines is not None
+        restarted = await self.engines.heal(suspects)
+        for index in restarted:
+            log.error("engine %d had ended or failed, and was started again", index)
+        return [self.engines.urls[index] for index in restarted]
+
+    async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[Taken, dict[str, float]]:
+        """The groups of the next step, and the numbers of :meth:`while_serving`.
+
+        Raises:
+            EngineUnavailable: no engine is left.
+            StopRequested: ``stop`` became true.
+        """
+        return await self.while_serving(lambda: self._watched(self.producer.take(version, stop)))
+
+    async def _watched(self, work: Coroutine[Any, Any, A]) -> A:
+        """Await work while looking after the engines, and pass on what the producer notices."""
+        taking = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([taking], timeout=_WATCH_S))[0]:
+                if self.engines is not None:
+                    await self.engines.watch()
+                self._pass_on()
+            return await taking
+        finally:
+            taking.cancel()
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        for line in self.producer.notices:
+            self.notice(line)
+
+    async def while_serving(self, work: Callable[[], Awaitable[A]]) -> tuple[A, dict[str, float]]:
+        """Do work while the engines serve; on shared devices the trainers are offloaded meanwhile.
+
+        Returns its result and numbers about sharing the devices: what each side freed, left behind and how
+        long it took (``memory_*_gb``, ``seconds_*``), and the first time ``engine_check_diff``.
+
+        Raises:
+            ModelError: an engine does not sample from the trainer's policy.
+        """
+        if self.engines is None:
+            return await work(), {}
+        if not self.engines.shared:
+            compared = await self._compared(await self._asked())
+            return await work(), compared
+        phases = Phases()
+        offloaded = await self.trainers.sleep()
+        with phases.timed("resume"):
+            await self.engines.resume_serving()
+        answers = await self._asked()
+        result = await work()
+        await self.engines.watch()
+        with phases.timed("release"):
+            await self.engines.release()
+        reloaded = await self.trainers.wake()
+        numbers = await self._compared(answers)
+        numbers |= {f"seconds_engines_{name}": seconds for name, seconds in phases.seconds.items()}
+        if offloaded and reloaded:
+            numbers |= {
+                "memory_trainer_freed_gb": offloaded["freed_gb"],
+                "memory_trainer_moved_gb": offloaded["moved_gb"],
+                "memory_trainer_left_gb": offloaded["left_gb"],
+                "memory_engines_left_gb": reloaded["others_gb"],
+                "seconds_trainer_sleep": offloaded["seconds"],
+                "seconds_trainer_wake": reloaded["seconds"],
+            }
+        return result, numbers
+
+    async def _asked(self) -> list[engine_check.Answer]:
+        if not self.unchecked or self.engines is None:
+            return []
+        return await engine_check.ask(self.engines, self.config, str(model_folder(self.config, self.rundir)))
+
+    async def _compared(self, answers: Sequence[engine_check.Answer]) -> dict[str, float]:
+        if not answers:
+            return {}
+        self.unchecked = False
+        return {"engine_check_diff": await engine_check.compare(self.trainers, answers, self.config)}
+
+    async def record(self, step: int, taken: Taken, store: Store) -> None:
+        """Have every worker write its rollouts of the step and forget them, each through ``store``.
+
+        Raises:
+            OrhpcError: what ``store`` raises.
+        """
+        if not self.workers:
+            return
+        folder = self.rundir.rollouts_of(step)
+        await store(lambda: asyncio.to_thread(_recreate, folder))
+        trained = {g.id for g in taken.groups}
+        groups = [*taken.groups, *taken.dropped]
+        jobs: dict[int, list[tuple[int, str | None, bool]]] = {w.index: [] for w in self.workers}
+        for i, group in enumerate(groups):
+            file = group.rollouts[0].location.file
+            worker = group.rollouts[0].worker if file is None else self.workers[i % len(self.workers)].index
+            jobs[worker].append((group.id, file, group.id in trained))
+        await all_of(
+            store(partial(w.call, "record", str(folder), jobs[w.index]))
+            for w in self.workers
+            if jobs[w.index]
+        )
+
+    async def record_evaluation(self, step: int, groups: Sequence[PromptGroup], store: Store) -> None:
+        """Likewise for an evaluation's rollouts."""
+        folder = self.rundir.rollouts / f"evaluation_{step}"
+        await store(lambda: asyncio.to_thread(_recreate, folder))
+        for worker in self.workers:
+            own = [(g.id, None, False) for g in groups if g.rollouts[0].worker == worker.index]
+            if own:
+                await store(partial(worker.call, "record", str(folder), own))
+
+    async def tell_workers(self, method: str, *args: Any) -> None:
+        await asyncio.gather(*(w.call(method, *args) for w in self.workers))
+
+    async def close(self) -> None:
+        """Stop everything; what is already gone does not matter."""
+        closing = [w.call("close", timeout_s=_CLOSE_S) for w in self.workers]
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                log.warning("a worker did not close: %s", outcome)
+        for worker in self.workers:
+            ray.kill(worker.actor)
+        if self.engines is not None:
+            await self.engines.close()
+        await self.trainers.close()
+
+
+def _recreate(folder: Path) -> None:
+    """Create the folder empty: an earlier attempt may have recorded this step."""
+    with refusals("rollouts cannot be recorded"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
