@@ -25,6 +25,7 @@ from orhpc.plan.placement import Placement
 from orhpc.rollout.producer import Position, Producer
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
+from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import RolloutFile
 from orhpc.types import PromptGroup
@@ -78,7 +79,8 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         with phases.timed("model"):
             await engines.release()
             await trainers.build()
-    await asyncio.gather(*(w.call("connect", engines.urls, key, engines.router_url) for w in workers))
+    urls, router = engines.urls, engines.router_url
+    await asyncio.gather(*(w.call(RolloutWorker.connect, urls, key, router) for w in workers))
     position, version = start.state.position, start.state.step
     producer = Producer(
         config.rollout,
@@ -100,7 +102,7 @@ async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
     training = {name: settings for name, settings in config.environments.items() if settings.trains}
     for name, settings in training.items():
         for split in settings.splits:
-            counts[name, split] = await worker.call("num_tasks", name, split)
+            counts[name, split] = await worker.call(RolloutWorker.num_tasks, name, split)
     weights = {name: s.weight for name, s in training.items()}
     return TaskSequence(streams(counts, weights), config.run.seed)
 

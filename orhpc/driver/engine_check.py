@@ -20,6 +20,7 @@ import numpy as np
 from orhpc.config import Config
 from orhpc.driver.fleet import Engines, Trainers
 from orhpc.errors import InfraError, ModelError
+from orhpc.train.actor import TrainerRank
 from orhpc.types import Generation, Sampling
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ async def compare(trainers: Trainers, answers: Sequence[Answer], config: Config)
     Raises ModelError where it is larger than rounding makes it.
     """
     samples = [(answer.tokens, len(answer.logprobs)) for answer in answers]
-    found = await trainers.all("sampled_logprobs", samples)
+    found = await trainers.all(TrainerRank.sampled_logprobs, samples)
     (ours,) = [values for values in found if values is not None][:1]
     means = [
         float(np.abs(np.asarray(own) - np.asarray(answer.logprobs)).sum() / max(len(own), FEW))

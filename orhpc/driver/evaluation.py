@@ -9,6 +9,7 @@ from orhpc.config.environment import EnvironmentSettings
 from orhpc.driver.fleet import WorkerHandle
 from orhpc.driver.metrics import summary_metrics
 from orhpc.rollout.producer import run_all
+from orhpc.rollout.worker import RolloutWorker
 from orhpc.types import GroupRequest, PromptGroup, Sampling, Task
 
 FIRST_ID = 1 << 40
@@ -49,7 +50,7 @@ async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[Pr
     requests: list[GroupRequest] = []
     for environment, splits in config.evaluation.splits.items():
         for split in splits:
-            count = await workers[0].call("num_tasks", environment, split)
+            count = await workers[0].call(RolloutWorker.num_tasks, environment, split)
             count = min(count, config.evaluation.num_samples or count)
             requests += [
                 GroupRequest(

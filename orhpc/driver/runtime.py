@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,16 @@ from orhpc.errors import WeightSyncFailed
 from orhpc.launch.model import model_folder
 from orhpc.rollout.producer import Producer, Taken
 from orhpc.rollout.recorded import ReplayProducer
+from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import Store, refusals
+from orhpc.train.actor import TrainerRank
 from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
 
+RecordedGroup = tuple[int, str | None, bool]
+"""A group's id, the file of earlier attempts that holds it, and whether the step trained it."""
 _WATCH_S = 2.0
 _CLOSE_S = 45.0
 
@@ -61,10 +64,10 @@ class Runtime:
             return {}
         await self._heal()
         await self.engines.pause()
-        shed: list[float] = []
+        released: list[float] = []
         if self.engines.shared:
             # Both sides' weights are there at once, and the optimiser: gradients need not be.
-            shed = await self.trainers.all("shed")
+            released = await self.trainers.all(TrainerRank.release_gradients)
         await self.engines.resume_weights()
         if self.engines.pool.down():  # what was lost on the way
             await self.engines.resume_weights_of(await self._heal())
@@ -73,14 +76,14 @@ class Runtime:
             report = await sync.send(version)
         except WeightSyncFailed as error:
             log.error("%s; once more", error)
-            await self.trainers.all("leave_weight_group")
+            await self.trainers.all(TrainerRank.leave_weight_group)
             await self.engines.leave_group()
             restarted = await self._heal(list(self.engines.pool.down()))
             await self.engines.resume_weights_of(restarted)
             report = await sync.send(version)
         await self.engines.go_on()
-        await self.tell_workers("published", version)
-        return report | ({"sync_seconds_shed": max(shed)} if shed else {})
+        await asyncio.gather(*(w.call(RolloutWorker.published, version) for w in self.workers))
+        return report | ({"sync_seconds_shed": max(released)} if released else {})
 
     async def _heal(self, suspects: Sequence[str] = ()) -> list[str]:
         assert self.engines is not None
@@ -175,32 +178,31 @@ class Runtime:
         await store(lambda: asyncio.to_thread(_recreate, folder))
         trained = {g.id for g in taken.groups}
         groups = [*taken.groups, *taken.dropped]
-        jobs: dict[int, list[tuple[int, str | None, bool]]] = {w.index: [] for w in self.workers}
+        jobs: dict[int, list[RecordedGroup]] = {w.index: [] for w in self.workers}
         for i, group in enumerate(groups):
             file = group.rollouts[0].location.file
             worker = group.rollouts[0].worker if file is None else self.workers[i % len(self.workers)].index
             jobs[worker].append((group.id, file, group.id in trained))
         await all_of(
-            store(partial(w.call, "record", str(folder), jobs[w.index]))
-            for w in self.workers
-            if jobs[w.index]
+            store(_recording(worker, folder, jobs[worker.index]))
+            for worker in self.workers
+            if jobs[worker.index]
         )
 
     async def record_evaluation(self, step: int, groups: Sequence[PromptGroup], store: Store) -> None:
-        """Likewise for an evaluation's rollouts."""
+        """:meth:`record` for the rollouts of an evaluation."""
         folder = self.rundir.rollouts / f"evaluation_{step}"
         await store(lambda: asyncio.to_thread(_recreate, folder))
         for worker in self.workers:
-            own = [(g.id, None, False) for g in groups if g.rollouts[0].worker == worker.index]
+            own: list[RecordedGroup] = [
+                (g.id, None, False) for g in groups if g.rollouts[0].worker == worker.index
+            ]
             if own:
-                await store(partial(worker.call, "record", str(folder), own))
-
-    async def tell_workers(self, method: str, *args: Any) -> None:
-        await asyncio.gather(*(w.call(method, *args) for w in self.workers))
+                await store(_recording(worker, folder, own))
 
     async def close(self) -> None:
         """Stop everything; what is already gone does not matter."""
-        closing = [w.call("close", timeout_s=_CLOSE_S) for w in self.workers]
+        closing = [w.call_within(_CLOSE_S, RolloutWorker.close) for w in self.workers]
         for outcome in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 log.warning("a worker did not close: %s", outcome)
@@ -209,6 +211,12 @@ class Runtime:
         if self.engines is not None:
             await self.engines.close()
         await self.trainers.close()
+
+
+def _recording(
+    worker: WorkerHandle, folder: Path, groups: list[RecordedGroup]
+) -> Callable[[], Awaitable[None]]:
+    return lambda: worker.call(RolloutWorker.record, str(folder), groups)
 
 
 def _recreate(folder: Path) -> None:

@@ -375,8 +375,10 @@ class TrainerRank:
         """Copy this rank's state, then write it to ``folder`` in the background.
 
         Training may go on as soon as this returns; with ``checkpoint.spare_host_memory`` the next
-        :meth:`shed`, or the next :meth:`sleep` after an update, waits for the write.  Raises CheckpointError
-        while a save is under way, and where host memory does not take the copy; training is not harmed.
+        :meth:`release_gradients`, or the next :meth:`sleep` after an update, waits for it.
+
+        Raises:
+            CheckpointError: a save is under way, or host memory does not suffice; training is not harmed.
         """
         self._saves.begin(folder)
 
@@ -392,10 +394,10 @@ class TrainerRank:
         """End the save under way, in which another rank has failed; return whether it has ended."""
         return self._saves.give_up()
 
-    def shed(self) -> float:
+    def release_gradients(self) -> float:
         """Give back what only an update needs of the device, until :meth:`wake`; return the seconds of it."""
         started = time.perf_counter()
-        self.backend.shed()
+        self.backend.release_gradients()
         return time.perf_counter() - started
 
     def sleep(self) -> dict[str, float]:
@@ -408,7 +410,7 @@ class TrainerRank:
         return {**memory(self.device), **slept._asdict(), "seconds": time.perf_counter() - started}
 
     def wake(self) -> dict[str, float]:
-        """Undo :meth:`shed` and :meth:`sleep`.
+        """Undo :meth:`release_gradients` and :meth:`sleep`.
 
         Returns ``seconds`` and the memory in use before it, while the engines sleep.
         """

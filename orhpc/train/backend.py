@@ -215,8 +215,8 @@ class Backend(Protocol):
     def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
         """Return :meth:`shards` as they are now, in the host memory that :meth:`sleep` takes.
 
-        They stay so until whatever would write there next, a :meth:`shed` or :meth:`sleep` after another
-        update, has waited for ``readers_done`` to return.
+        They stay unchanged until ``readers_done`` returns: a :meth:`release_gradients`, or a :meth:`sleep`
+        after another update, waits for it.
         """
         ...
 
@@ -239,7 +239,7 @@ class Backend(Protocol):
         """
         ...
 
-    def shed(self) -> None:
+    def release_gradients(self) -> None:
         """Give back the device memory that only an update uses, gradients' among it, and begin to sleep.
 
         Before a sync of weights with engines that share the device, after which :meth:`sleep` follows.
@@ -251,7 +251,7 @@ class Backend(Protocol):
         ...
 
     def wake(self) -> None:
-        """Undo :meth:`shed` and :meth:`sleep`."""
+        """Undo :meth:`release_gradients` and :meth:`sleep`."""
         ...
 
     def close(self) -> None:

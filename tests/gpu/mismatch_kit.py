@@ -11,7 +11,7 @@ import gc
 import json
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,8 +252,13 @@ class _OneTrainer:
     def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
 
-    async def all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        call = asyncio.to_thread(getattr(self._rank, method), *args, **kwargs)
+    async def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return await self.all_within(None, method, *args, **kwargs)
+
+    async def all_within(
+        self, timeout_s: float | None, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        call = asyncio.to_thread(method, self._rank, *args, **kwargs)
         return [await asyncio.wait_for(call, timeout_s)]
 
 

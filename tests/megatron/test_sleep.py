@@ -118,7 +118,7 @@ def _saves(rank: int, world: int, port: int, folder: str, backend: str, moves: b
     for step in range(2):
         trainer.step([planned(make_samples(8, seed=step), config.data_ranks)], step=step)
         save(f"{step}-awake")
-        trainer.shed()
+        trainer.release_gradients()
         assert moves == (trainer.sleep()["moved_bytes"] > 0)
         saved()
         save(f"{step}-asleep")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -18,7 +18,7 @@ from orhpc.errors import CheckpointError, OrhpcError
 from orhpc.plan.placement import Placement
 from orhpc.rundir.commits import ShardFile
 from orhpc.train.actor import TrainerRank
-from orhpc.types import BatchPlan
+from orhpc.types import BatchPlan, MiniBatch
 
 COLLECTIVE_TIMEOUT_S = 900.0
 """Ranks wait for each other in a collective at most this long."""
@@ -27,6 +27,8 @@ ANSWER_S = 30.0
 _CONTROL = "control"
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Trainers:
@@ -61,7 +63,7 @@ class Trainers:
             meeting = await call(ranks[0].meeting_file.remote(), "trainer meeting_file")
         else:
             meeting = await self.hold_port()
-        await self.all("connect", host, meeting, COLLECTIVE_TIMEOUT_S)
+        await self.all(TrainerRank.connect, host, meeting, COLLECTIVE_TIMEOUT_S)
         return self
 
     async def hold_port(self) -> int:
@@ -70,15 +72,28 @@ class Trainers:
 
     async def build(self) -> None:
         """Load the model on every rank."""
-        self.info = (await self.all("build"))[0]
+        self.info = (await self.all(TrainerRank.build))[0]
 
-    async def all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+    async def all(
+        self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
         """Call a method on every rank; returns their answers in order."""
-        references = [getattr(rank, method).remote(*args, **kwargs) for rank in self.ranks]
-        return await call_all(references, f"trainer {method}", timeout_s)
+        return await self.all_within(None, method, *args, **kwargs)
+
+    async def all_within(
+        self,
+        timeout_s: float | None,
+        method: Callable[Concatenate[TrainerRank, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """:meth:`all` with a deadline, after which it raises RayLost."""
+        name = method.__name__
+        references = [getattr(rank, name).remote(*args, **kwargs) for rank in self.ranks]
+        return await call_all(references, f"trainer {name}", timeout_s)
 
     async def restore(self, folder: Path | None) -> None:
-        await self.all("restore", str(folder) if folder else None)
+        await self.all(TrainerRank.restore, str(folder) if folder else None)
 
     async def step(
         self,
@@ -95,9 +110,9 @@ class Trainers:
             StopRequested: ``stop`` became true before the first optimiser step.
         """
         folder = str(traces or "")
-        stepping = asyncio.ensure_future(
-            self.all("step", ray.put(plan.minibatches), step=step, traces=folder)
-        )
+        # Ray gives every rank the list itself, from one copy in its object store.
+        minibatches = cast(list[MiniBatch], ray.put(plan.minibatches))
+        stepping = asyncio.ensure_future(self.all(TrainerRank.step, minibatches, step=step, traces=folder))
         while not (await asyncio.wait([stepping], timeout=POLL_S))[0]:
             if stop():
                 control = self.ranks[0].request_stop.options(concurrency_group=_CONTROL)
@@ -117,7 +132,7 @@ class Trainers:
         ]
         try:
             await asyncio.gather(*breaking)
-            return all(await self.all("holds_whole_step", timeout_s=ANSWER_S))
+            return all(await self.all_within(ANSWER_S, TrainerRank.holds_whole_step))
         except OrhpcError as error:
             log.warning("the trainers cannot commit: %s", error)
             return False
@@ -127,7 +142,7 @@ class Trainers:
 
         Of memory the sum over ranks, of time the slowest rank's; nothing on CPUs.
         """
-        slept = await self.all("sleep")
+        slept = await self.all(TrainerRank.sleep)
         if "own_bytes" not in slept[0]:
             return {}
         return {
@@ -139,7 +154,7 @@ class Trainers:
 
     async def wake(self) -> dict[str, float]:
         """Undo :meth:`sleep`; returns ``others_gb``, which the engines left there, and ``seconds``."""
-        woken = await self.all("wake")
+        woken = await self.all(TrainerRank.wake)
         if "own_bytes" not in woken[0]:
             return {}
         return {
@@ -148,14 +163,15 @@ class Trainers:
         }
 
     async def save_begin(self, folder: Path) -> None:
-        await self.all("save_begin", str(folder))
+        await self.all(TrainerRank.save_begin, str(folder))
 
     async def save_poll(self) -> tuple[ShardFile, ...] | None:
         """Shards of the save under way once every rank has written its own, else None."""
-        written = await self.all("save_poll")
-        if any(files is None for files in written):
+        written = await self.all(TrainerRank.save_poll)
+        whole = [files for files in written if files is not None]
+        if len(whole) < len(written):
             return None
-        return tuple(ShardFile(**f) for files in written for f in files)
+        return tuple(ShardFile(**f) for files in whole for f in files)
 
     async def finish_save(self, timeout_s: float) -> tuple[ShardFile, ...]:
         """Wait for the save under way.
@@ -172,7 +188,7 @@ class Trainers:
 
     async def save_give_up(self) -> bool:
         """Have all ranks end a save that one has failed in; returns whether nobody writes any more."""
-        return all(await self.all("save_give_up", timeout_s=2 * ANSWER_S))
+        return all(await self.all_within(2 * ANSWER_S, TrainerRank.save_give_up))
 
     async def close(self) -> None:
         for rank in self.ranks:

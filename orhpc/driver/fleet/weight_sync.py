@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from orhpc.driver.fleet.actors import call
 from orhpc.errors import ConfigError, EngineUnavailable, RayLost, WeightSyncFailed
+from orhpc.train.actor import TrainerRank
 
 if TYPE_CHECKING:
     from orhpc.driver.fleet.engines import Engines
@@ -72,13 +73,13 @@ class WeightSync:
         if engines.by_broadcast and engines.group_name is None:
             await self._join(timeout)
         joined = time.monotonic() - began
-        buckets = (await trainers.all("weight_buckets"))[0]
+        buckets = (await trainers.all(TrainerRank.weight_buckets))[0]
         taking: asyncio.Task[None] | None = None
         try:
             for index, bucket in enumerate(buckets):
-                handles = await trainers.all(
-                    "stage_bucket", index, handle=bool(engines.by_handle),
-                    broadcast=bool(engines.by_broadcast), timeout_s=timeout,
+                handles = await trainers.all_within(
+                    timeout, TrainerRank.stage_bucket, index, handle=bool(engines.by_handle),
+                    broadcast=bool(engines.by_broadcast),
                 )  # fmt: skip
                 if taking is not None:
                     await taking
@@ -88,7 +89,7 @@ class WeightSync:
         finally:
             if taking is not None and not taking.done():
                 taking.cancel()
-            seconds = await trainers.all("finish_sync", timeout_s=timeout)
+            seconds = await trainers.all_within(timeout, TrainerRank.finish_sync)
         return {
             "sync_bytes": float(sum(bucket.nbytes for bucket in buckets)),
             "sync_seconds_join": joined,
@@ -144,7 +145,7 @@ class WeightSync:
         started = time.monotonic()
         folder = self._exchange / "weights"
         shutil.rmtree(folder, ignore_errors=True)
-        written = await self._trainers.all("export_hf", str(folder), for_engines=True)
+        written = await self._trainers.all(TrainerRank.export_hf, str(folder), for_engines=True)
         return folder, sum(f["size"] for f in written[0]), time.monotonic() - started
 
     async def _check(self) -> float:

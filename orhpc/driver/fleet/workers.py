@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ray.actor import ActorHandle
 
@@ -14,6 +14,9 @@ from orhpc.plan.placement import Placement
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.types import GroupRequest, PromptGroup
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class WorkerHandle:
@@ -29,9 +32,26 @@ class WorkerHandle:
     async def cancel(self, group_ids: Sequence[int]) -> None:
         await call(self.actor.cancel.remote(list(group_ids)), f"worker {self.index}", 30.0)
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        reference = getattr(self.actor, method).remote(*args)
-        return await call(reference, f"worker {self.index} {method}", timeout_s)
+    async def call(
+        self,
+        method: Callable[Concatenate[RolloutWorker, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Call a method of the worker; raises what :func:`orhpc.driver.fleet.actors.call` raises."""
+        return await self.call_within(None, method, *args, **kwargs)
+
+    async def call_within(
+        self,
+        timeout_s: float | None,
+        method: Callable[Concatenate[RolloutWorker, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """:meth:`call` with a deadline, after which it raises RayLost."""
+        name = method.__name__
+        reference = getattr(self.actor, name).remote(*args, **kwargs)
+        return await call(reference, f"worker {self.index} {name}", timeout_s)
 
 
 async def start_workers(
@@ -56,5 +76,5 @@ async def start_workers(
         together = config.rollout.max_concurrent + 8
         actor = spawn(RolloutWorker, ids[w.node], *arguments, max_concurrency=together)
         handles.append(WorkerHandle(actor, w.index))
-    await asyncio.gather(*(h.call("open") for h in handles))
+    await asyncio.gather(*(h.call(RolloutWorker.open) for h in handles))
     return handles

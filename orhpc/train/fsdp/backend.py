@@ -297,7 +297,7 @@ class FsdpBackend:
     def prepare_sleep(self, size: int) -> None:
         self._residence.prepare(size)
 
-    def shed(self) -> None:
+    def release_gradients(self) -> None:
         """Gradients are freed by every step; what is left is memory that no tensor has."""
         if self._residence.moves:
             self._residence.drop([])

@@ -244,7 +244,7 @@ class MegatronBackend:
     def prepare_sleep(self, size: int) -> None:
         self._residence.prepare(size)
 
-    def shed(self) -> None:
+    def release_gradients(self) -> None:
         self._leftovers.drop()
         if self._residence.moves:
             self._residence.drop(self.optimiser.gradient_buffers())
@@ -252,7 +252,7 @@ class MegatronBackend:
 
     def sleep(self) -> Slept:
         """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
-        self.shed()
+        self.release_gradients()
         if not self._residence.moves or self._residence.asleep:
             return Slept()
         return self._residence.sleep(self._weights(), self.optimiser.tensors())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,8 +56,8 @@ class Rank:
         self.rank.connect("127.0.0.1", free_port(), 30)
         self.rank.build()
 
-    async def all(self, method: str, *arguments: Any) -> list[Any]:
-        return [None, getattr(self.rank, method)(*arguments)]  # another rank shares its micro-batches
+    async def all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return [None, method(self.rank, *arguments)]  # another rank shares its micro-batches
 
 
 @pytest.fixture
