@@ -1,8 +1,20 @@
-"""Every failure of a run is one class here, and one table says what is done about it.
+"""Every failure of a run is a class here, and one table says what the supervisor does about it.
 
-Nothing else in the project decides what a failure means: code raises the class that names what
-happened, and the supervisor in ``driver.py`` looks the class up in :data:`POLICY`.  An
-infrastructure failure never becomes a reward.
+Code raises the class that names what happened.  Some failures are dealt with where they occur, and reach the
+supervisor only if that fails:
+
+* a :class:`DataError` ends one rollout, which is counted and never trained on as a zero
+  (:mod:`orhpc.rollout.worker`); a :class:`MalformedToolCall` is shown to the model as a turn
+  (:mod:`orhpc.rollout.agent`);
+* an engine that is lost is started again (:mod:`orhpc.driver.fleet.engines`), a weight sync that broke off is
+  repeated once (:mod:`orhpc.driver.runtime`);
+* :class:`StorageRefused` is waited for (:mod:`orhpc.rundir.storage`);
+* a first :class:`NonFinite` skips the step on all ranks (:mod:`orhpc.driver.loop`);
+* a :class:`CheckpointError` costs one commit, not the run (:mod:`orhpc.driver.saver`).
+
+All others, and these if they persist, go to :func:`policy_of`: the driver's supervisor
+(:mod:`orhpc.driver.__main__`), the launcher (:mod:`orhpc.launch.node`) and every command ask it and nothing
+else.  An infrastructure failure never becomes a reward.
 """
 
 from __future__ import annotations
@@ -13,17 +25,11 @@ from typing import Any
 
 
 class Action(Enum):
-    """What the supervisor, or the loop nearest to the failure, does about it."""
+    """What the supervisor of an attempt does about a failure that reaches it."""
 
-    END_ROLLOUT = "end the rollout; it is counted, and never trained on as a zero"
-    ERROR_TURN = "show the error to the model as a turn and go on"
-    RETRY = "retry or restart the part in place, at most `budget` times, then requeue"
-    WAIT = "wait for it, `run.storage_wait_s` at most, with everything kept in memory; then requeue"
-    REDO_STEP = "halve the token budget on every rank and redo the same batch"
-    SKIP_STEP = "no rank steps; skip once, then roll back to the last commit"
-    PREVIOUS_COMMIT = "use the previous good commit; training goes on, loudly"
-    REQUEUE = "commit what can be committed, leave with the requeue exit code"
-    STOP = "stop for good; a resubmission would fail again"
+    END = "end the process with the exit code, once what the trainers hold is committed if it can be"
+    RESTART = "start everything again in place from the newest commit, `budget` times at most, then END"
+    RESTART_SMALLER = "RESTART with half the token budget of a micro-batch"
 
 
 EXIT_OK = 0
@@ -91,14 +97,6 @@ class RunDirBusy(OrhpcError):
 
 class StopRequested(OrhpcError):
     """The stop file appeared or a stop signal came; the loop unwinds to a commit."""
-
-
-class Preempted(StopRequested):
-    """The scheduler takes the nodes for another job."""
-
-
-class TimeLimit(StopRequested):
-    """The job's time limit is near."""
 
 
 class NodeLost(OrhpcError):
@@ -210,24 +208,18 @@ class Policy:
 
 
 POLICY: dict[type[OrhpcError], Policy] = {
-    ConfigError: Policy(Action.STOP, EXIT_CONFIG),
-    UserCodeError: Policy(Action.STOP, EXIT_CONFIG),
-    PreflightError: Policy(Action.STOP, EXIT_PREFLIGHT),
-    CrashLoop: Policy(Action.STOP, EXIT_CRASH_LOOP),
-    RunDirBusy: Policy(Action.STOP, EXIT_BUSY),
-    StopRequested: Policy(Action.REQUEUE, EXIT_REQUEUE),
-    Preempted: Policy(Action.REQUEUE, EXIT_REQUEUE),
-    TimeLimit: Policy(Action.REQUEUE, EXIT_REQUEUE),
-    NodeLost: Policy(Action.REQUEUE, EXIT_REQUEUE),
-    InfraError: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
-    PortTaken: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
-    StorageRefused: Policy(Action.WAIT, EXIT_REQUEUE),
-    DataError: Policy(Action.END_ROLLOUT, EXIT_FAILED),
-    MalformedToolCall: Policy(Action.ERROR_TURN, EXIT_FAILED),
-    OutOfMemory: Policy(Action.REDO_STEP, EXIT_REQUEUE, budget=3),
-    NonFinite: Policy(Action.SKIP_STEP, EXIT_REQUEUE, budget=1),
-    CheckpointError: Policy(Action.PREVIOUS_COMMIT, EXIT_FAILED),
-    OrhpcError: Policy(Action.STOP, EXIT_FAILED),
+    ConfigError: Policy(Action.END, EXIT_CONFIG),
+    UserCodeError: Policy(Action.END, EXIT_CONFIG),
+    PreflightError: Policy(Action.END, EXIT_PREFLIGHT),
+    CrashLoop: Policy(Action.END, EXIT_CRASH_LOOP),
+    RunDirBusy: Policy(Action.END, EXIT_BUSY),
+    StopRequested: Policy(Action.END, EXIT_REQUEUE),
+    NodeLost: Policy(Action.END, EXIT_REQUEUE),
+    StorageRefused: Policy(Action.END, EXIT_REQUEUE),
+    InfraError: Policy(Action.RESTART, EXIT_REQUEUE, budget=3),
+    OutOfMemory: Policy(Action.RESTART_SMALLER, EXIT_REQUEUE, budget=3),
+    NonFinite: Policy(Action.RESTART, EXIT_REQUEUE, budget=1),
+    OrhpcError: Policy(Action.END, EXIT_FAILED),
 }
 """What is done about each class; a class without a row has its nearest base's."""
 

@@ -25,7 +25,6 @@ from orhpc.errors import (
     EXIT_OK,
     Action,
     OrhpcError,
-    OutOfMemory,
     StopRequested,
     UserCodeError,
     policy_of,
@@ -49,7 +48,7 @@ async def supervise(run: Run, lowered: int | None = None) -> int:
             reached = run.last_step
             failures = failures + 1 if reached <= last_step else 1
             last_step = max(last_step, reached)
-            again = policy.action in (Action.RETRY, Action.REDO_STEP, Action.SKIP_STEP)
+            again = policy.action is not Action.END
             if isinstance(error, StopRequested):
                 run.events.write("stopped", step=reached, reason=str(error))
                 return policy.exit_code
@@ -68,7 +67,7 @@ async def supervise(run: Run, lowered: int | None = None) -> int:
             if not again:
                 return policy.exit_code
             await asyncio.sleep(min(30.0, 2.0**failures))
-            if isinstance(error, OutOfMemory):
+            if policy.action is Action.RESTART_SMALLER:
                 lowered = run.max_tokens = max(1, run.max_tokens // 2)
         else:
             run.events.write("finished", step=run.config.train.steps)

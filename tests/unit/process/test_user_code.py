@@ -60,7 +60,7 @@ def test_a_traceback_without_a_frame_of_the_users_stays_whole() -> None:
 
 def test_the_run_ends_for_good_with_the_code_of_a_wrong_config() -> None:
     policy = policy_of(UserCodeError("x"))
-    assert (policy.action, policy.exit_code) == (Action.STOP, EXIT_CONFIG)
+    assert (policy.action, policy.exit_code) == (Action.END, EXIT_CONFIG)
 
 
 def test_a_recursion_does_not_fill_the_terminal() -> None:
