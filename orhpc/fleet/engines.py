@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +21,7 @@ from orhpc.engine_config import SHARED_MEMORY, SYNC_BUCKETS
 from orhpc.errors import EngineUnavailable, InfraError, RayLost
 from orhpc.fleet.actors import call, call_all, spawn
 from orhpc.launch.placement import EnginePlace, Placement
+from orhpc.models import vocabulary_of
 from orhpc.ports import free_ports
 from orhpc.rollout.client import EngineClient, EnginePool
 from orhpc.rollout.engine import EngineProcess
@@ -73,7 +75,14 @@ async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
 class Engines:
     """All inference engines: consumes weights, serves the workers."""
 
-    def __init__(self, engines: Sequence[Engine], placement: Placement, config: Config, key: str) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        placement: Placement,
+        config: Config,
+        key: str,
+        vocabulary: int | None = None,
+    ) -> None:
         self.config = config
         self._engines = list(engines)
         self._start_timeout_s = config.engine.start_timeout_s
@@ -83,6 +92,7 @@ class Engines:
             key=key,
             request_timeout_s=config.engine.request_timeout_s,
             transfer_timeout_s=config.engine.sync_timeout_s,
+            vocabulary=vocabulary,
             target_only=config.engine.separate_drafter,
         )
         self.router_url: str | None = None
@@ -108,7 +118,8 @@ class Engines:
         """Start every server and wait until all answer."""
         ports = await ports_of_engines(placement, ids)
         engines = [_engine(config, placement, ids, model_dir, logs, key, p, ports) for p in placement.engines]
-        self = cls(engines, placement, config, key)
+        model = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+        self = cls(engines, placement, config, key, vocabulary_of(model))
         await self._bring_up(self._engines)
         if router_wanted(config, len(engines)):
             await self._start_router(placement, ids, logs, key)

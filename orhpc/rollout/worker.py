@@ -106,6 +106,7 @@ class RolloutWorker:
             key=key,
             request_timeout_s=self._config.engine.request_timeout_s,
             route_shape=self._agent.route_shape,
+            vocabulary=self._agent.vocabulary,
             router=router_url,
         )
 
