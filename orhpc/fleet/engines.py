@@ -133,7 +133,8 @@ class Engines:
         there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
         (port,) = await call(there.remote(1, address), "router port", 60.0)
         log, timeout = str(logs / "router.log"), self.config.engine.request_timeout_s
-        self._router = spawn(RouterProcess, ids[node], self.urls, address, port, key, log, timeout)
+        arguments = (self.urls, address, port, key, log, timeout)
+        self._router = spawn(RouterProcess, ids[node], self.config.secret_sources, *arguments)
         await call(self._router.start.remote(), "router start")
         await call(self._router.wait_ready.remote(self._start_timeout_s), "router")
         self.router_url = f"http://{address}:{port}"
@@ -298,7 +299,7 @@ def _engine(
         log = logs / f"engine_{place.index:03d}{f'_{rank}' if rank else ''}.log"
         address, port = placement.nodes[node].address, ports[place.index, node][0]
         arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads, part)
-        starters.append(partial(spawn, EngineProcess, ids[node], *arguments))
+        starters.append(partial(spawn, EngineProcess, ids[node], config.secret_sources, *arguments))
     return Engine(place, f"http://{first}:{ports[place.index, place.node][0]}", starters)
 
 

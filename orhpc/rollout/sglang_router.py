@@ -27,6 +27,7 @@ from orhpc.ports import free_ports
 from orhpc.rollout.engine import ServerProcess
 from orhpc.rollout.sglang_server import end_with_parent
 from orhpc.secrets import read_engine_key
+from orhpc.terminal import protect_server
 
 PACKAGE = "sglang_router"
 _LOOPBACK = "127.0.0.1"
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker-urls", nargs="+", required=True)
     parser.add_argument("--api-key-file", type=Path)
     options = parser.parse_args(argv)
+    protect_server()
     try:
         key = read_engine_key(options.api_key_file)
         end_with_parent()

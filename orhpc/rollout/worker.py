@@ -32,7 +32,6 @@ from orhpc.route_shares import route_layers
 from orhpc.rundir import RunDir
 from orhpc.secrets import resolve_secrets
 from orhpc.storage import is_refusal, refusals
-from orhpc.terminal import protect_process
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
 
 if TYPE_CHECKING:
@@ -81,7 +80,6 @@ class RolloutWorker:
             EnvironmentUnavailable: an environment did not come up in time.
             ConfigError: an environment or the model's chat format is not what the config says.
         """
-        protect_process(self._config.secrets)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
         self._route_layers = route_layers(self._config, self._model_dir)

@@ -27,6 +27,7 @@ from orhpc.rollout.cpu_engine.scheduler import Scheduler
 from orhpc.rollout.cpu_engine.server import EngineServer, ServerInfo
 from orhpc.rollout.cpu_engine.weights import WeightStore
 from orhpc.secrets import read_engine_key
+from orhpc.terminal import protect_server
 
 log = logging.getLogger("orhpc.cpu_engine")
 
@@ -67,6 +68,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Serve until told to stop; returns the exit code."""
     args = parse_arguments(argv)
+    protect_server()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     try:
