@@ -105,6 +105,15 @@ class NodeLost(OrhpcError):
     """A node of the job stopped answering."""
 
 
+class EndedFromOutside(OrhpcError):
+    """Others end the run's attempts again and again; it comes back, but not at once."""
+
+    def __init__(self, message: str, wait_s: int = 0) -> None:
+        """``wait_s``: how long it stays away."""
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
 # --- infrastructure -------------------------------------------------------------------------------
 
 
@@ -219,6 +228,7 @@ POLICY: dict[type[OrhpcError], Policy] = {
     Preempted: Policy(Action.REQUEUE, EXIT_REQUEUE),
     TimeLimit: Policy(Action.REQUEUE, EXIT_REQUEUE),
     NodeLost: Policy(Action.REQUEUE, EXIT_REQUEUE),
+    EndedFromOutside: Policy(Action.REQUEUE, EXIT_REQUEUE),
     InfraError: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
     PortTaken: Policy(Action.RETRY, EXIT_REQUEUE, budget=3),
     StorageRefused: Policy(Action.WAIT, EXIT_REQUEUE),

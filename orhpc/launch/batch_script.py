@@ -159,21 +159,29 @@ case ${about/ JobState=SIGNALING / JobState=RUNNING } in
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
+delay=$(cat "$job_folder/delay" 2>/dev/null)
 if [ -z "$successor" ] && patiently scontrol requeue "$SLURM_JOB_ID"; then
-  # SLURM ends this shell in a moment; nodes can be excluded only while the job is pending.
+  # SLURM ends this shell in a moment; the job can be changed only while it is pending.
   comes_back=$SLURM_JOB_ID code=0
 else
   [ -n "$successor" ] || echo "orhpc: not requeued: $said"
   [ -n "$successor" ] || submit_successor afterany "$@"
   comes_back=$successor
 fi
-if [ -n "$exclude" ] && [ -n "$comes_back" ]; then
-  before=$(field ExcNodeList)
-  [ -z "$before" ] || [ "$before" = "(null)" ] || exclude=$before,$exclude
+change() {
   for _ in 1 2 3 4 5 6 7 8 9 10; do
-    timeout 5 scontrol update JobId="$comes_back" ExcNodeList="$exclude" && break
+    timeout 5 scontrol update JobId="$comes_back" "$1" && return
     sleep 0.5
   done
+}
+if [ -n "$comes_back" ]; then
+  # A time that has not come when the nodes are free is kept; else SLURM sets one of its own.
+  [ -z "$delay" ] || change "StartTime=now+$delay"
+  if [ -n "$exclude" ]; then
+    before=$(field ExcNodeList)
+    [ -z "$before" ] || [ "$before" = "(null)" ] || exclude=$before,$exclude
+    change "ExcNodeList=$exclude"
+  fi
 fi
 exit "$code"
 """

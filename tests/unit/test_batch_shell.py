@@ -164,6 +164,36 @@ def test_a_first_node_that_could_begin_no_attempt_comes_back(shell: Shell) -> No
     assert len(shell.calls("srun")) == 1
 
 
+WAIT = f'{ATTEMPT}; echo 240 >"$ORHPC_JOB_FOLDER/delay"; echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75'
+
+
+def test_a_job_that_is_to_wait_is_changed_once_it_is_pending(shell: Shell) -> None:
+    """SLURM may take a moment to call it so."""
+    shell.program("srun", WAIT)
+    shell.program(
+        "scontrol",
+        f'[ "$1" != update ] || [ "$(grep -c "scontrol update" {shell.folder}/calls)" -gt 2 ] || '
+        '{ echo "Job is no longer pending execution" >&2; exit 1; }\n'
+        f'echo "{RUNNING.format(restarts=0)}"',
+    )
+    assert shell.run().returncode == 0
+    calls = shell.calls("scontrol")
+    assert calls[-4:] == ["requeue 7", *["update JobId=7 StartTime=now+240"] * 3]
+
+
+def test_a_successor_waits_instead_of_the_job(shell: Shell) -> None:
+    shell.program("srun", WAIT)
+    shell.program("scontrol", f'echo "{RUNNING.format(restarts=0).replace("Requeue=1", "Requeue=0")}"')
+    shell.program("sbatch", "echo 8")
+    shell.run()
+    assert shell.calls("scontrol")[-1] == "update JobId=8 StartTime=now+240"
+
+
+def test_a_job_that_need_not_wait_is_not_changed(shell: Shell) -> None:
+    assert shell.run().returncode == 0
+    assert not [call for call in shell.calls("scontrol") if call.startswith("update")]
+
+
 def test_an_interpreter_without_the_package_is_named_once(shell: Shell) -> None:
     bare = shell.folder / "bin/bare"
     bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
