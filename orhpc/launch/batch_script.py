@@ -105,11 +105,21 @@ if [ $((${SLURM_RESTART_COUNT:-0} % 2)) = 1 ]; then
   timeout 60 srun --nodes=1 --ntasks=1 --mpi=none --export=ALL true
 fi
 
-# srun may wait for ever for a node that has lost power and come back.
+# srun may wait for ever: to start tasks (an image to fetch takes long too), or for a node that has lost power
+# and come back.  It is killed then, and the job comes back.
+begin=1800
 limit=120
 limit_srun() {
+  local end=$((SECONDS + begin))
   trap '' TERM USR2
   until [ -s "$job_folder/code" ] || { [ -e "$job_folder/held" ] && flock -n "$job_folder/held" true; }; do
+    if [ ! -e "$job_folder/held" ] && [ "$SECONDS" -ge "$end" ]; then
+      echo "orhpc: srun has not started the first node's task within $begin s: killed; the job comes back"
+      echo 75 >"$job_folder/code"
+      echo 120 >"$job_folder/delay"
+      kill -KILL "$1"
+      return
+    fi
     sleep 2 >/dev/null 2>&1
   done
   sleep "$limit" >/dev/null 2>&1

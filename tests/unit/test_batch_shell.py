@@ -39,7 +39,7 @@ class Shell:
     def run(self, restarts: int = 0, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
         text = (ROOT / "slurm/train.sbatch").read_text()
         for long, short in {"limit=120": "limit=1", "sleep 3": "sleep 0.1", "sleep 2 >": "sleep 0.1 >",
-                            "patience=1800": "patience=20", "sleep 5": "sleep 0.1"}.items():  # fmt: skip
+                            "begin=1800": "begin=2", "patience=1800": "patience=20", "sleep 5": "sleep 0.1"}.items():  # fmt: skip
             assert text.count(long) == 1, long
             text = text.replace(long, short)
         (self.folder / "script").write_text(text)
@@ -143,6 +143,17 @@ def test_an_srun_that_hangs_after_the_first_node_has_left_is_killed(shell: Shell
     assert result.returncode == 0, result.stdout + result.stderr
     assert "srun goes on 1 s after the first node has left: killed" in result.stdout
     assert shell.calls("scontrol")[-1] == "requeue 7"
+
+
+def test_an_srun_that_starts_nothing_is_killed_and_the_job_comes_back_later(shell: Shell) -> None:
+    shell.program("srun", "exec sleep 50")
+    start = time.monotonic()
+    result = shell.run()
+    assert time.monotonic() - start < 20
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "srun has not started the first node's task within 2 s: killed" in result.stdout
+    assert shell.calls("scontrol")[-2:] == ["requeue 7", "update JobId=7 StartTime=now+120"]
+    assert len(shell.calls("srun")) == 1
 
 
 def test_an_srun_is_not_killed_while_the_first_node_works(shell: Shell) -> None:
