@@ -39,7 +39,8 @@ class Shell:
     def run(self, restarts: int = 0, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
         text = (ROOT / "slurm/train.sbatch").read_text()
         for long, short in {"limit=120": "limit=1", "sleep 3": "sleep 0.1", "sleep 2 >": "sleep 0.1 >",
-                            "begin=1800": "begin=2", "patience=1800": "patience=20", "sleep 5": "sleep 0.1"}.items():  # fmt: skip
+                            "begin=1800": "begin=2", "patience=1800": "patience=20",
+                            "sleep 5": "sleep 0.1"}.items():  # fmt: skip
             assert text.count(long) == 1, long
             text = text.replace(long, short)
         (self.folder / "script").write_text(text)
