@@ -103,6 +103,15 @@ class NodeLost(OrhpcError):
     """A node of the job stopped answering."""
 
 
+class EndedFromOutside(OrhpcError):
+    """Others end the run's attempts again and again; it comes back, but not at once."""
+
+    def __init__(self, message: str, wait_s: int = 0) -> None:
+        """``wait_s``: how long it stays away."""
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
 # --- infrastructure -------------------------------------------------------------------------------
 
 
@@ -215,6 +224,7 @@ POLICY: dict[type[OrhpcError], Policy] = {
     RunDirBusy: Policy(Action.END, EXIT_BUSY),
     StopRequested: Policy(Action.END, EXIT_REQUEUE),
     NodeLost: Policy(Action.END, EXIT_REQUEUE),
+    EndedFromOutside: Policy(Action.END, EXIT_REQUEUE),
     StorageRefused: Policy(Action.END, EXIT_REQUEUE),
     InfraError: Policy(Action.RESTART, EXIT_REQUEUE, budget=3),
     OutOfMemory: Policy(Action.RESTART_SMALLER, EXIT_REQUEUE, budget=3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,6 +44,24 @@ def events(*pairs: tuple[str, bytes], headers: tuple[str, ...] = ()) -> Raw:
 def result(value: Any) -> Raw:
     """The answer to a call, as OpenReward's server sends it."""
     return events(("task_id", b"t1"), ("end", json.dumps(value).encode()))
+
+
+def zipped(body: bytes) -> Raw:
+    """Compressed, whether it was asked for or not."""
+    return answer(gzip.compress(body), headers=("Content-Encoding: gzip",))
+
+
+def endless(kind: str, piece: bytes, *, status: str = "200 OK", most: int = 1 << 30) -> Raw:
+    """The same again and again, until the client hangs up or has taken ``most`` bytes."""
+
+    async def write(writer: asyncio.StreamWriter) -> None:
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head.encode())
+        for _ in range(most // len(piece)):
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            await writer.drain()
+
+    return write
 
 
 class Hostile:

@@ -15,7 +15,7 @@ from orhpc.errors import EXIT_OK, ConfigError, PreflightError
 from orhpc.launch import model
 from orhpc.launch.checks import checklist
 from orhpc.launch.command_line import split_words
-from orhpc.launch.slurm import holder, ledger, scheduler
+from orhpc.launch.slurm import back_off, holder, ledger, scheduler
 from orhpc.models.folders import is_hub_name
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
@@ -72,12 +72,31 @@ def _nobody_left(rundir: RunDir, what: str) -> str:
 def describe(rundir: RunDir) -> list[str]:
     """Lines about the run's jobs, how its latest attempts ended, and whether anybody works on it."""
     standing = Standing.of(rundir)
-    lines = [f"job {job}: {state.lower()}" for job, state in standing.jobs.items()]
+    lines = [
+        f"job {job}: {state.lower()}{_not_before(rundir, job, state)}" for job, state in standing.jobs.items()
+    ]
     lines += [
         f"attempt {o.attempt} ended: {o.reason}, step {o.step} committed. {o.detail}".rstrip()
         for o in ledger.known(rundir)[-5:]
     ]
     return lines + ([standing.line] if standing.line is not None else [])
+
+
+def _not_before(rundir: RunDir, job: str, state: str) -> str:
+    """Until when a waiting job stays away, and why where the run has asked for it."""
+    if state != "PENDING":
+        return ""
+    try:
+        info = scheduler.job_info(job)
+    except PreflightError:
+        info = None  # its state is known, which is the more important
+    eligible = info.time_of("EligibleTime") if info is not None else None
+    if eligible is None or eligible <= time.time():
+        return ""
+    outcomes = ledger.known(rundir)
+    why = back_off.due(outcomes, outcomes[-1].chain or "") if outcomes else None
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(eligible))
+    return f", not before {clock}" + (f": {why}" if why is not None else "")
 
 
 def add_cancel(parser: argparse.ArgumentParser) -> None:

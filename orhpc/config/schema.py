@@ -276,6 +276,11 @@ class Config(Section):
             self.rollout.record_routes and self.train.replay_rollouts is None
         )
 
+    @property
+    def secret_sources(self) -> list[dict[str, str | None]]:
+        """Where all secrets of the run come from: those of all environments, and each one's own."""
+        return [self.secrets, *(e.secrets for e in self.environments.values())]
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for problem in _contradictions(self):

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, help="token budget after the host ran out of memory")
     options = parser.parse_args(arguments)
     run = Run(RunDir(options.run_dir), options.attempt, options.stop_file)
-    protect_process(run.config.secrets, *(s.secrets for s in run.config.environments.values()))
+    protect_process(*run.config.secret_sources)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     try:
         ray_connect(run.placement, run.folder / "ray.token")

@@ -20,6 +20,7 @@ import numpy as np
 from orhpc.config import Config
 from orhpc.driver.fleet import Engines, Trainers
 from orhpc.errors import InfraError, ModelError
+from orhpc.models import vocabulary_of
 from orhpc.train.actor import TrainerRank
 from orhpc.types import Generation, Sampling
 
@@ -49,8 +50,8 @@ class Answer:
 async def ask(engines: Engines, config: Config, model_dir: str) -> list[Answer]:
     """Have the engines sample; none where they cannot be asked, which is logged."""
     values: Mapping[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
+    vocabulary = vocabulary_of(values) or 256
     values = {**values, **(values.get("text_config") or {})}
-    vocabulary = int(values.get("vocab_size") or 256)  # where the config leaves it to the family's default
     generator = random.Random(7919)
     prompts: dict[str, list[int]] = {}
     for index, url in enumerate(engines.urls[:MOST_ENGINES]):

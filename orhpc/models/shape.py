@@ -329,6 +329,15 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     return _shape(family, config)
 
 
+def vocabulary_of(config: Mapping[str, Any]) -> int | None:
+    """How many token ids a model has; None where a config of an unknown family does not say."""
+    try:
+        return shape_of(config).vocabulary
+    except ModelError:
+        size = (config.get("text_config") or config).get("vocab_size")
+        return size if isinstance(size, int) else None
+
+
 def _shape(family: Family, config: Mapping[str, Any]) -> ModelShape:
     values: dict[str, Any] = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
     # Null is a value of its own where a family leaves a part out.

@@ -86,7 +86,10 @@ def _read_file(name: str, path: Path) -> str:
 
 
 def read_engine_key(path: Path | None) -> str | None:
-    """The key of an engine, in a file that nobody else can read; None without a file; raises ConfigError."""
+    """The key of an engine, in a file that nobody else can read; None without a file; raises ConfigError.
+
+    It is redacted from now on.
+    """
     if path is None:
         return None
     try:
@@ -97,6 +100,7 @@ def read_engine_key(path: Path | None) -> str | None:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
     if not key:
         raise ConfigError(f"--api-key-file {path} is empty")
+    remember_secrets([key])
     return key
 
 

@@ -43,6 +43,7 @@ from orhpc.errors import (
     OrhpcError,
     PromptTooLong,
 )
+from orhpc.models import vocabulary_of
 from orhpc.process.user_code import user_error
 from orhpc.rollout import turn_calls
 from orhpc.rollout.chat import ChatFormat, chat_format
@@ -122,6 +123,8 @@ class Agent:
     chat: ChatFormat
     route_shape: RouteShape | None
     """What the model's expert routes look like; None for a dense model."""
+    vocabulary: int | None
+    """How many token ids the model has; None: its config does not say."""
     function: AgentFunction
     reward: Callable[[Rollout], float | Awaitable[float]] | None
     _attempts: Iterator[int]
@@ -197,6 +200,7 @@ def load_agent(config: Config, model_dir: str) -> Agent:
         config=config,
         chat=chat_format(config.model, tokenizer, required=custom is None),
         route_shape=routes,
+        vocabulary=vocabulary_of(model),
         function=load_function(custom, "rollout.custom_agent") if custom else run_rollout,
         reward=load_function(reward, "rollout.custom_reward") if reward else None,
         _attempts=itertools.count(),

@@ -23,7 +23,6 @@ from orhpc.errors import BadTask, InfraError, OrhpcError, RecordError, StorageRe
 from orhpc.plan.layout import route_layers
 from orhpc.process.garbage import leave_loaded
 from orhpc.process.secrets import resolve_secrets
-from orhpc.process.terminal import protect_process
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment.rewards import with_group_score
@@ -81,7 +80,6 @@ class RolloutWorker:
             EnvironmentUnavailable: an environment did not come up in time.
             ConfigError: an environment or the model's chat format is not what the config says.
         """
-        protect_process(self._config.secrets)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
         self._route_layers = route_layers(self._config, self._model_dir)
@@ -106,6 +104,7 @@ class RolloutWorker:
             key=key,
             request_timeout_s=self._config.engine.request_timeout_s,
             route_shape=self._agent.route_shape,
+            vocabulary=self._agent.vocabulary,
             router=router_url,
         )
 

@@ -19,13 +19,13 @@ _FIRST_UID = 61234
 class Stranger:
     """Another user's process, which does what tests tell it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *enter: str) -> None:
+        """``enter``: words before the command, to be on another machine than this."""
         taken = {entry.pw_uid for entry in pwd.getpwall()}
         uid = next(i for i in range(_FIRST_UID, _FIRST_UID + 1000) if i not in taken)
         program = Path(__file__).with_name("stranger.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(program), str(uid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        words = [*enter, sys.executable, str(program), str(uid)]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._answer() == {"ready": uid}
 
     def _answer(self) -> Any:

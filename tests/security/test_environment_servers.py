@@ -16,6 +16,7 @@ import pytest
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.config.files import load_config
 from orhpc.environments.server import main
+from orhpc.errors import PortTaken
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.first_node import write_secret
 from orhpc.plan.placement import Node
@@ -149,6 +150,23 @@ def test_a_held_port_is_refused_and_cannot_be_taken(stranger: Stranger) -> None:
         stop_listening(held)  # a server that ended before it listened
     held.close()
     hold_port("127.0.0.1", port).close()  # although connections there are still ending
+
+
+def test_a_port_that_a_stranger_listens_at_as_it_is_bound_is_refused(
+    stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment SO_REUSEADDR lets another user bind it too."""
+    bind = socket.socket.bind
+
+    def bind_and_be_late(self: socket.socket, address: tuple[str, int]) -> None:
+        monkeypatch.undo()
+        bind(self, address)
+        assert stranger("take", *address) == ""
+
+    (port,) = free_ports(1, "127.0.0.1")
+    monkeypatch.setattr(socket.socket, "bind", bind_and_be_late)
+    with pytest.raises(PortTaken, match=str(port)):
+        hold_port("127.0.0.1", port)
 
 
 def test_a_server_without_a_key_listens_on_loopback_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,10 +259,15 @@ class Cluster:
         inner = (self.root / f"slurmd.n{i}.inner").read_text().strip()
         self.on_node(i, "kill", "-KILL", inner)
 
+    def enter(self, i: int) -> list[str]:
+        """What a command has to begin with to run on a node."""
+        return ["nsenter", "-t", str(self._nodes[i][1]), "-n", "-p", "-m"]
+
     def on_node(self, i: int, *command: str) -> str:
         """Run a command on a node, outside any job; returns what it prints."""
-        enter = ["nsenter", "-t", str(self._nodes[i][1]), "-n", "-p", "-m"]
-        return subprocess.run([*enter, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
+        return subprocess.run(
+            [*self.enter(i), *command], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
 
     def start_slurmd(self, i: int) -> None:
         """Start slurmd again on a node where it was killed, as a service manager does: until it stays up.

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.errors import OrhpcError, OutOfMemory, RayLost, StorageRefused
 from orhpc.plan.placement import Node
+from orhpc.process.terminal import SecretSources, protect_process
 from orhpc.rundir.storage import NO_SERVER
 
 POLL_S = 0.2
@@ -59,9 +60,21 @@ async def call_all(
     return list(await asyncio.gather(*(call(r, f"{what} {i}", timeout_s) for i, r in enumerate(references))))
 
 
-def spawn(kind: type[Any], node_id: str, *args: Any, **options: Any) -> ActorHandle[Any]:
-    """Start an actor on a node; Ray never restarts it, and never retries its calls."""
-    remote: Any = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, **options)(kind)
+def spawn(
+    kind: type[Any], node_id: str, secrets: SecretSources, *args: Any, **options: Any
+) -> ActorHandle[Any]:
+    """Start an actor on a node; Ray never restarts it, and never retries its calls.
+
+    ``secrets``: of the config, which its process keeps out of what it logs and prints.
+    """
+
+    class Protected(kind):
+        def __init__(self, *args: Any) -> None:
+            protect_process(*secrets)
+            super().__init__(*args)
+
+    Protected.__name__ = Protected.__qualname__ = kind.__name__  # what Ray calls the process
+    remote: Any = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, **options)(Protected)
     return remote.options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
     ).remote(*args)

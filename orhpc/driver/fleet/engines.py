@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from orhpc.config import Config
 from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.driver.fleet.actors import call, call_all, spawn
 from orhpc.errors import EngineUnavailable, InfraError, RayLost
+from orhpc.models import vocabulary_of
 from orhpc.plan.placement import EnginePlace, Placement
 from orhpc.process.ports import free_ports
 from orhpc.rollout.client import EngineClient, EnginePool
@@ -74,7 +76,14 @@ async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
 class Engines:
     """All inference engines: consumes weights, serves the workers."""
 
-    def __init__(self, engines: Sequence[Engine], placement: Placement, config: Config, key: str) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        placement: Placement,
+        config: Config,
+        key: str,
+        vocabulary: int | None = None,
+    ) -> None:
         self.config = config
         self._engines = list(engines)
         self._start_timeout_s = config.engine.start_timeout_s
@@ -84,6 +93,7 @@ class Engines:
             key=key,
             request_timeout_s=config.engine.request_timeout_s,
             transfer_timeout_s=config.engine.sync_timeout_s,
+            vocabulary=vocabulary,
             target_only=config.engine.separate_drafter,
         )
         self.router_url: str | None = None
@@ -109,7 +119,8 @@ class Engines:
         """Start every server and wait until all answer."""
         ports = await ports_of_engines(placement, ids)
         engines = [_engine(config, placement, ids, model_dir, logs, key, p, ports) for p in placement.engines]
-        self = cls(engines, placement, config, key)
+        model = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+        self = cls(engines, placement, config, key, vocabulary_of(model))
         await self._bring_up(self._engines)
         if router_wanted(config, len(engines)):
             await self._start_router(placement, ids, logs, key)
@@ -123,7 +134,8 @@ class Engines:
         there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
         (port,) = await call(there.remote(1, address), "router port", 60.0)
         log, timeout = str(logs / "router.log"), self.config.engine.request_timeout_s
-        self._router = spawn(RouterProcess, ids[node], self.urls, address, port, key, log, timeout)
+        arguments = (self.urls, address, port, key, log, timeout)
+        self._router = spawn(RouterProcess, ids[node], self.config.secret_sources, *arguments)
         await call(self._router.start.remote(), "router start")
         await call(self._router.wait_ready.remote(self._start_timeout_s), "router")
         self.router_url = f"http://{address}:{port}"
@@ -288,7 +300,7 @@ def _engine(
         log = logs / f"engine_{place.index:03d}{f'_{rank}' if rank else ''}.log"
         address, port = placement.nodes[node].address, ports[place.index, node][0]
         arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads, part)
-        starters.append(partial(spawn, EngineProcess, ids[node], *arguments))
+        starters.append(partial(spawn, EngineProcess, ids[node], config.secret_sources, *arguments))
     return Engine(place, f"http://{first}:{ports[place.index, place.node][0]}", starters)
 
 

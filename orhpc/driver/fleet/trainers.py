@@ -50,7 +50,7 @@ class Trainers:
         world = len(placement.trainers)
         ranks = [
             spawn(
-                TrainerRank, ids[t.node], config, model_dir, t.rank, world, t.threads,
+                TrainerRank, ids[t.node], config.secret_sources, config, model_dir, t.rank, world, t.threads,
                 t.device if config.placement.device == "cuda" else None,
                 # Training stays on one thread, which owns torch's thread count; a stop reaches it there.
                 concurrency_groups={_CONTROL: 1},

@@ -74,7 +74,7 @@ async def start_workers(
         urls = placement.environments_of(w.index)
         arguments = (config, model_dir, w.index, str(rundir.path), attempt, urls, environment_key)
         together = config.rollout.max_concurrent + 8
-        actor = spawn(RolloutWorker, ids[w.node], *arguments, max_concurrency=together)
+        actor = spawn(RolloutWorker, ids[w.node], config.secret_sources, *arguments, max_concurrency=together)
         handles.append(WorkerHandle(actor, w.index))
     await asyncio.gather(*(h.call(RolloutWorker.open) for h in handles))
     return handles

@@ -23,6 +23,7 @@ from orhpc.errors import (
     EXIT_FAILED,
     EXIT_OK,
     CrashLoop,
+    EndedFromOutside,
     NodeLost,
     OrhpcError,
     PreflightError,
@@ -40,7 +41,7 @@ from orhpc.launch.node.network_variables import bypass_proxies, say, use_address
 from orhpc.launch.node.other_node import other_node
 from orhpc.launch.node.ray_cluster import RayNode
 from orhpc.launch.node.scratch import sweep_job_folders
-from orhpc.launch.slurm import holder, ledger, scheduler
+from orhpc.launch.slurm import back_off, holder, ledger, scheduler
 from orhpc.launch.slurm.batch_output import BatchOutput
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.ledger import Outcome, Reason
@@ -73,12 +74,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             first = FirstNode(job, config)
             code = first.run()
     except OrhpcError as error:
-        say(f"{type(error).__name__}: {error}")
+        if not isinstance(error, EndedFromOutside):
+            say(f"{type(error).__name__}: {error}")
         code = policy_of(error).exit_code
+        if job is not None and job.rank == 0 and not (job.folder / "attempt").exists():
+            _stay_away(job, error)
     if job is not None and job.rank == 0 and job.folder.is_dir():
         (job.folder / "code").write_text(str(code))
     # A failing task has srun end its step, and the newer start's step has the same name.
     return EXIT_OK if first is not None and first.superseded else code
+
+
+def _stay_away(job: Job, error: OrhpcError) -> None:
+    """Have a job that could begin no attempt come back later, where it would only fail again."""
+    if isinstance(error, StorageRefused):
+        error = back_off.before_any_attempt(job)
+    if isinstance(error, EndedFromOutside) and job.folder.is_dir():
+        say(back_off.request(job, error))
 
 
 class Superseded(NodeLost):
@@ -164,11 +176,16 @@ class FirstNode:
         """
         checklist.require(checklist.of_config(self.config))
         holder.claim(self.rundir, self.job.id)
+        newest = self.rundir.newest_attempt()
+        was_silent = newest > 0 and ledger.outcome_of(self.rundir, newest) is None
         outcomes = ledger.read(self.rundir)
         if outcomes and outcomes[-1].reason is Reason.OUT_OF_MEMORY:
             self.max_tokens = self._lower_budget(outcomes[-1].attempt)
         if problem := ledger.exhausted(outcomes, self.job.chain):
             raise CrashLoop(problem)
+        # What ended without a word could ask for no delay.  The next start finds its outcome, and goes on.
+        if was_silent and outcomes[-1:] and outcomes[-1].attempt == newest:
+            back_off.require(outcomes, self.job.chain)
         for change in prepare.write_config(self.rundir, self.config):
             say(f"changed since the last start: {change}")
         self._sweep()
@@ -240,11 +257,14 @@ class FirstNode:
         if error is not None:
             ended.kind, ended.problem = type(error).__name__, f"{type(error).__name__}: {error}"
         ended.memory, ended.nodes, ended.lost = self._memory_at_end(status), self.others, self.lost
-        outcome = self._given_up(ended.outcome())
+        before = ledger.read(self.rundir, attempt - 1)
+        outcome = self._given_up(ended.outcome(), before)
         ledger.write(self.rundir, outcome)
         say(f"attempt {attempt} ended: {outcome.reason}, step {outcome.step} committed. {outcome.detail}")
         if outcome.given_up is not None:
             say(f"CrashLoop: {outcome.given_up}")
+        elif (why := back_off.due([*before, outcome], self.job.chain)) and self.job.folder.is_dir():
+            say(back_off.request(self.job, why))
         if ended.lost and self.job.folder.is_dir():
             (self.job.folder / "exclude").write_text(",".join(sorted(set(ended.lost))))
         self._code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
@@ -257,11 +277,10 @@ class FirstNode:
             found = self._watch.verdict_on_machine(self.job.node_name)
         return found or ""
 
-    def _given_up(self, outcome: Outcome) -> Outcome:
+    def _given_up(self, outcome: Outcome, before: Sequence[Outcome]) -> Outcome:
         """The outcome, with the exit code of a crash loop where it has used up the job's budget."""
         if outcome.exit_code in (EXIT_OK, EXIT_CONFIG):
             return outcome
-        before = ledger.read(self.rundir, outcome.attempt - 1)
         spent = ledger.exhausted([*before, outcome], self.job.chain)
         return outcome if spent is None else replace(outcome, exit_code=EXIT_CRASH_LOOP, given_up=spent)
 

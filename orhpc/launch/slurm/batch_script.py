@@ -105,11 +105,21 @@ if [ $((${SLURM_RESTART_COUNT:-0} % 2)) = 1 ]; then
   timeout 60 srun --nodes=1 --ntasks=1 --mpi=none --export=ALL true
 fi
 
-# srun may wait for ever for a node that has lost power and come back.
+# srun may wait for ever: to start tasks (an image to fetch takes long too), or for a node that has lost power
+# and come back.  It is killed then, and the job comes back.
+begin=1800
 limit=120
 limit_srun() {
+  local end=$((SECONDS + begin))
   trap '' TERM USR2
   until [ -s "$job_folder/code" ] || { [ -e "$job_folder/held" ] && flock -n "$job_folder/held" true; }; do
+    if [ ! -e "$job_folder/held" ] && [ "$SECONDS" -ge "$end" ]; then
+      echo "orhpc: srun has not started the first node's task within $begin s: killed; the job comes back"
+      echo 75 >"$job_folder/code"
+      echo 120 >"$job_folder/delay"
+      kill -KILL "$1"
+      return
+    fi
     sleep 2 >/dev/null 2>&1
   done
   sleep "$limit" >/dev/null 2>&1
@@ -159,21 +169,29 @@ case ${about/ JobState=SIGNALING / JobState=RUNNING } in
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
+delay=$(cat "$job_folder/delay" 2>/dev/null)
 if [ -z "$successor" ] && patiently scontrol requeue "$SLURM_JOB_ID"; then
-  # SLURM ends this shell in a moment; nodes can be excluded only while the job is pending.
+  # SLURM ends this shell in a moment; the job can be changed only while it is pending.
   comes_back=$SLURM_JOB_ID code=0
 else
   [ -n "$successor" ] || echo "orhpc: not requeued: $said"
   [ -n "$successor" ] || submit_successor afterany "$@"
   comes_back=$successor
 fi
-if [ -n "$exclude" ] && [ -n "$comes_back" ]; then
-  before=$(field ExcNodeList)
-  [ -z "$before" ] || [ "$before" = "(null)" ] || exclude=$before,$exclude
+change() {
   for _ in 1 2 3 4 5 6 7 8 9 10; do
-    timeout 5 scontrol update JobId="$comes_back" ExcNodeList="$exclude" && break
+    timeout 5 scontrol update JobId="$comes_back" "$1" && return
     sleep 0.5
   done
+}
+if [ -n "$comes_back" ]; then
+  # A time that has not come when the nodes are free is kept; else SLURM sets one of its own.
+  [ -z "$delay" ] || change "StartTime=now+$delay"
+  if [ -n "$exclude" ]; then
+    before=$(field ExcNodeList)
+    [ -z "$before" ] || [ "$before" = "(null)" ] || exclude=$before,$exclude
+    change "ExcNodeList=$exclude"
+  fi
 fi
 exit "$code"
 """

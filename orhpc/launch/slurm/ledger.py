@@ -131,6 +131,17 @@ def _judge(rundir: RunDir, number: int, facts: dict[str, Any], before: int) -> O
     return Outcome(number, reason, step, detail, code, facts.get("chain"))
 
 
+def since_progress(outcomes: Sequence[Outcome], chain: str) -> list[Outcome]:
+    """The job's attempts since the last one that made a new step, newest first."""
+    found: list[Outcome] = []
+    for i in range(len(outcomes) - 1, -1, -1):
+        before = outcomes[i - 1].step if i else 0
+        if outcomes[i].chain != chain or outcomes[i].step > before:
+            break
+        found.append(outcomes[i])
+    return found
+
+
 def exhausted(outcomes: Sequence[Outcome], chain: str) -> str | None:
     """One line when the job's budgets are used up, else None.
 
@@ -139,11 +150,7 @@ def exhausted(outcomes: Sequence[Outcome], chain: str) -> str | None:
     """
     counted: dict[Reason, Outcome] = {}
     numbers: dict[Reason, int] = {}
-    for i in range(len(outcomes) - 1, -1, -1):
-        outcome = outcomes[i]
-        before = outcomes[i - 1].step if i else 0
-        if outcome.chain != chain or outcome.step > before:
-            break
+    for outcome in since_progress(outcomes, chain):
         counted.setdefault(outcome.reason, outcome)
         numbers[outcome.reason] = numbers.get(outcome.reason, 0) + 1
     for reason, budget in BUDGETS.items():

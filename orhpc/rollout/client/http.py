@@ -11,6 +11,13 @@ import aiohttp
 import orjson
 
 from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
+from orhpc.rollout.client.connections import (
+    CONTROL_BYTES,
+    HEALTH_BYTES,
+    Connections,
+    generation_bytes,
+    read_answer,
+)  # fmt: skip
 from orhpc.rollout.client.dialect import (
     BEGIN_UPDATE,
     END_UPDATE,
@@ -41,36 +48,12 @@ _DRAIN_S = 30.0
 _TOO_LONG = ("context length", "maximum allowed length", "input is too long")
 
 
-class Connections:
-    """One aiohttp session for all engines, opened in the event loop that first uses it."""
-
-    def __init__(self, key: str | None) -> None:
-        self.authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
-        """Header of every request but those for ``/health``."""
-        self._session: aiohttp.ClientSession | None = None
-
-    def session(self) -> aiohttp.ClientSession:
-        """The open session."""
-        if self._session is None:
-            # Concurrency is bounded by the callers; a second bound here would only hide their waiting.
-            # SGLang drops connections after 5 idle seconds; dropping them first avoids writing to a dead one.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-            headers = {"Content-Type": "application/json"}
-            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
-        return self._session
-
-    async def close(self) -> None:
-        """Close it; a later call opens another."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-
 class EngineClient:
     """SGLang's native protocol to one engine.
 
     ``request_timeout_s`` bounds a generation, ``control_timeout_s`` a control call and
-    ``transfer_timeout_s`` a weight transfer.  ``route_shape`` is needed to ask for expert routes.
+    ``transfer_timeout_s`` a weight transfer.  ``route_shape`` is needed to ask for expert routes,
+    ``vocabulary``, how many ids there are, to refuse others.
     ``target_only``: weights that are sent are none of the drafter's, which has a model of its own.
 
     Every call raises EngineUnavailable when the engine cannot be reached, answers with a server error
@@ -86,12 +69,14 @@ class EngineClient:
         control_timeout_s: float = 120.0,
         transfer_timeout_s: float = 600.0,
         route_shape: RouteShape | None = None,
+        vocabulary: int | None = None,
         connections: Connections | None = None,
         target_only: bool = False,
     ) -> None:
         self._target_only = target_only
         self.url = url.rstrip("/")
         self.route_shape = route_shape
+        self._vocabulary = vocabulary
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
@@ -124,7 +109,10 @@ class EngineClient:
         body = generate_body(prompt_ids, sampling, rid=rid, routes_start=routes_start)
         try:
             headers = None if routing_key is None else {ROUTING_KEY: routing_key}
-            data = await self._send("POST", "/generate", body, self._request_timeout_s, headers)
+            limit = generation_bytes(
+                len(prompt_ids), sampling, None if routes_start is None else self.route_shape
+            )
+            data = await self._send("POST", "/generate", body, self._request_timeout_s, headers, limit)
         except _TimedOut:
             await self._abort_quietly(rid)
             raise
@@ -136,6 +124,7 @@ class EngineClient:
                 prompt_tokens=len(prompt_ids),
                 routes_start=routes_start,
                 route_shape=self.route_shape,
+                vocabulary=self._vocabulary,
             )
 
         return read() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(read)
@@ -155,7 +144,7 @@ class EngineClient:
 
     async def health(self, timeout_s: float = 10.0) -> None:
         """Return when the engine says that it is healthy."""
-        await self._send("GET", "/health", None, timeout_s)
+        await self._send("GET", "/health", None, timeout_s, limit=HEALTH_BYTES)
 
     async def health_generate(self, timeout_s: float = 60.0) -> None:
         """Return when the engine has computed a token."""
@@ -357,6 +346,7 @@ class EngineClient:
         body: bytes | None,
         timeout_s: float,
         headers: dict[str, str] | None = None,
+        limit: int = CONTROL_BYTES,
     ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         session = self._connections.session()
@@ -366,14 +356,14 @@ class EngineClient:
             async with session.request(
                 method, self.url + path, data=body, timeout=timeout, headers=headers, allow_redirects=False
             ) as response:
-                data, status = await response.read(), response.status
+                data = await read_answer(response, limit, f"engine {self.url}: {path}")
         except TimeoutError as error:
             raise _TimedOut(f"engine {self.url}: {path} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"engine {self.url}: {path}: {error or type(error).__name__}") from error
-        if status == 200:
+        if response.status == 200:
             return data
-        raise self._refusal(path, status, data)
+        raise self._refusal(path, response.status, data)
 
     def _refusal(self, path: str, status: int, data: bytes) -> Exception:
         message = error_message(data)

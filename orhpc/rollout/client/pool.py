@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError
-from orhpc.rollout.client.http import Connections, EngineClient
+from orhpc.rollout.client.connections import Connections
+from orhpc.rollout.client.http import EngineClient
 from orhpc.rollout.client.wire import TokenIds
 from orhpc.types import Generation, Sampling
 from orhpc.wire.routes import RouteShape
@@ -56,6 +57,7 @@ class EnginePool:
         key: str | None,
         request_timeout_s: float,
         route_shape: RouteShape | None = None,
+        vocabulary: int | None = None,
         retries: int = 3,
         recovery_s: float = 60.0,
         probe_interval_s: float = 1.0,
@@ -76,6 +78,7 @@ class EnginePool:
             control_timeout_s=control_timeout_s,
             transfer_timeout_s=transfer_timeout_s,
             route_shape=route_shape,
+            vocabulary=vocabulary,
             connections=self._connections,
             target_only=target_only,
         )

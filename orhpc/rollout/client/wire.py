@@ -8,7 +8,6 @@ log-probability.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -55,9 +54,15 @@ def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_
 
 
 def read_generation(
-    data: bytes, url: str, *, prompt_tokens: int, routes_start: int | None, route_shape: RouteShape | None
+    data: bytes,
+    url: str,
+    *,
+    prompt_tokens: int,
+    routes_start: int | None,
+    route_shape: RouteShape | None,
+    vocabulary: int | None,
 ) -> Generation:
-    """Decode the answer to :func:`generate_body`.
+    """Decode the answer to :func:`generate_body`; ``vocabulary``: how many ids there are, where it is known.
 
     Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for absent or
     impossible routes.
@@ -67,7 +72,7 @@ def read_generation(
         reason = meta["finish_reason"]
         finish = FinishReason(reason["type"])
         sampled = meta.get("output_token_logprobs") or []
-        tokens = np.fromiter((index(entry[1]) for entry in sampled), dtype=np.int32, count=len(sampled))
+        tokens = np.fromiter((_id(entry[1]) for entry in sampled), dtype=np.int32, count=len(sampled))
         logprobs = np.fromiter((entry[0] for entry in sampled), dtype=np.float32, count=len(sampled))
         version = read_version(meta.get("weight_version"), url)
         completion = int(meta["completion_tokens"])
@@ -75,8 +80,10 @@ def read_generation(
     except _MALFORMED as error:
         said = " ".join(repr(error).split())[:200]
         raise EngineUnavailable(f"engine {url}: its answer is not SGLang's: {said}") from error
-    if (tokens < 0).any():
-        raise EngineUnavailable(f"engine {url}: a sampled token has a negative id")
+    # Trainers look every id up in the embedding, where one outside of it ends them.
+    limit = np.iinfo(np.int32).max if vocabulary is None else vocabulary
+    if (bad := tokens[(tokens < 0) | (tokens >= limit)]).size:
+        raise EngineUnavailable(f"engine {url}: it sampled the id {bad[0]}, ids are 0 .. {limit - 1}")
     if not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
     if completion != len(tokens):
@@ -97,6 +104,12 @@ def read_generation(
         routes=routes,
         routes_start=routes_start or 0,
     )
+
+
+def _id(value: Any) -> int:
+    if type(value) is not int:  # True would be 1
+        raise TypeError(f"{value!r} is no token's id")
+    return value
 
 
 def parsed(data: bytes, what: str) -> Any:

@@ -27,6 +27,7 @@ from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError, EngineUnavailable, PortTaken
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.ports import hold_port, stop_listening
+from orhpc.process.terminal import to_server
 from orhpc.rollout.client import EngineClient
 from orhpc.rollout.engines.sglang_command import EnginePart, arguments, sglang_options
 
@@ -279,7 +280,7 @@ def _thread_share(config: Config) -> int:
 
 def server_environment(config: Config, part: EnginePart) -> dict[str, str]:
     """Variables of the server's process: its GPUs, and what SGLang reads from nowhere else."""
-    environment = dict(os.environ)
+    environment = {**os.environ, **to_server(config.secret_sources)}
     if config.placement.device == "cpu":
         return environment
     environment[VARIABLE] = visible_devices(part.devices, environment)

@@ -25,6 +25,7 @@ from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.process.ports import free_ports
 from orhpc.process.secrets import read_engine_key
+from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.process import ServerProcess
 from orhpc.rollout.engines.sglang_server import end_with_parent
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker-urls", nargs="+", required=True)
     parser.add_argument("--api-key-file", type=Path)
     options = parser.parse_args(argv)
+    protect_server()
     try:
         key = read_engine_key(options.api_key_file)
         end_with_parent()

@@ -33,6 +33,7 @@ from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.process.keyed_server import require_key_of_uvicorn
 from orhpc.process.ports import inherited_socket
 from orhpc.process.secrets import read_engine_key
+from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.sglang_command import RENAMED
 
 _WATCH_S = 1.0
@@ -44,6 +45,7 @@ _ALL_SPARSE = ("qwen2_moe", "qwen3_moe")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; a wrong option or key file is one line and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    protect_server()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         own, words = split_own(arguments)
@@ -117,7 +119,6 @@ def parse(words: Sequence[str], key: str | None) -> Any:
         raise ConfigError(f"engine: SGLang {sglang.__version__} refuses its options: {error}") from error
     if key is not None:
         raw.api_key = key
-        redact(key)
     try:
         return ServerArgs.from_cli_args(raw)
     except (ValueError, AssertionError) as error:
@@ -160,20 +161,6 @@ def _other_name(option: str, known: set[str], who: str) -> str:
     raise ConfigError(f"engine.extra.{name}: {who} has no option {option}{hint}")
 
 
-def redact(key: str) -> None:
-    """Keep the key out of every log record of this process: SGLang logs all of its settings."""
-    make = logging.getLogRecordFactory()
-
-    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = make(*args, **kwargs)
-        text = made.getMessage()
-        if key in text:
-            made.msg, made.args = text.replace(key, "[redacted]"), ()
-        return made
-
-    logging.setLogRecordFactory(record)
-
-
 def end_with_parent() -> None:
     """End when the process that started this one ends, however it does."""
     parent = os.getppid()
@@ -190,3 +177,5 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+if __name__ == "__mp_main__":  # SGLang's own processes, which multiprocessing has import this one's program
+    protect_server()

@@ -198,7 +198,10 @@ def test_the_run_itself_is_fine(run: RunDir, capsys: pytest.CaptureFixture[str])
     assert cli.main(["report", str(run.path)]) == EXIT_OK
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\x00", b"[" * 3000])
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b"3", b"\xff\x00", b"[" * 3000,
+    b"{\n", b"3\n", b"\xff\x00\n", b"[" * 3000 + b"\n",  # as whole lines, of a file that has lines
+])  # fmt: skip
 def test_a_damaged_file_of_a_run_is_no_traceback(
     run: RunDir, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,7 @@ def test_an_engine_of_two_nodes_is_one_server_with_a_process_on_each() -> None:
         assert url == f"http://10.0.0.{home + 1}:{20000 + number}"
         assert [args[1] for args in started] == [f"id{home}", f"id{home + 1}"]
         for rank, args in enumerate(started):
-            _, _, _, model, address, port, key, log, index, _, part = args
+            _, _, _, _, model, address, port, key, log, index, _, part = args
             assert (model, address, port, key, index) == (
                 "/model", f"10.0.0.{home + rank + 1}", 20000 + number, "key", number,
             )  # fmt: skip

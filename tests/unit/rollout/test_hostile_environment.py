@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import resource
 import time
@@ -22,7 +21,20 @@ from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.transcript import RolloutRequest
 from orhpc.rundir.record import write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
-from tests.hostile import PROMPT, RESULT, TOOLS, Hostile, Raw, answer, as_json, events, hostile_server, result
+from tests.hostile import (
+    PROMPT,
+    RESULT,
+    TOOLS,
+    Hostile,
+    Raw,
+    answer,
+    as_json,
+    endless,
+    events,
+    hostile_server,
+    result,
+    zipped,
+)  # fmt: skip
 from tests.scripted import QWEN, Policy, chat, context
 
 pytestmark = pytest.mark.slow
@@ -196,10 +208,6 @@ def test_a_broken_answer_is_the_rollouts_failure(server: Hostile, path: str, sha
     assert len(said) < 1000
 
 
-def zipped(body: bytes) -> Raw:
-    return answer(gzip.compress(body), headers=("Content-Encoding: gzip",))
-
-
 ODD_BUT_VALID = [
     ("images", "/prompt", as_json([*PROMPT, {"type": "image", "data": "", "mimeType": None}])),
     ("a newer field", "/prompt", as_json([{"type": "text", "text": "Do it.", "style": {}}])),
@@ -251,17 +259,6 @@ def test_a_count_of_tasks_is_a_number_that_fits(server: Hostile, value: Any) -> 
         asyncio.run(count())
 
 
-async def _endless(writer: asyncio.StreamWriter, kind: str, piece: bytes) -> None:
-    writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-    while True:
-        writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-        await writer.drain()
-
-
-def endless(kind: str, piece: bytes) -> Raw:
-    return lambda writer: _endless(writer, kind, piece)
-
-
 CHUNK = b"event: chunk\ndata: " + b"x" * 9999 + b"\n\n"
 STREAM = "text/event-stream"
 
@@ -289,13 +286,7 @@ def test_an_answer_without_an_end_is_cut_off(server: Hostile, path: str, shape: 
 
 
 def test_a_long_error_is_not_read_to_its_end(server: Hostile) -> None:
-    async def write(writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 422 No\r\nTransfer-Encoding: chunked\r\n\r\n")
-        while True:
-            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-            await writer.drain()
-
-    server.shapes["/prompt"] = write
+    server.shapes["/prompt"] = endless("application/json", b"x" * 65536, status="422 No")
     assert "too long to be read" in str(run(server).error)
 
 

@@ -21,6 +21,7 @@ from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.process.ports import inherited_socket, start_listening
 from orhpc.process.secrets import read_engine_key
+from orhpc.process.terminal import protect_server
 from orhpc.rollout.engines.cpu.batcher import Batcher
 from orhpc.rollout.engines.cpu.control import WeightControl
 from orhpc.rollout.engines.cpu.model import SlotModel, load_model
@@ -67,6 +68,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Serve until told to stop; returns the exit code."""
     args = parse_arguments(argv)
+    protect_server()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     try:

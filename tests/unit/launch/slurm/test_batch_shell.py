@@ -39,7 +39,8 @@ class Shell:
     def run(self, restarts: int = 0, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
         text = (ROOT / "slurm/train.sbatch").read_text()
         for long, short in {"limit=120": "limit=1", "sleep 3": "sleep 0.1", "sleep 2 >": "sleep 0.1 >",
-                            "patience=1800": "patience=20", "sleep 5": "sleep 0.1"}.items():  # fmt: skip
+                            "begin=1800": "begin=2", "patience=1800": "patience=20",
+                            "sleep 5": "sleep 0.1"}.items():  # fmt: skip
             assert text.count(long) == 1, long
             text = text.replace(long, short)
         (self.folder / "script").write_text(text)
@@ -145,6 +146,17 @@ def test_an_srun_that_hangs_after_the_first_node_has_left_is_killed(shell: Shell
     assert shell.calls("scontrol")[-1] == "requeue 7"
 
 
+def test_an_srun_that_starts_nothing_is_killed_and_the_job_comes_back_later(shell: Shell) -> None:
+    shell.program("srun", "exec sleep 50")
+    start = time.monotonic()
+    result = shell.run()
+    assert time.monotonic() - start < 20
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "srun has not started the first node's task within 2 s: killed" in result.stdout
+    assert shell.calls("scontrol")[-2:] == ["requeue 7", "update JobId=7 StartTime=now+120"]
+    assert len(shell.calls("srun")) == 1
+
+
 def test_an_srun_is_not_killed_while_the_first_node_works(shell: Shell) -> None:
     shell.program(
         "srun",
@@ -162,6 +174,36 @@ def test_a_first_node_that_could_begin_no_attempt_comes_back(shell: Shell) -> No
     assert result.returncode == 0
     assert shell.calls("scontrol")[-1] == "requeue 7"
     assert len(shell.calls("srun")) == 1
+
+
+WAIT = f'{ATTEMPT}; echo 240 >"$ORHPC_JOB_FOLDER/delay"; echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75'
+
+
+def test_a_job_that_is_to_wait_is_changed_once_it_is_pending(shell: Shell) -> None:
+    """SLURM may take a moment to call it so."""
+    shell.program("srun", WAIT)
+    shell.program(
+        "scontrol",
+        f'[ "$1" != update ] || [ "$(grep -c "scontrol update" {shell.folder}/calls)" -gt 2 ] || '
+        '{ echo "Job is no longer pending execution" >&2; exit 1; }\n'
+        f'echo "{RUNNING.format(restarts=0)}"',
+    )
+    assert shell.run().returncode == 0
+    calls = shell.calls("scontrol")
+    assert calls[-4:] == ["requeue 7", *["update JobId=7 StartTime=now+240"] * 3]
+
+
+def test_a_successor_waits_instead_of_the_job(shell: Shell) -> None:
+    shell.program("srun", WAIT)
+    shell.program("scontrol", f'echo "{RUNNING.format(restarts=0).replace("Requeue=1", "Requeue=0")}"')
+    shell.program("sbatch", "echo 8")
+    shell.run()
+    assert shell.calls("scontrol")[-1] == "update JobId=8 StartTime=now+240"
+
+
+def test_a_job_that_need_not_wait_is_not_changed(shell: Shell) -> None:
+    assert shell.run().returncode == 0
+    assert not [call for call in shell.calls("scontrol") if call.startswith("update")]
 
 
 def test_an_interpreter_without_the_package_is_named_once(shell: Shell) -> None:

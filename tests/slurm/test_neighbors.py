@@ -1,0 +1,139 @@
+"""A job of two nodes among neighbors: a user of one of them, and one who is only in their network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orhpc.launch.node.first_node import SECRETS
+from orhpc.rundir.events import FAILURES, read_events
+from tests.security.conftest import Stranger
+from tests.security.test_surface import ASKED, WEB_SERVERS, kind_of, rows_of
+from tests.slurm.cluster import NET, Cluster
+from tests.slurm.kit import JobRun, assert_nothing_left, sbatch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+SLURMS_OWN = ("srun", "slurmstepd", "bash")
+EVERYWHERE = ("0.0.0.0", "::")
+HELD = ("environment server", "engine", "engine actor", "launcher")
+"""They keep a port from its choice to the end of the attempt."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A socket of the job that listens."""
+
+    node: int
+    kind: str
+    bound: str
+    """Address, as it was bound."""
+    port: int
+
+    @property
+    def address(self) -> str:
+        """Where others reach it."""
+        return f"{NET}.1{self.node}" if self.bound in EVERYWHERE else self.bound
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only its own node reaches it."""
+        return self.bound.startswith("127.")
+
+
+@pytest.fixture
+def run(cluster: Cluster, root: Path) -> Iterator[JobRun]:
+    words = ("train.steps=1000000", "checkpoint.save_interval=5", "wandb.enabled=false")
+    made = sbatch(cluster, root, *words, options=("--nodes=2",))
+    yield made
+    cluster.run("scancel", made.job)
+    made.wait_state("CANCELLED")
+    assert_nothing_left(made)
+
+
+def processes_of(run: JobRun) -> dict[psutil.Process, int]:
+    """The job's own processes, and the index of the node that each is on."""
+    found: dict[psutil.Process, int] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            variables = process.environ()
+            if variables.get("SLURM_JOB_ID") == run.job and process.name() not in SLURMS_OWN:
+                found[process] = int(variables["SLURMD_NODENAME"].removeprefix("n"))
+    return found
+
+
+def listeners_of(run: JobRun) -> set[Listener]:
+    found: set[Listener] = set()
+    for process, node in processes_of(run).items():
+        with suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    assert connection.laddr
+                    bound = connection.laddr.ip.removeprefix("::ffff:")
+                    found.add(Listener(node, kind_of(process), bound, connection.laddr.port))
+    return found
+
+
+def test_neighbors_get_nothing_and_the_job_trains_on(cluster: Cluster, run: JobRun) -> None:
+    run.wait_step(1, 2)
+    before = len(read_events(run.run.events))
+    listeners, first = listeners_of(run), int(run.nodes()[0].removeprefix("n"))
+    kinds = {listener.kind for listener in listeners}
+    assert kinds <= {row[0] for row in rows_of("Listeners")}
+    assert {"environment server", "engine", "Ray GCS", "raylet", "trainer rank", "driver"} <= kinds
+    assert len({listener.node for listener in listeners}) == 2
+    with ExitStack() as stack:
+        user = stack.enter_context(closing(Stranger(*cluster.enter(first))))
+        outsider = stack.enter_context(closing(Stranger()))
+        for listener in sorted(listeners, key=str):
+            asks_for_nothing(user, listener, first)
+            asks_for_nothing(outsider, listener, None)
+            if listener.node == first:
+                for address in {listener.address, "0.0.0.0"}:
+                    assert user("take", address, listener.port), (listener, address)
+        assert user("heard") == []
+        for stranger in (user, outsider):
+            reads_nothing(run, stranger)
+    shows_no_key(run)
+    step = run.wait_step(1)
+    run.wait_event(lambda e: e["event"] == "step" and e["step"] >= step + 5)
+    events = read_events(run.run.events)[before:]
+    assert not [e for e in events if e["event"] in FAILURES], events
+    assert run.run.newest_attempt() == 1
+
+
+def asks_for_nothing(stranger: Stranger, listener: Listener, node: int | None) -> None:
+    """Nobody without the key gets more than a refusal; ``node``: where the stranger is."""
+    if listener.is_local and listener.node != node:
+        return
+    is_web = listener.kind in WEB_SERVERS
+    for method, path in ASKED if is_web else ASKED[:1]:
+        for headers in ({}, {"Authorization": "Bearer wrong"}) if is_web else ({},):
+            url = f"http://{listener.address}:{listener.port}{path}"
+            status, text = stranger("request", method, url, headers, None, 30 if is_web else 1)
+            assert status == (401 if is_web else 0), (listener, path, status, text)
+
+
+def reads_nothing(run: JobRun, stranger: Stranger) -> None:
+    folder = run.run.attempt(1)
+    keys = [folder / name for name in SECRETS]
+    logs = [folder / "driver.log", folder / "placement.yaml", run.run.events, *folder.glob("*.log")]
+    for path in [*keys, *logs]:
+        assert path.exists()
+        with pytest.raises(OSError, match="Permission"):
+            stranger("opened", str(path))
+
+
+def shows_no_key(run: JobRun) -> None:
+    """In the command line of no process of any node, and in the environment of none of the job's."""
+    keys = [(run.run.attempt(1) / name).read_text().strip() for name in SECRETS]
+    assert all(len(key) >= 32 for key in keys)
+    own = processes_of(run)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            shown = [*process.cmdline(), *(process.environ().values() if process in own else ())]
+            assert not any(key in word for key in keys for word in shown), process.pid

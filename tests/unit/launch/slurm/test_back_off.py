@@ -1,0 +1,218 @@
+"""A job that others end again and again comes back later each time, and at once after a new step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from orhpc.commands.cli import main
+from orhpc.config.files import dump_config, load_config
+from orhpc.errors import EXIT_OK, EXIT_REQUEUE, StorageRefused
+from orhpc.launch.node import __main__ as node
+from orhpc.launch.slurm import back_off, holder, ledger
+from orhpc.launch.slurm.job import Job
+from orhpc.launch.slurm.ledger import Outcome, Reason
+from orhpc.plan.placement import Node
+from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir.events import EventLog
+
+CONFIG = str(Path("configs/tiny.yaml").absolute())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs/run")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for stand-ins of SLURM's commands, before all others on the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def ended(*history: tuple[Reason, int], chain: str = "7") -> list[Outcome]:
+    return [Outcome(i, reason, step, chain=chain) for i, (reason, step) in enumerate(history, 1)]
+
+
+def wait_after(outcomes: list[Outcome], chain: str = "7") -> int:
+    why = back_off.due(outcomes, chain)
+    return 0 if why is None else why.wait_s
+
+
+@pytest.mark.parametrize("reason", [Reason.KILLED, Reason.STORAGE])
+def test_the_wait_grows_to_an_hour_and_no_further(reason: Reason) -> None:
+    waits = [wait_after(ended(*[(reason, 0)] * n)) for n in range(9)]
+    assert waits == [0, 0, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert wait_after(ended(*[(reason, 0)] * 5000)) == 3600
+
+
+def test_a_new_step_or_another_job_begins_anew() -> None:
+    killed, stored, preempted = (Reason.KILLED, 4), (Reason.STORAGE, 4), (Reason.PREEMPTED, 4)
+    assert wait_after(ended(killed, killed, stored)) == 120  # the first has made steps 1 to 4
+    assert wait_after(ended(killed, killed, (Reason.KILLED, 5))) == 0
+    assert wait_after(ended(killed, preempted, killed, stored)) == 120
+    assert wait_after(ended(killed, killed, killed, preempted)) == 0
+    assert wait_after(ended(killed, killed, killed), chain="8") == 0
+    assert wait_after(ended(killed, killed, killed, (Reason.CRASH, 4))) == 0
+
+
+def first_node(run: RunDir, folder: Path) -> node.FirstNode:
+    """The first node of a job, in an attempt that has just begun."""
+    config = load_config(CONFIG, [f"run.root={run.path.parent}", "run.name=run"])
+    first = node.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
+    first._node = Node("n0", "127.0.0.1", 1)
+    first._attempt = run.begin_attempt(kind="slurm", job="7", chain="7")
+    return first
+
+
+def asked(folder: Path) -> str | None:
+    """What the batch script is asked to wait; forgotten, as with the shell's folder."""
+    path = folder / "delay"
+    if not path.exists():
+        return None
+    text = path.read_text()
+    path.unlink()
+    return text
+
+
+@pytest.mark.parametrize("storage", [False, True])
+def test_the_attempt_that_ends_asks_for_the_wait_in_one_line(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], storage: bool
+) -> None:
+    waits = []
+    for _ in range(3):
+        first = first_node(run, tmp_path)
+        if storage:
+            log = EventLog(run.events, first._attempt)
+            log.write("failed", kind="StorageRefused", error="rollouts cannot be written: Stale file handle")
+            log.close()
+        first._conclude(EXIT_REQUEUE if storage else -signal.SIGKILL)
+        waits.append(asked(tmp_path))
+        assert first._code == EXIT_REQUEUE
+    assert waits == [None, "120", "240"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "comes back in" in line]
+    what = "storage refused" if storage else "killed"
+    assert lines[-1].endswith(
+        f"3 attempts in a row were ended from outside ({what}) and made no new step: the job comes back "
+        "in 240 s at the earliest; scontrol update JobId=7 StartTime=now starts it sooner"
+    )
+    assert len(lines) == 2
+
+
+# --- starts ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The job's variables; the attempts that its starts have begun."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    variables = {
+        "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n0",
+        "ORHPC_JOB_FOLDER": str(folder), "ORHPC_CHAIN": "7", "SLURM_RESTART_COUNT": "1",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    begun: list[int] = []
+
+    def lead(self: node.FirstNode, attempt: int) -> int:
+        begun.append(attempt)
+        (folder / "attempt").unlink()
+        return EXIT_OK
+
+    monkeypatch.setattr(node.FirstNode, "_lead", lead)
+    return begun
+
+
+def start_again(run: RunDir) -> int:
+    Path(os.environ["ORHPC_JOB_FOLDER"], "held").unlink(missing_ok=True)  # each start has a folder of its own
+    return node.main([CONFIG, f"run.root={run.path.parent}", "run.name=run"])
+
+
+def test_the_start_after_a_silent_end_goes_away_once(run: RunDir, tmp_path: Path, start: list[int]) -> None:
+    """Whoever was killed could not ask for the wait; who comes next does, and the one after it goes on."""
+    for number in (1, 2):
+        assert run.begin_attempt(kind="slurm", job="7", chain="7") == number
+        (run.attempt(number) / "srun_exit").write_text("137\n")
+    assert start_again(run) == EXIT_REQUEUE
+    assert start == []
+    assert asked(tmp_path / "job") == "120"
+    assert (tmp_path / "job/code").read_text() == str(EXIT_REQUEUE)
+    assert start_again(run) == EXIT_OK
+    assert start == [3]
+    assert asked(tmp_path / "job") is None
+
+
+def test_attempts_that_are_no_jobs_delay_no_start(run: RunDir, start: list[int]) -> None:
+    for number in (1, 2):
+        run.begin_attempt(kind="slurm", job="7", chain="7")
+        ledger.write(run, Outcome(number, Reason.KILLED, 0, chain="7"))
+    run.begin_attempt(kind="local")
+    assert start_again(run) == EXIT_OK
+    assert start == [4]
+
+
+@pytest.mark.parametrize(
+    ("waited", "wait"), [(0, "120"), (121, "242"), (1500, "3000"), (90_000, "3600"), (None, "120")]
+)
+def test_a_start_whose_storage_is_refused_waits_twice_as_long_as_the_last(
+    run: RunDir,
+    tmp_path: Path,
+    start: list[int],
+    commands: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    waited: int | None,
+    wait: str,
+) -> None:
+    def refuse(self: node.FirstNode) -> None:
+        raise StorageRefused("the run directory refuses: Stale file handle")
+
+    monkeypatch.setattr(node.FirstNode, "_await_room", refuse)
+    now = time.time()
+    then, later = (time.strftime("%FT%T", time.localtime(now + s)) for s in (0, waited or 0))
+    known = f'echo "JobId=7 JobState=RUNNING SubmitTime={then} EligibleTime={later}"'
+    stand_in(commands, "scontrol", known if waited is not None else "echo Invalid job id >&2; exit 1")
+    assert start_again(run) == EXIT_REQUEUE
+    assert start == []
+    assert asked(tmp_path / "job") == wait
+    assert (
+        f"no attempt could begin: the job comes back in {wait} s at the earliest" in capsys.readouterr().err
+    )
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+def test_status_says_until_when_a_job_stays_away_and_why(
+    run: RunDir, commands: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_atomic(run.config, dump_config(load_config(CONFIG)))
+    holder.note_submission(run, "7")
+    for number in (1, 2):
+        run.begin_attempt(kind="slurm", job="7", chain="7")
+        ledger.write(run, Outcome(number, Reason.KILLED, 0, chain="7"))
+    eligible = time.strftime("%FT%T", time.localtime(time.time() + 100))
+    stand_in(commands, "squeue", "echo PENDING")
+    stand_in(commands, "scontrol", f'echo "JobId=7 JobState=PENDING EligibleTime={eligible}"')
+    assert main(["status", str(run.path)]) == EXIT_OK
+    clock = eligible.replace("T", " ")
+    why = "2 attempts in a row were ended from outside (killed) and made no new step"
+    assert f"job 7: pending, not before {clock}: {why}" in capsys.readouterr().out.splitlines()
+    stand_in(commands, "scontrol", 'echo "JobId=7 JobState=PENDING EligibleTime=2020-01-01T00:00:00"')
+    assert main(["status", str(run.path)]) == EXIT_OK
+    assert "job 7: pending" in capsys.readouterr().out.splitlines()
