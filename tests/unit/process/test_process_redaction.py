@@ -64,7 +64,7 @@ from orhpc.models.bundled import ensure
 from orhpc.config.files import load_config
 from orhpc.driver.fleet import Engines, Trainers, node_ids
 from orhpc.plan.placement import Node, plan
-from orhpc.driver.runtime import ray_connect
+from orhpc.driver.bring_up import ray_connect
 from dataclasses import replace
 
 config = load_config(sys.argv[1])
@@ -143,7 +143,7 @@ def test_a_cpu_engine_repeats_no_secret(config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["sglang_server", "sglang_router"])
 def test_servers_that_we_wrap_repeat_no_secret(config: Path, module: str) -> None:
-    words = [sys.executable, "-m", f"orhpc.rollout.{module}", "--api-key-file", f"/nowhere/{OWN}/{ACCOUNT}"]
+    words = [sys.executable, "-m", f"orhpc.rollout.engines.{module}", "--api-key-file", f"/nowhere/{OWN}/{ACCOUNT}"]
     words += ["--host", HOST, "--port", "1", "--request-timeout", "1", "--worker-urls", "http://127.0.0.1:1"]
     environment = {**os.environ, **to_server(load_config(config).secret_sources)}
     said = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60).stderr
