@@ -143,7 +143,13 @@ def test_a_cpu_engine_repeats_no_secret(config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["sglang_server", "sglang_router"])
 def test_servers_that_we_wrap_repeat_no_secret(config: Path, module: str) -> None:
-    words = [sys.executable, "-m", f"orhpc.rollout.engines.{module}", "--api-key-file", f"/nowhere/{OWN}/{ACCOUNT}"]
+    words = [
+        sys.executable,
+        "-m",
+        f"orhpc.rollout.engines.{module}",
+        "--api-key-file",
+        f"/nowhere/{OWN}/{ACCOUNT}",
+    ]
     words += ["--host", HOST, "--port", "1", "--request-timeout", "1", "--worker-urls", "http://127.0.0.1:1"]
     environment = {**os.environ, **to_server(load_config(config).secret_sources)}
     said = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60).stderr

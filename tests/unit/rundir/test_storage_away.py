@@ -14,7 +14,7 @@ import pytest
 
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_REQUEUE, CheckpointError, ConfigError, StorageRefused
-from orhpc.launch.node import __main__ as node
+from orhpc.launch.node import launcher
 from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Reason
@@ -78,9 +78,9 @@ def test_a_write_without_an_event_loop_is_tried_again_for_so_long(server: Server
         retry_write(lambda: (tmp_path / "x").write_text("y"), 0.0, told.append)
 
 
-def first_node(tmp_path: Path, restart: int = 0) -> node.FirstNode:
+def first_node(tmp_path: Path, restart: int = 0) -> launcher.FirstNode:
     config = load_config(Path("configs/tiny.yaml"), [f"run.root={tmp_path}/runs", "run.storage_wait_s=5"])
-    first = node.FirstNode(Job("7", restart, 0, 1, "n0", "7", tmp_path), config)
+    first = launcher.FirstNode(Job("7", restart, 0, 1, "n0", "7", tmp_path), config)
     first._node = Node("n0", "127.0.0.1", 1)
     return first
 
@@ -98,7 +98,9 @@ def test_the_first_node_goes_on_while_the_run_directory_is_away_and_writes_its_o
     (outcome,) = ledger.read(first.rundir)
     assert outcome.reason is Reason.INFRASTRUCTURE
     server.away(error, 10_000)
-    monkeypatch.setattr(node, "retry_write", lambda write, wait_s, report: retry_write(write, 0.1, report))
+    monkeypatch.setattr(
+        launcher, "retry_write", lambda write, wait_s, report: retry_write(write, 0.1, report)
+    )
     first._conclude(EXIT_REQUEUE)
     assert first._code == EXIT_REQUEUE
 
@@ -108,8 +110,8 @@ def test_a_job_that_comes_back_waits_for_its_run_directory(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     """Where the very first start may not write, the path is wrong; a later one has been there."""
-    monkeypatch.setattr(node, "StorageRetry", partial(StorageRetry, pause_s=0.01))
-    monkeypatch.setattr(node.FirstNode, "_prepare", lambda self: True)
+    monkeypatch.setattr(launcher, "StorageRetry", partial(StorageRetry, pause_s=0.01))
+    monkeypatch.setattr(launcher.FirstNode, "_prepare", lambda self: True)
     first = first_node(tmp_path, restart=1)
     server.folder = first.rundir.path.parent
     server.away(error, 3)
@@ -125,7 +127,7 @@ def test_a_run_root_that_may_not_be_written_is_one_line(
     root = tmp_path / "runs"
     server.folder = root
     server.away(errno.EACCES, 1000)
-    assert node.main(["configs/tiny.yaml", f"run.root={root}"]) == EXIT_CONFIG
+    assert launcher.main(["configs/tiny.yaml", f"run.root={root}"]) == EXIT_CONFIG
     assert (tmp_path / "code").read_text() == str(EXIT_CONFIG)
     said = capsys.readouterr().err.splitlines()
     assert said == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be made: Permission denied"]

@@ -19,8 +19,7 @@ from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.driver import bring_up
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, RayLost, StorageRefused
-from orhpc.launch.node import __main__ as node
-from orhpc.launch.node import first_node, other_node, rendezvous
+from orhpc.launch.node import first_node, launcher, other_node, rendezvous
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.ray_cluster import RayNode, make_token
 from orhpc.launch.node.ray_start import accepts
@@ -97,11 +96,11 @@ def test_a_start_waits_for_a_run_directory_that_takes_something(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(node, "StorageRetry", partial(StorageRetry, pause_s=0.01))
+    monkeypatch.setattr(launcher, "StorageRetry", partial(StorageRetry, pause_s=0.01))
     reached: list[int] = []
-    monkeypatch.setattr(node.FirstNode, "_prepare", lambda self: reached.append(left) or True)
+    monkeypatch.setattr(launcher.FirstNode, "_prepare", lambda self: reached.append(left) or True)
     config = config_of(f"run.root={tmp_path}", "run.storage_wait_s=1")
-    first = node.FirstNode(Job("7", 0, 0, 1, "n0", "7", tmp_path), config)
+    first = launcher.FirstNode(Job("7", 0, 0, 1, "n0", "7", tmp_path), config)
     if refusals < 100:
         assert first.run() == EXIT_OK
         assert len(reached) == 1

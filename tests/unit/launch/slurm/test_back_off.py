@@ -12,7 +12,7 @@ import pytest
 from orhpc.commands.cli import main
 from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_OK, EXIT_REQUEUE, StorageRefused
-from orhpc.launch.node import __main__ as node
+from orhpc.launch.node import launcher
 from orhpc.launch.slurm import back_off, holder, ledger
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome, Reason
@@ -70,10 +70,10 @@ def test_a_new_step_or_another_job_begins_anew() -> None:
     assert wait_after(ended(killed, killed, killed, (Reason.CRASH, 4))) == 0
 
 
-def first_node(run: RunDir, folder: Path) -> node.FirstNode:
+def first_node(run: RunDir, folder: Path) -> launcher.FirstNode:
     """The first node of a job, in an attempt that has just begun."""
     config = load_config(CONFIG, [f"run.root={run.path.parent}", "run.name=run"])
-    first = node.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
+    first = launcher.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
     first._node = Node("n0", "127.0.0.1", 1)
     first._attempt = run.begin_attempt(kind="slurm", job="7", chain="7")
     return first
@@ -129,18 +129,18 @@ def start(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
         monkeypatch.setenv(name, value)
     begun: list[int] = []
 
-    def lead(self: node.FirstNode, attempt: int) -> int:
+    def lead(self: launcher.FirstNode, attempt: int) -> int:
         begun.append(attempt)
         (folder / "attempt").unlink()
         return EXIT_OK
 
-    monkeypatch.setattr(node.FirstNode, "_lead", lead)
+    monkeypatch.setattr(launcher.FirstNode, "_lead", lead)
     return begun
 
 
 def start_again(run: RunDir) -> int:
     Path(os.environ["ORHPC_JOB_FOLDER"], "held").unlink(missing_ok=True)  # each start has a folder of its own
-    return node.main([CONFIG, f"run.root={run.path.parent}", "run.name=run"])
+    return launcher.main([CONFIG, f"run.root={run.path.parent}", "run.name=run"])
 
 
 def test_the_start_after_a_silent_end_goes_away_once(run: RunDir, tmp_path: Path, start: list[int]) -> None:
@@ -179,10 +179,10 @@ def test_a_start_whose_storage_is_refused_waits_twice_as_long_as_the_last(
     waited: int | None,
     wait: str,
 ) -> None:
-    def refuse(self: node.FirstNode) -> None:
+    def refuse(self: launcher.FirstNode) -> None:
         raise StorageRefused("the run directory refuses: Stale file handle")
 
-    monkeypatch.setattr(node.FirstNode, "_await_room", refuse)
+    monkeypatch.setattr(launcher.FirstNode, "_await_room", refuse)
     now = time.time()
     then, later = (time.strftime("%FT%T", time.localtime(now + s)) for s in (0, waited or 0))
     known = f'echo "JobId=7 JobState=RUNNING SubmitTime={then} EligibleTime={later}"'

@@ -22,7 +22,7 @@ from orhpc.errors import (
 )
 from orhpc.launch.checks import memory_limit
 from orhpc.launch.checks.memory_limit import MemoryWatch
-from orhpc.launch.node import __main__ as node
+from orhpc.launch.node import launcher
 from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.batch_output import BatchOutput
 from orhpc.launch.slurm.job import Job
@@ -145,10 +145,10 @@ def test_a_driver_that_a_signal_ended(
     assert first._code == (EXIT_FAILED if reason is Reason.CRASH else EXIT_REQUEUE)
 
 
-def first_node(rundir: RunDir, folder: Path, *overrides: str) -> node.FirstNode:
+def first_node(rundir: RunDir, folder: Path, *overrides: str) -> launcher.FirstNode:
     """The first node of a job, in an attempt that has just begun."""
     config = load_config(Path("configs/tiny.yaml"), [f"run.root={folder}", "run.name=run", *overrides])
-    first = node.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
+    first = launcher.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
     first._node = Node("n0", "127.0.0.1", 1)
     first._attempt = rundir.begin_attempt(kind="slurm", job="7", chain="7")
     return first
