@@ -159,6 +159,7 @@ case ${about/ JobState=SIGNALING / JobState=RUNNING } in
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
+readmit=$(cat "$job_folder/readmit" 2>/dev/null)
 if [ -z "$successor" ] && patiently scontrol requeue "$SLURM_JOB_ID"; then
   # SLURM ends this shell in a moment; nodes can be excluded only while the job is pending.
   comes_back=$SLURM_JOB_ID code=0
@@ -167,9 +168,14 @@ else
   [ -n "$successor" ] || submit_successor afterany "$@"
   comes_back=$successor
 fi
-if [ -n "$exclude" ] && [ -n "$comes_back" ]; then
+if [ -n "$exclude$readmit" ] && [ -n "$comes_back" ]; then
   before=$(field ExcNodeList)
-  [ -z "$before" ] || [ "$before" = "(null)" ] || exclude=$before,$exclude
+  [ "$before" != "(null)" ] || before=
+  # Nodes that were lost before the start that ends now: SLURM knows by now which of them work.
+  if [ -n "$readmit" ] && [ -n "$before" ] && names=$(timeout 20 scontrol show hostnames "$before"); then
+    before=$(grep -vxF -- "$readmit" <<<"$names" | paste -sd ,)
+  fi
+  [ -z "$before" ] || exclude=$before${exclude:+,$exclude}
   for _ in 1 2 3 4 5 6 7 8 9 10; do
     timeout 5 scontrol update JobId="$comes_back" ExcNodeList="$exclude" && break
     sleep 0.5

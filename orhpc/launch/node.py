@@ -242,8 +242,10 @@ class FirstNode:
         say(f"attempt {attempt} ended: {outcome.reason}, step {outcome.step} committed. {outcome.detail}")
         if outcome.given_up is not None:
             say(f"CrashLoop: {outcome.given_up}")
-        if ended.lost and self.job.folder.is_dir():
-            (self.job.folder / "exclude").write_text(",".join(sorted(set(ended.lost))))
+        if self.job.folder.is_dir():
+            history = [*ledger.read(self.rundir, attempt - 1), outcome]
+            (self.job.folder / "exclude").write_text(",".join(outcome.excluded))
+            (self.job.folder / "readmit").write_text("\n".join(ledger.to_readmit(history, self.job.chain)))
         self._code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
         rendezvous.end(self.rundir, attempt, self._code)
 
