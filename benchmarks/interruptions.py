@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -354,6 +355,7 @@ def main() -> int:
     kinds = tuple(k for k in KINDS if not options.only or options.only in k.name)
     chosen = drawn(random.Random(options.seed), options.count, kinds)
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the filesystem and the network are taken away
     with filesystem() as storage, cluster() as on:
         rows, wrong = sequence(on, storage, options.seed, chosen)
     text = table(rows)
