@@ -78,16 +78,15 @@ class Runtime:
             log.error("%s; once more", error)
             await self.trainers.all(TrainerRank.leave_weight_group)
             await self.engines.leave_group()
-            restarted = await self._heal(list(self.engines.pool.down()))
-            await self.engines.resume_weights_of(restarted)
+            await self.engines.resume_weights_of(await self._heal())
             report = await sync.send(version)
         await self.engines.go_on()
         await asyncio.gather(*(w.call(RolloutWorker.published, version) for w in self.workers))
         return report | ({"sync_seconds_shed": max(released)} if released else {})
 
-    async def _heal(self, suspects: Sequence[str] = ()) -> list[str]:
+    async def _heal(self) -> list[str]:
         assert self.engines is not None
-        restarted = await self.engines.heal(suspects)
+        restarted = await self.engines.heal()
         for index in restarted:
             log.error("engine %d had ended or failed, and was started again", index)
         return [self.engines.urls[index] for index in restarted]

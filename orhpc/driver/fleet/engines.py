@@ -95,6 +95,7 @@ class Engines:
             transfer_timeout_s=config.engine.sync_timeout_s,
             vocabulary=vocabulary,
             target_only=config.engine.separate_drafter,
+            probes=False,  # whoever is down misses turns and syncs, and has to be healed
         )
         self.router_url: str | None = None
         """Of the router that workers send their requests to, if there is one."""
@@ -171,13 +172,15 @@ class Engines:
             return False
         return bool(answers) and all(answers)
 
-    async def heal(self, suspects: Sequence[str] = ()) -> list[int]:
-        """Start dead servers, and those of ``suspects`` (URLs), again on their ports; returns indices.
+    async def heal(self) -> list[int]:
+        """Start dead servers, and all others that are down, again on their ports; returns indices.
 
+        One that is down has missed calls, and nobody knows any more what it holds, though its process lives.
         They hold the base model's weights, and the workers send them nothing until a sync has given
         them the published version.
         """
-        broken = sorted({*await self.watch(), *(self.urls.index(url) for url in suspects)})
+        await self.watch()
+        broken = sorted(self.urls.index(url) for url in self.pool.down())
         if not broken:
             return []
         engines = [self._engines[i] for i in broken]

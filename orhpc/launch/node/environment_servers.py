@@ -23,7 +23,9 @@ from orhpc.plan.placement import Node
 from orhpc.process.ports import hold_port, stop_listening
 
 _MIN_LIFE_S = 30.0
-"""A served environment that ends sooner than this after its start is broken, not unlucky."""
+"""A served environment that ends by itself sooner than this after its start is broken, not unlucky."""
+_EARLY_KILLS = 2
+"""So often in a row may one be killed so soon; it may be too large for the node's memory."""
 
 
 class ServedEnvironments:
@@ -37,6 +39,7 @@ class ServedEnvironments:
         self._held: dict[str, socket.socket] = {}
         self._running: dict[str, Popen[bytes]] = {}
         self._started: dict[str, float] = {}
+        self._early_kills: dict[str, int] = {}
 
     def reserve(self) -> dict[str, list[str]]:
         """Choose every replica's port and hold it; returns base URLs by environment."""
@@ -72,12 +75,15 @@ class ServedEnvironments:
 
         Raises:
             ConfigError: a server refused what the config says of its environment.
-            EnvironmentUnavailable: a server ends within seconds of every start.
+            EnvironmentUnavailable: a server ended within seconds of its start, or is killed after every one.
         """
         for label, process in list(self._running.items()):
             if process.poll() is not None:
                 stop_listening(self._held[label])  # the ended server shared this socket with us
-                if time.monotonic() - self._started[label] < _MIN_LIFE_S:
+                early = time.monotonic() - self._started[label] < _MIN_LIFE_S
+                kills = self._early_kills.get(label, 0) + 1 if early and process.returncode < 0 else 0
+                self._early_kills[label] = kills
+                if early and not 0 < kills <= _EARLY_KILLS:
                     log = self._commands[label][1]
                     if process.returncode == EXIT_CONFIG:
                         raise ConfigError(processes.last_line(log).removeprefix("orhpc: "))

@@ -265,8 +265,11 @@ class FirstNode:
             say(f"CrashLoop: {outcome.given_up}")
         elif (why := back_off.due([*before, outcome], self.job.chain)) and self.job.folder.is_dir():
             say(back_off.request(self.job, why))
-        if ended.lost and self.job.folder.is_dir():
-            (self.job.folder / "exclude").write_text(",".join(sorted(set(ended.lost))))
+        if self.job.folder.is_dir():
+            (self.job.folder / "exclude").write_text(",".join(outcome.excluded))
+            (self.job.folder / "readmit").write_text(
+                "\n".join(ledger.to_readmit([*before, outcome], self.job.chain))
+            )
         self._code = outcome.exit_code if outcome.exit_code is not None else EXIT_FAILED
         rendezvous.end(self.rundir, attempt, self._code)
 

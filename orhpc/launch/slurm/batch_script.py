@@ -169,6 +169,7 @@ case ${about/ JobState=SIGNALING / JobState=RUNNING } in
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
+readmit=$(cat "$job_folder/readmit" 2>/dev/null)
 delay=$(cat "$job_folder/delay" 2>/dev/null)
 if [ -z "$successor" ] && patiently scontrol requeue "$SLURM_JOB_ID"; then
   # SLURM ends this shell in a moment; the job can be changed only while it is pending.
@@ -187,9 +188,14 @@ change() {
 if [ -n "$comes_back" ]; then
   # A time that has not come when the nodes are free is kept; else SLURM sets one of its own.
   [ -z "$delay" ] || change "StartTime=now+$delay"
-  if [ -n "$exclude" ]; then
+  if [ -n "$exclude$readmit" ]; then
     before=$(field ExcNodeList)
-    [ -z "$before" ] || [ "$before" = "(null)" ] || exclude=$before,$exclude
+    [ "$before" != "(null)" ] || before=
+    # Nodes that were lost before the start that ends now: SLURM knows by now which of them work.
+    if [ -n "$readmit" ] && [ -n "$before" ] && names=$(timeout 20 scontrol show hostnames "$before"); then
+      before=$(grep -vxF -- "$readmit" <<<"$names" | paste -sd ,)
+    fi
+    [ -z "$before" ] || exclude=$before${exclude:+,$exclude}
     change "ExcNodeList=$exclude"
   fi
 fi

@@ -69,6 +69,8 @@ class Outcome:
     """When this was written."""
     given_up: str | None = None
     """Why the job does not come back though nothing else forbids it: its budget is used up."""
+    excluded: list[str] = field(default_factory=list)
+    """Nodes that the next start does without."""
 
 
 def write(rundir: RunDir, outcome: Outcome) -> None:
@@ -140,6 +142,18 @@ def since_progress(outcomes: Sequence[Outcome], chain: str) -> list[Outcome]:
             break
         found.append(outcomes[i])
     return found
+
+
+def to_readmit(outcomes: Sequence[Outcome], chain: str) -> list[str]:
+    """Nodes that the job did without because they were lost: a start later, SLURM itself knows which work.
+
+    Excluded for good, they would be too few one day, though all were repaired.  Bad nodes work for all that
+    SLURM knows, and stay out.  ``outcomes``: up to that of the start that is about to end.
+    """
+    own = [o for o in outcomes if o.chain == chain]
+    lost = {name for o in own[:-1] if o.reason is Reason.NODE_LOST for name in o.excluded}
+    bad = {name for o in own if o.reason is not Reason.NODE_LOST for name in o.excluded}
+    return sorted(lost - bad - set(own[-1].excluded if own else ()))
 
 
 def exhausted(outcomes: Sequence[Outcome], chain: str) -> str | None:

@@ -60,7 +60,8 @@ class Ended:
             signalled = None
         reason, detail, code = self._why(signalled is not None)
         step = ledger.last_committed(self.rundir)
-        return Outcome(self.attempt, reason, step, detail, code, self.job.chain, signalled)
+        excluded = sorted(set(self.lost))
+        return Outcome(self.attempt, reason, step, detail, code, self.job.chain, signalled, excluded=excluded)
 
     def _why(self, signalled: bool) -> tuple[Reason, str, int]:
         code = self.status if self.status >= 0 else EXIT_FAILED

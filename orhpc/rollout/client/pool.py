@@ -46,8 +46,10 @@ class EnginePool:
     With ``router``, the URL of an sglang-router before the same engines, a request's first attempt goes
     there; what fails there, or comes back from old weights, is asked of the engines themselves.
 
-    ``retries``: further attempts of a request.  ``recovery_s``: how long a request waits when no engine
-    is up.  Nothing waits without a bound.  Use it within one event loop and :meth:`close` it there.
+    ``probes``: whether an engine that is down comes back by itself, as above; else :meth:`readmit` alone
+    brings it back.  ``retries``: further attempts of a request.  ``recovery_s``: how long a request waits
+    when no engine is up.  Nothing waits without a bound.  Use it within one event loop and :meth:`close` it
+    there.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class EnginePool:
         transfer_timeout_s: float = 600.0,
         router: str | None = None,
         target_only: bool = False,
+        probes: bool = True,
     ) -> None:
         if not urls:
             raise ConfigError("an engine pool needs at least one engine")
@@ -89,6 +92,7 @@ class EnginePool:
         self._retries = retries
         self._recovery_s = recovery_s
         self._probe_interval_s = probe_interval_s
+        self._probes = probes
         self._came_up = asyncio.Event()
 
     async def __aenter__(self) -> EnginePool:
@@ -227,7 +231,7 @@ class EnginePool:
         if member.down is None:
             log.warning("engine %s takes no more traffic: %s", member.client.url, why)
         member.down = why
-        if member.probe is None or member.probe.done():
+        if self._probes and (member.probe is None or member.probe.done()):
             member.probe = asyncio.ensure_future(self._probe(member))
 
     def _bring_up(self, member: _Member) -> None:
@@ -241,7 +245,8 @@ class EnginePool:
             try:
                 await self._check(member)
             except InfraError as error:
-                member.down = str(error)
+                if member.down is not None:  # else it was readmitted meanwhile, and is in a sync by now
+                    member.down = str(error)
             except ConfigError as error:
                 log.error("engine %s is given up: %s", member.client.url, error)
                 return

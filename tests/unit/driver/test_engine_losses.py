@@ -34,6 +34,11 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def do_POST(self) -> None:
         server: Any = self.server
         path = self.path.partition("?")[0]
@@ -152,6 +157,39 @@ class Host:
                 raise RayLost("the actor is gone")
 
         return SimpleNamespace(remote=answer)
+
+
+class LivingHost(Host):
+    """One whose processes live."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def answer(*_: Any) -> bool:
+            self.told.append(name)
+            return True
+
+        return SimpleNamespace(remote=answer)
+
+
+def test_an_engine_that_is_down_is_healed_though_its_process_lives(servers: list[Server]) -> None:
+    """It has missed calls: the next broadcast of weights would wait for it until its deadline."""
+
+    async def work() -> None:
+        engines = engines_at(servers, {})
+        hosts = [LivingHost([]), LivingHost([])]
+        for engine, host in zip(engines._engines, hosts, strict=True):
+            engine.hosts = [host]  # type: ignore[list-item]
+        assert await engines.heal() == []
+        assert engines.ended == []
+        engines.pool.mark_down(servers[1].url, "it did not answer in time")
+        assert await engines.heal() == [1]
+        assert engines.ended == [servers[1].url]
+        assert hosts[1].told == ["alive", "alive", "start", "wait_ready"]
+        assert hosts[0].told == ["alive", "alive"]
+        assert not engines.pool.down()
+        assert servers[1].calls == ["/release_memory_occupation"]
+        await engines.pool.close()
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("lost", [False, True])

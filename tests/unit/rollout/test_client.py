@@ -459,6 +459,34 @@ def test_it_comes_back_by_itself() -> None:
     with_pool([engine], run)
 
 
+def test_a_readmitted_engine_is_not_taken_down_by_a_probe_begun_before() -> None:
+    """The probe that was waiting when the engine was readmitted would find it in the middle of a sync."""
+    engine = FakeEngine()
+
+    async def run(pool: EnginePool) -> None:
+        pool.mark_down(engine.url, "it has ended")
+        await pool.readmit(engine.url)
+        pool.published_version = 5
+        engine.version = "syncing"
+        await asyncio.sleep(0.3)
+        assert not pool.down()
+
+    with_pool([engine], run, probe_interval_s=0.1)
+
+
+def test_without_probes_an_engine_comes_back_only_by_being_readmitted() -> None:
+    engine = FakeEngine()
+
+    async def run(pool: EnginePool) -> None:
+        pool.mark_down(engine.url, "it has missed a call")
+        await asyncio.sleep(0.2)
+        assert pool.down() == {engine.url: "it has missed a call"}
+        await pool.readmit(engine.url)
+        assert not pool.down()
+
+    with_pool([engine], run, probes=False)
+
+
 def test_an_answer_from_old_weights_is_never_used() -> None:
     """An engine restarted with its first weights, between two requests of a run at version 5."""
     engines = [FakeEngine(), FakeEngine()]

@@ -18,7 +18,7 @@ import pytest
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.driver import bring_up
-from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, RayLost, StorageRefused
+from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError, EnvironmentUnavailable, RayLost, StorageRefused
 from orhpc.launch.node import first_node, launcher, other_node, rendezvous
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.ray_cluster import RayNode, make_token
@@ -65,6 +65,30 @@ def test_servers_start_on_the_ports_that_were_held(tmp_path: Path) -> None:
         )
         assert process.wait(30) == EXIT_CONFIG
         with pytest.raises(ConfigError, match="no_such_module"):
+            servers.keep_up()
+    finally:
+        servers.stop()
+
+
+def test_a_server_killed_soon_after_its_start_costs_no_attempt(tmp_path: Path) -> None:
+    (tmp_path / "environment.key").write_text("key")
+    servers = ServedEnvironments(config_of(), NODE, tmp_path)
+    servers.reserve()
+    servers.start()
+
+    def kill() -> None:
+        (process,) = servers._running.values()
+        process.kill()
+        process.wait()
+
+    try:
+        for _ in range(2):
+            kill()
+            servers.keep_up()
+            (process,) = servers._running.values()
+            assert process.poll() is None
+        kill()
+        with pytest.raises(EnvironmentUnavailable, match="ended with status -9"):
             servers.keep_up()
     finally:
         servers.stop()

@@ -95,6 +95,25 @@ def test_a_job_that_slurm_no_longer_knows_is_over(shell: Shell) -> None:
     assert "requeue 7" not in shell.calls("scontrol")
 
 
+@pytest.mark.parametrize(
+    ("exclude", "readmit", "updated"),
+    [("n4", "", "n[1-3],n4"), ("n4", "n2\nn9", "n1,n3,n4"), ("", "n2", "n1,n3"), ("", "n1\nn2\nn3", "")],
+)
+def test_nodes_that_were_lost_are_let_in_again_a_start_later(
+    shell: Shell, exclude: str, readmit: str, updated: str
+) -> None:
+    for name, text in (("exclude", exclude), ("readmit", readmit)):
+        (shell.folder / name).write_text(text)
+    shell.program("srun", f'{ATTEMPT}; cp exclude readmit "$ORHPC_JOB_FOLDER"; exit 75')
+    shell.program(
+        "scontrol",
+        'case "$1 $2" in "show hostnames") [ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" ;; *)\n'
+        f'echo "{RUNNING.format(restarts=0).replace("(null)", "n[1-3]")}" ;; esac',
+    )
+    assert shell.run().returncode == 0
+    assert shell.calls("scontrol")[-1] == f"update JobId=7 ExcNodeList={updated}"
+
+
 def test_a_refused_requeue_is_answered_by_a_successor(shell: Shell) -> None:
     shell.program(
         "scontrol",

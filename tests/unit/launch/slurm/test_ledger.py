@@ -82,6 +82,22 @@ def test_budgets_count_from_the_last_new_step(history: list[tuple[Reason, int]])
     assert found is None or "\n" not in found
 
 
+def test_lost_nodes_are_left_out_of_one_start_and_bad_ones_of_all() -> None:
+    def ended(number: int, reason: Reason, *excluded: str, chain: str = "7") -> Outcome:
+        return Outcome(number, reason, number, chain=chain, excluded=list(excluded))
+
+    history = [ended(1, Reason.NODE_LOST, "n0", chain="6"), ended(2, Reason.NODE_LOST, "n1", "n2")]
+    assert ledger.to_readmit(history, "7") == []
+    history.append(ended(3, Reason.NODE_LOST, "n3"))
+    assert ledger.to_readmit(history, "7") == ["n1", "n2"]
+    history.append(ended(4, Reason.BAD_NODE, "n2"))
+    assert ledger.to_readmit(history, "7") == ["n1", "n3"]
+    history.append(ended(5, Reason.NODE_LOST, "n1"))
+    assert ledger.to_readmit(history, "7") == ["n3"]
+    history.append(ended(6, Reason.PREEMPTED))
+    assert ledger.to_readmit(history, "7") == ["n1", "n3"]
+
+
 def test_a_job_submitted_anew_has_full_budgets() -> None:
     crashes = outcomes_of(*[(Reason.CRASH, 4)] * 3)
     crashes = [Outcome(0, Reason.FINISHED, 4, chain="6"), *crashes]

@@ -1,0 +1,285 @@
+"""What :mod:`benchmarks.interruptions` does to a running job, by kind: all of it is injected for real.
+
+By SLURM: preemption by a job of a higher partition, with and without grace time; ``scontrol requeue``; USR2
+three times; USR2 while the nodes still gather; the time limit; ``scancel`` of the step; slurmctld away while
+the driver is killed or the batch shell is told to stop; slurmd killed on a node whose tasks live on.
+By ``kill -9`` on the nodes: the launcher of the first node and of another, the driver, Ray's GCS, the raylet
+of the head and of another node, a trainer, an engine, a rollout worker, an environment server.  By the
+machine: power failure of the first node and of another (the end of the node's pid 1), the driver stopped
+for a while, a filesystem that is full (a tmpfs, filled to its last byte), and a file server that is away,
+which is the one that has to be played: ``tests/local/away`` has what the job's Python processes open below
+the run directory fail with EIO.
+
+What the site does belongs to the fault: a node is powered on again and slurmd started again once the run is
+back; the controller is started, space made and the driver woken after some seconds, while the run waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+
+from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.kit import JobRun, preempt
+
+STOPPED_S = 20.0
+AWAY_S = 15.0
+"""How long the driver is stopped, and how long the run directory takes nothing."""
+
+
+@dataclass
+class Scene:
+    """The run under test, and what may be done to it."""
+
+    cluster: Cluster
+    run: JobRun
+    draw: random.Random
+    storage: Path
+    """A filesystem of the run directory's own."""
+    sign: Path
+    """While it exists, it names the error that the run directory answers with."""
+    repairs: list[Callable[[], None]] = field(default_factory=list)
+    """What the site does once the run is back."""
+
+    def first(self) -> int:
+        """Number of the job's first node."""
+        return int(self.run.nodes()[0].removeprefix("n"))
+
+    def other(self) -> int:
+        """Number of another node of the job."""
+        return int(self.draw.choice(self.run.nodes()[1:]).removeprefix("n"))
+
+    def any(self) -> int:
+        """Number of one of the job's nodes."""
+        return int(self.draw.choice(self.run.nodes()).removeprefix("n"))
+
+    def processes(self, node: int, name: str, word: str = "") -> list[int]:
+        """Process ids on a node, as it sees them, by the kernel's name and a word of the command line."""
+        found = []
+        for line in self.cluster.on_node(node, "ps", "-eo", "pid=,comm:15=,args=").splitlines():
+            pid, rest = line.split(maxsplit=1)
+            comm, args = rest[:15].strip(), rest[15:].split()
+            if comm == name[:15] and (not word or word in args):
+                found.append(int(pid))
+        return sorted(found)
+
+    def signal(self, node: int, name: str, word: str = "", *, number: str = "KILL") -> float:
+        """Signal one such process; returns when."""
+        found = self.processes(node, name, word)
+        assert found, f"n{node} has no process {name} {word}"
+        victim = found[0] if name == "slurm_script" else self.draw.choice(found)
+        now = time.time()
+        self.cluster.on_node(node, "kill", f"-{number}", str(victim))
+        return now
+
+    def settings(self, *words: str) -> None:
+        """Have SLURM change something: ``scontrol update``."""
+        result = self.cluster.run("scontrol", "update", *words)
+        assert result.returncode == 0, result.stderr
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of interruption."""
+
+    name: str
+    inject: Callable[[Scene], float]
+    """Injects it; returns when, in seconds since the epoch."""
+    ends_attempt: bool
+    """Whether a new attempt has to follow; where not, a restart in place or nothing may do."""
+
+
+def _preemption(scene: Scene) -> float:
+    now = time.time()
+    preempt(scene.cluster)
+    return now
+
+
+def _preemption_without_grace(scene: Scene) -> float:
+    scene.settings("PartitionName=low", "GraceTime=0")
+    scene.repairs.append(lambda: scene.settings("PartitionName=low", "GraceTime=60"))
+    return _preemption(scene)
+
+
+def _requeue(scene: Scene) -> float:
+    now = time.time()
+    scene.cluster.run("scontrol", "requeue", scene.run.job)
+    return now
+
+
+def _three_signals(scene: Scene) -> float:
+    now = time.time()
+    for _ in range(3):
+        scene.run.signal_batch("USR2")
+        time.sleep(0.3)
+    return now
+
+
+def _signal_while_nodes_gather(scene: Scene) -> float:
+    attempt = scene.run.run.newest_attempt()
+    _requeue(scene)
+    scene.run.comes_back(attempt + 1)
+    now = time.time()
+    scene.run.signal_batch("USR2")
+    return now
+
+
+def _time_limit(scene: Scene) -> float:
+    """The fault is the signal: until then SLURM lets the job be."""
+    run, attempt = scene.run, scene.run.run.newest_attempt()
+    scene.settings(f"jobid={run.job}", f"TimeLimit={run.minutes() + 2}")
+    outcome = run.wait_outcome(attempt, 300)
+    scene.settings(f"jobid={run.job}", "TimeLimit=UNLIMITED")
+    assert outcome.signalled is not None
+    return outcome.signalled
+
+
+def _step_cancelled(scene: Scene) -> float:
+    run = scene.run
+    listed = scene.cluster.run("squeue", "-h", "-s", "-j", run.job, "-o", "%i").stdout.split()
+    (own,) = [name for name in listed if name.rpartition(".")[2].isdigit()]
+    now = time.time()
+    scene.cluster.run("scancel", own)
+    return now
+
+
+def _without_controller(scene: Scene, fault: Callable[[], float]) -> float:
+    scene.cluster.stop_controller()
+    try:
+        now = fault()
+        said, told = scene.run.output, "controller does not answer"
+        wait_until(lambda: told in said(), 150, "the wait", scene.run.whole_output)
+        time.sleep(5)
+    finally:
+        scene.cluster.start_controller()
+    return now
+
+
+def _controller_away_driver_killed(scene: Scene) -> float:
+    node = scene.first()
+    return _without_controller(scene, lambda: scene.signal(node, "python", "orhpc.driver"))
+
+
+def _controller_away_signal(scene: Scene) -> float:
+    node = scene.first()
+    return _without_controller(scene, lambda: scene.signal(node, "slurm_script", number="USR2"))
+
+
+def _slurmd_lost(scene: Scene, node: int) -> float:
+    now = time.time()
+    scene.cluster.kill_slurmd(node)
+    scene.repairs.append(lambda: scene.cluster.start_slurmd(node))
+    return now
+
+
+def _power_failure(scene: Scene, node: int) -> float:
+    def repair() -> None:
+        scene.cluster.clear_files(node)  # nobody else can, of a node that lost power
+        scene.cluster.power_on(node)
+
+    now = time.time()
+    scene.cluster.power_off(node)
+    scene.repairs.append(repair)
+    return now
+
+
+def _driver_stopped(scene: Scene) -> float:
+    node = scene.first()
+    now = scene.signal(node, "python", "orhpc.driver", number="STOP")
+    time.sleep(STOPPED_S)
+    scene.signal(node, "python", "orhpc.driver", number="CONT")
+    return now
+
+
+def _disk_full(scene: Scene) -> float:
+    filler = scene.storage / "filler"
+    full = None
+    with filler.open("wb", buffering=0) as stream:
+        while full is None or time.time() < full + AWAY_S:
+            for size in (1 << 20, 1 << 12, 1):
+                while _takes(stream, size):
+                    pass
+            full = full or time.time()
+            time.sleep(0.1)  # the run makes space too: it removes old commits
+    filler.unlink()
+    return full
+
+
+def _takes(stream: FileIO, size: int) -> bool:
+    """Write so many bytes, or as many as there is space for; returns whether there was any."""
+    try:
+        return bool(stream.write(b"x" * size))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return False
+
+
+def _file_server_away(scene: Scene) -> float:
+    now = time.time()
+    scene.sign.write_text(str(errno.EIO))
+    time.sleep(AWAY_S)
+    scene.sign.unlink()
+    return now
+
+
+def _kill(name: str, word: str, where: Callable[[Scene], int]) -> Callable[[Scene], float]:
+    return lambda scene: scene.signal(where(scene), name, word)
+
+
+_LAUNCHER, _DRIVER = "orhpc.launch.node", "orhpc.driver"
+_ENGINE, _SERVER = "orhpc.rollout.engines.cpu", "orhpc.environments.server"
+
+KINDS = (
+    Kind("preemption, USR2 ahead", _preemption, True),
+    Kind("preemption without grace time", _preemption_without_grace, True),
+    Kind("scontrol requeue", _requeue, True),
+    Kind("USR2, three times", _three_signals, True),
+    Kind("USR2 while the nodes gather", _signal_while_nodes_gather, True),
+    Kind("time limit", _time_limit, True),
+    Kind("scancel of the step", _step_cancelled, True),
+    Kind("controller away, driver killed", _controller_away_driver_killed, True),
+    Kind("controller away, USR2", _controller_away_signal, True),
+    Kind("slurmd of the first node lost, tasks alive", lambda s: _slurmd_lost(s, s.first()), True),
+    Kind("slurmd of another node lost, tasks alive", lambda s: _slurmd_lost(s, s.other()), True),
+    Kind("kill -9 of the first node's launcher", _kill("python", _LAUNCHER, Scene.first), True),
+    Kind("kill -9 of another node's launcher", _kill("python", _LAUNCHER, Scene.other), True),
+    Kind("kill -9 of the driver", _kill("python", _DRIVER, Scene.first), True),
+    Kind("kill -9 of Ray's GCS", _kill("gcs_server", "", Scene.first), False),
+    Kind("kill -9 of the head's raylet", _kill("raylet", "", Scene.first), False),
+    Kind("kill -9 of another raylet", _kill("raylet", "", Scene.other), False),
+    Kind("kill -9 of a trainer", _kill("ray::TrainerRank", "", Scene.any), False),
+    Kind("kill -9 of an engine", _kill("python", _ENGINE, Scene.any), False),
+    Kind("kill -9 of a rollout worker", _kill("ray::RolloutWorker", "", Scene.any), False),
+    Kind("kill -9 of an environment server", _kill("python", _SERVER, Scene.any), False),
+    Kind("power failure of the first node", lambda s: _power_failure(s, s.first()), True),
+    Kind("power failure of another node", lambda s: _power_failure(s, s.other()), True),
+    Kind(f"driver stopped for {STOPPED_S:.0f} s", _driver_stopped, False),
+    Kind(f"disk full for {AWAY_S:.0f} s", _disk_full, False),
+    Kind(f"file server away for {AWAY_S:.0f} s", _file_server_away, False),
+)
+
+
+def drawn(draw: random.Random, count: int, kinds: tuple[Kind, ...] = KINDS) -> list[Kind]:
+    """So many kinds in random order: every kind once before any comes again."""
+    found: list[Kind] = []
+    while len(found) < count:
+        found += draw.sample(kinds, len(kinds))
+    return found[:count]
+
+
+def environment(storage: Path, sign: Path) -> dict[str, str]:
+    """What a job needs in its environment for its file server to be away."""
+    away = Path(__file__).parents[1] / "tests/local/away"
+    others = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    return {
+        "PYTHONPATH": ":".join([str(away), *others]),
+        "ORHPC_TEST_AWAY": str(sign),
+        "ORHPC_TEST_ROOT": str(storage),
+    }
