@@ -25,7 +25,7 @@ from orhpc.errors import RayLost, RecordError, WeightSyncFailed
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.plan.placement import Placement
-from orhpc.rollout.producer import Position, Producer, Taken
+from orhpc.rollout.producer import Position, Producer, StepGroups
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rundir import RunDir
@@ -101,7 +101,7 @@ class Parts:
             log.error("engine %d had ended or failed, and was started again", index)
         return [self.engines.urls[index] for index in restarted]
 
-    async def take(self, version: int, stop: Callable[[], bool]) -> Taken:
+    async def take(self, version: int, stop: Callable[[], bool]) -> StepGroups:
         """The producer's next groups, while the engines are watched.
 
         Raises:
@@ -174,7 +174,7 @@ class Parts:
         self.unchecked = False
         return {"engine_check_diff": await engine_check.compare(self.trainers, answers, self.config)}
 
-    async def record(self, step: int, taken: Taken, stored: Stored) -> None:
+    async def record(self, step: int, taken: StepGroups, stored: Stored) -> None:
         """Have every worker write its rollouts of the step and forget them, each by ``stored``.
 
         Raises:
@@ -284,7 +284,7 @@ async def bring_up(
         tasks,
         workers,
         seed=config.run.seed,
-        of_environment={name: e.over(config.rollout) for name, e in config.environments.items()},
+        per_environment={name: e.over(config.rollout) for name, e in config.environments.items()},
         position=position,
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
     )

@@ -11,7 +11,7 @@ from orhpc.config import Config, alarms
 from orhpc.driver.metrics import Phases, opening_notice, rollout_metrics
 from orhpc.driver.saver import State
 from orhpc.driver.tracking import Tracker, row_of
-from orhpc.rollout.producer import Taken
+from orhpc.rollout.producer import StepGroups
 from orhpc.rundir.events import EventLog
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,9 @@ class Reporting(Protocol):
     def notice(self) -> Callable[[str], None]: ...
 
 
-def report(run: Reporting, state: State, taken: Taken, metrics: dict[str, float], phases: Phases) -> None:
+def report(
+    run: Reporting, state: State, taken: StepGroups, metrics: dict[str, float], phases: Phases
+) -> None:
     """One step's event and W&B row."""
     numbers = rollout_metrics(taken, state.step - 1) | metrics
     numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total

@@ -1,8 +1,7 @@
-"""The bodies of ``/generate``: a request from our types, and our types from an answer.
+"""Encoding and decoding of ``/generate``.
 
-Field names are SGLang's (0.5, ``srt/managers/io_struct.py``): the sampled ids are read from
-``output_token_logprobs``, ``[(logprob, id, None), ...]``, because each id then comes with its own
-log-probability.
+Field names are SGLang's (0.5, ``srt/managers/io_struct.py``).  The sampled ids are read from
+``output_token_logprobs``, ``[(logprob, id, None), ...]``, so that each id has its own log-probability.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from orhpc.wire.routes import RouteShape, decode_routes
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError)
-"""What reading an answer of another shape raises; a JSONDecodeError is a ValueError."""
+"""Raised when decoding an answer of unexpected structure; a JSONDecodeError is a ValueError."""
 _SEEDS = 1 << 31
-"""Some SGLang releases keep seeds in int32."""
+"""Some SGLang releases store seeds as int32."""
 
 
 def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_start: int | None) -> bytes:
-    """Encode one request; ``routes_start`` asks for expert routes from that context position on."""
+    """Encode a request; ``routes_start`` requests expert routes from that context position on."""
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -57,9 +56,9 @@ def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_
 def read_generation(
     data: bytes, url: str, *, prompt_tokens: int, routes_start: int | None, route_shape: RouteShape | None
 ) -> Generation:
-    """Decode the answer to :func:`generate_body`.
+    """Decode an answer to :func:`generate_body`.
 
-    Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for absent or
+    Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for missing or
     impossible routes.
     """
     try:
@@ -73,8 +72,8 @@ def read_generation(
         completion = int(meta["completion_tokens"])
         cached = int(meta.get("cached_tokens") or 0)
     except _MALFORMED as error:
-        said = " ".join(repr(error).split())[:200]
-        raise EngineUnavailable(f"engine {url}: its answer is not SGLang's: {said}") from error
+        reason = " ".join(repr(error).split())[:200]
+        raise EngineUnavailable(f"engine {url}: the answer is not SGLang's: {reason}") from error
     if (tokens < 0).any():
         raise EngineUnavailable(f"engine {url}: a sampled token has a negative id")
     if not np.isfinite(logprobs).all():
@@ -108,7 +107,7 @@ def parsed(data: bytes, what: str) -> Any:
 
 
 def parsed_object(data: bytes, what: str) -> dict[str, Any]:
-    """Parse an engine's answer; raises EngineUnavailable when it is no JSON object."""
+    """Parse an engine's answer; raises EngineUnavailable when it is not a JSON object."""
     answer = parsed(data, what)
     if not isinstance(answer, dict):
         raise EngineUnavailable(f"{what} did not answer with an object")
@@ -118,8 +117,8 @@ def parsed_object(data: bytes, what: str) -> dict[str, Any]:
 def read_version(value: Any, url: str) -> int:
     """Read a ``weight_version`` as a policy version.
 
-    Raises EngineUnavailable for one that is none, as SGLang's own ``default``: such an engine has not
-    been told what it serves.
+    Raises EngineUnavailable for any other value, such as SGLang's initial ``default``: such an engine has not
+    received a weight sync yet.
     """
     try:
         return int(value)

@@ -15,7 +15,7 @@ from orhpc.driver.__main__ import train
 from orhpc.driver.parts import all_of
 from orhpc.driver.saver import State
 from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
-from orhpc.rollout.producer import Position, Taken
+from orhpc.rollout.producer import Position, StepGroups
 from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.storage import Stored, when_taken
 
@@ -37,14 +37,14 @@ class Parts:
     async def serving(self) -> AsyncIterator[dict[str, float]]:
         yield {}
 
-    async def take(self, version: int, stop: Callable[[], bool]) -> Taken:
+    async def take(self, version: int, stop: Callable[[], bool]) -> StepGroups:
         self.taken += 1
-        return Taken([])
+        return StepGroups([])
 
     async def publish(self, step: int) -> dict[str, float]:
         return self._perhaps("publish", step)
 
-    async def record(self, step: int, taken: Taken, stored: Callable[[Any], Awaitable[Any]]) -> None:
+    async def record(self, step: int, taken: StepGroups, stored: Callable[[Any], Awaitable[Any]]) -> None:
         self._perhaps("record", step)
 
     def _perhaps(self, what: str, step: int) -> dict[str, float]:
