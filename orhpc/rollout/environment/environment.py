@@ -121,7 +121,7 @@ class Environment:
         """Connect to a server, wait until it answers, and choose the variant.
 
         Args:
-            name: key in the config's ``environments``; ``Organisation/Name`` for OpenReward's service.
+            name: key in the config's ``environments``; ``Organization/Name`` for OpenReward's service.
             settings: the settings under that key.
             secrets: name to value, as returned by :func:`orhpc.process.secrets.resolve_secrets`.
             rollout: the timeouts.
