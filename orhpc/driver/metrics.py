@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orhpc.rollout.producer import Taken
+from orhpc.rollout.producer import StepGroups
 from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary, Waits
 
 _SLOW_OPENING_S = 5.0
@@ -38,7 +38,7 @@ class Phases:
         return time.monotonic() - self._start
 
 
-def rollout_metrics(taken: Taken, version: int) -> dict[str, float]:
+def rollout_metrics(taken: StepGroups, version: int) -> dict[str, float]:
     """Numbers about the step's rollouts.
 
     ``reward_mean`` and lengths are over trained rollouts; ``success_rate`` counts rewards above 0;
@@ -59,7 +59,7 @@ def rollout_metrics(taken: Taken, version: int) -> dict[str, float]:
     return metrics
 
 
-def failure_metrics(taken: Taken) -> dict[str, float]:
+def failure_metrics(taken: StepGroups) -> dict[str, float]:
     """How the step's rollouts failed, those of groups that are not trained included.
 
     ``failed_rollouts``, ``retried_rollouts`` (made again in a new session) and ``failed_groups`` (dropped,

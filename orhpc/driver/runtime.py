@@ -20,7 +20,7 @@ from orhpc.driver.fleet.weight_sync import WeightSync
 from orhpc.driver.metrics import Phases
 from orhpc.errors import WeightSyncFailed
 from orhpc.launch.model import model_folder
-from orhpc.rollout.producer import Producer, Taken
+from orhpc.rollout.producer import Producer, StepGroups
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
@@ -91,7 +91,7 @@ class Runtime:
             log.error("engine %d had ended or failed, and was started again", index)
         return [self.engines.urls[index] for index in restarted]
 
-    async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[Taken, dict[str, float]]:
+    async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
         """The groups of the next step, and the numbers of :meth:`while_serving`.
 
         Raises:
@@ -165,7 +165,7 @@ class Runtime:
         self.unchecked = False
         return {"engine_check_diff": await engine_check.compare(self.trainers, answers, self.config)}
 
-    async def record(self, step: int, taken: Taken, store: Store) -> None:
+    async def record(self, step: int, taken: StepGroups, store: Store) -> None:
         """Have every worker write its rollouts of the step and forget them, each through ``store``.
 
         Raises:

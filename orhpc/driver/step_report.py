@@ -11,7 +11,7 @@ from orhpc.config import Config, alarms
 from orhpc.driver.metrics import Phases, opening_notice, rollout_metrics
 from orhpc.driver.state import State
 from orhpc.driver.tracking import Tracker, row_of
-from orhpc.rollout.producer import Taken
+from orhpc.rollout.producer import StepGroups
 from orhpc.rundir.events import EventLog
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class CompletedStep:
 
     state: State
     """After the step."""
-    taken: Taken
+    taken: StepGroups
     metrics: dict[str, float]
     phases: Phases
 

@@ -1,4 +1,4 @@
-"""The base class for environments of your own: tasks, a prompt, tools, rewards.
+"""The base class for your own environments: tasks, a prompt, tools, rewards.
 
     from pydantic import BaseModel
     from orhpc.environments import TaskEnvironment, ToolOutput, reply, terminal, tool
@@ -26,15 +26,15 @@
             right = answer.text.strip() == str(self.task.a + self.task.b)
             return reply("Right." if right else "Wrong.", reward=float(right), finished=True)
 
-``environments.sums.serve: my_module:Sums`` in a config has the job serve it; ``orhpc try-env CONFIG`` plays
-it by hand.  Larger examples are in :mod:`orhpc.examples`.  A class of OpenReward's own
-``openreward.environments.Environment`` works as well; this one only saves what most of them repeat.
+With ``environments.sums.serve: my_module:Sums`` in a config, the job serves it; ``orhpc try-env CONFIG``
+plays it by hand.  Larger examples are in :mod:`orhpc.examples`.  Subclasses of OpenReward's
+``openreward.environments.Environment`` work as well; this class only saves boilerplate.
 
-What the server does with it (https://docs.openreward.ai): each rollout gets a new instance, whose
-attributes are the rollout's state.  A method marked ``@tool`` is offered to the model, with its docstring
-as description and its one argument, a pydantic model, as schema.  ``@terminal`` above ``@tool`` marks the
-one tool that takes the model's plain answer and ends the task; the model does not see it.  A tool that
-raises is shown to the model as an error.
+How the server uses the class (https://docs.openreward.ai): each rollout gets a new instance, whose attributes
+are the rollout's state.  A method marked ``@tool`` is offered to the model, with its docstring as the
+description and its one argument, a pydantic model, as the schema.  ``@terminal`` above ``@tool`` marks the
+one tool that receives the model's plain answer and ends the task; the model does not see it.  An exception
+in a tool is shown to the model as an error.
 """
 
 from orhpc.environments.task import Options, TaskEnvironment, ToolOutput, reply, terminal, tool

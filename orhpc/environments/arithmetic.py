@@ -1,4 +1,4 @@
-"""Sums of two small numbers: one turn, answered in plain words."""
+"""Sums of two small numbers: one turn, answered in plain text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from orhpc.environments import bundled
 
 _NUMBERS_READ = 4
-"""Only so many numbers of an answer count, so that listing them all does not pay."""
+"""Only the first numbers of an answer count, so that listing all numbers gives no reward."""
 
 
 class Options(bundled.Options):
@@ -23,9 +23,9 @@ class Answer(BaseModel):
 
 
 class Arithmetic(bundled.BundledEnvironment):
-    """Pays 1 when the sum is among the first numbers of the answer, else 0.
+    """The reward is 1 if the sum is among the first numbers of the answer, else 0.
 
-    No sum of the test split, in this order of the summands, is asked in the train split.
+    No sum of the test split, with its order of summands, occurs in the train split.
     """
 
     Options = Options

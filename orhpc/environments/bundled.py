@@ -1,4 +1,4 @@
-"""What the bundled environments share: options, splits and tasks that are made from their index."""
+"""Common parts of the bundled environments: options, splits, and tasks generated from their index."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ SPLITS = ("train", "test")
 
 
 class Options(BaseModel):
-    """Settings of a bundled environment; unknown ones are refused."""
+    """Settings of a bundled environment; unknown settings raise an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     n_tasks: int = Field(default=1000, gt=0)
-    """Tasks of the train split."""
+    """Number of tasks in the train split."""
     n_test: int = Field(default=100, gt=0)
-    """Tasks of the test split."""
+    """Number of tasks in the test split."""
     seed: int = 0
-    """Another seed gives other tasks."""
+    """Random seed of the tasks."""
 
 
 class BundledEnvironment(Environment):
-    """A deterministic generator of tasks: a task is a function of seed, split and index."""
+    """A deterministic task generator: a task depends only on seed, split and index."""
 
     Options: ClassVar[type[Options]] = Options
     options: ClassVar[Any]
 
     @classmethod
     def configure(cls, **options: Any) -> type[Self]:
-        """Return the class with these options; raises pydantic.ValidationError for a bad one."""
-        made = type(cls.__name__, (cls,), {"options": cls.Options(**options), "__module__": cls.__module__})
-        return cast("type[Self]", made)
+        """Return a subclass with these options; raises pydantic.ValidationError for an invalid one."""
+        subclass = type(
+            cls.__name__, (cls,), {"options": cls.Options(**options), "__module__": cls.__module__}
+        )
+        return cast("type[Self]", subclass)
 
     @classmethod
     def list_splits(cls) -> list[Split]:
@@ -54,7 +56,7 @@ class BundledEnvironment(Environment):
     async def list_tasks(cls, split: str) -> list[dict[str, Any]]:
         return [{"split": split, "index": index} for index in range(await cls.num_tasks(split))]
 
-    # What is not a coroutine function the server calls in a thread, which costs more than these do.
+    # Coroutines, because the server calls other functions in a thread, which costs more than they do.
 
     async def setup(self) -> None:
         pass
@@ -63,7 +65,7 @@ class BundledEnvironment(Environment):
         pass
 
     def generator(self) -> random.Random:
-        """Return the task's own random numbers, the same on every machine."""
+        """Return the task's random number generator, which is the same on every machine."""
         spec: Any = self.task_spec
         return random.Random(f"{self.options.seed}/{spec['split']}/{spec['index']}")
 
@@ -73,6 +75,6 @@ class BundledEnvironment(Environment):
         return spec["split"] == "test"
 
 
-def text(words: str) -> list[TextBlock]:
+def text(content: str) -> list[TextBlock]:
     """One block of text."""
-    return [TextBlock(text=words)]
+    return [TextBlock(text=content)]

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, generated and verified by it: the extra ``orhpc[gym]``."""
+"""Tasks of reasoning-gym, generated and verified by that package; requires ``orhpc[gym]``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Options(bundled.Options):
     task: str = "basic_arithmetic"
     """Name of a reasoning-gym dataset."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Its own settings."""
+    """Settings of the dataset."""
 
     @model_validator(mode="after")
     def _exists(self) -> Options:
@@ -49,7 +49,7 @@ def _dataset(options: Options, split: str) -> Any:
     return _reasoning_gym().create_dataset(
         options.task,
         size=options.n_test if test else options.n_tasks,
-        # Far apart, since the datasets seed a task with seed + index.
+        # Distant seeds, since the datasets seed a task with seed + index.
         seed=options.seed + (1 << 30 if test else 0),
         **options.settings,
     )
@@ -60,7 +60,7 @@ class Answer(BaseModel):
 
 
 class ReasoningGym(bundled.BundledEnvironment):
-    """Pays what reasoning-gym's verifier gives, 0 to 1; ``<answer>`` tags around it may be there or not."""
+    """The reward is the score of reasoning-gym's verifier, 0 to 1; ``<answer>`` tags are optional."""
 
     Options = Options
 

@@ -1,4 +1,4 @@
-"""Write certain characters: learnable from nothing by a random model with a byte-level vocabulary."""
+"""Write certain characters: learnable by a random model with a byte-level vocabulary."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from orhpc.environments import bundled
 
 class Options(bundled.Options):
     wanted: str = Field(default=string.ascii_lowercase, min_length=1)
-    """Characters that pay."""
+    """Characters that give a reward."""
     min_length: int = Field(default=4, gt=0)
-    """A shorter answer is paid as if it were filled up with characters that do not pay."""
+    """A shorter answer is scored as if padded to this length with characters that give no reward."""
 
 
 class Answer(BaseModel):
@@ -22,7 +22,7 @@ class Answer(BaseModel):
 
 
 class Letters(bundled.BundledEnvironment):
-    """Pays the share of the answer's characters that are wanted, 0 to 1."""
+    """The reward is the fraction of the answer's characters that are wanted, 0 to 1."""
 
     Options = Options
     options = Options()

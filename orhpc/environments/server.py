@@ -2,10 +2,10 @@
 
     python -m orhpc.environments.server --environment arithmetic --host 127.0.0.1 --port 8080
 
-An environment may run commands for whoever calls its tools.  So a job, which shares its nodes with other
-users, gives the server a key on its standard input, without which no request gets through, and a socket
-that it has held since it chose the port.  Without a key the server listens on loopback only.  It dies with
-the process that started it.
+An environment may run commands for the clients that call its tools, and a job shares its nodes with other
+users.  A job therefore passes the server a key on its standard input, which every request must send, and a
+socket that it has held since it chose the port.  Without a key, the server listens on loopback only.  It ends
+with its parent process.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have this process end when the one that started it ends, however it does (Linux).
+    """End this process when its parent process ends, for whatever reason (Linux).
 
-    The kernel's signal also comes when only the thread that started us ends, as threads of a pool do;
-    then the parent is still there, and we stay.
+    The kernel also sends the signal when only the thread that started this process ends, e.g. a thread of a
+    pool; then the parent process still exists, and this process continues.
     """
     parent = os.getppid()
 
@@ -48,7 +48,7 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         signal.signal(signal.SIGUSR2, parent_ended)
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2)
-    if os.getppid() != parent:  # it ended before the kernel knew of our wish
+    if os.getppid() != parent:  # it ended before prctl was called
         sys.exit(1)
 
 
@@ -56,11 +56,11 @@ def environment_class(name: str, options: dict[str, Any]) -> type:
     """Return the environment class with its options set.
 
     Args:
-        name: a name of :data:`orhpc.config.environment.BUNDLED` or ``package.module:Class``; a class
+        name: a name in :data:`orhpc.config.environment.BUNDLED` or ``package.module:Class``; a class
             with options has a classmethod ``configure(**options)`` that returns the configured class.
         options: keyword settings.
 
-    Raises ConfigError when there is no such environment or an option is wrong.
+    Raises ConfigError if there is no such environment or an option is invalid.
     """
     module, colon, attribute = BUNDLED.get(name, name).partition(":")
     if not colon:
@@ -90,19 +90,17 @@ def environment_class(name: str, options: dict[str, Any]) -> type:
 
 
 def _check_kind(name: str, found: Any) -> None:
-    """Raises ConfigError when this is no class that OpenReward's server can serve."""
+    """Raises ConfigError if this is not a class that OpenReward's server can serve."""
     from openreward.environments import Environment
 
     if isinstance(found, type) and issubclass(found, Environment):
         return
     if not isinstance(found, type):
         raise ConfigError(f"environment {name!r} is not a class")
-    needed = "environments.NAME.serve takes a subclass of openreward.environments.Environment"
+    needed = "environments.NAME.serve must be a subclass of openreward.environments.Environment"
     if any(base.__module__.split(".")[0] in ("ors", "ors_sdk") for base in found.__mro__):
-        needed += (
-            "; this one is of ors-sdk: start its own server and give its address in environments.NAME.url"
-        )
-    raise ConfigError(f"environment {name!r}: {found.__qualname__} is no OpenReward environment: {needed}")
+        needed += "; this one uses ors-sdk: start its own server and set environments.NAME.url to its address"
+    raise ConfigError(f"environment {name!r}: {found.__qualname__} is not an OpenReward class: {needed}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,16 +108,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--environment", required=True, help="bundled name or package.module:Class")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--secrets-json", default="{}", help="where its secrets come from: name to source")
+    parser.add_argument("--secrets-json", default="{}", help="sources of its secrets: name to source")
     parser.add_argument("--options-json", default="{}", help="keyword settings as a JSON object")
     parser.add_argument(
-        "--key-from-stdin", action="store_true", help="requests must carry the key in the input"
+        "--key-from-stdin", action="store_true", help="read the key that requests must send from stdin"
     )
-    parser.add_argument("--listen-fd", type=int, help="socket to listen on, inherited and bound to the port")
+    parser.add_argument("--listen-fd", type=int, help="inherited socket, bound to the port, to listen on")
     arguments = parser.parse_args(argv)
     die_with_parent()
     os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
-    # The server logs every request otherwise, which costs more than the environments here do.
+    # By default the server logs every request, which costs more than these environments do.
     os.environ.setdefault("OPENREWARD_LOG_LEVEL", "WARNING")
     try:
         protect_process(json.loads(arguments.secrets_json))
@@ -129,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         found = environment_class(arguments.environment, options)
         from openreward.environments import Server
 
-        # Tracebacks go to the run, which shows them to the user whose code raised.
+        # Tracebacks are sent to the run, which shows them to the user whose code raised.
         server = Server([found], return_errors="stacktrace")
         _guard(arguments)
     except UserCodeError as error:
@@ -144,10 +142,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _guard(arguments: argparse.Namespace) -> None:
-    """Put the key in front of the server that follows.  Raises ConfigError where it would stand open."""
+    """Make the server require the key.  Raises ConfigError if it would be reachable without one."""
     key = sys.stdin.readline().strip() if arguments.key_from_stdin else None
     if key == "":
-        raise ConfigError("--key-from-stdin: the input holds no key")
+        raise ConfigError("--key-from-stdin: the input has no key")
     try:
         loopback = ipaddress.ip_address(arguments.host).is_loopback
     except ValueError as error:

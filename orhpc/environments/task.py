@@ -1,4 +1,4 @@
-"""The base class for environments of your own; the package shows its use."""
+"""The base class for your own environments; see the package docstring for an example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TaskT = TypeVar("TaskT", bound=BaseModel)
 
 
 class Options(BaseModel):
-    """Settings of an environment (``serve_options`` in a config); an unknown one is an error."""
+    """Settings of an environment (``serve_options`` in a config); an unknown setting raises an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -23,41 +23,43 @@ class Options(BaseModel):
 class TaskEnvironment(Environment, Generic[TaskT]):
     """An environment whose tasks are a list of pydantic models.
 
-    Subclasses set :attr:`Task` and define :meth:`tasks` and :meth:`prompt`, and at least one tool.
+    Subclasses set :attr:`Task` and define :meth:`tasks`, :meth:`prompt` and at least one tool.
     """
 
     Task: ClassVar[type[BaseModel]]
-    """Model of one task.  It may hold the right answer: the policy sees the prompt alone."""
+    """Model of one task.  It may contain the correct answer: the policy sees only the prompt."""
     Options: ClassVar[type[BaseModel]] = Options
     """Model of the settings."""
     options: ClassVar[Any] = Options()
-    """The settings, an instance of :attr:`Options`; the defaults where a config gives none."""
+    """The settings, an instance of :attr:`Options`; by default without any config."""
     splits: ClassVar[tuple[str, ...]] = ("train", "test")
     """Names of the task splits."""
     task: TaskT
     """The task of this session."""
 
     def __init__(self, task_spec: Any = None, secrets: dict[str, str] | None = None) -> None:
-        """Made by the server for each session; a subclass that overrides it sets up its state here."""
+        """Called by the server for each session; a subclass can override it to initialize its state."""
         super().__init__(task_spec or {}, secrets or {})
         self.task = cast(TaskT, type(self).Task.model_validate(task_spec or {}))
 
     @classmethod
     def tasks(cls, split: str) -> Sequence[TaskT]:
-        """Return all tasks of a split: the same list at every call, on every machine."""
-        raise NotImplementedError(f"{cls.__name__} has to define tasks(split)")
+        """Return all tasks of a split: the same list for every call and on every machine."""
+        raise NotImplementedError(f"{cls.__name__} must define tasks(split)")
 
     def prompt(self) -> str:
-        """Return the first message that the model sees."""
-        raise NotImplementedError(f"{type(self).__name__} has to define prompt()")
+        """Return the first message to the model."""
+        raise NotImplementedError(f"{type(self).__name__} must define prompt()")
 
-    # What follows is OpenReward's interface.  The server runs what is no coroutine in a thread.
+    # OpenReward's interface follows.  The server runs functions that are not coroutines in a thread.
 
     @classmethod
     def configure(cls, **options: Any) -> type[Self]:
-        """Return the class with these settings; raises pydantic.ValidationError for a wrong one."""
-        made = type(cls.__name__, (cls,), {"options": cls.Options(**options), "__module__": cls.__module__})
-        return cast("type[Self]", made)
+        """Return a subclass with these settings; raises pydantic.ValidationError for an invalid one."""
+        subclass = type(
+            cls.__name__, (cls,), {"options": cls.Options(**options), "__module__": cls.__module__}
+        )
+        return cast("type[Self]", subclass)
 
     @classmethod
     @functools.cache
@@ -85,10 +87,10 @@ class TaskEnvironment(Environment, Generic[TaskT]):
         return [task.model_dump(mode="json") for task in cls._listed(split)]
 
     async def setup(self) -> None:
-        """Called once before the prompt is asked for."""
+        """Called once before the prompt is requested."""
 
     async def teardown(self) -> None:
-        """Called once when the session ends, however it does."""
+        """Called once when the session ends, for whatever reason."""
 
     async def get_prompt(self) -> list[TextBlock]:
         return [TextBlock(text=self.prompt())]
@@ -97,13 +99,13 @@ class TaskEnvironment(Environment, Generic[TaskT]):
 def reply(
     text: str, *, reward: float | None = None, finished: bool = False, metadata: dict[str, Any] | None = None
 ) -> ToolOutput:
-    """Return what a tool answers.
+    """Return the result of a tool call.
 
     Args:
-        text: is shown to the model.
-        reward: paid for this call; None pays nothing.  A rollout's reward is the sum of what was paid,
-            or what ``environments.NAME.reward_reduction`` makes of it.
-        finished: the task has ended; further calls are refused.
-        metadata: for the record; never shown to the model.
+        text: shown to the model.
+        reward: the step reward of this call; None if there is none.  A rollout's reward is the sum of its
+            step rewards, or another reduction (``environments.NAME.reward_reduction``).
+        finished: whether the task has ended; further calls are then refused.
+        metadata: recorded, but never shown to the model.
     """
     return ToolOutput(blocks=[TextBlock(text=text)], reward=reward, finished=finished, metadata=metadata)

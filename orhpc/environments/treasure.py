@@ -1,7 +1,7 @@
-"""Open doors by the words on them: several tool calls, paid door by door, with a treasure at the end.
+"""Open doors by the words on them: several tool calls, a reward for each door, and a treasure at the end.
 
-A model that has learnt to call tools needs no more than the tool's description.  SmolLM2-135M has
-not: ``configs/treasure.yaml`` shows it two calls, after which about three first calls in ten are right.
+A model that can call tools needs only the description of the tool.  SmolLM2-135M cannot:
+``configs/treasure.yaml`` shows it two calls, after which about 30 % of its first calls are correct.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ WORDS = {
     "test": ("pink", "sun", "rose", "wolf", "snow", "iron"),
 }
 TREASURE_SHARE = 0.25
-"""Of the whole reward of 1, paid for the last door on top of its own share."""
+"""Fraction of the total reward of 1 that the last door gives in addition to its own share."""
 
 
 class Options(bundled.Options):
     doors: int = Field(default=3, gt=0)
     mistakes: int = Field(default=3, gt=0)
-    """Wrong words after which the game is over."""
+    """Number of wrong words that end the task."""
 
 
 class Door(BaseModel):
@@ -32,7 +32,7 @@ class Door(BaseModel):
 
 
 class Treasure(bundled.BundledEnvironment):
-    """Every door opened in its order pays; finding the treasure, or too many mistakes, ends the task."""
+    """Every door opened in order gives a reward; finding the treasure or too many mistakes ends the task."""
 
     Options = Options
     options = Options()
@@ -60,8 +60,8 @@ class Treasure(bundled.BundledEnvironment):
         self._opened += 1
         reward = (1 - TREASURE_SHARE) / self.options.doors
         if self._opened < self.options.doors:
-            said = self._words[self._opened]
-            return ToolOutput(blocks=bundled.text(f"It opens. The next door says: {said}"), reward=reward)
+            word = self._words[self._opened]
+            return ToolOutput(blocks=bundled.text(f"It opens. The next door says: {word}"), reward=reward)
         return ToolOutput(
             blocks=bundled.text("You found the treasure."), reward=reward + TREASURE_SHARE, finished=True
         )

@@ -1,4 +1,4 @@
-"""A terminal state: the model changes something step by step, and is paid for what it has made.
+"""A terminal state: the model changes something step by step and is rewarded for the final state.
 
     environments:
       shelf:
@@ -21,7 +21,7 @@ TITLES = ("Dune", "Emma", "It", "Ulysses", "Walden", "Beloved", "Candide", "Germ
 
 
 class Books(BaseModel):
-    """One task: the books as they stand at the beginning."""
+    """One task: the books in their initial order."""
 
     titles: list[str]
 
@@ -34,7 +34,7 @@ class Swap(BaseModel):
 
 
 class Shelf(TaskEnvironment[Books]):
-    """Books to be put in alphabetical order; pays the share of neighbors that are in order at the end."""
+    """Sort books alphabetically; the reward is the fraction of neighbors that are in order at the end."""
 
     Task = Books
 
@@ -68,7 +68,7 @@ class Shelf(TaskEnvironment[Books]):
     @terminal
     @tool
     async def done(self) -> ToolOutput:
-        """Judge the shelf: a terminal tool without an argument pays for the state, not for the words."""
+        """Score the shelf: a terminal tool without an argument rewards the state, not the text."""
         pairs = list(zip(self.titles, self.titles[1:], strict=False))
         ordered = sum(left <= right for left, right in pairs)
         return reply(f"{ordered} of {len(pairs)} in order.", reward=ordered / len(pairs), finished=True)

@@ -1,4 +1,4 @@
-"""One turn: the model is asked a question, and its plain answer is the end of the task.
+"""One turn: the model is asked a question, and its plain answer ends the task.
 
     environments:
       sums:
@@ -19,7 +19,7 @@ from orhpc.environments import Options, TaskEnvironment, ToolOutput, reply, term
 
 
 class Sum(BaseModel):
-    """One task.  The model sees what `prompt` makes of it, and nothing else."""
+    """One task.  The model sees only what `prompt` returns."""
 
     a: int
     b: int
@@ -33,13 +33,13 @@ class SumsOptions(Options):
 
 
 class Answer(BaseModel):
-    """What the terminal tool is given: one field, which is the model's answer."""
+    """Argument of the terminal tool: its one field is the model's answer."""
 
     text: str
 
 
 class Sums(TaskEnvironment[Sum]):
-    """Pays 1 for the right sum and 0 for anything else."""
+    """The reward is 1 for the correct sum and 0 for anything else."""
 
     Task = Sum
     Options = SumsOptions
@@ -47,7 +47,7 @@ class Sums(TaskEnvironment[Sum]):
 
     @classmethod
     def tasks(cls, split: str) -> list[Sum]:
-        # Every sum once, in a fixed order; one in ten is kept for the test split.
+        # Every sum once, in a fixed order; 10 % are reserved for the test split.
         largest = cls.options.max_number
         sums = [Sum(a=a, b=b) for a in range(largest + 1) for b in range(largest + 1)]
         random.Random(0).shuffle(sums)

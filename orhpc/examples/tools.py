@@ -1,10 +1,10 @@
-"""Tool calls: the model finds a hidden number by asking, and a tool says when the task is over.
+"""Tool calls: the model finds a hidden number by guessing, and a tool ends the task.
 
     environments:
       guess:
         serve: orhpc.examples.tools:GuessNumber
         max_turns: 8
-        nonterminal_reward: -0.5    # for a rollout that gives up, or runs out of turns
+        nonterminal_reward: -0.5    # for a rollout that gives up or runs out of turns
 
 Try it by hand:  orhpc try-env CONFIG --env guess
 """
@@ -23,10 +23,10 @@ class Hidden(BaseModel):
 
     largest: int
     number: int
-    """The answer: it stays in the environment server."""
+    """The answer; it is never sent to the client."""
 
 
-# The argument of the tool: the model sees its fields, their descriptions and bounds, and the docstring.
+# The argument of the tool: the model sees its fields, their descriptions and limits, and the docstring.
 class Guess(BaseModel):
     """Your guess."""
 
@@ -34,7 +34,7 @@ class Guess(BaseModel):
 
 
 class GuessNumber(TaskEnvironment[Hidden]):
-    """Pays for few guesses: 1 for the first, less for each further one."""
+    """Rewards few guesses: 1 for the first, less for each further guess."""
 
     Task = Hidden
 
@@ -58,5 +58,5 @@ class GuessNumber(TaskEnvironment[Hidden]):
         self.guesses += 1
         if guess.number == self.task.number:
             return reply("That is it.", reward=1.0 / self.guesses, finished=True)
-        # What the model did wrong is text that it reads and can act on; there is no need to raise.
+        # A mistake of the model is answered with text that it can react to, without raising.
         return reply("It is larger." if guess.number < self.task.number else "It is smaller.")

@@ -1,6 +1,6 @@
-"""From a task to a scored rollout: sessions, agents, engines.
+"""Generates scored rollouts from tasks: sessions, agents, engine clients.
 
-Consumes: tasks of environments, tokens of engines.  Produces: rollouts with log-probabilities, routed
-experts and rewards, as :mod:`orhpc.types` defines them.  Never imports :mod:`orhpc.launch` or
+Input: tasks of environments and tokens sampled by engines.  Output: rollouts with log-probabilities, routed
+experts and rewards, as defined in :mod:`orhpc.types`.  Never imports :mod:`orhpc.launch` or
 :mod:`orhpc.train`.
 """

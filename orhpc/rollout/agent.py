@@ -1,24 +1,24 @@
-"""The agent loop of one rollout: the model writes, the environment answers, until one of them is done.
+"""The agent loop of one rollout: the model and the environment alternate until one of them ends the task.
 
-Tokens in, tokens out: the prompt of a turn is exactly the ids of the turn before it, prompt and
-sampled output, and the delta of what the environment said.  How a turn ended decides what follows:
+The prompt of each turn consists of exactly the token ids of the previous turn, prompt and sampled output,
+plus the tokens of the environment's response.  The finish reason of a turn determines the next step:
 
 * ``stop``: its tool calls are executed (:mod:`orhpc.rollout.turn_calls`), or its text is the answer;
-* ``length``: the rollout ends as LENGTH; a call that was cut off is not executed, nothing is made up;
-* ``abort``: sampling goes on from the partial turn, unless the run is stopping (ABORTED).
+* ``length``: the rollout ends as LENGTH; a truncated call is not executed, and no tokens are added;
+* ``abort``: sampling continues from the partial turn, unless the run is stopping (ABORTED).
 
-What the model did wrong is shown to it as the call's result, and so is a tool that raised.  BadTask ends
-the rollout as FAILED; infrastructure failures and EnvironmentRaised are raised, with the transcript so
-far, so that the caller can make the rollout again.
+A mistake of the model, or a tool that raised, is shown to the model as the call's result.  BadTask ends the
+rollout as FAILED.  Infrastructure failures and EnvironmentRaised are raised with the transcript so far, and
+the caller can retry the rollout.
 
-**The length cap** ``rollout.max_total_tokens`` is never exceeded.  Tool results that do not fit are
-cut with a notice that the model can read, and that leaves room for the next turn; where not even the
-notices fit, the rollout ends as LENGTH.
+**Length limit**: ``rollout.max_total_tokens`` is never exceeded.  Tool results that do not fit are truncated
+with a notice for the model, such that the next turn still fits; if not even the notices fit, the rollout
+ends as LENGTH.
 
-**Functions of the user's.**  ``rollout.custom_agent`` replaces :func:`run_rollout` and has its
-signature, ``async (AgentContext, RolloutRequest) -> Rollout``.  ``rollout.custom_reward`` is
-``(Rollout) -> float``, or a coroutine function, called for every rollout that may be trained on; its
-result, clamped, is the reward.
+**User functions**: ``rollout.custom_agent`` replaces :func:`run_rollout` and has its signature,
+``async (AgentContext, RolloutRequest) -> Rollout``.  ``rollout.custom_reward`` is ``(Rollout) -> float``, or
+a coroutine function; it is called for every rollout that may be trained on, and its clamped result is the
+reward.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from orhpc.models import vocabulary_of
 from orhpc.process.user_code import user_error
 from orhpc.rollout import turn_calls
 from orhpc.rollout.chat import ChatFormat, chat_format
-from orhpc.rollout.environment.rewards import own_reward, reduce_rewards
+from orhpc.rollout.environment.rewards import call_custom_reward, reduce_rewards
 from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results, longest_text
 from orhpc.rollout.functions import load_function
-from orhpc.rollout.transcript import Draft, RolloutRequest
+from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from orhpc.wire.routes import RouteShape
 
-_LONGEST_PAUSE_S = 1.0
-"""Between two tries at an engine that aborts without a token, because it is paused."""
+_MAX_PAUSE_S = 1.0
+"""Maximum pause between two requests to an engine that aborts without a token because it is paused."""
 
 
 class Generate(Protocol):
-    """Samples one continuation; :meth:`orhpc.rollout.client.EnginePool.generate` is one."""
+    """Samples one continuation, for example :meth:`orhpc.rollout.client.EnginePool.generate`."""
 
     async def __call__(
         self,
@@ -73,7 +73,7 @@ class Generate(Protocol):
 
 
 class AgentSession(turn_calls.CallableSession, Protocol):
-    """What the loop needs of :class:`orhpc.rollout.environment.session.Session`."""
+    """The part of :class:`orhpc.rollout.environment.session.Session` that the loop uses."""
 
     @property
     def prompt(self) -> str: ...
@@ -82,7 +82,7 @@ class AgentSession(turn_calls.CallableSession, Protocol):
 
 
 class AgentEnvironment(Protocol):
-    """What the loop needs of :class:`orhpc.rollout.environment.environment.Environment`."""
+    """The part of :class:`orhpc.rollout.environment.environment.Environment` that the loop uses."""
 
     def session(self, task: Task) -> AbstractAsyncContextManager[AgentSession]: ...
 
@@ -93,23 +93,23 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """What all rollouts of one environment share."""
+    """Parameters shared by all rollouts of one environment."""
 
     environment: AgentEnvironment
     settings: EnvironmentSettings
     rollout: RolloutSettings
     chat: ChatFormat
-    """For a ``rollout.custom_agent`` of a model that no chat format fits: an object whose every use raises
-    ModelError; such an agent writes conversations by :attr:`tokenizer`."""
+    """With a ``rollout.custom_agent`` for a model without a chat format, every use of this object raises
+    ModelError; such an agent formats conversations with :attr:`tokenizer`."""
     generate: Generate
     sampling: Sampling
-    """``max_new_tokens`` is a bound on each turn; stop tokens and seeds are added by the loop."""
+    """``max_new_tokens`` limits each turn; the loop adds stop tokens and seeds."""
     stopping: Callable[[], bool] = _never
-    """Whether the run is stopping, so that aborted generations are not resumed."""
+    """Whether the run is stopping; if so, aborted generations are not resumed."""
     record_routes: bool = False
     reward: Callable[[Rollout], float | Awaitable[float]] | None = None
     tokenizer: Any = None
-    """transformers' own, of the policy's folder."""
+    """transformers' tokenizer from the policy's folder."""
 
 
 AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
@@ -117,14 +117,14 @@ AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """Everything that rollouts of a run share; made by :func:`load_agent`."""
+    """Everything shared by the rollouts of a run; created by :func:`load_agent`."""
 
     config: Config
     chat: ChatFormat
     route_shape: RouteShape | None
-    """What the model's expert routes look like; None for a dense model."""
+    """Shape of the model's expert routes; None for a dense model."""
     vocabulary: int | None
-    """How many token ids the model has; None: its config does not say."""
+    """Number of token ids that the model has; None: its config does not say."""
     function: AgentFunction
     reward: Callable[[Rollout], float | Awaitable[float]] | None
     _attempts: Iterator[int]
@@ -139,7 +139,7 @@ class Agent:
         generate: Generate,
         stopping: Callable[[], bool] = _never,
     ) -> Rollout:
-        """Make one rollout of a group; raises as :func:`run_rollout`."""
+        """Generate one rollout of a group; raises the same errors as :func:`run_rollout`."""
         settings = self.config.environments[request.task.environment]
         context = AgentContext(
             environment=environment,
@@ -180,8 +180,8 @@ def load_agent(config: Config, model_dir: str) -> Agent:
 
     Raises:
         ModelError: the folder has no tokenizer, or no chat format and there is no ``rollout.custom_agent``.
-        ConfigError: a function that the config names cannot be loaded, or routes are to be recorded
-            of a dense model.
+        ConfigError: a function named in the config cannot be loaded, or ``rollout.record_routes`` is set
+            for a dense model.
     """
     from transformers import AutoTokenizer
 
@@ -209,44 +209,44 @@ def load_agent(config: Config, model_dir: str) -> Agent:
 
 
 def turn_seed(seed: int, turn: int, resumed: int = 0) -> int:
-    """Seed of one generation, below 2**31: a stable hash, so that a rollout can be made again."""
+    """Seed of one generation, below 2**31: a stable hash, so that a rollout can be reproduced."""
     digest = hashlib.blake2b(f"{seed}/{turn}/{resumed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) & 0x7FFF_FFFF
 
 
 async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout:
-    """Make one rollout.
+    """Generate one rollout.
 
     Raises:
         EnvironmentUnavailable, EngineUnavailable, RoutesMissing: infrastructure failed; there is no
-            rollout and no reward, and the same request can be run again.
-        EnvironmentRaised: the environment's own code failed; the request can be run again as well.
-        UserCodeError: the reward function raised, or returned no finite number; or the environment
+            rollout and no reward, and the same request can be retried.
+        EnvironmentRaised: the environment's own code failed; the request can be retried as well.
+        UserCodeError: the reward function raised or did not return a finite number, or the environment
             raises on every task.
     """
     began = time.monotonic()
-    draft, error = Draft(), None
+    builder, error = RolloutBuilder(), None
     try:
         async with AsyncExitStack() as stack:
-            with draft.waiting("opening"):
+            with builder.waiting("opening"):
                 session = await stack.enter_async_context(context.environment.session(request.task))
-            end = await _converse(context, request, session, draft)
+            end = await _converse(context, request, session, builder)
     except PromptTooLong as failure:
         end, error = RolloutEnd.PROMPT_TOO_LONG, str(failure)
     except OrhpcError as failure:
-        failure.transcript = draft.messages
+        failure.transcript = builder.messages
         if not isinstance(failure, BadTask) or isinstance(failure, EnvironmentRaised):
             raise
         end, error = RolloutEnd.FAILED, f"{type(failure).__name__}: {failure}"
     reward = None
     try:
-        reward = reduce_rewards(draft.rewards, end, context.settings)
+        reward = reduce_rewards(builder.rewards, end, context.settings)
     except BadTask as failure:
         end, error = RolloutEnd.FAILED, f"{type(failure).__name__}: {failure}"
     scored_later = context.reward is not None or getattr(context.environment, "supports_score_group", False)
-    if end is RolloutEnd.TERMINAL and not draft.rewards and not scored_later:
-        error = "the environment ended the task without paying anything (a reward of NaN arrives as none)"
-    rollout = draft.rollout(
+    if end is RolloutEnd.TERMINAL and not builder.rewards and not scored_later:
+        error = "the environment ended the task without giving a reward (a NaN reward arrives as null)"
+    rollout = builder.rollout(
         request,
         end,
         reward=reward,
@@ -256,32 +256,32 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
     )
     if context.reward is not None and end.trainable:
         custom = str(context.rollout.custom_reward)
-        rollout.reward = await own_reward(context.reward, rollout, custom, context.settings)
+        rollout.reward = await call_custom_reward(context.reward, rollout, custom, context.settings)
     return rollout
 
 
 async def _converse(
-    context: AgentContext, request: RolloutRequest, session: AgentSession, draft: Draft
+    context: AgentContext, request: RolloutRequest, session: AgentSession, builder: RolloutBuilder
 ) -> RolloutEnd:
-    """Fill the draft turn by turn; returns why it ended."""
-    await _open(context, session, draft)
+    """Fill the builder turn by turn; returns why the rollout ended."""
+    await _open(context, session, builder)
     nudges = 0
     for number in range(context.settings.max_turns):
-        finish = await _sample(context, request, draft, number)
+        finish = await _sample(context, request, builder, number)
         if finish is not FinishReason.STOP:
             return RolloutEnd.LENGTH if finish is FinishReason.LENGTH else RolloutEnd.ABORTED
-        message = context.chat.parse(draft.sampled, thinking=context.rollout.thinking)
-        draft.say_assistant(message)
+        message = context.chat.parse(builder.sampled, thinking=context.rollout.thinking)
+        builder.add_assistant(message)
         if not message.tool_calls and not session.terminal:
-            if nudges == context.settings.max_nudges or not _nudge(context, draft, number):
+            if nudges == context.settings.max_nudges or not _nudge(context, builder, number):
                 return RolloutEnd.ANSWERED
             nudges += 1
             continue
-        with draft.waiting("tools"):
+        with builder.waiting("tools"):
             results = await turn_calls.execute(
                 session,
                 message,
-                draft,
+                builder,
                 at_once=context.settings.parallel_calls,
                 longest=longest_text(context.rollout),
             )
@@ -289,48 +289,50 @@ async def _converse(
             return RolloutEnd.TERMINAL
         if number + 1 == context.settings.max_turns:
             return RolloutEnd.MAX_TURNS
-        delta = await fit_results(context, results, draft)
+        delta = await fit_results(context, results, builder)
         if delta is None:
             return RolloutEnd.LENGTH
-        draft.add_context(delta)
+        builder.add_context(delta)
     raise AssertionError("max_turns is positive")
 
 
-def _nudge(context: AgentContext, draft: Draft, number: int) -> bool:
-    """Have the model go on after a plain answer that no tool takes; False where it may not or cannot."""
+def _nudge(context: AgentContext, builder: RolloutBuilder, number: int) -> bool:
+    """Prompt the model to continue after an answer that no tool receives; False if not allowed or no room."""
     text, rollout = context.settings.nudge, context.rollout
     if text is None or number + 1 == context.settings.max_turns:
         return False
-    ids = context.chat.user_ids(text, FinishReason.STOP, last_id=draft.tokens[-1], thinking=rollout.thinking)
-    if len(draft.tokens) + len(ids) >= rollout.max_total_tokens:
+    ids = context.chat.user_ids(
+        text, FinishReason.STOP, last_id=builder.tokens[-1], thinking=rollout.thinking
+    )
+    if len(builder.tokens) + len(ids) >= rollout.max_total_tokens:
         return False
-    draft.add_context(ids)
-    draft.say("user", text)
+    builder.add_context(ids)
+    builder.add_message("user", text)
     return True
 
 
-async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> None:
+async def _open(context: AgentContext, session: AgentSession, builder: RolloutBuilder) -> None:
     rollout = context.rollout
-    whole = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
-    said = tuple((role, text[: longest_text(rollout)]) for role, text in whole)
+    full = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
+    conversation = tuple((role, text[: longest_text(rollout)]) for role, text in full)
 
     def render() -> list[int]:
         return context.chat.prompt_ids(
-            said,
+            conversation,
             system=rollout.system_prompt_template,
             tools=session.tools,
             thinking=rollout.thinking,
         )
 
-    long = sum(len(text) for _, text in said) > OFF_LOOP_CHARACTERS
+    long = sum(len(text) for _, text in conversation) > OFF_LOOP_CHARACTERS
     ids = await asyncio.to_thread(render) if long else render()
-    draft.add_context(ids)
+    builder.add_context(ids)
     if rollout.system_prompt_template is not None:
-        draft.say("system", rollout.system_prompt_template)
-    for role, text in said:
-        draft.say(role, text)
-    if said != whole:
-        size = sum(len(text) for _, text in whole)
+        builder.add_message("system", rollout.system_prompt_template)
+    for role, text in conversation:
+        builder.add_message(role, text)
+    if conversation != full:
+        size = sum(len(text) for _, text in full)
         raise PromptTooLong(f"the prompt has {size} characters, too many for rollout.max_total_tokens")
     if len(ids) >= rollout.max_total_tokens:
         raise PromptTooLong(
@@ -338,9 +340,11 @@ async def _open(context: AgentContext, session: AgentSession, draft: Draft) -> N
         )
 
 
-async def _sample(context: AgentContext, request: RolloutRequest, draft: Draft, number: int) -> FinishReason:
-    """Sample one turn, resuming it after aborts; returns how it ended."""
-    wanted = min(context.sampling.max_new_tokens, context.rollout.max_total_tokens - len(draft.tokens))
+async def _sample(
+    context: AgentContext, request: RolloutRequest, builder: RolloutBuilder, number: int
+) -> FinishReason:
+    """Sample one turn, resuming it after aborts; returns its finish reason."""
+    wanted = min(context.sampling.max_new_tokens, context.rollout.max_total_tokens - len(builder.tokens))
     stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids)))
     resumed, pause_s = 0, 0.02
     while True:
@@ -351,29 +355,31 @@ async def _sample(context: AgentContext, request: RolloutRequest, draft: Draft, 
             seed=turn_seed(request.seed, number, resumed),
         )
         try:
-            with draft.waiting("engine"):
+            with builder.waiting("engine"):
                 generation = await context.generate(
-                    draft.tokens,
+                    builder.tokens,
                     sampling,
                     rid=f"{request.id}.{request.attempt}.{number}.{resumed}",
                     affinity=request.id,
-                    routes_start=draft.routes.rows if context.record_routes else None,
+                    routes_start=builder.routes.rows if context.record_routes else None,
                 )
         except PromptTooLong:
-            if not draft.turns:
+            if not builder.turns:
                 raise
-            return FinishReason.LENGTH  # the engine's context is shorter than the rollout's cap
-        draft.add_sampled(generation, limit=wanted, first=resumed == 0)
+            return FinishReason.LENGTH  # the engine's context is shorter than the rollout's limit
+        builder.add_sampled(generation, limit=wanted, first=resumed == 0)
         wanted -= len(generation.tokens_N)
         finish = generation.finish_reason
         if finish is FinishReason.ABORT and not context.stopping():
             if wanted:
                 if not len(generation.tokens_N):
                     await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 resumed += 1
                 continue
-            finish = draft.turns[-1].finish_reason = FinishReason.LENGTH
+            finish = builder.turns[-1].finish_reason = FinishReason.LENGTH
         if finish is not FinishReason.STOP:
-            draft.say("assistant", context.chat.codec.decode(draft.sampled), unfinished=str(finish))
+            builder.add_message(
+                "assistant", context.chat.codec.decode(builder.sampled), unfinished=str(finish)
+            )
         return finish

@@ -1,4 +1,4 @@
-"""Functions of the user's, named in a config as ``package.module:function``."""
+"""Loads user functions, which a config names as ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orhpc.process.user_code import user_error
 
 
 def load_function(name: str, setting: str) -> Callable[..., Any]:
-    """Return the function.
+    """Import a function.
 
     Args:
         name: ``package.module:function``.
@@ -26,7 +26,7 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}: {name!r} is not package.module:function")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # the module may raise whatever it likes
+    except Exception as error:  # the module may raise any exception
         if (
             isinstance(error, ModuleNotFoundError)
             and error.name

@@ -1,4 +1,4 @@
-"""What the producer watches of finished and running groups: failing environments, and slow ones."""
+"""Monitors prompt groups for the producer: detects failing environments and slow groups."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from orhpc.errors import EnvironmentUnavailable, OrhpcError, UserCodeError
 from orhpc.types import PromptGroup, RolloutEnd
 
 SLOW_S = 120.0
-"""A running group younger than this is not called slow ..."""
+"""Minimum age (seconds) at which a running group counts as slow ..."""
 SLOW_TIMES = 5.0
-"""... nor one younger than this multiple of the median of those that finished."""
+"""... and minimum age as a multiple of the median duration of finished groups."""
 _GROUPS_NEEDED = 5
 _KEPT_DURATIONS = 500
 _OF_THE_ENVIRONMENT = ("BadTask", "BadAnswer", "EnvironmentRaised", "UserCodeError")
-"""Names of failures that come from an environment's code, so that starting again does not help."""
+"""Failures caused by an environment's own code, which a restart does not fix."""
 
 
 class GroupWatch:
-    """A circuit breaker for each environment, and a look at groups that take much longer than others."""
+    """A circuit breaker per environment, and detection of groups that run much longer than others."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings
         self.notices: list[str] = []
-        """Lines for the run's events; the driver takes them."""
-        self.left_out: set[str] = set()
-        """Environments that no further task is drawn from."""
+        """Lines for the run's events; the driver reads and clears them."""
+        self.excluded: set[str] = set()
+        """Environments from which no further tasks are drawn."""
         self._known: set[str] = set()
         self._in_a_row: Counter[str] = Counter()
         self._succeeded: set[str] = set()
         self._errors: dict[str, Counter[str]] = {}
-        self._began: dict[int, tuple[float, str]] = {}
+        self._started: dict[int, tuple[float, str]] = {}
         self._durations: list[float] = []
         self._slow: set[int] = set()
 
     def notice(self, *lines: str) -> None:
-        """Pass lines on, each once: several workers may report the same."""
+        """Add lines, each only once: several workers may report the same."""
         self.notices += [line for line in lines if line not in self._known]
         self._known.update(lines)
 
-    def began(self, group_id: int, environment: str) -> None:
-        self._began[group_id] = time.monotonic(), environment
+    def started(self, group_id: int, environment: str) -> None:
+        self._started[group_id] = time.monotonic(), environment
 
-    def given_up(self, group_ids: Iterable[int]) -> None:
+    def abandoned(self, group_ids: Iterable[int]) -> None:
         for group_id in group_ids:
-            self._began.pop(group_id, None)
+            self._started.pop(group_id, None)
 
     def finished(self, group: PromptGroup, environments: int) -> OrhpcError | None:
-        """Take note of a finished group.
+        """Record a finished group.
 
         Args:
-            group: its failed rollouts have been tried again where that might help.
-            environments: that the run trains on.
+            group: a finished group; retries of its failed rollouts are over.
+            environments: number of environments in the run.
 
         Returns:
-            The error that ends the run, when one of its environments has failed for good and the run is
-            not to go on without it (``rollout.failing_environment``), or has no other.
+            The error that ends the run, if the group's environment has failed permanently and the run cannot
+            continue without it (``rollout.failing_environment``, or it is the only one); otherwise None.
         """
-        began, name = self._began.pop(group.id, (time.monotonic(), "")), group.task.environment
+        began, name = self._started.pop(group.id, (time.monotonic(), "")), group.task.environment
         self._durations = [*self._durations[-_KEPT_DURATIONS:], time.monotonic() - began[0]]
         self.notice(*group.notices)
         if group.trainable:
@@ -72,20 +72,20 @@ class GroupWatch:
         failed = [r for r in group.rollouts if r.end is RolloutEnd.FAILED]
         self._in_a_row[name] += len(failed)
         self._errors.setdefault(name, Counter()).update(r.error or "no reason given" for r in failed)
-        if self._in_a_row[name] < self._settings.failing_environment_after or name in self.left_out:
+        if self._in_a_row[name] < self._settings.failing_environment_after or name in self.excluded:
             return None
         error = self.failure(name)
-        if self._settings.failing_environment == "leave_out" and len(self.left_out) + 1 < environments:
-            self.left_out.add(name)
-            self.notice(f"{error}; the run goes on without it until its next start")
+        if self._settings.failing_environment == "leave_out" and len(self.excluded) + 1 < environments:
+            self.excluded.add(name)
+            self.notice(f"{error}; the run continues without it until its next start")
             return None
         return error
 
     def failure(self, name: str) -> OrhpcError:
-        """Describe an environment whose rollouts fail.
+        """Return the error for an environment whose rollouts fail.
 
-        It is the user's own error where nothing but the environment's code failed and nothing of it has
-        worked since the start; else it is infrastructure, which may come back.
+        UserCodeError if only the environment's own code failed and it never worked since the start;
+        otherwise EnvironmentUnavailable, which may be transient.
         """
         errors = self._errors.get(name, Counter())
         most, count = errors.most_common(1)[0] if errors else ("no reason given", 0)
@@ -96,13 +96,15 @@ class GroupWatch:
             return UserCodeError(line)
         return EnvironmentUnavailable(line)
 
-    def look(self) -> None:
-        """Say which running groups take much longer than others did; each once."""
+    def report_slow(self) -> None:
+        """Report running groups that take much longer than others; each group once."""
         if len(self._durations) < _GROUPS_NEEDED:
             return
         usual = statistics.median(self._durations)
         limit, now = max(SLOW_S, SLOW_TIMES * usual), time.monotonic()
-        slow = {i: n for i, (since, n) in self._began.items() if now - since > limit and i not in self._slow}
+        slow = {
+            i: n for i, (since, n) in self._started.items() if now - since > limit and i not in self._slow
+        }
         if not slow:
             return
         self._slow |= slow.keys()

@@ -1,4 +1,4 @@
-"""Whether a failed rollout is worth another try, by how the rollouts before it went."""
+"""Decides whether to retry a failed rollout, from the outcomes of earlier rollouts."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from dataclasses import dataclass
 
 from orhpc.errors import EnvironmentRaised, InfraError, OrhpcError, ToolTimeout, UserCodeError
 
-HOPELESS_AFTER = 8
-"""Failed rollouts in a row after which further ones are tried once only: the environment is down."""
+STOP_RETRYING_AFTER = 8
+"""Consecutive failed rollouts after which failures are no longer retried: the environment is down."""
 USER_ERRORS = 3
-"""Rollouts in which code of the user's has to raise, before any has succeeded, for the run to end."""
+"""Rollouts in which the user's code must raise, before any rollout succeeded, to end the run."""
 
 
 @dataclass(slots=True)
 class Health:
-    """How the rollouts of one environment go in one worker."""
+    """Outcomes of the rollouts of one environment in one worker."""
 
-    _worked: bool = False
+    _succeeded: bool = False
     _failed_in_a_row: int = 0
     _user_errors: int = 0
 
-    def worked(self) -> None:
-        """A rollout came to its end, and did not fail."""
-        self._worked, self._failed_in_a_row = True, 0
+    def succeeded(self) -> None:
+        """Record a rollout that ended without failing."""
+        self._succeeded, self._failed_in_a_row = True, 0
 
-    def again(self, error: OrhpcError, done: int, retries: int) -> bool:
-        """Whether to make a failed rollout again.
+    def should_retry(self, error: OrhpcError, done: int, retries: int) -> bool:
+        """Whether to retry a failed rollout.
 
         Args:
-            error: what ended it.
-            done: fresh starts that it has had.
+            error: the failure.
+            done: number of retries so far.
             retries: ``rollout.retries``.
 
         Raises:
-            UserCodeError: the one given, where no rollout has succeeded and several have failed so: the
-                run cannot go on.  Where others succeed it is this rollout's failure alone.
+            UserCodeError: ``error`` itself, if several rollouts failed this way and none has succeeded: the
+                run cannot continue.  If other rollouts succeed, only this rollout fails.
         """
         if isinstance(error, UserCodeError):
             self._user_errors += 1
-            # An opening that raises has been tried on several tasks before it is called the user's error.
-            if not self._worked and self._user_errors >= USER_ERRORS:
+            # When opening a session raises UserCodeError, several tasks have been tried already.
+            if not self._succeeded and self._user_errors >= USER_ERRORS:
                 raise error
             repeats = True
         else:
-            # A call that hung would most likely hang again, at the price of its whole deadline.
+            # A call that hung would probably hang again and cost its whole timeout.
             certain = isinstance(error, ToolTimeout) or not isinstance(error, InfraError | EnvironmentRaised)
-            repeats = certain or self._failed_in_a_row >= HOPELESS_AFTER
+            repeats = certain or self._failed_in_a_row >= STOP_RETRYING_AFTER
         if not repeats and done < retries:
             return True
         self._failed_in_a_row += 1

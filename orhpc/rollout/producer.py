@@ -1,9 +1,9 @@
-"""Prompt groups for training: draws tasks, keeps workers busy, filters, bounds staleness.
+"""Produces prompt groups for training: draws tasks, dispatches them, filters, limits staleness.
 
-It consumes tasks of a :class:`~orhpc.rollout.tasks.TaskSequence`, waits for workers to roll them
-out, and produces finished :class:`~orhpc.types.PromptGroup` summaries.  With ``max_staleness`` 0
-it works only inside :meth:`Producer.take`; otherwise it runs on while the trainer trains.  It runs
-in the driver's event loop and never sees an array.
+Input: tasks of a :class:`~orhpc.rollout.tasks.TaskSequence`.  It waits for workers to generate the
+rollouts.  Output: summaries of finished groups (:class:`~orhpc.types.PromptGroup`).  With
+``max_staleness`` 0 it works only during :meth:`Producer.take`; otherwise it also generates while the
+trainer trains.  It runs in the driver's event loop and never handles arrays.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """What the producer needs of a rollout worker."""
+    """The part of a rollout worker that the producer uses."""
 
     async def run_group(self, request: GroupRequest) -> PromptGroup:
-        """Roll out one group; failed rollouts come back as such."""
+        """Generate one group; failed rollouts are returned with their error."""
         ...
 
     async def cancel(self, group_ids: Sequence[int]) -> None:
-        """Give up groups that are no longer wanted."""
+        """Cancel groups that are no longer needed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run stands in its data; part of every commit."""
+    """Position of a run in its data; part of every commit."""
 
     next_group: int = 0
-    """First group id never dispatched."""
+    """First group id that was never dispatched."""
     pending: tuple[int, ...] = ()
-    """Groups dispatched, or finished, and not yet trained."""
+    """Groups that were dispatched or finished but not trained on yet."""
 
 
 @dataclass(slots=True)
-class Taken:
-    """What one step trains on."""
+class StepGroups:
+    """The groups of one training step."""
 
     groups: list[PromptGroup]
-    """By id; fewer than ``batch_size`` when filters and failures used up the refills."""
+    """Sorted by id; fewer than ``batch_size`` if filters and failures used up the refills."""
     dropped: list[PromptGroup] = field(default_factory=list)
-    """Finished and not trained: filtered, failed or too stale; for the record."""
+    """Finished groups that are not trained on (filtered, failed or too stale); for the record."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """How many were dropped, by reason."""
+    """Number of dropped groups by reason."""
 
 
 class Producer:
-    """Keeps enough groups in flight and hands out those that are fit to train on."""
+    """Keeps enough groups in flight and returns those that can be trained on."""
 
     def __init__(
         self,
@@ -72,33 +72,33 @@ class Producer:
         seed: int,
         position: Position | None = None,
         finished: Sequence[PromptGroup] = (),
-        of_environment: Mapping[str, RolloutSettings] | None = None,
+        per_environment: Mapping[str, RolloutSettings] | None = None,
     ) -> None:
         """Args:
         settings: batch size, samples, filters, staleness.
         tasks: the run's task sequence.
         workers: at least one.
-        seed: the run's; a group's rollouts are seeded by it and the group's id.
-        position: of the commit that the run resumes from.
-        finished: groups that an earlier attempt finished and no step has trained.
-        of_environment: settings of an environment's rollouts, where they are not those of the run.
+        seed: of the run; a group's rollouts are seeded by it and the group's id.
+        position: of the commit from which the run resumes.
+        finished: groups that an earlier attempt finished and no step has trained on.
+        per_environment: rollout settings of environments that override the run's.
         """
         position = position or Position()
         self._settings = settings
-        self._of = of_environment or {}
+        self._per_environment = per_environment or {}
         self._tasks = tasks
         self._workers = list(workers)
         self._load = [0] * len(self._workers)
         self._seed = seed
         self._next = position.next_group
         reused = {g.id for g in finished}
-        self._again = sorted(set(position.pending) - reused)
+        self._requeued = sorted(set(position.pending) - reused)
         self._ready: dict[int, PromptGroup] = {g.id: g for g in finished}
         self._next = max([self._next, *(i + 1 for i in reused)])
-        self._again += sorted(set(range(position.next_group, self._next)) - reused)
-        self._flying: dict[int, asyncio.Task[None]] = {}
+        self._requeued += sorted(set(range(position.next_group, self._next)) - reused)
+        self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._worker_of: dict[int, int] = {}
-        self._dropped = Taken([])
+        self._dropped = StepGroups([])
         self._version = 0
         self._open = False
         self._wanted = self._budget = 0
@@ -108,26 +108,26 @@ class Producer:
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the run's events since this was last read."""
+        """Lines for the run's events since the last read."""
         notices, self._watch.notices = self._watch.notices, []
         return notices
 
     @property
     def position(self) -> Position:
-        """For a commit: with it a resume rolls out again exactly what was not trained."""
-        return Position(self._next, tuple(sorted({*self._again, *self._ready, *self._flying})))
+        """Stored in a commit: a resumed run regenerates exactly the groups that were not trained on."""
+        return Position(self._next, tuple(sorted({*self._requeued, *self._ready, *self._in_flight})))
 
-    async def take(self, version: int, stop: Callable[[], bool] = lambda: False) -> Taken:
+    async def take(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
         """Wait for the next step's groups.
 
         Args:
             version: policy version that the engines serve.
-            stop: polled; when true the wait ends.
+            stop: polled; true ends the wait.
 
         Raises:
             StopRequested: ``stop`` became true.
-            EnvironmentUnavailable: every group of the step failed, or an environment failed for good.
-            UserCodeError: the same, if only the environment's own code failed and it never worked.
+            EnvironmentUnavailable: every group of the step failed, or an environment failed permanently.
+            UserCodeError: same, if only the environment's own code failed and it never worked.
             InfraError: a worker was lost.
         """
         self._version = version
@@ -138,9 +138,9 @@ class Producer:
         try:
             self._drop_stale()
             self._fill()
-            while len(self._ready) < batch and self._flying:
+            while len(self._ready) < batch and self._in_flight:
                 self._changed.clear()
-                with contextlib.suppress(TimeoutError):  # `stop` is polled, so never wait long
+                with contextlib.suppress(TimeoutError):  # short timeout, because `stop` is polled
                     await asyncio.wait_for(self._changed.wait(), timeout=0.2)
                 if self._failure is not None:
                     raise self._failure
@@ -148,67 +148,75 @@ class Producer:
                     raise StopRequested("stopped while collecting rollouts")
                 self._drop_stale()
                 self._fill()
-                self._watch.look()
+                self._watch.report_slow()
         except BaseException:
             self._abandon()
             raise
         finally:
-            # Groups begun while this step trains are used `max_staleness` versions later at the most.
+            # Groups started while this step trains are used at most `max_staleness` versions later.
             self._open, self._wanted = ahead > 0, ahead
         if not self._open:
             await self.cancel()
-        taken = self._choose(batch)
+        step_groups = self._choose(batch)
         self._fill()
-        return taken
+        return step_groups
 
     def _abandon(self, *, keep: bool = True) -> dict[int, asyncio.Task[None]]:
-        """Cancel what is in flight on this side; ``keep``: as pending, to be rolled out again."""
-        flying, self._flying = self._flying, {}
-        self._watch.given_up(flying)
-        for group_id, task in flying.items():
+        """Cancel the local tasks of all groups in flight; ``keep``: their ids stay pending."""
+        in_flight, self._in_flight = self._in_flight, {}
+        self._watch.abandoned(in_flight)
+        for group_id, task in in_flight.items():
             task.cancel()
             self._load[self._worker_of.pop(group_id)] -= 1
             if keep:
-                self._again.append(group_id)
-        return flying
+                self._requeued.append(group_id)
+        return in_flight
 
     async def cancel(self) -> None:
-        """Give up what is in flight; its tasks stay pending, but oversampling is meant to lose some."""
-        flying = self._abandon(keep=self._settings.oversample == 1.0)
-        if not flying:
+        """Cancel all groups in flight; they stay pending unless oversampling started a surplus of groups."""
+        in_flight = self._abandon(keep=self._settings.oversample == 1.0)
+        if not in_flight:
             return
-        await asyncio.gather(*flying.values(), return_exceptions=True)
-        await asyncio.gather(*(w.cancel(list(flying)) for w in self._workers), return_exceptions=True)
+        await asyncio.gather(*in_flight.values(), return_exceptions=True)
+        await asyncio.gather(*(w.cancel(list(in_flight)) for w in self._workers), return_exceptions=True)
 
-    def _choose(self, batch: int) -> Taken:
+    def _choose(self, batch: int) -> StepGroups:
         ids = sorted(self._ready)[:batch]
-        taken = Taken([self._ready.pop(i) for i in ids], self._dropped.dropped, self._dropped.reasons)
-        self._dropped = Taken([])
-        if not taken.groups and taken.reasons["failed"] and not taken.reasons["equal_rewards"]:
-            worst = Counter(g.task.environment for g in taken.dropped).most_common(1)[0][0]
+        step_groups = StepGroups(
+            [self._ready.pop(i) for i in ids], self._dropped.dropped, self._dropped.reasons
+        )
+        self._dropped = StepGroups([])
+        if (
+            not step_groups.groups
+            and step_groups.reasons["failed"]
+            and not step_groups.reasons["equal_rewards"]
+        ):
+            worst = Counter(g.task.environment for g in step_groups.dropped).most_common(1)[0][0]
             error = self._watch.failure(worst)
-            raise type(error)(f"all {taken.reasons['failed']} prompt groups of the step failed: {error}")
-        return taken
+            raise type(error)(
+                f"all {step_groups.reasons['failed']} prompt groups of the step failed: {error}"
+            )
+        return step_groups
 
     def _fill(self) -> None:
-        """Dispatch until enough groups are ready or in flight, or the step's budget is used up."""
-        while self._open and self._budget > 0 and len(self._ready) + len(self._flying) < self._wanted:
+        """Dispatch groups until enough are ready or in flight, or the step's budget is used up."""
+        while self._open and self._budget > 0 and len(self._ready) + len(self._in_flight) < self._wanted:
             self._dispatch(self._next_id())
             self._budget -= 1
 
     def _next_id(self) -> int:
         while True:
-            if self._again:
-                group_id = self._again.pop(0)
+            if self._requeued:
+                group_id = self._requeued.pop(0)
             else:
                 group_id = self._next
                 self._next += 1
-            if self._tasks.task(group_id).environment not in self._watch.left_out:
+            if self._tasks.task(group_id).environment not in self._watch.excluded:
                 return group_id
 
     def _dispatch(self, group_id: int) -> None:
         task = self._tasks.task(group_id)
-        s = self._of.get(task.environment, self._settings)
+        s = self._per_environment.get(task.environment, self._settings)
         worker = self._load.index(min(self._load))
         self._load[worker] += 1
         self._worker_of[group_id] = worker
@@ -219,8 +227,8 @@ class Producer:
             sampling=Sampling(max_new_tokens=s.max_response_tokens, temperature=s.temperature),
             seed=self._seed,
         )
-        self._watch.began(group_id, request.task.environment)
-        self._flying[group_id] = asyncio.create_task(self._run(worker, request))
+        self._watch.started(group_id, request.task.environment)
+        self._in_flight[group_id] = asyncio.create_task(self._run(worker, request))
 
     async def _run(self, worker: int, request: GroupRequest) -> None:
         try:
@@ -229,25 +237,25 @@ class Producer:
             self._failure = error
             self._changed.set()
             return
-        except Exception as error:  # noqa: BLE001 - a bug in a worker must reach the loop, not a log
+        except Exception as error:  # noqa: BLE001 - a bug in a worker must end the step, not only be logged
             self._failure = error
             self._changed.set()
             return
-        self._flying.pop(request.id, None)
+        self._in_flight.pop(request.id, None)
         self._worker_of.pop(request.id, None)
         self._load[worker] -= 1
         self._failure = self._watch.finished(group, len(self._tasks.environments)) or self._failure
-        self._sort(group)
+        self._accept_or_drop(group)
         self._fill()
         self._changed.set()
 
-    def _sort(self, group: PromptGroup) -> None:
-        if reason := self._unfit(group):
+    def _accept_or_drop(self, group: PromptGroup) -> None:
+        if reason := self._drop_reason(group):
             self._drop(group, reason)
         else:
             self._ready[group.id] = group
 
-    def _unfit(self, group: PromptGroup) -> str | None:
+    def _drop_reason(self, group: PromptGroup) -> str | None:
         ends = {r.end for r in group.rollouts}
         if RolloutEnd.PROMPT_TOO_LONG in ends:
             return "prompt_too_long"
@@ -261,7 +269,7 @@ class Producer:
 
     def _drop_stale(self) -> None:
         for group in list(self._ready.values()):
-            if self._unfit(group) == "stale":
+            if self._drop_reason(group) == "stale":
                 del self._ready[group.id]
                 self._drop(group, "stale")
 
@@ -269,26 +277,26 @@ class Producer:
         self._dropped.dropped.append(group)
         self._dropped.reasons[reason] += 1
         if reason != "equal_rewards":
-            log.warning("group %d (%s) is not trained: %s", group.id, group.task.id, reason)
+            log.warning("group %d (%s) is not trained on: %s", group.id, group.task.id, reason)
 
 
 def has_enough(group: PromptGroup, max_failing: float) -> bool:
-    """Whether few enough of a group's rollouts failed for the others to be trained.
+    """Whether few enough rollouts of a group failed to train on the others.
 
     Args:
-        group: finished.
-        max_failing: ``rollout.max_failing_rollouts``: a share of the group below 1, else a number.
+        group: a finished group.
+        max_failing: ``rollout.max_failing_rollouts``: below 1 a fraction of the group, else a count.
     """
     total, left = len(group.rollouts), len(group.trainable)
     allowed = int(max_failing * total + 1e-9) if max_failing < 1 else int(max_failing)
-    # One rollout has no group to be compared with: its advantage would be 0.
+    # A single rollout has no others to be compared with: its advantage would be 0.
     return total > 0 and total - left <= allowed and left >= min(2, total)
 
 
 async def run_all(
     workers: Sequence[Worker], requests: Sequence[GroupRequest], limit: int
 ) -> list[PromptGroup]:
-    """Roll out a fixed list of groups (evaluation), at most ``limit`` at a time."""
+    """Generate a fixed list of groups (evaluation), at most ``limit`` concurrently."""
     gate = asyncio.Semaphore(limit)
 
     async def one(i: int, request: GroupRequest) -> PromptGroup:

@@ -1,4 +1,4 @@
-"""Training from a rollout record: the same steps, groups and order, without engines.
+"""Training on recorded rollouts: the same steps, groups and order, without engines.
 
 python -m orhpc.launch --local CONFIG train.replay_rollouts=RUN/rollouts
 """
@@ -11,27 +11,27 @@ from itertools import groupby
 from pathlib import Path
 
 from orhpc.errors import RecordError
-from orhpc.rollout.producer import Position, Taken
+from orhpc.rollout.producer import Position, StepGroups
 from orhpc.rundir.record import read_step
 from orhpc.types import PromptGroup
 
 
 class ReplayProducer:
-    """Hands out recorded groups, step by step, in the place of a live producer."""
+    """Returns recorded groups step by step, in place of a live producer."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises RecordError when the folder holds no recorded step."""
+        """Raises RecordError when the folder contains no recorded step."""
         self._folder = Path(folder)
         self.steps = recorded_steps(self._folder)
         self.position = Position()
         self.notices: list[str] = []
-        """Nothing here is slow or fails; for :class:`~orhpc.rollout.producer.Producer`'s users."""
+        """Always empty; part of the interface of :class:`~orhpc.rollout.producer.Producer`."""
 
-    async def take(self, version: int, stop: Callable[[], bool] = lambda: False) -> Taken:
-        """Groups of the step that follows ``version``.
+    async def take(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
+        """Return the groups of the step that follows ``version``.
 
         Raises:
-            RecordError: that step was not recorded, or its record is torn.
+            RecordError: that step was not recorded, or its record is incomplete.
         """
         step = version + 1
         if step not in self.steps:
@@ -45,11 +45,11 @@ class ReplayProducer:
                 (key, tuple(of)) for key, of in groupby(summaries, key=lambda s: s.group_id)
             )
         ]
-        return Taken(groups)
+        return StepGroups(groups)
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Steps with a record below a ``rollouts`` folder, ascending.
+    """Numbers of the recorded steps in a ``rollouts`` folder, ascending.
 
     Raises:
         RecordError: there are none.
@@ -59,5 +59,5 @@ def recorded_steps(folder: Path) -> list[int]:
     matches = (re.fullmatch(r"step_(\d+)", p.name) for p in folder.iterdir())
     steps = sorted(int(m[1]) for m in matches if m)
     if not steps:
-        raise RecordError(f"train.replay_rollouts: {folder} holds no step_N folder")
+        raise RecordError(f"train.replay_rollouts: {folder} contains no step_N folder")
     return steps

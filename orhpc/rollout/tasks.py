@@ -1,6 +1,6 @@
-"""Which task the n-th prompt group of a run rolls out: a pure function of counts, weights and seed.
+"""Task order of a run: the task of the n-th prompt group depends only on task counts, weights and seed.
 
-The data position of a run is therefore one number, the next group's.
+The data position of a run is therefore a single number, the id of the next group.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class TaskStream:
     environment: str
     split: str
     count: int
-    """Tasks in the split, after any cap."""
+    """Number of tasks in the split, after any limit."""
     weight: float
-    """Share of groups drawn from it, relative to the others'."""
+    """Relative frequency of groups drawn from this stream."""
 
 
 def streams(counts: Mapping[tuple[str, str], int], weights: Mapping[str, float]) -> list[TaskStream]:
-    """One stream for each ``(environment, split)``; an environment's weight is shared by size.
+    """One stream per ``(environment, split)``; splits share an environment's weight by task count.
 
     Raises:
         ConfigError: a split is empty.
@@ -44,10 +44,10 @@ def streams(counts: Mapping[tuple[str, str], int], weights: Mapping[str, float])
 
 
 class TaskSequence:
-    """The endless sequence of tasks of a run.
+    """The infinite sequence of tasks of a run.
 
-    Streams take turns so that after any number of groups each has had its share to within one
-    task; within a stream every epoch is a fresh permutation.
+    After any number of groups, the number drawn from each stream differs from its exact share by at most
+    one task; within a stream, each epoch is a new permutation.
     """
 
     def __init__(self, of: list[TaskStream], seed: int) -> None:
@@ -59,11 +59,11 @@ class TaskSequence:
 
     @property
     def environments(self) -> set[str]:
-        """Names of the environments that tasks are drawn from."""
+        """Names of the environments from which tasks are drawn."""
         return {stream.environment for stream in self._streams}
 
     def task(self, group_id: int) -> Task:
-        """Task of a group; ids count from 0."""
+        """The task of a group; ids start at 0."""
         while len(self._picked) <= group_id:
             self._picked.append(self._next())
         return self._picked[group_id]

@@ -1,4 +1,4 @@
-"""A rollout while it grows: ids as they were sampled, and a transcript for people."""
+"""Builds a rollout while it is generated: token ids as they were sampled, and a readable transcript."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from orhpc.rollout.environment.tools import ToolResult
 from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn, Waits
 from orhpc.wire.routes import RouteLog
 
-_LONGEST_METADATA = 4000
-"""Characters of a tool call's metadata that are recorded."""
+_MAX_METADATA_CHARACTERS = 4000
+"""Maximum characters recorded of a tool call's metadata."""
 
 
 def recordable(metadata: Mapping[str, Any]) -> Any:
-    """Return a call's metadata for the record: as it is, or cut to a text where it is long."""
+    """Return a call's metadata for the record: unchanged, or truncated JSON text if it is too long."""
     text = json.dumps(metadata, default=str)
-    return json.loads(text) if len(text) <= _LONGEST_METADATA else text[:_LONGEST_METADATA]
+    return json.loads(text) if len(text) <= _MAX_METADATA_CHARACTERS else text[:_MAX_METADATA_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """Which rollout to make."""
+    """Identifies the rollout to generate."""
 
     id: str
     group_id: int
@@ -37,35 +37,35 @@ class RolloutRequest:
     task: Task
     seed: int
     attempt: int = 0
-    """Counts fresh starts after infrastructure failures; the seeds stay the same."""
+    """Number of retries after infrastructure failures; the seeds stay the same."""
 
 
 @dataclass(slots=True)
-class Draft:
-    """Grows only at its end; nothing in it is ever rendered or tokenised again."""
+class RolloutBuilder:
+    """A rollout under construction; tokens are only appended, never rendered or tokenized again."""
 
     tokens: list[int] = field(default_factory=list)
-    """The whole context so far: what the next generation's prompt is."""
+    """The whole context so far, i.e. the prompt of the next generation."""
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    """What each call paid, calls that paid nothing left out."""
+    """Step rewards; calls without a reward are omitted."""
     routes: RouteLog = field(default_factory=RouteLog)
     waits: Waits = field(default_factory=Waits)
     _generations: list[tuple[int, Generation]] = field(default_factory=list)
-    """Start of each in ``tokens``, and the generation."""
+    """Start position in ``tokens`` of each generation, and the generation."""
 
     @contextlib.contextmanager
     def waiting(self, what: Literal["opening", "engine", "tools"]) -> Iterator[None]:
-        """Count the block's time, failed or not, to one of the ``waits``."""
+        """Add the duration of the block, even if it raises, to one of the ``waits``."""
         began = time.monotonic()
         try:
             yield
         finally:
             setattr(self.waits, what, getattr(self.waits, what) + time.monotonic() - began)
 
-    def say(self, role: str, content: str, **more: Any) -> None:
-        """Add to the transcript."""
+    def add_message(self, role: str, content: str, **more: Any) -> None:
+        """Append a message to the transcript."""
         self.messages.append({"role": role, "content": content, **more})
 
     def add_context(self, ids: Sequence[int]) -> None:
@@ -73,11 +73,11 @@ class Draft:
         self.tokens += ids
 
     def add_sampled(self, generation: Generation, *, limit: int, first: bool) -> None:
-        """Append sampled ids, to a new turn or, after an abort, to the one under way."""
+        """Append sampled ids to a new turn or, after an abort, to the current one."""
         ids = generation.tokens_N.tolist()
         if len(ids) > limit:
             raise EngineUnavailable(
-                f"an engine sampled {len(ids)} tokens where at most {limit} were asked for"
+                f"an engine sampled {len(ids)} tokens, but at most {limit} were requested"
             )
         start = len(self.tokens)
         if first:
@@ -94,11 +94,11 @@ class Draft:
 
     @property
     def sampled(self) -> list[int]:
-        """Ids of the turn under way."""
+        """Ids of the current turn."""
         return self.tokens[self.turns[-1].start : self.turns[-1].end]
 
-    def say_assistant(self, message: AssistantMessage) -> None:
-        """Add a parsed turn to the transcript."""
+    def add_assistant(self, message: AssistantMessage) -> None:
+        """Append a parsed turn to the transcript."""
         more: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
         if message.tool_calls:
             more["tool_calls"] = [
@@ -107,12 +107,12 @@ class Draft:
                 else {"name": call.name, "arguments": call.arguments}
                 for call in message.tool_calls
             ]
-        self.say("assistant", message.text, **more)
+        self.add_message("assistant", message.text, **more)
 
-    def say_result(self, name: str, result: ToolResult, *, is_call: bool = True) -> None:
-        """Add a call's result to the transcript, to its turn and to the rewards.
+    def add_tool_result(self, name: str, result: ToolResult, *, is_call: bool = True) -> None:
+        """Add a call's result to the transcript, its turn and the rewards.
 
-        ``is_call``: the model called a tool, rather than giving a plain answer.
+        ``is_call``: the model called a tool; False if it gave a plain answer.
         """
         turn = self.turns[-1]
         more: dict[str, Any] = {"error": result.error} if result.error else {}
@@ -128,7 +128,7 @@ class Draft:
             more["reward"] = result.reward
         if result.metadata:
             more["metadata"] = recordable(result.metadata)
-        self.say("tool", result.text, name=name, **more)
+        self.add_message("tool", result.text, name=name, **more)
 
     def rollout(
         self,
@@ -140,10 +140,10 @@ class Draft:
         seconds: float,
         limit: int,
     ) -> Rollout:
-        """Close the draft.
+        """Finish the rollout.
 
-        What stands behind the last sampled token is left out, since nothing follows from it; of a
-        prompt that was too long only ``limit`` tokens are kept.
+        Tokens after the last sampled token are omitted, since nothing depends on them; of a prompt that was
+        too long, only ``limit`` tokens are kept.
         """
         tokens = np.array(self.tokens[: self.turns[-1].end if self.turns else limit], dtype=np.int32)
         mask = np.zeros(len(tokens), dtype=np.bool_)
@@ -175,6 +175,6 @@ class Draft:
         )
 
     def _routes(self, length: int) -> Any:
-        """All rows, or nothing: an aborted turn without a token leaves its context unrouted."""
+        """All rows, or None if some are missing: an aborted turn without tokens has no routes."""
         routes = self.routes.array()
         return routes if routes is not None and len(routes) == length - 1 else None

@@ -1,14 +1,14 @@
-"""Play one session of an environment by hand, or by a script: ``orhpc try-env CONFIG``.
+"""Play one session of an environment by hand or from a script: ``orhpc try-env CONFIG``.
 
     orhpc try-env CONFIG [key=value ...] [--env NAME] [--split S] [--task N] [--script FILE]
 
-It shows what a model would be given, sends what is typed as a model's turns would be sent, and explains
-everything that goes wrong in a line, with the traceback where the environment's own code raised.  It needs
-neither a GPU nor a model.  A turn is ``tool {"argument": 1}``, or any other text: a plain answer.  Lines of
-a script are turns; those that begin with # are left out.
+Shows the prompt and the tools that a model would receive, sends each typed turn as a model's turn, and
+explains every failure in one line, with the traceback if the environment's code raised.  Needs neither a
+GPU nor a model.  A turn is ``tool {"argument": 1}``, or any other text: a plain answer.  Each line of a
+script is a turn; lines that begin with # are ignored.
 
-Exit codes: 0; 1 when the environment broke the protocol, raised or paid nothing at its end, or a script
-ended before the task did; 2 for a wrong config, or an environment that cannot be opened.
+Exit codes: 0; 1 if the environment broke the protocol, raised or gave no reward at its end, or if a script
+ended before the task; 2 for an invalid config or an environment that cannot be opened.
 """
 
 from __future__ import annotations
@@ -46,41 +46,41 @@ from orhpc.process.user_code import user_error, users_part
 from orhpc.rollout.chat.messages import load_json
 from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.own_server import OwnServer
-from orhpc.rollout.environment.rewards import custom_reward, reduce_rewards
+from orhpc.rollout.environment.rewards import check_custom_reward, reduce_rewards
 from orhpc.rollout.environment.session import Session
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.functions import load_function
-from orhpc.rollout.transcript import Draft, RolloutRequest
+from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.types import FinishReason, RolloutEnd, Task, Turn
 
-EXPLAINED = {
-    "not_found": "the environment has no such tool; a model would read this text and go on",
-    "name_collision": "two tools of the environment have this name; give one another name",
-    "input_validation": "the arguments do not fit the tool's schema; a model would read this text and go on",
-    "bad_input_shape": "the server could not read the call; a model would read this text and go on",
-    "episode_finished": "the task had ended before; the rollout ends here",
-    "malformed": "this is no call; a model would read this text and go on",
-    "tool_raised": "your tool raised; a model would read this text and go on (metric tool_errors)",
+ERROR_EXPLANATIONS = {
+    "not_found": "the environment has no such tool; a model would see this text and continue",
+    "name_collision": "two tools of the environment have this name; rename one of them",
+    "input_validation": "the arguments violate the tool's schema; a model would see this text and continue",
+    "bad_input_shape": "the server could not parse the call; a model would see this text and continue",
+    "episode_finished": "the task had already ended; the rollout ends here",
+    "malformed": "this is not a valid call; a model would see this text and continue",
+    "tool_raised": "your tool raised; a model would see this text and continue (metric tool_errors)",
 }
-"""What an error of a call means, by :attr:`~orhpc.rollout.environment.tools.ToolResult.error`."""
-_MEANT = {
-    ToolTimeout: "the call took longer than its deadline (rollout.tool_timeout_s): the rollout would fail",
-    BadAnswer: "the server's answer does not follow the protocol: the rollout would fail",
-    EnvironmentRaised: "the environment's code raised: the rollout would be made again, then fail",
-    EnvironmentUnavailable: "the session is lost, or the server: the rollout would be made again, then fail",
+"""Explanation of a call's error, by :attr:`~orhpc.rollout.environment.tools.ToolResult.error`."""
+_CONSEQUENCES = {
+    ToolTimeout: "the call exceeded its timeout (rollout.tool_timeout_s): the rollout would fail",
+    BadAnswer: "the server's answer violates the protocol: the rollout would fail",
+    EnvironmentRaised: "the environment's code raised: the rollout would be retried, then fail",
+    EnvironmentUnavailable: "the session or the server is lost: the rollout would be retried, then fail",
     BadTask: "the environment refused this task: the rollout would fail",
 }
-"""What an exception means for a rollout, the first class that fits."""
+"""Consequence of an exception for a rollout; the first matching class applies."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="orhpc try-env", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("words", nargs="+", metavar="CONFIG | key=value")
-    parser.add_argument("--env", metavar="NAME", help="key in environments; needed where there are several")
-    parser.add_argument("--split", help="default: its first training split, or that of evaluation")
-    parser.add_argument("--task", type=int, default=0, metavar="N", help="position in the split (0)")
-    parser.add_argument("--script", type=Path, metavar="FILE", help="turns, one a line, in place of typing")
+    parser.add_argument("--env", metavar="NAME", help="key in environments; required if there are several")
+    parser.add_argument("--split", help="default: the first training split, or the first evaluation split")
+    parser.add_argument("--task", type=int, default=0, metavar="N", help="index in the split (default: 0)")
+    parser.add_argument("--script", type=Path, metavar="FILE", help="read turns from a file, one per line")
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     with guarded_output():
@@ -91,7 +91,7 @@ def _main(options: argparse.Namespace) -> int:
     try:
         paths = [word for word in options.words if "=" not in word]
         if len(paths) != 1:
-            raise ConfigError("name one config file, and settings as key=value")
+            raise ConfigError("pass one config file, and settings as key=value")
         config = load_config(paths[0], [word for word in options.words if "=" in word])
         turns = _script(options.script) if options.script else _typed()
         return asyncio.run(play(config, options.env, options.split, options.task, turns))
@@ -137,10 +137,10 @@ async def play(config: Config, name: str | None, split: str | None, index: int, 
 
     Args:
         config: of the run.
-        name: of the environment; None where there is only one.
-        split: None: its first.
+        name: of the environment; None if there is only one.
+        split: None: the first.
         index: of the task in its split.
-        turns: what a model would say.
+        turns: the turns of the model.
 
     Raises:
         ConfigError: no such environment, split or task.
@@ -155,16 +155,16 @@ async def play(config: Config, name: str | None, split: str | None, index: int, 
         try:
             count = await environment.num_tasks(split)
             if not 0 <= index < count:
-                raise ConfigError(f"--task: split {split!r} has {count} tasks, so 0 to {count - 1}")
+                raise ConfigError(f"--task: split {split!r} has {count} tasks; choose 0 to {count - 1}")
             where = settings.serve or settings.url or "OpenReward"
             print(f"environment {name!r} ({where}), split {split}, task {index} of {count}")
-            game = _Game(config, name, settings, own)
+            play_session = _Play(config, name, settings, own)
             async with environment.session(Task(name, split, index)) as session:
-                await game.play(session, turns)
+                await play_session.play(session, turns)
             for line in environment.notices.drain():
-                if " raised: " not in line:  # has been explained where it happened
+                if " raised: " not in line:  # already explained by _show()
                     print(f"!! {line}")
-            return await game.judge()
+            return await play_session.judge()
         except (BadTask, EnvironmentUnavailable) as error:
             _explain(error, own)
             return EXIT_FAILED
@@ -177,15 +177,15 @@ def _chosen(config: Config, name: str | None) -> tuple[str, EnvironmentSettings]
     if name is None and len(known) == 1:
         name = next(iter(known))
     if name is None or name not in known:
-        said = "there are several" if name is None else f"there is no {name!r}"
-        raise ConfigError(f"--env: {said}: choose one of {', '.join(known)}")
+        problem = "there are several" if name is None else f"there is no {name!r}"
+        raise ConfigError(f"--env: {problem}: choose one of {', '.join(known)}")
     return name, known[name]
 
 
 def _first_split(config: Config, name: str, settings: EnvironmentSettings) -> str:
     splits = [*settings.splits, *config.evaluation.splits.get(name, [])]
     if not splits:
-        raise ConfigError(f"--split: environments.{name} names none")
+        raise ConfigError(f"--split: environments.{name} has no splits; choose one with --split")
     return splits[0]
 
 
@@ -214,61 +214,61 @@ async def _open(
 
 
 def _explain(error: OrhpcError, own: OwnServer | None) -> None:
-    """One line for what an exception means, and the traceback where one is known."""
+    """Print the consequence of an exception in one line, and the traceback if there is one."""
     trace = users_part(getattr(error, "trace", "")) or (own.last_traceback() if own else "")
     if trace and isinstance(error, EnvironmentRaised):
         print(trace.rstrip())
     meaning = next(
-        (said for kind, said in _MEANT.items() if isinstance(error, kind)), "the rollout would fail"
+        (text for kind, text in _CONSEQUENCES.items() if isinstance(error, kind)), "the rollout would fail"
     )
     print(f"!! {' '.join(str(error).split())}\n!! {meaning}")
 
 
-class _Game:
-    """One session: what was said and paid, and how it ended."""
+class _Play:
+    """One session: transcript, rewards, and how it ended."""
 
     def __init__(
         self, config: Config, name: str, settings: EnvironmentSettings, own: OwnServer | None
     ) -> None:
         self._config, self._name, self._settings, self._own = config, name, settings, own
-        self._draft = Draft()
+        self._builder = RolloutBuilder()
         self._problems = 0
         self._end: RolloutEnd | None = None
 
     async def play(self, session: Session, turns: Iterator[str]) -> None:
-        """Show the beginning, then send turns until the task or the turns end."""
-        self._introduce(session)
-        self._draft.say("user", session.prompt)
+        """Show the prompt and tools, then send turns until the task ends or no turns are left."""
+        self._show_task(session)
+        self._builder.add_message("user", session.prompt)
         for number, turn in enumerate(turns, 1):
-            self._draft.turns.append(Turn(0, 0, FinishReason.STOP, 0))
-            self._draft.say("assistant", turn)
+            self._builder.turns.append(Turn(0, 0, FinishReason.STOP, 0))
+            self._builder.add_message("assistant", turn)
             await self._turn(session, turn)
             if self._end is None and number == self._settings.max_turns:
                 self._end = RolloutEnd.MAX_TURNS
                 print(f"--- environments.NAME.max_turns is {number}: the rollout ends")
             if self._end is not None:
                 return
-        print("--- no more turns, and the task has not ended")
+        print("--- no turns are left, but the task has not ended")
         self._problems += not sys.stdin.isatty()
 
-    def _introduce(self, session: Session) -> None:
+    def _show_task(self, session: Session) -> None:
         print(f"--- prompt\n{session.prompt}\n--- tools")
         for tool in session.tools:
             print(f"{tool.name}: {tool.description or '(no description: a model sees only the name)'}")
             print(f"    {json.dumps(tool.schema, ensure_ascii=False)}")
         if session.terminal:
-            print("A plain answer ends the task: the environment takes it.")
+            print("A plain answer ends the task: it is passed to the environment.")
         else:
-            print("A plain answer ends the rollout: no tool of the environment takes it.")
+            print("A plain answer ends the rollout: the environment has no tool for it.")
         if not session.prompt.strip():
             print("!! the prompt is empty")
         if not session.tools and not session.terminal:
-            print("!! there is neither a tool nor a terminal tool: nothing can ever be paid")
+            print("!! there is neither a tool nor a terminal tool: the environment cannot give a reward")
 
     async def _turn(self, session: Session, text: str) -> None:
         call = read_call(text, [tool.name for tool in session.tools])
         if call is None and not session.terminal:
-            print("--- a plain answer, which no tool takes: the rollout ends")
+            print("--- a plain answer, but the environment has no tool for it: the rollout ends")
             self._end = RolloutEnd.ANSWERED
             return
         if isinstance(call, MalformedToolCall):
@@ -277,12 +277,12 @@ class _Game:
             name, result = "answer", await session.answer(text)
         else:
             name, result = call[0], await session.call(*call)
-        self._draft.say_result(name, result, is_call=call is not None)
+        self._builder.add_tool_result(name, result, is_call=call is not None)
         self._show(result)
         if result.finished:
             self._end = RolloutEnd.TERMINAL
         elif call is None and result.error is None:
-            print("!! the terminal tool did not say finished=True; the rollout ends all the same")
+            print("!! the terminal tool did not return finished=True; the rollout ends anyway")
             self._end = RolloutEnd.TERMINAL
 
     def _show(self, result: ToolResult) -> None:
@@ -292,45 +292,44 @@ class _Game:
                 self._problems += 1
                 if self._own is not None:
                     print(self._own.last_traceback().rstrip())
-            print(f"!! {result.error}: {EXPLAINED.get(result.error, 'the call was refused')}")
+            print(f"!! {result.error}: {ERROR_EXPLANATIONS.get(result.error, 'the call was refused')}")
             return
-        paid = "nothing" if result.reward is None else f"{result.reward:g}"
-        print(f"--- paid {paid}{', the task is finished' if result.finished else ''}")
+        reward = "none" if result.reward is None else f"{result.reward:g}"
+        print(f"--- reward {reward}{', the task is finished' if result.finished else ''}")
         if result.metadata:
             print(
-                f"--- metadata, recorded and not shown to a model: {json.dumps(result.metadata, default=str)}"
+                f"--- metadata (recorded, not shown to a model): {json.dumps(result.metadata, default=str)}"
             )
 
     async def judge(self) -> int:
-        """Show the rollout's reward as a run would reduce it; returns the exit code."""
-        settings, paid = self._settings, self._draft.rewards
+        """Show the rollout's reward as a run would compute it; returns the exit code."""
+        settings, rewards = self._settings, self._builder.rewards
         end = self._end or RolloutEnd.MAX_TURNS
-        reward = reduce_rewards(paid, end, settings)
-        parts = [f"{r:g}" for r in paid]
+        reward = reduce_rewards(rewards, end, settings)
+        parts = [f"{r:g}" for r in rewards]
         if end is not RolloutEnd.TERMINAL and settings.nonterminal_reward is not None:
             parts.append(f"{settings.nonterminal_reward:g} (nonterminal_reward)")
         print(f"--- end: {end}; {settings.reward_reduction} of [{', '.join(parts)}], clamped: {reward:g}")
-        if end is RolloutEnd.TERMINAL and not paid and self._config.rollout.custom_reward is None:
+        if end is RolloutEnd.TERMINAL and not rewards and self._config.rollout.custom_reward is None:
             print(
-                "!! the task ended without paying anything: a reward of None, or NaN, which arrives as None"
+                "!! the task ended without a reward: the environment gave None, or NaN, which arrives as None"
             )
             self._problems += 1
         if self._config.rollout.custom_reward is not None:
-            await self._own_reward(self._config.rollout.custom_reward, end, reward)
+            await self._show_custom_reward(self._config.rollout.custom_reward, end, reward)
         return EXIT_FAILED if self._problems else EXIT_OK
 
-    async def _own_reward(self, name: str, end: RolloutEnd, reward: float | None) -> None:
+    async def _show_custom_reward(self, name: str, end: RolloutEnd, reward: float | None) -> None:
         function: Callable[..., object] = load_function(name, "rollout.custom_reward")
         request = RolloutRequest("0.0", 0, 0, Task(self._name, "", 0), 0)
-        rollout = self._draft.rollout(request, end, reward=reward, error=None, seconds=0.0, limit=1)
+        rollout = self._builder.rollout(request, end, reward=reward, error=None, seconds=0.0, limit=1)
         try:
             value = function(rollout)
             value = await value if inspect.isawaitable(value) else value
         except Exception as error:
             raise user_error(f"rollout.custom_reward: {name}", error) from error
-        print(
-            f"--- {name}: {custom_reward(value, name, self._settings):g} (there are no tokens here to count)"
-        )
+        checked = check_custom_reward(value, name, self._settings)
+        print(f"--- {name}: {checked:g} (without tokens: this rollout was not sampled by a model)")
 
 
 def read_call(text: str, tools: Sequence[str]) -> tuple[str, dict[str, object]] | MalformedToolCall | None:
@@ -347,7 +346,7 @@ def read_call(text: str, tools: Sequence[str]) -> tuple[str, dict[str, object]] 
     except MalformedToolCall as error:
         return error
     if not isinstance(arguments, dict):
-        return MalformedToolCall("the arguments are no JSON object")
+        return MalformedToolCall("the arguments are not a JSON object")
     return name, arguments
 
 

@@ -1,4 +1,4 @@
-"""Executes what the model wrote in one turn: its tool calls, or its plain answer."""
+"""Executes one turn of the model: its tool calls, or its plain answer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
 from orhpc.rollout.environment.tools import ToolResult, ToolSpec
-from orhpc.rollout.fitting import shortened
-from orhpc.rollout.transcript import Draft
+from orhpc.rollout.fitting import truncated
+from orhpc.rollout.transcript import RolloutBuilder
 
 
 class CallableSession(Protocol):
-    """What a turn needs of :class:`orhpc.rollout.environment.session.Session`."""
+    """The part of :class:`orhpc.rollout.environment.session.Session` that a turn uses."""
 
     @property
     def tools(self) -> Sequence[ToolSpec]: ...
@@ -23,35 +23,40 @@ class CallableSession(Protocol):
 
 
 async def execute(
-    session: CallableSession, message: AssistantMessage, draft: Draft, *, at_once: int, longest: int
+    session: CallableSession,
+    message: AssistantMessage,
+    builder: RolloutBuilder,
+    *,
+    at_once: int,
+    longest: int,
 ) -> list[str] | None:
-    """Execute a turn; returns what the model is to be told, None when the task is finished.
+    """Execute a turn; returns the texts for the model, or None when the task is finished.
 
-    Calls after one that has finished the task are not made, since the server would refuse them; those that
-    it refused because they ran at the same time count as not made.
+    Calls after the one that finished the task are not made, since the server would refuse them; concurrent
+    calls that the server refused for this reason are treated as not made.
 
     Args:
-        session: an open one.
-        message: the turn, parsed.
-        draft: takes the results in the order of the calls, whichever ended first.
-        at_once: calls that may run at the same time; with 1 each waits for the one before.
-        longest: characters of a result; longer ones are cut, with a notice.
+        session: an open session.
+        message: the parsed turn.
+        builder: receives the results in the order of the calls, not of their completion.
+        at_once: maximum number of concurrent calls.
+        longest: maximum characters of a result; longer results are truncated with a notice.
 
-    Raises what the first failing call raises; the calls that still run are given up.
+    Raises the error of the first failing call and cancels the calls still running.
     """
     if not message.tool_calls:
-        result = shortened(await session.answer(message.text), longest)
-        draft.say_result("answer", result, is_call=False)
+        result = truncated(await session.answer(message.text), longest)
+        builder.add_tool_result("answer", result, is_call=False)
         return [result.text] if result.error is not None and not result.finished else None
     results: dict[int, ToolResult] = {}
     try:
-        await _make(session, message.tool_calls, results, at_once, longest)
+        await _run_calls(session, message.tool_calls, results, at_once, longest)
     finally:
         for number in sorted(results):
             if results[number].error == "episode_finished" and _finished(results):
                 continue
             call = message.tool_calls[number]
-            draft.say_result("" if isinstance(call, MalformedToolCall) else call.name, results[number])
+            builder.add_tool_result("" if isinstance(call, MalformedToolCall) else call.name, results[number])
     if _finished(results):
         return None
     return [results[number].text for number in sorted(results)]
@@ -61,18 +66,18 @@ def _finished(results: Mapping[int, ToolResult]) -> bool:
     return any(result.finished for result in results.values())
 
 
-async def _make(
+async def _run_calls(
     session: CallableSession,
     calls: Sequence[ToolCall | MalformedToolCall],
     results: dict[int, ToolResult],
     at_once: int,
     longest: int,
 ) -> None:
-    """Fill ``results``, by the number of the call, until all are made or one has finished the task."""
+    """Fill ``results`` by call number, until all calls are made or one has finished the task."""
     schemas = {tool.name: tool.schema for tool in session.tools}
     remaining = iter(enumerate(calls))
 
-    async def one_after_the_other() -> None:
+    async def make_calls() -> None:
         for number, call in remaining:
             if _finished(results):
                 return
@@ -80,11 +85,11 @@ async def _make(
                 results[number] = ToolResult(f"Error: {call}", error="malformed")
             else:
                 arguments = call.fitted(schemas.get(call.name, {}))
-                results[number] = shortened(await session.call(call.name, arguments), longest)
+                results[number] = truncated(await session.call(call.name, arguments), longest)
 
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(at_once, len(calls))):
-                group.create_task(one_after_the_other())
+                group.create_task(make_calls())
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None

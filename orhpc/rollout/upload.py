@@ -1,8 +1,8 @@
-"""Upload of rollouts to OpenReward: in the background, bounded, and never able to stop or slow training.
+"""Uploads rollouts to OpenReward in the background; bounded, and unable to stop or slow down training.
 
-The SDK's ``rollout.create`` blocks, without a deadline of its own, so each upload runs in a daemon
-thread that is left behind when its time is up.  After :data:`FAILURES` failures in a row uploads
-rest for :data:`REST_S`; meanwhile, and whenever the queue is full, rollouts are dropped and counted.
+The SDK's ``rollout.create`` blocks without a timeout, so each upload runs in a daemon thread that is
+abandoned after a timeout.  After :data:`FAILURES` consecutive failures, uploads pause for :data:`PAUSE_S`;
+during a pause, and whenever the queue is full, rollouts are dropped and counted.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ QUEUE_ROLLOUTS = 1024
 UPLOAD_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 30.0
 FAILURES = 3
-REST_S = 60.0
+PAUSE_S = 60.0
 _EXIT_S = 2.0
-"""How long the SDK may hold up the end of the process where it was not closed."""
+"""Maximum time (seconds) for which an unclosed SDK may delay the end of the process."""
 
 
 @dataclass(slots=True)
 class UploadCounts:
-    """What became of the rollouts given to an uploader."""
+    """Number of rollouts by upload result."""
 
     uploaded: int = 0
-    """Handed to the SDK, which sends their messages in batches of its own."""
+    """Passed to the SDK, which sends their messages in batches."""
     failed: int = 0
     dropped: int = 0
-    """Never tried: the queue was full, uploads were resting, or the end came first."""
+    """Not attempted: the queue was full, uploads were paused, or the uploader was closed first."""
 
 
 class Uploader:
-    """Takes rollouts without ever waiting; all work is done in a thread of its own.
+    """Accepts rollouts without ever waiting; uploads them in its own thread.
 
     With ``api_key`` None it does nothing.
     """
@@ -62,7 +62,7 @@ class Uploader:
     ) -> None:
         self.counts = UploadCounts()
         self.notices = Notices()
-        """Uploads that failed: said at the first, the tenth, the hundredth ..."""
+        """Failed uploads; reported at the 1st, 10th, 100th ... failure."""
         self._key, self._run_name, self._model_name = api_key, run_name, model_name
         self._timeout_s = upload_timeout_s
         self._queue: queue.Queue[Rollout | None] = queue.Queue(queue_rollouts)
@@ -76,7 +76,7 @@ class Uploader:
 
     @classmethod
     def from_config(cls, config: Config) -> Uploader:
-        """Make the uploader that a config asks for; raises PreflightError when the key is missing."""
+        """Create the uploader described by a config; raises PreflightError when the key is missing."""
         if not config.rollout.openreward_upload:
             return cls(None, "")
         key = os.environ.get(API_KEY)
@@ -87,7 +87,7 @@ class Uploader:
         return cls(key, name, model_name=config.model.path)
 
     def put(self, rollout: Rollout) -> None:
-        """Queue a rollout, or count it as dropped; returns at once."""
+        """Queue a rollout, or count it as dropped; returns immediately."""
         if self._thread is None:
             return
         try:
@@ -98,11 +98,11 @@ class Uploader:
 
     def _lost(self, reason: str) -> None:
         lost = self.counts.failed + self.counts.dropped
-        said = f"{lost} rollouts were not uploaded to OpenReward; {reason}" if lost > 1 else reason
-        self.notices.say_once(len(str(lost)), redact(f"upload to OpenReward: {said}; training goes on"))
+        text = f"{lost} rollouts were not uploaded to OpenReward; {reason}" if lost > 1 else reason
+        self.notices.report_once(len(str(lost)), redact(f"upload to OpenReward: {text}; training continues"))
 
     def close(self, timeout_s: float = DRAIN_TIMEOUT_S) -> UploadCounts:
-        """Upload what is queued, for at most ``timeout_s``; returns the counts.  Never raises."""
+        """Upload the queued rollouts for at most ``timeout_s``; returns the counts.  Never raises."""
         thread, self._thread = self._thread, None
         if thread is None:
             return self.counts
@@ -124,9 +124,9 @@ class Uploader:
         return self.counts
 
     def _work(self) -> None:
-        failures, resting_until = 0, 0.0
+        failures, paused_until = 0, 0.0
         while (rollout := self._queue.get()) is not None:
-            if time.monotonic() < resting_until or time.monotonic() > self._give_up_at:
+            if time.monotonic() < paused_until or time.monotonic() > self._give_up_at:
                 self.counts.dropped += 1
                 continue
             if self._within_deadline(rollout):
@@ -134,19 +134,19 @@ class Uploader:
                 continue
             failures += 1
             if failures >= FAILURES:
-                failures, resting_until = 0, time.monotonic() + REST_S
-                log.warning("uploads to OpenReward rest for %g s after %d failures", REST_S, FAILURES)
+                failures, paused_until = 0, time.monotonic() + PAUSE_S
+                log.warning("uploads to OpenReward pause for %g s after %d failures", PAUSE_S, FAILURES)
         if self._client is not None:
             self._flush()
 
     def _within_deadline(self, rollout: Rollout) -> bool:
-        """Upload one rollout in a thread that is left behind when it takes too long."""
+        """Upload one rollout in a thread that is abandoned when it exceeds the timeout."""
         outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def upload() -> None:
             try:
                 outcome.put("" if self._upload(rollout) else "the service refused it")
-            except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
+            except Exception as error:  # noqa: BLE001  # no error may stop training
                 outcome.put(redact(f"{type(error).__name__}: {error}"))
 
         threading.Thread(target=upload, name="orhpc-upload-one", daemon=True).start()
@@ -170,7 +170,7 @@ class Uploader:
                 from openreward.models import RunInfo
 
                 client = OpenReward(api_key=self._key, run_info=RunInfo(self._model_name, framework="orhpc"))
-                # Our own deadline and rest are the retry policy; the SDK's would hold each rollout up.
+                # The timeout and the pause above are the retry policy; the SDK's would delay each rollout.
                 client.config.send_loop_config.max_retries = 1
                 client.config.shutdown_timeout = _EXIT_S
                 self._client = client
@@ -185,7 +185,7 @@ class Uploader:
             split=rollout.task.split,
             metadata={"end": str(rollout.end), "reward": rollout.reward, "group": rollout.group_id},
         )
-        if upload._rollouts_disabled:  # how the SDK says that the service refused it
+        if upload._rollouts_disabled:  # set by the SDK when the service refused the upload
             return False
         events = list(_events(rollout))
         for number, (event, reward) in enumerate(events, 1):
@@ -193,14 +193,14 @@ class Uploader:
         return True
 
     def _flush(self) -> None:
-        """Let the SDK send what it holds; it prints, and does not raise, when it has to give up."""
+        """Let the SDK send what it has queued; if it gives up, it prints a message instead of raising."""
         api = self._client.rollout
         api.shutdown_timeout = max(0.0, min(self._timeout_s, self._give_up_at - time.monotonic()))
         api.close()
 
 
 def _events(rollout: Rollout) -> list[tuple[Any, float | None]]:
-    """Turn the transcript into the SDK's messages, each with what was paid for it."""
+    """Convert the transcript to the SDK's messages, each with its step reward."""
     from openreward.api.rollouts.serializers import base
 
     events: list[tuple[Any, float | None]] = []

@@ -1,9 +1,9 @@
-"""A rollout worker: many concurrent agent loops, their arrays and their files.
+"""A rollout worker: many concurrent rollouts, their arrays and their files.
 
-A Ray actor, a few a node.  It consumes group requests, waits for engines and environments, and
-produces group summaries; the arrays stay here, as Ray objects that trainer ranks fetch and as files
-in the run directory.  A finished group is at once written to ``RUN/buffer``, so that it outlives
-the job; once a step has used it, :meth:`RolloutWorker.record` moves it to the step's record.
+A Ray actor; there are several per node.  Input: group requests.  It waits for engines and environments.
+Output: group summaries; the arrays stay in the worker, as Ray objects that trainer ranks fetch and as files
+in the run directory.  A finished group is written to ``RUN/buffer`` at once, so that it survives the end of
+the job; after a step has used it, :meth:`RolloutWorker.record` moves it to the step's record.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BACKOFF_S = 1.0
 
 
 class RolloutWorker:
-    """Rolls out prompt groups; all methods run on one event loop."""
+    """Generates prompt groups; all methods run on one event loop."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class RolloutWorker:
     ) -> None:
         """Args:
         index: of this worker in the run.
-        environment_urls: servers that the job runs itself, one for each such environment: all
-            sessions of this worker stay on it.
-        environment_key: what requests to these servers carry.
+        environment_urls: servers that the job runs, one per served environment; all sessions of this
+            worker use them.
+        environment_key: bearer token of these servers.
         """
         self._config, self._index, self._attempt = config, index, attempt
         self._model_dir = model_dir
@@ -77,8 +77,8 @@ class RolloutWorker:
         """Connect to environments and load the tokenizer; :meth:`connect` follows.
 
         Raises:
-            EnvironmentUnavailable: an environment did not come up in time.
-            ConfigError: an environment or the model's chat format is not what the config says.
+            EnvironmentUnavailable: an environment server did not start in time.
+            ConfigError: an environment or the model's chat format does not match the config.
         """
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         self._agent: Agent = await asyncio.to_thread(load_agent, self._config, self._model_dir)
@@ -98,7 +98,7 @@ class RolloutWorker:
         leave_loaded()
 
     async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
-        """Engines to send requests to, all of the run's, and the router before them if there is one."""
+        """Set the URLs of all engines of the run, and of the router in front of them if there is one."""
         self._pool = EnginePool(
             list(engine_urls),
             key=key,
@@ -109,17 +109,17 @@ class RolloutWorker:
         )
 
     async def num_tasks(self, environment: str, split: str) -> int:
-        """Tasks of a split, after the cap of ``num_samples``."""
+        """Number of tasks of a split, at most ``num_samples``."""
         return await self._environments[environment].num_tasks(split)
 
     async def published(self, version: int) -> None:
-        """The engines now hold this policy version; older ones must not serve."""
+        """Require this policy version, which the engines now hold, of all further generations."""
         self._pool.published_version = version
 
     async def run_group(self, request: GroupRequest) -> PromptGroup:
-        """Roll out one group and hold its arrays.
+        """Generate one group and keep its arrays.
 
-        Failed rollouts come back as such, with their error; nothing infrastructure does is a reward.
+        Failed rollouts are returned with their error; an infrastructure failure never becomes a reward.
         """
         task = asyncio.ensure_future(self._group(request))
         self._running[request.id] = task
@@ -131,23 +131,23 @@ class RolloutWorker:
             self._running.pop(request.id, None)
 
     async def cancel(self, group_ids: Sequence[int]) -> None:
-        """Give up groups; their sessions are closed, their tokens thrown away."""
+        """Cancel groups: close their sessions and discard their tokens."""
         running = [self._running[i] for i in group_ids if i in self._running]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         for group_id in group_ids:
-            self._forget(group_id)
+            self._release(group_id)
 
     async def record(self, folder: str, groups: Sequence[tuple[int, str | None, bool]]) -> None:
-        """Write groups that a step used to its record, then forget them.
+        """Write the groups used by a step to its record, then release them.
 
         Args:
             folder: ``RUN/rollouts/step_N``.
-            groups: id, buffer file if an earlier attempt made the group, whether it was trained.
+            groups: id, buffer file if an earlier attempt generated the group, whether it was trained on.
 
         Raises:
-            StorageRefused: the filesystem takes nothing; the call may be made again, nothing is forgotten.
+            StorageRefused: the filesystem refuses writes; the call can be repeated, no group is released.
         """
         path = record_path(Path(folder), self._attempt, self._index)
         await asyncio.to_thread(self._record, path, list(groups))
@@ -165,7 +165,7 @@ class RolloutWorker:
         samples = [asyncio.ensure_future(self._rollout(request, s)) for s in range(request.n_samples)]
         try:
             rollouts = list(await asyncio.gather(*samples))
-        finally:  # where one cannot go on, its siblings are not worth finishing
+        finally:  # if one rollout ends the run, the others of the group are useless
             for sample in samples:
                 sample.cancel()
         await self._score_group(request.task, rollouts)
@@ -175,31 +175,31 @@ class RolloutWorker:
         notices = (*own, *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)
         if not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
-            await asyncio.to_thread(self._keep, request.id, rollouts)
+            await asyncio.to_thread(self._buffer, request.id, rollouts)
         for rollout in rollouts:
             self._uploader.put(rollout)
         return group
 
-    def _keep(self, group_id: int, rollouts: list[Rollout]) -> None:
-        """Into the buffer, where the group outlives this process; it can do without."""
+    def _buffer(self, group_id: int, rollouts: list[Rollout]) -> None:
+        """Write a group to the buffer, where it survives this process; a refused write is only logged."""
         try:
             with refusals("the run directory cannot be read"):
                 if self._rundir.newest_attempt() > self._attempt:
-                    return  # the buffer is no longer ours to fill
+                    return  # a newer attempt owns the buffer
             routes = self._config.rollout.record_routes
             write_rollouts(self._buffer_path(group_id), rollouts, routes=routes)
         except StorageRefused as error:
             log.warning("group %d is in memory only: %s", group_id, error)
 
     async def _rollout(self, request: GroupRequest, sample: int) -> Rollout:
-        """One rollout, started again in a new session after a failure that may not repeat itself.
+        """Generate one rollout; a failure that may be transient is retried in a new session.
 
         Raises:
-            UserCodeError: code of the user's has raised in every rollout so far.
+            UserCodeError: the user's code has raised in every rollout so far.
         """
         async with self._gate:
             health = self._health.setdefault(request.task.environment, Health())
-            for again in itertools.count():
+            for retry in itertools.count():
                 try:
                     rollout = await self._agent.run(
                         request,
@@ -211,21 +211,21 @@ class RolloutWorker:
                 except (InfraError, BadTask, UserCodeError) as error:
                     log.warning("rollout %d.%d: %s", request.id, sample, error)
                     if isinstance(error, UserCodeError):
-                        self._environments[request.task.environment].notices.say_once(
+                        self._environments[request.task.environment].notices.report_once(
                             ("user code", error.trace), str(error)
                         )
-                    if not health.again(error, again, self._config.rollout.retries):
-                        return failed_rollout(request, sample, error, retries=again)
-                    await asyncio.sleep(_BACKOFF_S * 2**again)
+                    if not health.should_retry(error, retry, self._config.rollout.retries):
+                        return failed_rollout(request, sample, error, retries=retry)
+                    await asyncio.sleep(_BACKOFF_S * 2**retry)
                     continue
-                rollout.retries = again
+                rollout.retries = retry
                 if rollout.end is not RolloutEnd.FAILED:
-                    health.worked()
+                    health.succeeded()
                 return rollout
             raise AssertionError
 
     async def _score_group(self, task: Task, rollouts: list[Rollout]) -> None:
-        """Add what the environment pays for comparing the group's finished rollouts, where it does."""
+        """Add the environment's group scores to the finished rollouts, if it supports them."""
         environment = self._environments[task.environment]
         finished = [i for i, r in enumerate(rollouts) if r.end.trainable]
         if not environment.supports_score_group or not finished:
@@ -277,7 +277,7 @@ class RolloutWorker:
         )
 
     def _put_routes(self, routes: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-        """One object a pipeline stage: no rank is sent the layers of another."""
+        """Put one object per pipeline stage, so that each rank fetches only its own layers."""
         if len(self._route_layers) == 1:
             return (ray.put(routes),)
         return tuple(ray.put(np.ascontiguousarray(routes[:, layers])) for layers in self._route_layers)
@@ -289,33 +289,33 @@ class RolloutWorker:
         rollouts: list[Rollout] = []
         trained: set[str] = set()
         for group_id, file, used in groups:
-            of_group = self._held.get(group_id, [])
+            group_rollouts = self._held.get(group_id, [])
             if file is not None:
-                of_group = _stored(file)
-            rollouts += of_group
-            trained |= {r.id for r in of_group if r.end.trainable} if used else set()
+                group_rollouts = _read_buffered(file)
+            rollouts += group_rollouts
+            trained |= {r.id for r in group_rollouts if r.end.trainable} if used else set()
         write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
         for group_id, _, _ in groups:
-            self._forget(group_id)
+            self._release(group_id)
 
-    def _forget(self, group_id: int) -> None:
-        """Let go of a group; a file of it that cannot be removed is removed by the next start."""
+    def _release(self, group_id: int) -> None:
+        """Release a group; a buffer file that cannot be removed is removed at the next start."""
         self._held.pop(group_id, None)
         try:
             self._buffer_path(group_id).unlink(missing_ok=True)
         except OSError as error:
             if not is_refusal(error):
                 raise
-            log.warning("the buffered group %d stays: %s", group_id, error.strerror)
+            log.warning("the file of buffered group %d cannot be removed: %s", group_id, error.strerror)
 
 
-def _stored(file: str) -> list[Rollout]:
-    """A group that an earlier attempt made; empty where its file is damaged: its step has trained it."""
+def _read_buffered(file: str) -> list[Rollout]:
+    """Read a group generated by an earlier attempt; empty if its file is damaged."""
     try:
         with refusals("a buffered group cannot be read"), RolloutFile(file) as record:
             return [record.rollout(row) for row in range(len(record))]
     except RecordError as error:
-        log.warning("a trained group is left out of the record: %s", error)
+        log.warning("a trained group is omitted from the record: %s", error)
         return []
 
 
@@ -324,7 +324,7 @@ def _fail(rollout: Rollout, error: OrhpcError) -> None:
 
 
 def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:
-    """A rollout without tokens or reward, for the count and the record, with what was said in it."""
+    """A rollout without tokens or reward, for the counts and the record, with the transcript so far."""
     return Rollout(
         id=f"{request.id}.{sample}",
         group_id=request.id,

@@ -54,7 +54,7 @@ def test_a_run_goes_on_without_an_environment_that_is_gone_and_says_so(tmp_path:
             left_out_at = max(steps_of(read_events(rundir.events)))
             kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= left_out_at + 3)
     assert notice["reason"].startswith("environment 'away': the last 8 rollouts failed")
-    assert "the run goes on without it" in notice["reason"]
+    assert "the run continues without it" in notice["reason"]
     steps = steps_of(read_events(rundir.events))
     assert sum(e.get("failed_rollouts/away", 0) for e in steps.values()) >= 8
     assert steps[left_out_at + 3]["failed_rollouts"] == 0

@@ -293,7 +293,7 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
         ("placement.device=cuda", 2, "engine.backend: cpu needs placement.device: cpu"),
         ("placement.nodes=2", 2, "--local is one node"),
         ("environments.e={serve: nothing-such}", 2, "nothing-such"),
-        ("environments.e={url: 'http://127.0.0.1:1'}", 3, "did not come up within 3 s"),
+        ("environments.e={url: 'http://127.0.0.1:1'}", 3, "did not start within 3 s"),
         ("environments.orhpc/letters.serve_options={typo: 1}", 2, "typo"),
         ("environments.Some/One={}", 3, "OPENREWARD_API_KEY must be set"),
         ("rollout.openreward_upload=true", 3, "OPENREWARD_API_KEY must be set"),

@@ -23,7 +23,7 @@ def test_rollouts_go_through_the_router(tmp_path: Path) -> None:
     for event in steps.values():
         assert event["logprob_diff_max"] < 1e-4
     attempt = rundir.attempt(1)
-    assert "asking the engines themselves" not in (attempt / "driver.log").read_text()
+    assert "calling the engines directly" not in (attempt / "driver.log").read_text()
     key_is_gone = not (attempt / "engine.key").exists()
     assert key_is_gone and (attempt / "router.log").exists()
     assert not kit.wait_gone(rundir)

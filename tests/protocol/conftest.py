@@ -1,4 +1,4 @@
-"""Servers under test: by default the cpu engine on two tiny random models, else ``--engine-url``."""
+"""Servers under test: by default the cpu engine with two tiny random models, otherwise ``--engine-url``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 KEY = "key-of-the-protocol-tests"
 CONTEXT = 192
 EXACT_MARGIN = 1e-5
-"""In logits: what float32 may turn between the cpu engine's packed rows and one plain pass."""
+"""Tolerance in logits for float32 rounding between the cpu engine's packed rows and one plain pass."""
 
 _ELSEWHERE = pytest.StashKey[bool]()
 
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Say at once why a test failed: a machine that is lent may be gone before the summary."""
+    """Report a failure immediately: a borrowed machine may be gone before the summary."""
     report = yield
     if report.failed and item.config.stash.get(_ELSEWHERE, False):
         print(f"\n{report.longreprtext}", flush=True)
@@ -51,7 +51,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @dataclass
 class Answer:
-    """What a raw request got back."""
+    """The answer to a raw request."""
 
     status_code: int
     data: bytes
@@ -65,7 +65,7 @@ class Answer:
 
 
 def send(url: str, data: bytes | None, key: str | None) -> Answer:
-    """One raw request: POST with ``data``, else GET."""
+    """Send one raw request: POST with ``data``, otherwise GET."""
     headers = {"Content-Type": "application/json"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
@@ -78,7 +78,7 @@ def send(url: str, data: bytes | None, key: str | None) -> Answer:
 
 
 class RecordingClient(EngineClient):
-    """Asks for all expert routes where a test does not say which; see :meth:`Server.assert_logprobs`."""
+    """Requests all expert routes if a test does not specify them; see :meth:`Server.assert_logprobs`."""
 
     async def generate(
         self,
@@ -96,24 +96,24 @@ class RecordingClient(EngineClient):
 
 @dataclass
 class Server:
-    """A server under test and what is known of its model."""
+    """A server under test and the known properties of its model."""
 
     url: str
     key: str | None
     folder: Path | None
-    """Its weights at the start; None when unknown."""
+    """Folder of its initial weights; None if unknown."""
     other: Path | None
-    """A folder of other weights for the same model."""
+    """Folder of other weights for the same model."""
     own: bool
-    """Started by the tests, so that state may be broken and repaired at will."""
+    """Whether the tests started it, so that its state may be broken and repaired."""
     moe: bool
     context: int
     tolerance: float
-    """Largest difference of a log-probability from the reference's."""
+    """Maximum difference between a log-probability and the reference's."""
     router_margin: float
-    """How much better, in a router's logits, an expert may be that the engine did not take."""
+    """Maximum margin, in router logits, of an expert that the engine did not choose."""
     device: str
-    """Where the reference computes."""
+    """Device of the reference."""
     references: dict[Path, Reference] = field(default_factory=dict, repr=False)
 
     def client(self, request_timeout_s: float = 60.0) -> EngineClient:
@@ -131,7 +131,7 @@ class Server:
         )
 
     def use(self, work: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
-        """Run calls against the server in an event loop of their own."""
+        """Run calls to the server in a new event loop."""
 
         async def run() -> T:
             client = self.client()
@@ -145,7 +145,7 @@ class Server:
     def post(
         self, path: str, body: Any = None, *, key: str | None = "own", raw: bytes | None = None
     ) -> Answer:
-        """A request that the client would never make."""
+        """Send a request that the client would never send."""
         data = raw if raw is not None else json.dumps({} if body is None else body).encode()
         return send(self.url + path, data, self.key if key == "own" else key)
 
@@ -168,16 +168,16 @@ class Server:
     def other_logprobs(
         self, prompt: list[int], got: Generation, folder: Path | None = None
     ) -> NDArray[np.float64]:
-        """What a model gives ``got`` that is not the one that sampled all of it; by its own experts."""
+        """Log-probabilities of ``got`` from a model that did not sample it, with that model's experts."""
         return self.reference(folder).score(prompt, got.tokens_N.tolist(), 1.0).logprobs_N
 
     def assert_logprobs(
         self, got: Generation, prompt: list[int], temperature: float = 1.0, folder: Path | None = None
     ) -> Scored:
-        """``got`` has the log-probabilities that the reference gives it after ``prompt``.
+        """``got`` has the reference's log-probabilities after ``prompt``.
 
-        Every comparison with the reference is made here.  Of a mixture of experts the reference takes the
-        engine's, which must be its own but for near ties; see :mod:`tests.protocol.reference`.
+        All comparisons with the reference are made here.  For a mixture of experts, the reference uses the
+        engine's experts, which must equal its own except for near ties; see :mod:`tests.protocol.reference`.
         """
         reference = self.reference(folder)
         if self.moe:
@@ -188,22 +188,22 @@ class Server:
         return scored
 
     def assert_routes(self, routes: RouteArray | None, tokens: list[int]) -> None:
-        """``routes`` are those of a forward pass over the first tokens, but for near ties."""
+        """``routes`` equal those of a forward pass over the first tokens, except for near ties."""
         assert routes is not None and len(routes)
         self.reference().routing(tokens[: len(routes)], routes).check(self.router_margin)
 
     def assert_sampled(self, got: Generation, prompt: list[int], limit: int) -> None:
-        """``got`` is what the model samples after ``prompt``, up to ``limit`` tokens or its end."""
+        """``got`` is sampled from the model after ``prompt``, up to ``limit`` tokens or an end token."""
         self.assert_logprobs(got, prompt)
         at_limit = got.finish_reason is FinishReason.LENGTH
         assert at_limit or got.finish_reason is FinishReason.STOP
         assert len(got.tokens_N) == limit if at_limit else len(got.tokens_N) <= limit
 
     def assert_same(self, one: Generation, other: Generation, prompt: list[int], limit: int) -> None:
-        """Both sampled the same by the same seed.
+        """Both sampled the same tokens with the same seed.
 
-        The cpu engine computes a token's keys and values alike in whatever pieces a prompt comes; a GPU's
-        kernels round by the piece, which can turn a near tie.  Elsewhere both are held against the model.
+        The cpu engine computes the same keys and values however a prompt is split; a GPU's kernels round
+        differently for each split, which can change a near tie.  There, both are compared with the model.
         """
         if self.own:
             assert one.finish_reason is other.finish_reason
@@ -214,8 +214,8 @@ class Server:
             self.assert_sampled(other, prompt, limit)
 
     def repair(self) -> None:
-        """Bring the server back to its first weights, awake and empty."""
-        if self.own:  # SGLang's scheduler ends itself when it is to resume what was not released
+        """Restore the server's initial weights, its memory and an empty cache."""
+        if self.own:  # SGLang's scheduler exits when asked to resume memory that was not released
             self.post("/resume_memory_occupation")
         self.post("/pause_generation", {"mode": "abort"})
         answer = self.post(
@@ -297,7 +297,7 @@ def _external(option: Callable[[str], Any]) -> Server:
     moe = bool(info.get("enable_return_routed_experts"))
     other = Path(option("--engine-other")) if option("--engine-other") else None
     context = int(info.get("context_length") or 2048)
-    # Suites and servers share the cores: with a team of threads each, the reference of SmolLM2 takes minutes.
+    # Tests and servers share the cores: with one thread per core each, the SmolLM2 reference takes minutes.
     torch.set_num_threads(1)
     return Server(
         url, key, folder, other, own=False, moe=moe, context=context,
@@ -309,7 +309,7 @@ def _external(option: Callable[[str], Any]) -> Server:
 
 @pytest.fixture(params=["dense", "moe"])
 def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
-    """Each server in turn; a server from outside only once."""
+    """Each server in turn; an external server only once."""
     found = servers[request.param]
     if not found.own and request.param == "moe":
         pytest.skip("the same server from outside")
@@ -318,7 +318,7 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server
 
 @pytest.fixture(autouse=True)
 def _going_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails between a pause and its end leaves a server from outside paused for all others."""
+    """Continue generation after a test that fails during a pause, for later tests on an external server."""
     yield
     if "servers" in request.fixturenames:
         found: dict[str, Server] = request.getfixturevalue("servers")
@@ -328,7 +328,7 @@ def _going_on(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def dense(servers: dict[str, Server]) -> Server:
-    """The server with the dense model, or the one from outside."""
+    """The server with the dense model, or the external one."""
     return servers["dense"]
 
 
@@ -342,7 +342,7 @@ def moe(servers: dict[str, Server]) -> Server:
 
 @pytest.fixture
 def mutable(server: Server) -> Iterator[Server]:
-    """A server whose weights the test may change."""
+    """A server whose weights a test may change."""
     if server.other is None:
         pytest.skip("changes weights, and there are no others (--engine-other)")
     yield server
@@ -351,7 +351,7 @@ def mutable(server: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def ours(mutable: Server) -> Server:
-    """Our own engine, about what SGLang does otherwise or not at all; its state may be changed."""
+    """Our own engine, for behavior that SGLang lacks or implements differently; its state may be changed."""
     if not mutable.own:
         pytest.skip("about the cpu engine")
     return mutable
@@ -364,7 +364,7 @@ async def get_going(client: EngineClient, count: int) -> None:
         if info["internal_states"][0].get("num_running_reqs", count) >= count:
             break
         await asyncio.sleep(0.002)
-    # Decoded beside them, so they have sampled too by the time that it is done.
+    # Decoded in the same batch, so the others have sampled too when it is done.
     await client.generate([3, 4], Sampling(max_new_tokens=3, seed=0), rid="pacemaker")
 
 

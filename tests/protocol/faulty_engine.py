@@ -1,4 +1,4 @@
-"""The cpu engine with experts in float16, as SGLang's, and with faults in its routing, in a thread."""
+"""The cpu engine in a thread, with float16 experts as in SGLang, and with injected routing faults."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from orhpc.wire.routes import RouteArray
 from tests.trainer_kit import free_port
 
 Report = Callable[[RouteArray], RouteArray]
-"""From the routes that were recorded to those that are answered."""
+"""Maps the recorded routes to the routes in the answer."""
 Routed = tuple[Tensor, Tensor, Tensor]
-"""What a router returns: its scores, the experts' weights and the experts."""
+"""Output of a router: its scores, the experts' weights and the experts."""
 RouterFault = Callable[[int, Routed], Routed]
-"""From a router's layer and its choice to what is made of it."""
+"""Maps a router's layer and output to the modified output."""
 
 
 def half_experts(experts: Any, hidden_TH: Tensor, taken_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Experts of a float32 model as SGLang's kernel in Triton rounds them: both products are stored through
+    """Round the experts of a float32 model as SGLang's Triton kernel does: both products are stored as
     float16, the second one weighted (``fused_moe.py`` of 0.5.16, ``compute_type``)."""
     total_TH = torch.zeros_like(hidden_TH)
     for expert in range(experts.num_experts):
@@ -52,7 +52,7 @@ class FaultyEngine(Batcher):
     def __init__(self, folder: Path, context: int) -> None:
         model = load_model(str(folder), dtype="float32", load_format="auto", seed=0, trust_remote_code=False)
         for index, layer in enumerate(model.model.layers):
-            # Before the recorder's own hook: what a fault makes of a choice is recorded truly.
+            # Registered before the recorder's hook, so that the modified choice is recorded.
             layer.mlp.gate.register_forward_hook(partial(self._router, index))
             layer.mlp.experts.forward = partial(half_experts, layer.mlp.experts)
         self.report: Report | None = None

@@ -1,13 +1,13 @@
-"""What transformers computes in float32, with the experts that an engine says it took.
+"""Reference computation: transformers in float32, with the experts that an engine reports.
 
-An engine that rounds otherwise than transformers sends a token elsewhere wherever two experts' scores nearly
-tie, and from there on computes something else, rightly.  So a mixture of experts is compared under the same
-experts: the engine's recorded routes are replayed in the reference's routers, which also judge them.  In the
-replayed pass a router's input is what the engine's router had, but for rounding; so an expert that the
-engine took and this router would not is one whose score is as good as tied with the router's own choice, or
-else the engine routes wrongly, or reports wrong routes.
+An engine that rounds differently from transformers routes a token to another expert wherever two experts'
+scores nearly tie, and all later results differ, although they are correct.  Mixtures of experts are therefore
+compared with the same experts: the engine's recorded routes are replayed in the reference's routers, which
+also check them.  In the replayed pass, a router's input equals that of the engine's router except for
+rounding.  So an expert that only the engine chose must have a score nearly equal to those of the router's own
+choice; otherwise the engine routes incorrectly, or reports incorrect routes.
 
-Written for the tests alone; a trainer does the same with orhpc.train.fsdp.routing_replay.
+Only for tests; trainers use orhpc.train.fsdp.routing_replay.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from orhpc.wire.routes import RouteArray
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""What a router returns: its scores ``[T, experts]``, and weights and experts ``[T, topk]``."""
+"""Output of a router: its scores ``[T, experts]``, and weights and experts ``[T, topk]``."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Experts of ``T`` tokens: the reference's own choice, and how far it is from the engine's."""
+    """Experts of ``T`` tokens: the reference's own choice, and its distance from the engine's."""
 
     experts_TLK: NDArray[np.int64]
-    """The reference's; 0 in dense layers."""
+    """The reference's experts; 0 in dense layers."""
     gaps_TL: NDArray[np.float32]
-    """Logit of the best expert that the reference would take and the engine did not, less that of the worst
-    that the engine took instead; 0 where both took the same, in any order."""
+    """Logit of the best expert that only the reference would choose, minus that of the worst expert that only
+    the engine chose; 0 where both chose the same experts, in any order."""
 
     def check(self, margin: float) -> None:
-        """Raise AssertionError where the engine's experts are not the reference's own or within ``margin``
+        """Raise AssertionError unless the engine's experts are the reference's own or within ``margin``
         of them."""
         wrong = np.argwhere(self.gaps_TL > margin)
         if len(wrong):
@@ -57,19 +57,19 @@ class Routing:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the reference says of ``N`` tokens after a prompt."""
+    """The reference's results for ``N`` tokens after a prompt."""
 
     logprobs_N: NDArray[np.float64]
     best_N: NDArray[np.float64]
-    """Log-probability of the likeliest token in each one's place."""
+    """Log-probability of the most likely token at each position."""
     routing: Routing
 
 
 @dataclass
 class Reference:
-    """A model in float32, one plain forward pass a question.
+    """A model in float32, with one plain forward pass per query.
 
-    The answer to a question asked before is kept: a test asks for what another request sampled just so.
+    Results are cached, because tests query the same tokens again.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class Reference:
     _known: dict[tuple[Any, ...], Scored] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        # The plainest implementations: a GPU's others may multiply float32 with fewer bits.
+        # The simplest implementations: others may multiply float32 with reduced precision on a GPU.
         self.model = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
@@ -91,7 +91,7 @@ class Reference:
         temperature: float,
         routes: RouteArray | None = None,
     ) -> Scored:
-        """Score ``output`` after ``prompt``, under ``routes`` ``[tokens - 1, layers, topk]`` if given."""
+        """Score ``output`` after ``prompt``, with ``routes`` ``[tokens - 1, layers, topk]`` if given."""
         assert len(output), "there is nothing to score"
         key = (*prompt, None, *output, temperature, None if routes is None else routes.tobytes())
         if key not in self._known:
@@ -143,13 +143,13 @@ def _route(
     inputs: tuple[Tensor, ...],
     found: Routed,
 ) -> Routed | None:
-    """Note a router's choice and, where the engine's is another, put that in its place."""
+    """Record a router's choice, and replace it by the engine's where they differ."""
     scores, weights_TK, own_TK = found
     routing.experts_TLK[:, layer] = own_TK.cpu().numpy()
     if taken_TLK is None:
         return None
     taken_TK = taken_TLK[:, layer]
-    # The router's product itself, whatever it returns as its scores.
+    # The router's logits, recomputed, because routers return different kinds of scores.
     logits_TE = functional.linear(inputs[0].reshape(-1, inputs[0].shape[-1]), cast(Tensor, gate.weight))
     own_TE, taken_TE = (torch.zeros_like(logits_TE).scatter_(1, i, 1.0).bool() for i in (own_TK, taken_TK))
     assert bool((taken_TE.sum(-1) == own_TK.shape[-1]).all()), f"an expert is twice in a row of layer {layer}"
@@ -163,18 +163,18 @@ def _route(
 
 
 def _weights(logits_TE: Tensor, weights_TK: Tensor, own_TK: Tensor, experts_TK: Tensor) -> Tensor:
-    """What a router of softmax scores, normalised over the chosen or not, gives ``experts_TK``.
+    """Weights of ``experts_TK`` from a router with softmax scores, normalized over the chosen ones or not.
 
-    Its own choice and weights tell which of the two it is.
+    The router's own choice and weights show which of the two it uses.
     """
     scores_TE = logits_TE.float().softmax(-1)
 
     def of(chosen_TK: Tensor) -> Tensor:
         scores_TK = scores_TE.gather(-1, chosen_TK)
-        normalised = bool(torch.allclose(weights_TK.sum(-1), torch.ones(()).to(weights_TK)))
-        return scores_TK / scores_TK.sum(-1, keepdim=True) if normalised else scores_TK
+        normalized = bool(torch.allclose(weights_TK.sum(-1), torch.ones(()).to(weights_TK)))
+        return scores_TK / scores_TK.sum(-1, keepdim=True) if normalized else scores_TK
 
-    # Another kind of router would be replayed wrongly, and choose by more than its logits.
+    # Other kinds of routers choose by more than their logits and would be replayed incorrectly.
     torch.testing.assert_close(of(own_TK), weights_TK)
     torch.testing.assert_close(logits_TE.gather(-1, own_TK), logits_TE.topk(own_TK.shape[-1]).values)
     return of(experts_TK)

@@ -14,7 +14,7 @@ from orhpc.types import FinishReason, Generation, Sampling
 from .conftest import Server, get_going, prompt_of
 
 LONG = 150
-"""Tokens of a generation that is still running when the test acts."""
+"""Number of tokens of a generation that is still running when the test acts."""
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -24,7 +24,7 @@ def prompts(count: int) -> list[list[int]]:
 async def while_generating(
     client: EngineClient, count: int, act: Callable[[], Awaitable[None]]
 ) -> list[Generation]:
-    """Start generations, act once they are running, and return what they answer."""
+    """Start generations, act once they are running, and return their answers."""
     jobs = [
         asyncio.create_task(client.generate(p, Sampling(max_new_tokens=LONG, seed=i), rid=f"long{i}"))
         for i, p in enumerate(prompts(count))
@@ -35,7 +35,7 @@ async def while_generating(
 
 
 def full(server: Server, count: int) -> list[Generation]:
-    """What the same generations give undisturbed."""
+    """The answers to the same generations without interruption."""
 
     async def run(client: EngineClient) -> list[Generation]:
         return [
@@ -100,7 +100,7 @@ def test_a_pause_can_leave_no_trace(dense: Server, mode: str) -> None:
         async def interrupt() -> None:
             await client.pause_generation(mode)
             await asyncio.sleep(0.2)
-            if mode == "retract" and dense.own:  # SGLang 0.5.16 waits for the retracted ones too
+            if mode == "retract" and dense.own:  # SGLang 0.5.16 also waits for the retracted requests
                 await client.flush_cache()
             await client.continue_generation()
 

@@ -1,4 +1,4 @@
-"""The process around the cpu engine: keys, failures to start, and who ends with whom."""
+"""The process around the cpu engine: keys, failures to start, and lifetimes of parent and child."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_it_ends_with_its_parent(folders: dict[str, tuple[Path, Path]], tmp_path
     child = int(parent.stdout.readline())
     try:
         assert wait_for(lambda: b"serving" in (tmp_path / "log").read_bytes(), 180.0)
-        # The signal that the kernel sends for a thread's end alone is not taken for the parent's.
+        # The signal that the kernel sends when only a thread ends must not be mistaken for the parent's.
         os.kill(child, signal.SIGUSR1)
         time.sleep(0.3)
         assert not gone(child)
@@ -112,7 +112,7 @@ def test_a_failure_to_start_says_why(tmp_path: Path) -> None:
 
 
 def test_a_crash_while_starting_is_told_by_its_exception(tmp_path: Path) -> None:
-    """SGLang's last lines tell how it ends its processes, not why."""
+    """SGLang's last log lines report the shutdown of its processes, not the cause."""
     crash = (
         "import traceback\n"
         "try: raise RuntimeError('rmsnorm failed to dispatch data type Float')\n"

@@ -1,4 +1,4 @@
-"""``/generate``: what is sampled, its log-probabilities, and what is refused."""
+"""``/generate``: sampled tokens, their log-probabilities, and refused requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_greedy_takes_the_most_likely_token(server: Server) -> None:
     prompt = prompt_of(12, 2)
     got = server.generate(prompt, Sampling(max_new_tokens=12, temperature=0.0))
     scored = server.assert_logprobs(got, prompt)
-    # Two tokens as good as tied may both be the likeliest.
+    # Of two nearly tied tokens, either may be the most likely one.
     np.testing.assert_allclose(scored.logprobs_N, scored.best_N, atol=2 * server.tolerance, rtol=0)
 
 
@@ -252,5 +252,5 @@ def test_the_server_answers_while_the_model_computes(dense: Server) -> None:
 
     answers, tokens = dense.use(both)
     assert tokens > 0
-    # A server that computes in its event loop answers once, when all is done.
+    # A server that computes in its event loop would answer only once everything is done.
     assert answers >= 5

@@ -1,4 +1,4 @@
-"""The comparison itself: what an engine with experts in float16 does rightly passes, wrong routes do not."""
+"""Tests of the comparison itself: correct results with float16 experts pass, incorrect routes fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .faulty_engine import FaultyEngine, Report, Routed, RouterFault, serving
 from .tiny_models import make_folder, moe_config
 
 LAYER = 1
-"""The first whose router sees what experts computed, and not the last: others see what it changes."""
+"""The first layer whose router sees experts' outputs; not the last, so that later layers see its changes."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def served(
 ) -> Iterator[tuple[FaultyEngine, Server]]:
     if request.config.getoption("--engine-url"):
         pytest.skip("about the comparison, not about the server")
-    # Every layer is sparse, since SGLang's Qwen3-MoE takes them all for that.
+    # Every layer is sparse, since SGLang's Qwen3-MoE treats all layers as sparse.
     folder = make_folder(moe_config(()), tmp_path_factory.mktemp("half") / "moe", 0)
     engine = FaultyEngine(folder, CONTEXT)
     with serving(engine) as url:
@@ -53,7 +53,7 @@ def half(engine: FaultyEngine, served: tuple[FaultyEngine, Server]) -> Server:
 
 
 def nearest_to_a_tie(server: Server, count: int, of: int = 4000) -> list[list[int]]:
-    """The prompts in which the last expert taken and the first one not taken come nearest to each other."""
+    """The prompts with the smallest score difference between the last chosen expert and the next one."""
     model = server.reference().model
     prompts = [prompt_of(20, 1000 + i) for i in range(of)]
     gaps: list[Tensor] = []
@@ -82,7 +82,7 @@ def answers(server: Server, prompts: list[list[int]]) -> list[Generation]:
 
 
 def test_near_ties_go_either_way(half: Server) -> None:
-    """By its own experts the reference is far off where two nearly tie, and by the engine's it never is."""
+    """At near ties, the reference differs a lot with its own experts, and never with the engine's experts."""
     prompts = nearest_to_a_tie(half, 16)
     exchanged, off = [], []
     for prompt, got in zip(prompts, answers(half, prompts), strict=True):
@@ -94,7 +94,7 @@ def test_near_ties_go_either_way(half: Server) -> None:
 
 
 def another_expert(routes: RouteArray) -> RouteArray:
-    """One expert of one token, in every layer, that it did not take."""
+    """Replace one expert of one token, in every layer, by one that was not chosen."""
     routes = routes.copy()
     for taken in routes[7]:
         taken[0] = next(e for e in range(8) if e not in taken)
@@ -129,7 +129,7 @@ def test_wrong_routes_are_found(engine: FaultyEngine, half: Server, name: str) -
 
 
 def third_best(layer: int, found: Routed) -> Routed:
-    """A router that takes its third best expert for the second, weighs it rightly and records it."""
+    """A router that uses its third best expert as the second, with the correct weight, and records it."""
     scores, _, experts_TK = found
     if layer != LAYER:
         return found
@@ -139,7 +139,7 @@ def third_best(layer: int, found: Routed) -> Routed:
 
 
 def equal_weights(layer: int, found: Routed) -> Routed:
-    """The last layer's router takes the right experts, and weighs them wrongly."""
+    """The last layer's router chooses the correct experts but weights them incorrectly."""
     scores, weights_TK, experts_TK = found
     if layer != 2:
         return found
@@ -159,5 +159,5 @@ def test_wrong_routing_is_found(engine: FaultyEngine, half: Server, fault: Route
     half.post("/flush_cache")
     with pytest.raises(AssertionError, match=said):
         half.assert_logprobs(got, prompt)
-    if fault is third_best:  # the replay follows it, so that the margin alone tells
+    if fault is third_best:  # the replay follows it, so that only the margin reveals it
         replace(half, router_margin=float("inf")).assert_logprobs(got, prompt)

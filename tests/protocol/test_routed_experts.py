@@ -1,4 +1,4 @@
-"""Routed experts: those of a forward pass, once recorded for good, and only the rows asked for."""
+"""Routed experts: equal to those of a forward pass, recorded once, and only the requested rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_only_the_rows_asked_for_come(moe: Server) -> None:
     assert rest.shape == got.routes[25:].shape
     if moe.own:
         np.testing.assert_array_equal(rest, got.routes[25:])
-    else:  # the second prefill reused the first one's cache: other pieces, other rounding of the weights
+    else:  # the second prefill reused the first one's cache: split and rounding differ
         moe.assert_routes(np.concatenate([got.routes[:25], rest]), [*prompt, *got.tokens_N.tolist()])
     assert moe.generate(prompt, sampling, routes_start=None).routes is None
 
@@ -95,7 +95,7 @@ def test_rows_recorded_before_a_retraction_stay(moe: Server) -> None:
         assert got.routes is not None and len(got.routes) == len(whole) - 1
         old = np.sort(moe.reference().routing(whole[:-1]).experts_TLK, -1)
         same = (np.sort(got.routes, -1) == old).all(axis=(1, 2))
-        # The prompt was computed under the old weights, the end under the new ones.
+        # The prompt was computed with the old weights, the end with the new ones.
         assert same[: len(prompt)].all()
         assert not same[-5:].all()
     finally:
@@ -134,5 +134,5 @@ def test_a_dense_server_refuses_routes(dense: Server) -> None:
     answer = dense.post("/generate", body)
     if dense.own or answer.status_code != 200:
         assert answer.status_code == 400
-    else:  # SGLang 0.5.16 answers without any, which the client takes for RoutesMissing
+    else:  # SGLang 0.5.16 answers without routes, which the client reports as RoutesMissing
         assert not answer.json()["meta_info"].get("routed_experts")

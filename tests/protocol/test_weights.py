@@ -1,4 +1,4 @@
-"""Weight updates from disk, tensors and process groups: exact, versioned, and never half served."""
+"""Weight updates from disk, tensors and process groups: exact, versioned, never served when incomplete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = prompt_of(24, 30)
 
 
 def other_weights(server: Server) -> Named:
-    """The other folder's weights under their checkpoint names."""
+    """The other folder's weights by their checkpoint names."""
     assert server.other is not None
     return sorted(load_file(server.other / "model.safetensors").items())
 
@@ -48,7 +48,7 @@ def specs(named: Named) -> tuple[list[str], list[str], list[list[int]]]:
 
 
 def assert_serves(server: Server, folder: Path | None, version: int) -> Generation:
-    """What the server samples now has exactly the log-probabilities of that folder's model."""
+    """Tokens sampled now have exactly the log-probabilities of that folder's model."""
     got = server.generate(PROMPT, SAMPLING)
     assert got.version == version
     server.assert_logprobs(got, PROMPT, folder=folder)
@@ -82,7 +82,7 @@ def test_from_tensors_in_buckets(mutable: Server, load_format: str | None) -> No
 
 
 def test_from_tensors_in_shared_memory(mutable: Server) -> None:
-    """The form that SGLang's MultiprocessingSerializer gives CPU tensors."""
+    """The format that SGLang's MultiprocessingSerializer produces for CPU tensors."""
     import io
     from multiprocessing.reduction import ForkingPickler
 
@@ -119,7 +119,7 @@ def test_other_types_are_cast(ours: Server) -> None:
 
 
 class Sender:
-    """Rank 0 of a gloo group, in a thread beside the HTTP calls."""
+    """Rank 0 of a gloo group, in a thread concurrent with the HTTP calls."""
 
     def __init__(self, server: Server, name: str) -> None:
         self.server = server
@@ -127,7 +127,7 @@ class Sender:
         self.group: dist.ProcessGroup | None = None
 
     def beside(self, work: Callable[[], Any], call: Callable[[EngineClient], Any]) -> None:
-        """Do our part and the call at the same time; the call's failure is raised first."""
+        """Run the sender and the call concurrently; the call's failure is raised first."""
         failures: list[Exception] = []
 
         def run() -> None:
@@ -223,7 +223,7 @@ def test_a_broadcast_that_never_comes_leaves_weights_partial(sender: Sender) -> 
     with pytest.raises(WeightSyncFailed, match="partial"):
         server.use(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, group_name=sender.name))
     assert_partial(server)
-    # Only a complete update helps: a declared version does not.
+    # Only a complete update helps; setting a version does not.
     server.use(lambda c: c.update_weight_version("9"))
     assert_partial(server)
     server.use(lambda c: c.update_weights_from_disk(str(server.other), weight_version="9"))
@@ -336,7 +336,7 @@ def test_malformed_updates_are_refused(dense: Server, path: str, body: dict[str,
 def test_a_group_without_a_sender_is_given_up(dense: Server) -> None:
     if not dense.own:
         pytest.skip("needs a short deadline")
-    with pytest.raises(WeightSyncFailed, match="did not come together"):
+    with pytest.raises(WeightSyncFailed, match="joining group"):
         dense.use(
             lambda c: c.init_weights_update_group(
                 master_address="127.0.0.1",
@@ -358,14 +358,14 @@ def test_checksums_and_values_follow_the_weights(ours: Server) -> None:
     ours.use(lambda c: c.update_weights_from_disk(str(ours.other), weight_version="1"))
     second = ours.use(sums)
     assert set(first) == set(second) == {f"0/{n}" for n, _ in other_weights(ours)}
-    # Norms start as ones in both models.
+    # Norms are initialized to ones in both models.
     assert {n for n in first if first[n] == second[n]} == {n for n in first if "norm" in n}
     for name, tensor in other_weights(ours):
         assert ours.use(lambda c, name=name: c.get_weights_by_name(name, 1)) == tensor[:1].tolist()
 
 
 def test_an_update_under_running_requests_needs_a_pause_that_empties_the_batch(ours: Server) -> None:
-    """In place, without a flush, requests go on under the new weights; with a flush it is refused."""
+    """In place, without a flush, requests continue with the new weights; with a flush it is refused."""
 
     async def run(client: EngineClient) -> Generation:
         job = asyncio.create_task(client.generate(PROMPT, Sampling(max_new_tokens=150, seed=1), rid="across"))

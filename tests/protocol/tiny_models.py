@@ -43,7 +43,7 @@ def moe_config(dense_layers: Sequence[int] = (0,)) -> Qwen3MoeConfig:
 
 
 def make_folder(config: Any, folder: Path, seed: int) -> Path:
-    """Save a random model; the same for the same seed."""
+    """Save a random model that is determined by the seed."""
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder

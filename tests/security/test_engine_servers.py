@@ -129,10 +129,10 @@ UVICORN = """
 import sys, uvicorn
 from fastapi import FastAPI
 from orhpc.process.keyed_server import require_key_of_uvicorn
-from orhpc.rollout.engines.sglang_server import split_own
+from orhpc.rollout.engines.sglang_server import split_arguments
 from orhpc.process.ports import inherited_socket
 from orhpc.process.secrets import read_engine_key
-own, _ = split_own(sys.argv[1:])
+own, _ = split_arguments(sys.argv[1:])
 app = FastAPI()
 for path in ("/health", "/health_generate", "/generate", "/ping"):
     app.add_api_route(path, lambda: {"open": True}, methods=["GET", "POST", "OPTIONS"])

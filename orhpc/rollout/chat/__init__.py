@@ -1,4 +1,4 @@
-"""Chat formats by family: :func:`chat_format` picks one for a tokenizer.
+"""Chat formats by family: :func:`chat_format` selects one for a tokenizer.
 
 chat = chat_format(config.model, tokenizer)
 ids = chat.prompt_ids(session.prompt, tools=session.tools, thinking=config.rollout.thinking)
@@ -27,7 +27,7 @@ FAMILIES: dict[str, type[ChatFormat]] = {f.family: f for f in (ChatML, Llama3, D
 
 
 class NoChatFormat:
-    """Stands where a chat format would, for agents that need none."""
+    """Placeholder for agents that need no chat format; every use raises ModelError."""
 
     def __init__(self, reason: ModelError) -> None:
         self._reason = reason
@@ -40,12 +40,12 @@ def chat_format(settings: ModelSettings, tokenizer: Any, *, required: bool = Tru
     """Return the chat format of a model.
 
     Args:
-        settings: ``chat_format`` names a family, or ``auto`` goes by the vocabulary's control tokens.
-        tokenizer: of transformers.
-        required: whether a model that no format fits is refused; otherwise every use of what is returned is.
+        settings: ``chat_format`` is a family, or ``auto`` to detect it from the vocabulary's control tokens.
+        tokenizer: transformers' tokenizer.
+        required: whether to refuse a model without a chat format; otherwise only its use raises.
 
     Raises:
-        ModelError: no family fits, the vocabulary lacks the family's tokens, or its chat template
+        ModelError: no family matches, the vocabulary lacks the family's tokens, or the chat template
             does not render a plain conversation.
     """
     try:

@@ -1,12 +1,12 @@
-"""Chat formats: conversations as deltas of token ids, after the model's own chat template.
+"""Chat formats: render conversations as increments of token ids, using the model's own chat template.
 
-What the template makes of a conversation is found out once, with markers where foreign text goes;
-from then on every prompt and every tool result is that skeleton with the text put in.  So rendering
-equals the official template wherever the tokenizer has one, costs one encoding, and the text of an
-environment is never seen by the template, nor by a tokenizer that would read control tokens in it.
+The template is rendered once with markers in place of untrusted text; every later prompt or tool result is
+that skeleton with the text filled in.  Rendering therefore equals the official template wherever the
+tokenizer has one, needs one encoding, and neither the template nor a tokenizer that recognizes control
+tokens ever processes the environment's text.
 
-A conversation grows by deltas only: :meth:`ChatFormat.prompt_ids`, then what was sampled, then
-:meth:`ChatFormat.tool_results_ids`, and so on.  Nothing sampled is ever rendered again.
+A conversation only grows by increments: :meth:`ChatFormat.prompt_ids`, then the sampled tokens, then
+:meth:`ChatFormat.tool_results_ids`, and so on.  Sampled tokens are never rendered again.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any, ClassVar
 
 from orhpc.errors import BadAnswer, ModelError
 from orhpc.rollout.chat.codec import Codec, Foreign
-from orhpc.rollout.chat.messages import AssistantMessage, bounded, split_reasoning
+from orhpc.rollout.chat.messages import AssistantMessage, limit_calls, split_reasoning
 from orhpc.rollout.environment.tools import ToolSpec
 from orhpc.types import FinishReason
 
 log = logging.getLogger(__name__)
 
 TOOLS_PLACE = "{tools}"
-"""Where a system prompt template wants the tool descriptions."""
+"""Placeholder for the tool descriptions in a system prompt template."""
 _PROBE_TOOL = "orhpc_probe"
 _SLOT = "orhpcslot"
-"""Begins the marker of a place for foreign text; kept out of tool descriptions."""
+"""Prefix of the markers for untrusted text; removed from tool descriptions."""
 
 Conversation = Sequence[dict[str, Any]]
-"""Messages as chat templates take them."""
+"""Messages in the form that chat templates accept."""
 Functions = Sequence[dict[str, Any]]
-"""Tools as chat templates take them: OpenAI's form."""
+"""Tools in the form that chat templates accept: OpenAI's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where foreign text goes, and what the template does to it there."""
+    """A place for untrusted text, and how the template transforms it there."""
 
     index: int
     strip_left: bool
     strip_right: bool
     as_json: bool
-    """The template writes it as the inside of a JSON string."""
+    """Whether the template writes it as the inside of a JSON string."""
 
     def fill(self, text: str) -> Foreign:
         if self.strip_left:
@@ -59,15 +59,15 @@ class _Slot:
 
 
 class ChatFormat(ABC):
-    """One family's way to write conversations, bound to one tokenizer."""
+    """How one model family formats conversations, bound to one tokenizer."""
 
     family: ClassVar[str]
     required: ClassVar[tuple[str, ...]]
-    """Control tokens by which the family is known."""
+    """Control tokens that identify the family."""
     stops: ClassVar[tuple[str, ...]]
-    """Control tokens after which a turn is over, those that the vocabulary has."""
+    """Control tokens that end a turn; those missing from the vocabulary are ignored."""
     text_markers: ClassVar[tuple[str, ...]] = ()
-    """Structure that may be ordinary text in a vocabulary; kept out of foreign text all the same."""
+    """Structural markers that can be ordinary text in a vocabulary; also removed from untrusted text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.codec = Codec(tokenizer)
@@ -79,7 +79,7 @@ class ChatFormat(ABC):
             )
         found = [*map(self.codec.token_id, self.stops), getattr(tokenizer, "eos_token_id", None)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in found if i is not None))
-        """Ids after which an engine ends a turn."""
+        """Ids that end a turn."""
         plain = [m for m in self.text_markers if self.codec.token_id(m) is None]
         self._plain_markers = re.compile("|".join(map(re.escape, plain)) or r"(?!)")
         self._skeleton = lru_cache(maxsize=256)(self._make_skeleton)
@@ -97,25 +97,25 @@ class ChatFormat(ABC):
         tools: Sequence[ToolSpec] = (),
         thinking: bool = False,
     ) -> list[int]:
-        """Render the beginning of a rollout, up to where the model writes.
+        """Render the start of a rollout, up to the position where the model generates.
 
         Args:
-            user: the environment's prompt, or its conversation as (role, text), of roles system (first
-                only), user and assistant, with the user's word last: foreign text.
-            system: the system prompt template; its ``{tools}`` becomes the tool descriptions, other
-                braces stay.  None: the model's own.  Without ``{tools}`` the descriptions go where
-                the chat template puts them, or below the system prompt if it knows of none.  It
-                comes from the run's own config, so control tokens in it count: it may show whole turns.
-            tools: what the environment offers.
+            user: the environment's prompt, or its conversation as (role, text) pairs with roles system (first
+                only), user and assistant, ending with user; untrusted text.
+            system: the system prompt template; ``{tools}`` is replaced by the tool descriptions, other
+                braces are kept.  None: the model's default.  Without ``{tools}``, the descriptions are placed
+                by the chat template, or after the system prompt if the template does not support tools.  The
+                template comes from the run's config, so control tokens in it are encoded as such.
+            tools: the environment's tools.
             thinking: the template's thinking mode.
 
         Raises:
-            BadAnswer: the chat template cannot render these tools, though it can render others.
+            BadAnswer: the chat template cannot render these tools, but works without them.
         """
-        said = [("user", user)] if isinstance(user, str) else list(user)
-        roles = tuple(role for role, _ in said)
+        conversation = [("user", user)] if isinstance(user, str) else list(user)
+        roles = tuple(role for role, _ in conversation)
         parts = self._skeleton(system, _json([_function(tool) for tool in tools]), thinking, roles)
-        return self._fill(parts, [text for _, text in said])
+        return self._fill(parts, [text for _, text in conversation])
 
     def tool_results_ids(
         self,
@@ -125,16 +125,15 @@ class ChatFormat(ABC):
         last_id: int | None = None,
         thinking: bool = False,
     ) -> list[int]:
-        """Render tool results and the opening of the next turn, to follow a sampled turn.
+        """Render tool results and the opening of the next turn, to be appended to a sampled turn.
 
-        The delta begins with the token that ends a turn; where the model has sampled that token
-        itself (``after`` is STOP and ``last_id`` is it) it is not repeated, and else it stands here,
-        outside what is trained.
+        The increment starts with the end-of-turn token, unless the model has sampled it (``after`` is STOP
+        and ``last_id`` is that token); then it is not repeated.  As part of the increment it is not trained.
 
         Args:
-            results: text of each call's result or error, in the order of the calls: foreign text.
-            after: why the sampled turn ended.
-            last_id: its last token.
+            results: result or error text of each call, in the order of the calls; untrusted text.
+            after: finish reason of the sampled turn.
+            last_id: last token of the sampled turn.
             thinking: the template's thinking mode.
         """
         ids = self._fill(self._results_skeleton(len(results), thinking), results)
@@ -143,47 +142,47 @@ class ChatFormat(ABC):
     def user_ids(
         self, text: str, after: FinishReason, *, last_id: int | None = None, thinking: bool = False
     ) -> list[int]:
-        """Render a user's message and the opening of the next turn, to follow a sampled turn.
+        """Render a user message and the opening of the next turn, to be appended to a sampled turn.
 
-        As :meth:`tool_results_ids`; ``text`` is foreign text.
+        See :meth:`tool_results_ids`; ``text`` is untrusted.
         """
         ids = self._fill(self._user_skeleton(thinking), [text])
         return ids[1:] if after is FinishReason.STOP and ids[:1] == [last_id] else ids
 
     def parse(self, ids: Sequence[int], *, thinking: bool = False) -> AssistantMessage:
-        """Take a sampled turn apart; ``thinking`` as it was rendered."""
+        """Parse a sampled turn; ``thinking`` as in its prompt."""
         end = len(ids)
         while end and ids[end - 1] in self.stop_token_ids:
             end -= 1
         return self.parse_text(self.codec.decode(ids[:end]), opened=self._opens_thought(thinking))
 
     def parse_text(self, text: str, *, opened: bool = False) -> AssistantMessage:
-        """Take a turn's text apart, without its end-of-turn token."""
+        """Parse a turn's text without its end-of-turn token."""
         reasoning, rest = split_reasoning(text, opened)
         message = self.parse_calls(rest)
-        return AssistantMessage(message.text, reasoning, bounded(message.tool_calls))
+        return AssistantMessage(message.text, reasoning, limit_calls(message.tool_calls))
 
     @abstractmethod
     def parse_calls(self, text: str) -> AssistantMessage:
-        """Find the tool calls in a turn's text, reasoning taken off."""
+        """Find the tool calls in a turn's text, after its reasoning has been removed."""
 
     @abstractmethod
     def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
-        """Write a conversation and the opening of the next turn, for a tokenizer without a template.
+        """Render a conversation and the opening of the next turn, for a tokenizer without a template.
 
-        Messages have roles system, user, assistant and tool and string contents; tools are in
+        Messages have the roles system, user, assistant and tool, and string contents; tools are in
         OpenAI's form.
         """
 
     def tool_instructions(self, tools: str) -> str:
-        """What the system prompt says of tools where the chat template knows of none."""
+        """Tool instructions for the system prompt, if the chat template does not support tools."""
         return (
             f"You can use these tools:\n{tools}\n\nTo use one, write\n"
             f'<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
         )
 
-    def _defuse(self, text: str) -> str:
-        """Break control text visibly: for tool descriptions, which go through the template."""
+    def _break_control_text(self, text: str) -> str:
+        """Break up control text visibly; for tool descriptions, which the template processes."""
         for token in sorted({*self.codec.controls, *self.text_markers, _SLOT}, key=len, reverse=True):
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
@@ -195,13 +194,13 @@ class ChatFormat(ABC):
     def _make_skeleton(
         self, system: str | None, tools: str, thinking: bool, roles: tuple[str, ...] = ("user",)
     ) -> tuple[str | _Slot, ...]:
-        functions = _map_strings(json.loads(tools), self._defuse)
+        functions = _map_strings(json.loads(tools), self._break_control_text)
         listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
         if system is not None and TOOLS_PLACE in system:
             system, functions = system.replace(TOOLS_PLACE, listed), []
         elif functions and not self._takes_tools:
-            said = self.tool_instructions(listed)
-            system, functions = f"{system}\n\n{said}" if system else said, []
+            instructions = self.tool_instructions(listed)
+            system, functions = f"{system}\n\n{instructions}" if system else instructions, []
         messages = [{"role": role, "content": _marker(i)} for i, role in enumerate(roles)]
         if system is not None and roles[0] == "system":
             messages[0]["content"] = f"{system}\n\n{_marker(0)}"
@@ -214,27 +213,27 @@ class ChatFormat(ABC):
                 raise
             _parts(
                 self._render(messages, [], thinking), len(roles)
-            )  # raises where the tools are not to blame
+            )  # raises ModelError if the tools are not the cause
             raise BadAnswer(f"the environment's tools cannot be put into a prompt: {error}") from None
 
     def _make_results_skeleton(self, count: int, thinking: bool) -> tuple[str | _Slot, ...]:
-        said = "orhpcassistantturn"
+        marker = "orhpcassistantturn"
         results = [
             {"role": "tool", "content": _marker(i), "name": "tool", "tool_call_id": f"call_{i}"}
             for i in range(count)
         ]
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *results]
-        _, _, rendered = self._render(messages, [], thinking).rpartition(said)
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}, *results]
+        _, _, rendered = self._render(messages, [], thinking).rpartition(marker)
         return _parts(rendered, count)
 
     def _make_user_skeleton(self, thinking: bool) -> tuple[str | _Slot, ...]:
-        said = "orhpcassistantturn"
+        marker = "orhpcassistantturn"
         messages = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": marker},
             {"role": "user", "content": _marker(0)},
         ]
-        _, _, rendered = self._render(messages, [], thinking).rpartition(said)
+        _, _, rendered = self._render(messages, [], thinking).rpartition(marker)
         return _parts(rendered, 1)
 
     def _opens_thought(self, thinking: bool) -> bool:
@@ -250,13 +249,13 @@ class ChatFormat(ABC):
                 tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=True,
-                # Templates call the switch by either name.  A date that changes from day to day
-                # would make runs differ; this is the one that Llama's template falls back to.
+                # Templates use either name for the switch.  A date that changes daily would make runs
+                # irreproducible; this one is the default of Llama's template.
                 enable_thinking=thinking,
                 thinking=thinking,
                 date_string="26 Jul 2024",
             )
-        except Exception as error:  # noqa: BLE001  # a template raises whatever it likes
+        except Exception as error:  # noqa: BLE001  # a template may raise any exception
             reason = " ".join(str(error).split())[:200]
             raise ModelError(
                 f"the tokenizer's chat template cannot render a conversation: {reason}"
@@ -264,7 +263,7 @@ class ChatFormat(ABC):
 
 
 def _marker(index: int) -> str:
-    # The spaces show whether the template trims, the quotation mark whether it writes JSON.
+    # The spaces show whether the template strips text, the quotation mark whether it writes JSON.
     return f' {_SLOT}{index}x"x '
 
 
@@ -272,7 +271,7 @@ _MARKER = re.compile(rf'( ?){_SLOT}(\d+)x(\\?)"x( ?)')
 
 
 def _parts(rendered: str, count: int) -> tuple[str | _Slot, ...]:
-    """Cut a rendered text at its markers; raises ModelError when the template lost or repeated one."""
+    """Split a rendered text at its markers; raises ModelError if the template lost or repeated one."""
     parts: list[str | _Slot] = []
     seen: list[int] = []
     position = 0
@@ -284,7 +283,7 @@ def _parts(rendered: str, count: int) -> tuple[str | _Slot, ...]:
         position = match.end()
     if seen != list(range(count)):
         raise ModelError(
-            "the tokenizer's chat template does not write every message once; "
+            "the tokenizer's chat template does not render every message exactly once; "
             "give the tokenizer another template, or set model.chat_format"
         )
     return (*parts, rendered[position:])
@@ -295,7 +294,7 @@ def _json(value: Any) -> str:
 
 
 def _function(tool: ToolSpec) -> dict[str, Any]:
-    """A tool in OpenAI's form, its schema without the titles that pydantic adds to everything."""
+    """A tool in OpenAI's form; pydantic's titles are removed from its schema."""
     function = {"name": tool.name, "description": tool.description, "parameters": _untitled(tool.schema)}
     return {"type": "function", "function": function}
 
@@ -305,7 +304,7 @@ def _untitled(schema: Any) -> Any:
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    # Under "properties" keys are the arguments' own names, and one may well be called title.
+    # Under "properties", keys are argument names, and an argument can be called title.
     out = {}
     for key, value in schema.items():
         if key in ("properties", "$defs") and isinstance(value, dict):

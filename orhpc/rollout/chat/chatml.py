@@ -1,4 +1,4 @@
-"""ChatML with Hermes tool calls: Qwen 2, 2.5 and 3, SmolLM2 and their many relatives."""
+"""ChatML with Hermes tool calls: Qwen 2, 2.5 and 3, SmolLM2 and related models."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from orhpc.errors import MalformedToolCall
 from orhpc.models.chat_families import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
-from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, cut_out, load_json
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, extract_blocks, load_json
 
 
 class ChatML(ChatFormat):
     """``<|im_start|>role`` ... ``<|im_end|>``; calls are JSON between ``<tool_call>`` tags.
 
-    The template without which a tokenizer may come is Qwen3's
+    The fallback for tokenizers without a template is Qwen3's
     (https://huggingface.co/Qwen/Qwen3-8B, ``tokenizer_config.json``).
     """
 
@@ -31,20 +31,20 @@ class ChatML(ChatFormat):
 
     def parse_calls(self, text: str) -> AssistantMessage:
         calls: list[ToolCall | MalformedToolCall] = []
-        said, written = cut_out(text, "<tool_call>", ["</tool_call>"])
+        outside, written = extract_blocks(text, "<tool_call>", ["</tool_call>"])
         for call in written:
             try:
                 value = load_json(call)
                 calls += [call_of(one) for one in (value if isinstance(value, list) else [value])]
             except MalformedToolCall as error:
                 calls.append(error)
-        return AssistantMessage(said, tool_calls=calls)
+        return AssistantMessage(outside, tool_calls=calls)
 
     def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
         if tools:
-            said = _tool_block(tools)
-            system = said if system is None else f"{system}\n\n{said}"
+            tool_block = _tool_block(tools)
+            system = tool_block if system is None else f"{system}\n\n{tool_block}"
         out = [] if system is None else [f"<|im_start|>system\n{system}<|im_end|>\n"]
         previous = None
         for message, following in zip(messages, [*messages[1:], None], strict=True):

@@ -1,8 +1,7 @@
-"""Text to token ids so that foreign text can never become a control token.
+"""Encodes text such that untrusted text can never become a control token.
 
-Special tokens, and added tokens that are not marked special (Qwen's ``<tool_call>``, DeepSeek's
-``<｜User｜>``), all count as control: the tokenizers' own switch for splitting special tokens
-covers only the first kind.
+Control tokens are special tokens and also added tokens that are not marked special (Qwen's ``<tool_call>``,
+DeepSeek's ``<｜User｜>``); the tokenizers' own option for splitting special tokens covers only the former.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from orhpc.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Text from an environment or a user's task: content, never structure."""
+    """Text from an environment or a task: content without structure."""
 
     text: str
 
 
 class Codec:
-    """Encodes and decodes with one tokenizer of transformers."""
+    """Encodes and decodes with one transformers tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,25 +32,25 @@ class Codec:
         for token in getattr(tokenizer, "all_special_tokens", ()):
             added.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(token)))
         self.controls = {token: index for token, index in added.items() if token.strip()}
-        """Control token to id.  Runs of white space, which some tokenizers add, are plain text."""
+        """Control token to id.  White space, which some tokenizers add as tokens, is plain text."""
         self._control_ids = frozenset(self.controls.values())
         longest_first = sorted(self.controls, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._control = re.compile(f"({alternatives})")
         self._overlapping = re.compile(f"(?={alternatives})")
-        # What a template writes around foreign text is the same every time.
+        # Template text around untrusted text repeats, so its encoding is cached.
         self._constant = lru_cache(maxsize=1024)(lambda text: tuple(self._content(text)))
 
     def token_id(self, token: str) -> int | None:
-        """Id of a control token, None when the vocabulary has none of that name."""
+        """Id of a control token; None if the vocabulary has no such token."""
         return self.controls.get(token)
 
     def encode(self, parts: Sequence[str | Foreign]) -> list[int]:
-        """Encode text in which plain strings may hold control tokens and :class:`Foreign` may not.
+        """Encode text; plain strings may contain control tokens, :class:`Foreign` text may not.
 
-        Between two control tokens, plain and foreign text is encoded as one, as it would be in the
-        whole conversation's text; only where control text turns up outside plain strings is it cut
-        apart, after the first character, so that what the model reads is the same text.
+        Between two control tokens, plain and foreign text is encoded together, as it would be in the text of
+        the whole conversation.  Only control text outside plain strings is split, after its first character,
+        so that the model reads the same text.
         """
         ids: list[int] = []
         run, constant = "", True
@@ -78,7 +77,7 @@ class Codec:
         ids = [i for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for i in self._plain(text[a:b])]
         if self._control_ids.isdisjoint(ids):
             return ids
-        # A normaliser has made control text out of something else: no two characters may meet.
+        # Normalization has produced control text from other text: encode each character separately.
         ids = [i for character in text for i in self._plain(character)]
         if self._control_ids.isdisjoint(ids):
             return ids
@@ -87,14 +86,14 @@ class Codec:
     def _plain(self, text: str) -> list[int]:
         if not text:
             return []
-        # A lone surrogate, which JSON can carry, is no text that could be encoded.
+        # A lone surrogate, which JSON allows, cannot be encoded as UTF-8.
         text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
         if self._backend is not None:
             return self._backend.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, control tokens included; broken UTF-8 becomes U+FFFD."""
+        """Return the text of ids, including control tokens; invalid UTF-8 becomes U+FFFD."""
         if self._backend is not None:
             return self._backend.decode(list(ids), skip_special_tokens=False)
         return self._tokenizer.decode(

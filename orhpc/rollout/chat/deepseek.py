@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1: calls between tokens of their own."""
+"""DeepSeek V3, R1 and V3.1: tool calls between dedicated control tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from orhpc.errors import MalformedToolCall
 from orhpc.models.chat_families import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
-from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, cut_out
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, extract_blocks
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -18,10 +18,10 @@ _SEPARATOR = "<｜tool▁sep｜>"
 class DeepSeek(ChatFormat):
     """``<｜User｜>`` and ``<｜Assistant｜>``; the turn ends with ``<｜end▁of▁sentence｜>``.
 
-    Calls are read in both forms: V3 and R1's ``function<sep>NAME`` with a fenced JSON block, and
-    V3.1's ``NAME<sep>ARGUMENTS``.  The template without which a tokenizer may come is V3's
-    (https://huggingface.co/deepseek-ai/DeepSeek-V3, ``tokenizer_config.json``), which says nothing
-    of the tools there are, so the system prompt does.
+    Two call formats are parsed: ``function<sep>NAME`` with a fenced JSON block (V3, R1), and
+    ``NAME<sep>ARGUMENTS`` (V3.1).  The fallback for tokenizers without a template is V3's
+    (https://huggingface.co/deepseek-ai/DeepSeek-V3, ``tokenizer_config.json``), which does not support
+    tools, so they are described in the system prompt.
     """
 
     family = "deepseek"
@@ -29,14 +29,14 @@ class DeepSeek(ChatFormat):
     stops = ("<｜end▁of▁sentence｜>", "<|EOT|>")
 
     def parse_calls(self, text: str) -> AssistantMessage:
-        said, begun, body = text.partition(_BEGIN)
+        text_before, begun, body = text.partition(_BEGIN)
         if not begun:
-            said, begun, rest = text.partition(_CALL_BEGIN)
+            text_before, begun, rest = text.partition(_CALL_BEGIN)
             body = begun + rest
         if not begun:
             return AssistantMessage(text)
         calls: list[ToolCall | MalformedToolCall] = []
-        _, written = cut_out(body, _CALL_BEGIN, [_CALL_END, _END])
+        _, written = extract_blocks(body, _CALL_BEGIN, [_CALL_END, _END])
         for call in written:
             try:
                 calls.append(_call(call))
@@ -44,7 +44,7 @@ class DeepSeek(ChatFormat):
                 calls.append(error)
         if not calls:
             calls.append(MalformedToolCall(f"there is no {_CALL_BEGIN} after {_BEGIN}"))
-        return AssistantMessage(said, tool_calls=calls)
+        return AssistantMessage(text_before, tool_calls=calls)
 
     def tool_instructions(self, tools: str) -> str:
         return (

@@ -1,4 +1,4 @@
-"""GLM-4.5 and its successors with tagged arguments, and GLM-4 with JSON ones."""
+"""GLM-4.5 and its successors with tagged arguments, and GLM-4 with JSON arguments."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from orhpc.errors import MalformedToolCall
 from orhpc.models.chat_families import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
-from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, cut_out, load_json
+from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, extract_blocks, load_json
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 class Glm(ChatFormat):
-    """Role tokens and no end-of-turn token: the model ends its turn with the next one's first token.
+    """Role tokens without an end-of-turn token: a turn ends with the first token of the next turn.
 
-    Which of the two the vocabulary belongs to shows in ``<tool_call>`` being a token.  The templates
-    without which a tokenizer may come are those of https://huggingface.co/zai-org/GLM-4.5 and, with
-    tools in the system prompt, GLM-4-0414.
+    The version is detected by whether ``<tool_call>`` is a token.  The fallbacks for tokenizers without a
+    template are those of https://huggingface.co/zai-org/GLM-4.5 and, with tools in the system prompt,
+    GLM-4-0414.
     """
 
     family = "glm"
@@ -41,13 +41,13 @@ class Glm(ChatFormat):
     def parse_calls(self, text: str) -> AssistantMessage:
         calls: list[ToolCall | MalformedToolCall] = []
         if self._tagged:
-            said, written = cut_out(text, "<tool_call>", ["</tool_call>"])
+            outside, written = extract_blocks(text, "<tool_call>", ["</tool_call>"])
             for call in written:
                 try:
                     calls.append(_tagged_call(call))
                 except MalformedToolCall as error:
                     calls.append(error)
-            return AssistantMessage(said, tool_calls=calls)
+            return AssistantMessage(outside, tool_calls=calls)
         head, brace, rest = text.partition("{")
         name = head.strip()
         if not (brace and _NAME.fullmatch(name) and "\n" in head[head.index(name) :]):
@@ -110,13 +110,13 @@ def _tagged_call(text: str) -> ToolCall:
     name, *pairs = text.split("<arg_key>")
     name = name.strip()
     if not name or not re.fullmatch(r"\S+", name):
-        raise MalformedToolCall("the tool call does not begin with the function's name on a line of its own")
+        raise MalformedToolCall("the tool call does not start with the function's name on its own line")
     raw = dict(map(_argument, pairs))
     return ToolCall(name, {key: _value(value) for key, value in raw.items()}, raw)
 
 
 def _argument(text: str) -> tuple[str, str]:
-    """Read one argument: what follows ``<arg_key>``, up to the next."""
+    """Read one argument: the text after ``<arg_key>``, up to the next."""
     key, key_ends, rest = text.partition("</arg_key>")
     before, value_begins, rest = rest.partition("<arg_value>")
     value, value_ends, _ = rest.partition("</arg_value>")
@@ -128,7 +128,7 @@ def _argument(text: str) -> tuple[str, str]:
 
 
 def _value(text: str) -> Any:
-    """Strings stand as they are, everything else as JSON; what is not JSON is a string."""
+    """Parse a value as JSON; text that is not JSON is a string."""
     try:
         return load_json(text)
     except MalformedToolCall:

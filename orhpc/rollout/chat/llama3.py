@@ -12,15 +12,15 @@ from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, json_values
 
 _PYTHON_TAG = "<|python_tag|>"
-_LONGEST_PYTHON = 20_000
-"""Characters of a call in Python's form: its parser's time is not linear in them."""
+_MAX_PYTHON_CHARACTERS = 20_000
+"""Maximum characters of a call in Python syntax: the parser's time is not linear in them."""
 
 
 class Llama3(ChatFormat):
-    """Header tokens around the role; a turn that is JSON with a name, or follows the python tag, is calls.
+    """Header tokens around the role; JSON with a name, or text after the python tag, is a tool call.
 
-    The template without which a tokenizer may come is Llama 3.1's
-    (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1), tools in the user's turn.
+    The fallback for tokenizers without a template is Llama 3.1's
+    (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1), with tools in the user's turn.
     """
 
     family = "llama3"
@@ -28,7 +28,7 @@ class Llama3(ChatFormat):
     stops = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
     def parse_calls(self, text: str) -> AssistantMessage:
-        said, tagged, call = text.partition(_PYTHON_TAG)
+        text_before, tagged, call = text.partition(_PYTHON_TAG)
         if not tagged and not _is_call(text):
             return AssistantMessage(text)
         body = call if tagged else text
@@ -41,7 +41,7 @@ class Llama3(ChatFormat):
                     calls += [call_of(one, keys=("parameters", "arguments")) for one in _listed(value)]
         except MalformedToolCall as error:
             calls.append(error)
-        return AssistantMessage(said if tagged else "", tool_calls=calls)
+        return AssistantMessage(text_before if tagged else "", tool_calls=calls)
 
     def tool_instructions(self, tools: str) -> str:
         return (
@@ -54,12 +54,12 @@ class Llama3(ChatFormat):
         environment = "Environment: ipython\n" if tools else ""
         dates = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
         out = ["<|begin_of_text|>", _turn("system", f"{environment}{dates}{system}")]
-        told = not tools
+        tools_written = not tools
         for message in messages:
             role, content = message["role"], message["content"].strip()
-            if role == "user" and not told:
+            if role == "user" and not tools_written:
                 out.append(_turn("user", _tool_block(tools) + content))
-                told = True
+                tools_written = True
             elif role == "tool":
                 quoted = json.dumps(message["content"], ensure_ascii=False)
                 out.append(_turn("ipython", quoted))
@@ -87,18 +87,18 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _is_call(text: str) -> bool:
-    """Whether a turn is meant as a call: it begins as an object whose first key is one of a call's.
+    """Whether a turn is a tool call: it starts as an object whose first key is one of a call's.
 
-    An answer may well be JSON, so valid JSON alone says nothing, and neither does broken JSON.
+    An answer can also be JSON, so valid JSON is not sufficient; and a call can be broken JSON.
     """
     start = "".join(text.split())[:14].replace("'", '"')
     return start.startswith(('{"name":', '[{"name":', '{"type":"funct', '[{"type":"func'))
 
 
 def _python_call(text: str) -> ToolCall:
-    """Read ``tool.call(argument="value")``, as the built-in tools are called."""
+    """Read ``tool.call(argument="value")``, the syntax for built-in tools."""
     try:
-        if len(text) > _LONGEST_PYTHON:
+        if len(text) > _MAX_PYTHON_CHARACTERS:
             raise ValueError
         node = ast.parse(text.strip(), mode="eval").body
         if not isinstance(node, ast.Call) or node.args:

@@ -1,4 +1,4 @@
-"""What a model said: text, reasoning and tool calls."""
+"""Parsed model turns: text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from orhpc.errors import MalformedToolCall
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that parsed; whether it fits the tool's schema is the environment's to say."""
+    """A parsed call; the environment checks whether it matches the tool's schema."""
 
     name: str
     arguments: dict[str, Any]
     written: dict[str, str] = field(default_factory=dict)
-    """Arguments as they were written, where the format does not tell strings from other values."""
+    """Arguments as written, for formats that do not distinguish strings from other values."""
 
     def fitted(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments, those that the tool's schema wants as strings as they were written."""
+        """Return the arguments; those that are strings in the tool's schema are returned as written."""
         properties = schema.get("properties")
         wanted = properties if isinstance(properties, Mapping) else {}
 
         def is_text(name: str) -> bool:
-            of = wanted.get(name)  # true and false are schemas too
+            of = wanted.get(name)  # a schema can also be true or false
             return isinstance(of, Mapping) and of.get("type") == "string"
 
         return {
@@ -37,25 +37,25 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """One assistant turn, taken apart."""
+    """One parsed assistant turn."""
 
     text: str
-    """What stands outside reasoning and tool calls."""
+    """The text outside reasoning and tool calls."""
     reasoning: str = ""
     tool_calls: list[ToolCall | MalformedToolCall] = field(default_factory=list)
-    """In the order they were written; an exception stands for one that does not parse, and its
-    text is what the model is told."""
+    """In the order of writing; an exception represents a call that cannot be parsed, and its message is
+    shown to the model."""
 
 
-MOST_CALLS = 128
-"""Tool calls of one turn that are made."""
+MAX_CALLS = 128
+"""Maximum number of tool calls executed per turn."""
 
 
-def bounded(calls: list[ToolCall | MalformedToolCall]) -> list[ToolCall | MalformedToolCall]:
-    """The first :data:`MOST_CALLS` calls, and one error for all that follow."""
-    if len(calls) <= MOST_CALLS:
+def limit_calls(calls: list[ToolCall | MalformedToolCall]) -> list[ToolCall | MalformedToolCall]:
+    """The first :data:`MAX_CALLS` calls, and one error for all others."""
+    if len(calls) <= MAX_CALLS:
         return calls
-    return [*calls[:MOST_CALLS], MalformedToolCall(f"only {MOST_CALLS} tool calls may stand in one turn")]
+    return [*calls[:MAX_CALLS], MalformedToolCall(f"only {MAX_CALLS} tool calls are allowed in one turn")]
 
 
 def _no_constants(name: str) -> Any:
@@ -66,7 +66,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constants)
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON, line ends within strings allowed; raises MalformedToolCall saying where it breaks."""
+    """Parse JSON, allowing line breaks in strings; raises MalformedToolCall with the error position."""
     try:
         return _DECODER.decode(text.strip())
     except json.JSONDecodeError as error:
@@ -79,7 +79,7 @@ def load_json(text: str) -> Any:
 
 
 def json_values(text: str, separators: str) -> Iterator[Any]:
-    """Yield JSON values that stand one after another with only ``separators`` and space between."""
+    """Yield consecutive JSON values separated only by ``separators`` and white space."""
     text = text.strip()
     between = re.compile(rf"\s*[{re.escape(separators)}]*\s*")
     position = 0
@@ -87,19 +87,19 @@ def json_values(text: str, separators: str) -> Iterator[Any]:
         try:
             value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
-            load_json(text[position:])  # says what is wrong with it, counted from this value's start
+            load_json(text[position:])  # raises with the position of the error relative to this value
             raise MalformedToolCall("the tool call is not valid JSON") from None
         yield value
         gap = between.match(text, end)
         position = gap.end() if gap else end
 
 
-def cut_out(text: str, opening: str, closings: Sequence[str]) -> tuple[str, list[str]]:
-    """Take blocks out of a text, in time linear in its length.
+def extract_blocks(text: str, opening: str, closings: Sequence[str]) -> tuple[str, list[str]]:
+    """Extract blocks from a text, in linear time.
 
     A block ends at the first of the ``closings``, at the next ``opening`` or at the end of the text.
 
-    Returns the text outside the blocks, and the inside of the first :data:`MOST_CALLS` + 1 of them.
+    Returns the text outside the blocks, and the contents of the first :data:`MAX_CALLS` + 1 blocks.
     """
     outside, *rest = text.split(opening)
     inside: list[str] = []
@@ -107,14 +107,14 @@ def cut_out(text: str, opening: str, closings: Sequence[str]) -> tuple[str, list
     for piece in rest:
         ends = [(at, closing) for closing in closings if (at := piece.find(closing)) >= 0]
         at, closing = min(ends, default=(len(piece), ""))
-        if len(inside) <= MOST_CALLS:
+        if len(inside) <= MAX_CALLS:
             inside.append(piece[:at])
         left.append(piece[at + len(closing) :])
     return "".join(left), inside
 
 
 def call_of(value: Any, keys: tuple[str, ...] = ("arguments", "parameters")) -> ToolCall:
-    """Read ``{"name": ..., "arguments": {...}}``; raises MalformedToolCall when it is something else."""
+    """Read ``{"name": ..., "arguments": {...}}``; raises MalformedToolCall for anything else."""
     if not isinstance(value, dict):
         raise MalformedToolCall(f"a tool call is a JSON object, not {_kind(value)}")
     name = value.get("name")
@@ -125,7 +125,7 @@ def call_of(value: Any, keys: tuple[str, ...] = ("arguments", "parameters")) -> 
 
 
 def arguments_of(value: Any, key: str = "arguments") -> dict[str, Any]:
-    """Read a call's arguments: an object, an object written as a string, or nothing."""
+    """Read a call's arguments: an object, an object encoded as a string, or null."""
     if isinstance(value, str):
         value = load_json(value) if value.strip() else {}
     if value is None:
@@ -145,9 +145,9 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
 
     Args:
         text: the decoded turn.
-        opened: the prompt itself ended in ``<think>``.
+        opened: whether the prompt ends in ``<think>``.
 
-    Returns (reasoning, rest); a thought that never ends is all reasoning.
+    Returns (reasoning, rest); without ``</think>``, the whole text is reasoning.
     """
     inner, closed, rest = text.partition("</think>")
     if closed:

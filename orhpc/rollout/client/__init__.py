@@ -1,4 +1,4 @@
-"""SGLang's native HTTP protocol, from this side: token ids in; ids, log-probabilities and routes out."""
+"""Client of SGLang's HTTP protocol: token ids in; token ids, log-probabilities and routes out."""
 
 from orhpc.rollout.client.http import EngineClient
 from orhpc.rollout.client.pool import EnginePool

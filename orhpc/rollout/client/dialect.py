@@ -1,9 +1,9 @@
-"""What differs between SGLang's releases on the wire: the one place that knows.
+"""The differences between SGLang releases in the HTTP protocol.
 
-0.5.16 (torch 2.11) takes weight updates at any time and has no sessions.  0.5.23 (torch 2.14) refuses
-them outside ``/begin_weight_update`` and ``/end_weight_update``.  A release says which it is by whether
-it knows the call.  Both answer ``/weights_checker`` with one entry a rank under ``ranks``; earlier ones
-and the cpu engine put theirs under ``payload``.  Options of the command line: ``RENAMED`` in
+0.5.16 (torch 2.11) accepts weight updates at any time and has no update sessions.  0.5.23 (torch 2.14)
+refuses updates outside ``/begin_weight_update`` and ``/end_weight_update``.  The client detects the release
+by whether that endpoint exists.  Both answer ``/weights_checker`` with one entry per rank under ``ranks``;
+earlier releases and the cpu engine use ``payload``.  For renamed command-line options see ``RENAMED`` in
 :mod:`orhpc.rollout.engines.sglang_command`.
 """
 
@@ -18,13 +18,13 @@ from orhpc.errors import EngineUnavailable
 BEGIN_UPDATE = "/begin_weight_update"
 END_UPDATE = "/end_weight_update"
 ROUTING_KEY = "X-SMG-Routing-Key"
-"""Header by which sglang-router (0.3) keeps requests together."""
+"""Header by which sglang-router (0.3) sends requests to the same engine."""
 
 
 def read_checksums(answer: dict[str, Any], url: str) -> dict[str, str]:
-    """One checksum a tensor and rank: ``{"0/model.norm.weight": "53ab..."}``.
+    """One checksum per tensor and rank: ``{"0/model.norm.weight": "53ab..."}``.
 
-    Raises EngineUnavailable for an answer without any.
+    Raises EngineUnavailable for an answer without checksums.
     """
     try:
         entries = answer.get("ranks")
@@ -36,23 +36,23 @@ def read_checksums(answer: dict[str, Any], url: str) -> dict[str, str]:
             for rank, entry in enumerate(entries)
             for name, value in ((entry or {}).get("checksums") or {}).items()
         }
-    except (AttributeError, TypeError):  # of another shape
+    except (AttributeError, TypeError):  # unexpected structure
         sums = {}
     if not sums:
-        raise EngineUnavailable(f"engine {url}: /weights_checker gave no checksums")
+        raise EngineUnavailable(f"engine {url}: /weights_checker returned no checksums")
     return sums
 
 
 def target_only_fields(*, sessions: bool) -> dict[str, Any]:
-    """What keeps sent weights out of the drafter's model, of a release with sessions or without.
+    """Request fields that exclude the draft model from a weight update, with or without update sessions.
 
-    Either release loads what it reads from disk into both.
+    Without these fields, releases of both kinds load the weights into both models when updating from disk.
     """
     return {"selector": "target"} if sessions else {"disable_draft_model": True}
 
 
 def error_message(data: bytes) -> str:
-    """The one line that an error answer says, from any of the forms SGLang has."""
+    """The message of an error answer on one line, from any of SGLang's formats."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""One engine over HTTP: every call that this project makes, with typed failures and deadlines."""
+"""HTTP client of one engine: all calls used by this project, with typed failures and timeouts."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _TOO_LONG = ("context length", "maximum allowed length", "input is too long")
 
 
 class EngineClient:
-    """SGLang's native protocol to one engine.
+    """Client of SGLang's native protocol for one engine.
 
-    ``request_timeout_s`` bounds a generation, ``control_timeout_s`` a control call and
-    ``transfer_timeout_s`` a weight transfer.  ``route_shape`` is needed to ask for expert routes,
-    ``vocabulary``, how many ids there are, to refuse others.
-    ``target_only``: weights that are sent are none of the drafter's, which has a model of its own.
+    ``request_timeout_s`` limits a generation, ``control_timeout_s`` a control call and
+    ``transfer_timeout_s`` a weight transfer.  ``route_shape`` is required to request expert routes.
+    ``vocabulary``: number of token ids; others are refused.
+    ``target_only``: weight updates exclude the draft model, which is a separate model.
 
-    Every call raises EngineUnavailable when the engine cannot be reached, answers with a server error
-    or not in time; ConfigError when it refuses the request or the key.
+    Every call raises EngineUnavailable when the engine cannot be reached, answers with a server error or
+    does not answer in time; ConfigError when it refuses the request or the key.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class EngineClient:
     ) -> Generation:
         """Sample one continuation of ``prompt_ids``.
 
-        ``routes_start`` asks for the expert routes of context positions from there on.  A router sends
-        requests of one ``routing_key`` to one engine.  Raises
-        PromptTooLong when prompt and ``max_new_tokens`` exceed the engine's context, and RoutesMissing.
+        ``routes_start`` requests the expert routes from that context position on.  A router sends requests
+        with the same ``routing_key`` to the same engine.  Raises PromptTooLong when prompt and
+        ``max_new_tokens`` exceed the engine's context, and RoutesMissing.
         """
         if routes_start is not None and self.route_shape is None:
-            raise ConfigError("expert routes were asked for without the model's route_shape")
+            raise ConfigError("expert routes were requested without the model's route_shape")
         body = generate_body(prompt_ids, sampling, rid=rid, routes_start=routes_start)
         try:
             headers = None if routing_key is None else {ROUTING_KEY: routing_key}
@@ -130,32 +130,32 @@ class EngineClient:
         return read() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(read)
 
     async def _abort_quietly(self, rid: str) -> None:
-        """Abort what has already failed for us; the failure that matters is the one being raised."""
+        """Abort a timed-out request; errors are only logged, because the timeout is being raised."""
         try:
             await self._send("POST", "/abort_request", orjson.dumps({"rid": rid}), _ABORT_S)
         except (EngineUnavailable, ConfigError) as error:
             log.warning("abort of %s after its deadline failed: %s", rid, error)
 
     async def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """End requests whose id begins with ``rid``, or all; they answer with what they have."""
+        """End requests whose id starts with ``rid``, or all; they return the tokens sampled so far."""
         await self._control("/abort_request", {"rid": rid, "abort_all": abort_all})
 
     # --- state ------------------------------------------------------------------------------------
 
     async def health(self, timeout_s: float = 10.0) -> None:
-        """Return when the engine says that it is healthy."""
+        """Return if the engine reports that it is healthy."""
         await self._send("GET", "/health", None, timeout_s, limit=HEALTH_BYTES)
 
     async def health_generate(self, timeout_s: float = 60.0) -> None:
-        """Return when the engine has computed a token."""
+        """Return if the engine can generate a token."""
         await self._send("GET", "/health_generate", None, timeout_s)
 
     async def server_info(self) -> dict[str, Any]:
-        """What the server says of itself, ``weight_version`` among it."""
+        """The server's settings and state, including ``weight_version``."""
         return await self._json("GET", "/server_info")
 
     async def model_info(self) -> dict[str, Any]:
-        """What the server says of its model."""
+        """The server's description of its model."""
         return await self._json("GET", "/model_info")
 
     async def weight_version(self) -> int:
@@ -167,23 +167,23 @@ class EngineClient:
         await self._control("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         await self._control("/continue_generation", {})
 
     async def flush_cache(self) -> None:
-        """Forget all cached prefixes, once nothing runs any more."""
-        # Aborted requests have answered before the scheduler has put the last of them away.
+        """Drop all cached prefixes, once no request is running."""
+        # Aborted requests are answered before the scheduler has removed all of them.
         await self._control(f"/flush_cache?timeout={_DRAIN_S:g}", {})
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Free ``kv_cache``, ``weights`` and ``cuda_graph``, or all; weights are gone after it."""
+        """Free ``kv_cache``, ``weights`` and ``cuda_graph``, or all; freed weights are lost."""
         await self._control("/release_memory_occupation", _tags(tags))
 
     async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again; weights need a sync before they can be served."""
+        """Allocate the memory again; weights must be synced before they can be served."""
         await self._control("/resume_memory_occupation", _tags(tags))
 
-    # --- weights ----------------------------------------------------------------------------------
+    # --- weights: these calls raise WeightSyncFailed when the engine refuses ----------------------
 
     async def init_weights_update_group(
         self,
@@ -195,10 +195,7 @@ class EngineClient:
         group_name: str,
         backend: str,
     ) -> None:
-        """Join a group whose rank 0 sends weights; returns once all ranks have joined.
-
-        This call and the others of this section raise WeightSyncFailed when the engine refuses.
-        """
+        """Join a process group whose rank 0 sends weights; returns once all ranks have joined."""
         body = {
             "master_address": master_address,
             "master_port": master_port,
@@ -210,19 +207,19 @@ class EngineClient:
         await self._transfer("/init_weights_update_group", body)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave a group."""
+        """Leave a process group."""
         await self._transfer("/destroy_weights_update_group", {"group_name": group_name})
 
     async def begin_update(self) -> None:
-        """Open an update; harmless with releases that have no such call."""
+        """Open an update session; no effect with releases that have none."""
         if not self._has_sessions:
             return
         try:
             await self._transfer(BEGIN_UPDATE, self._selected())
-        except _Unknown:
+        except _NoSuchEndpoint:
             self._has_sessions = False
         except WeightSyncFailed:
-            # One that broke off is still open.
+            # An interrupted session is still open: close it first.
             await self._transfer(END_UPDATE, {})
             await self._transfer(BEGIN_UPDATE, self._selected())
 
@@ -230,7 +227,7 @@ class EngineClient:
         return target_only_fields(sessions=self._has_sessions) if self._target_only else {}
 
     async def end_update(self) -> None:
-        """Close what :meth:`begin_update` opened; the weights are in place after it."""
+        """Close the session opened by :meth:`begin_update`; the weights are then in place."""
         if self._has_sessions:
             await self._transfer(END_UPDATE, {})
 
@@ -248,7 +245,7 @@ class EngineClient:
     ) -> None:
         """Receive these tensors from the group's rank 0; returns when they are in place.
 
-        A ``weight_version`` declares the update finished.
+        Setting ``weight_version`` completes the update.
         """
         body = {
             "names": list(names),
@@ -260,7 +257,7 @@ class EngineClient:
             "abort_all_requests": abort_all_requests,
             "weight_version": weight_version,
         }
-        # Without sessions a broadcast reaches the target alone.
+        # Without update sessions, a broadcast updates only the target model.
         selected = self._selected() if self._has_sessions else {}
         await self._transfer("/update_weights_from_distributed", body | selected)
 
@@ -273,7 +270,7 @@ class EngineClient:
         abort_all_requests: bool = False,
         weight_version: str | None = None,
     ) -> None:
-        """Put serialised tensors in place, one string a tensor-parallel rank."""
+        """Load serialized tensors, one string per tensor-parallel rank."""
         body = {
             "serialized_named_tensors": list(serialized_named_tensors),
             "load_format": load_format,
@@ -291,10 +288,10 @@ class EngineClient:
         abort_all_requests: bool = False,
         weight_version: str | None = None,
     ) -> None:
-        """Load a Hugging Face folder that the engine can see."""
+        """Load a Hugging Face folder that is visible to the engine."""
         body = {
             "model_path": model_path,
-            # Null means the server's own, and FP8 engines start with random weights ("dummy").
+            # Null means the server's own format, and FP8 engines start with random weights ("dummy").
             "load_format": "auto",
             "flush_cache": flush_cache,
             "abort_all_requests": abort_all_requests,
@@ -303,21 +300,21 @@ class EngineClient:
         await self._transfer("/update_weights_from_disk", body)
 
     async def update_weight_version(self, version: str, *, abort_all_requests: bool = False) -> None:
-        """Name the version of the weights in place."""
+        """Set the version of the current weights."""
         body = {"new_version": version, "abort_all_requests": abort_all_requests}
         await self._transfer("/update_weight_version", body)
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
-        """First rows of a parameter, as nested lists."""
+        """The first rows of a parameter, as nested lists."""
         path, body = "/get_weights_by_name", orjson.dumps({"name": name, "truncate_size": truncate_size})
         return parsed(await self._send("POST", path, body, self._control_timeout_s), f"engine {self.url}")
 
     async def weight_checksums(self) -> dict[str, str]:
-        """One checksum for each tensor and rank, under the engine's own names."""
+        """One checksum per tensor and rank, by the engine's tensor names."""
         answer = await self._json("POST", "/weights_checker", {"action": "checksum"})
         return read_checksums(answer, self.url)
 
-    # --- plumbing ---------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def _control(self, path: str, body: dict[str, Any]) -> None:
         await self._send("POST", path, orjson.dumps(body), self._control_timeout_s)
@@ -326,7 +323,7 @@ class EngineClient:
         payload = await asyncio.to_thread(orjson.dumps, body)
         try:
             data = await self._send("POST", path, payload, self._transfer_timeout_s)
-        except _Unknown:
+        except _NoSuchEndpoint:
             raise
         except ConfigError as error:
             raise WeightSyncFailed(str(error)) from error
@@ -350,7 +347,7 @@ class EngineClient:
     ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         session = self._connections.session()
-        if path != "/health":  # asked before it is known who answers, and open as in SGLang
+        if path != "/health":  # called before the server is known to be ours, and open as in SGLang
             headers = {**self._connections.authorization, **(headers or {})}
         try:
             async with session.request(
@@ -367,24 +364,24 @@ class EngineClient:
 
     def _refusal(self, path: str, status: int, data: bytes) -> Exception:
         message = error_message(data)
-        said = f"engine {self.url}: {path} answered {status}: {message}"
+        text = f"engine {self.url}: {path} answered {status}: {message}"
         if status >= 500 or status in (408, 429):
-            return EngineUnavailable(said)
+            return EngineUnavailable(text)
         if status == 404:
-            return _Unknown(said)
+            return _NoSuchEndpoint(text)
         if status in (401, 403):
             return ConfigError(f"engine {self.url} refuses the key")
         if any(words in message.lower() for words in _TOO_LONG):
-            return PromptTooLong(said)
-        return ConfigError(said)
+            return PromptTooLong(text)
+        return ConfigError(text)
 
 
-class _Unknown(ConfigError):
-    """The engine has no such call."""
+class _NoSuchEndpoint(ConfigError):
+    """The engine has no such endpoint."""
 
 
 class _TimedOut(EngineUnavailable):
-    """The deadline passed; the engine may still be at it."""
+    """The request timed out; the engine may still be processing it."""
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Many engines as one: least loaded first, the turns of a rollout together, never old weights."""
+"""A pool of engines: load balancing, prefix affinity, failover, and a check of the weight version."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from orhpc.wire.routes import RouteShape
 
 log = logging.getLogger(__name__)
 
-_ROUTER_RESTS_S = 10.0
-_AFFINITIES = 1 << 16
-"""Keys remembered; a rollout that lies further back has long ended."""
+_ROUTER_BACKOFF_S = 10.0
+_MAX_AFFINITY_KEYS = 1 << 16
+"""Number of affinity keys remembered, least recently used first out; far above the rollouts in flight."""
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
     client: EngineClient
     load: int = 0
-    """Requests in flight from this pool."""
+    """Requests in flight from this pool to this engine."""
     down: str | None = None
-    """Why it takes no traffic; None while it does."""
+    """Why the engine receives no requests; None while it does."""
     probe: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class EnginePool:
-    """The engines of a run, as one worker or the driver sees them.
+    """The engines of a run, as used by one worker or the driver.
 
-    A request goes to the least loaded engine, and all requests of one ``affinity`` key to the same one,
-    whose cache holds their prefix, for as long as it is up.  An engine that fails is down at once: its
-    requests are repeated on the others, and it is probed until it is healthy and holds exactly
-    ``published_version``.  An answer sampled from older weights than the version published when it was
-    asked for is thrown away and counts as a failure of its engine.
+    A request goes to the least loaded engine; all requests of one ``affinity`` key go to the same engine,
+    whose cache holds their prefix, as long as it is up.  A failed engine is marked down at once: its requests
+    are repeated on the others, and it is probed until it is healthy and holds exactly
+    ``published_version``.  An answer sampled from weights older than the version published when the request
+    was sent is discarded and counts as a failure of its engine.
 
-    With ``router``, the URL of an sglang-router before the same engines, a request's first attempt goes
-    there; what fails there, or comes back from old weights, is asked of the engines themselves.
+    With ``router``, the URL of an sglang-router in front of the same engines, the first attempt of a request
+    goes to the router; if it fails or returns old weights, the engines are called directly.
 
-    ``probes``: whether an engine that is down comes back by itself, as above; else :meth:`readmit` alone
-    brings it back.  ``retries``: further attempts of a request.  ``recovery_s``: how long a request waits
-    when no engine is up.  Nothing waits without a bound.  Use it within one event loop and :meth:`close` it
-    there.
+    ``probes``: whether an engine that is down is probed until it answers, as above; if not, only
+    :meth:`readmit` brings it back.  ``retries``: further attempts of a request.  ``recovery_s``: how long a
+    request waits when no engine is up.  Every wait is bounded.  Use the pool within one event loop and
+    :meth:`close` it there.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EnginePool:
         if not urls:
             raise ConfigError("an engine pool needs at least one engine")
         self.published_version: int | None = None
-        """Policy version that engines must hold to take traffic; None: any."""
+        """Policy version that engines must hold to receive requests; None: any."""
         self._connections = Connections(key)
         self._client = lambda url: EngineClient(
             url,
@@ -87,7 +87,7 @@ class EnginePool:
         )
         self._members = [_Member(self._client(url)) for url in urls]
         self._router = None if router is None else self._client(router)
-        self._router_rests_until = 0.0
+        self._router_retry_at = 0.0
         self._affinity: OrderedDict[str, _Member] = OrderedDict()
         self._retries = retries
         self._recovery_s = recovery_s
@@ -122,16 +122,16 @@ class EnginePool:
     ) -> Generation:
         """Sample one continuation; see :meth:`EngineClient.generate`.
 
-        Give ``sampling`` a seed: then a repeated attempt samples the same.  ``version`` of the result is
-        the oldest that any of its tokens can have.  Raises EngineUnavailable when the attempts are used
-        up; PromptTooLong, ConfigError and RoutesMissing at once.
+        Set a seed in ``sampling`` so that a repeated attempt samples the same tokens.  ``version`` of the
+        result is the oldest version that any of its tokens can have.  Raises EngineUnavailable when all
+        attempts failed; PromptTooLong, ConfigError and RoutesMissing at once.
         """
         failure: EngineUnavailable | None = None
-        if self._router is not None and routes_start is None and time.monotonic() > self._router_rests_until:
+        if self._router is not None and routes_start is None and time.monotonic() > self._router_retry_at:
             try:
                 return await self._through(self._router, prompt_ids, sampling, rid, affinity)
             except EngineUnavailable as error:
-                log.info("%s; asking the engines themselves", error)
+                log.info("%s; calling the engines directly", error)
                 rid = f"{rid}-direct"
         for attempt in range(self._retries + 1):
             member = await self._choose(affinity, failure)
@@ -157,23 +157,25 @@ class EnginePool:
             url = member.client.url
             failure = EngineUnavailable(f"engine {url} serves version {generation.version}, not {expected}")
             self._take_down(member, str(failure))
-        raise EngineUnavailable(f"request {rid} failed {self._retries + 1} times, the last time: {failure}")
+        raise EngineUnavailable(f"request {rid} failed {self._retries + 1} times; last error: {failure}")
 
     async def _through(
         self, router: EngineClient, prompt_ids: TokenIds, sampling: Sampling, rid: str, affinity: str
     ) -> Generation:
-        """Ask the router, which rests after a failure of its own or of an engine behind it."""
+        """Call the router; after a failure, it is bypassed for a while."""
         expected = self.published_version
         try:
-            got = await router.generate(prompt_ids, sampling, rid=rid, routing_key=affinity)
+            generation = await router.generate(prompt_ids, sampling, rid=rid, routing_key=affinity)
         except EngineUnavailable:
-            self._router_rests_until = time.monotonic() + _ROUTER_RESTS_S
+            self._router_retry_at = time.monotonic() + _ROUTER_BACKOFF_S
             raise
         if expected is None:
-            return got
-        if got.version < expected:
-            raise EngineUnavailable(f"through {router.url}: version {got.version} answers, not {expected}")
-        return replace(got, version=expected)
+            return generation
+        if generation.version < expected:
+            raise EngineUnavailable(
+                f"router {router.url}: version {generation.version} was served, not {expected}"
+            )
+        return replace(generation, version=expected)
 
     async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> _Member:
         end = time.monotonic() + self._recovery_s
@@ -197,26 +199,26 @@ class EnginePool:
     def _remember(self, affinity: str, member: _Member) -> None:
         self._affinity[affinity] = member
         self._affinity.move_to_end(affinity)
-        if len(self._affinity) > _AFFINITIES:
+        if len(self._affinity) > _MAX_AFFINITY_KEYS:
             self._affinity.popitem(last=False)
 
-    # --- who is up --------------------------------------------------------------------------------
+    # --- availability -----------------------------------------------------------------------------
 
     @property
     def urls(self) -> list[str]:
-        """All engines."""
+        """URLs of all engines."""
         return [m.client.url for m in self._members]
 
     def down(self) -> dict[str, str]:
-        """Engines that take no traffic, and why."""
+        """Engines that receive no requests, and why."""
         return {m.client.url: m.down for m in self._members if m.down is not None}
 
     def mark_down(self, url: str, why: str) -> None:
-        """Send an engine no more traffic until it is healthy and current."""
+        """Send an engine no more requests until it is healthy and holds the published version."""
         self._take_down(self._member(url), why)
 
     async def readmit(self, url: str) -> None:
-        """Bring an engine back now; raises EngineUnavailable when it is not healthy or not current."""
+        """Mark an engine up; raises EngineUnavailable when it is unhealthy or holds another version."""
         member = self._member(url)
         await self._check(member)
         self._bring_up(member)
@@ -229,13 +231,13 @@ class EnginePool:
 
     def _take_down(self, member: _Member, why: str) -> None:
         if member.down is None:
-            log.warning("engine %s takes no more traffic: %s", member.client.url, why)
+            log.warning("engine %s receives no more requests: %s", member.client.url, why)
         member.down = why
         if self._probes and (member.probe is None or member.probe.done()):
             member.probe = asyncio.ensure_future(self._probe(member))
 
     def _bring_up(self, member: _Member) -> None:
-        log.info("engine %s takes traffic again", member.client.url)
+        log.info("engine %s receives requests again", member.client.url)
         member.down = None
         self._came_up.set()
 
@@ -248,7 +250,7 @@ class EnginePool:
                 if member.down is not None:  # else it was readmitted meanwhile, and is in a sync by now
                     member.down = str(error)
             except ConfigError as error:
-                log.error("engine %s is given up: %s", member.client.url, error)
+                log.error("engine %s is no longer probed: %s", member.client.url, error)
                 return
             else:
                 self._bring_up(member)
@@ -265,7 +267,7 @@ class EnginePool:
     # --- all engines at once ----------------------------------------------------------------------
 
     async def pause_generation(self, mode: str = "abort") -> None:
-        """On all engines that are up; see :class:`EngineClient` for this and the following calls."""
+        """Call all engines that are up; see :class:`EngineClient` for this and the following calls."""
         await self.each(lambda c: c.pause_generation(mode))
 
     async def continue_generation(self) -> None:
@@ -296,7 +298,7 @@ class EnginePool:
         group_name: str,
         backend: str,
     ) -> None:
-        """Make the engines of ``rank_offsets`` (URL to first rank) join; all of them have to be up."""
+        """Let the engines of ``rank_offsets`` (URL to first rank) join; requires all engines to be up."""
         self._all_up("a weight group")
         offsets = {url.rstrip("/"): rank for url, rank in rank_offsets.items()}
         await self.each(
@@ -323,7 +325,7 @@ class EnginePool:
         urls: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        """Receive on every engine of ``urls`` (all); a broadcast waits for each of them."""
+        """Receive on every engine of ``urls`` (default all); a broadcast waits for each of them."""
         self._all_up("a broadcast of weights")
         await self.each(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, **options), urls)
 
@@ -340,7 +342,7 @@ class EnginePool:
     ) -> dict[str, Any]:
         """Call all engines that are up, or those of ``urls``; returns their answers by URL.
 
-        Those that fail are down, and then the first failure is raised.
+        Engines that fail are marked down; then the first failure is raised.
         """
         wanted = None if urls is None else {url.rstrip("/") for url in urls}
         members = [m for m in self._members if m.down is None and (wanted is None or m.client.url in wanted)]

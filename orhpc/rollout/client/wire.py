@@ -1,8 +1,7 @@
-"""The bodies of ``/generate``: a request from our types, and our types from an answer.
+"""Encoding and decoding of ``/generate``.
 
-Field names are SGLang's (0.5, ``srt/managers/io_struct.py``): the sampled ids are read from
-``output_token_logprobs``, ``[(logprob, id, None), ...]``, because each id then comes with its own
-log-probability.
+Field names are SGLang's (0.5, ``srt/managers/io_struct.py``).  The sampled ids are read from
+``output_token_logprobs``, ``[(logprob, id, None), ...]``, so that each id has its own log-probability.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from orhpc.wire.routes import RouteShape, decode_routes
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError)
-"""What reading an answer of another shape raises; a JSONDecodeError is a ValueError."""
+"""Raised when decoding an answer of unexpected structure; a JSONDecodeError is a ValueError."""
 _SEEDS = 1 << 31
-"""Some SGLang releases keep seeds in int32."""
+"""Some SGLang releases store seeds as int32."""
 
 
 def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_start: int | None) -> bytes:
-    """Encode one request; ``routes_start`` asks for expert routes from that context position on."""
+    """Encode a request; ``routes_start`` requests expert routes from that context position on."""
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -62,9 +61,9 @@ def read_generation(
     route_shape: RouteShape | None,
     vocabulary: int | None,
 ) -> Generation:
-    """Decode the answer to :func:`generate_body`; ``vocabulary``: how many ids there are, where it is known.
+    """Decode an answer to :func:`generate_body`; ``vocabulary``: number of token ids, if known.
 
-    Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for absent or
+    Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for missing or
     impossible routes.
     """
     try:
@@ -78,12 +77,12 @@ def read_generation(
         completion = int(meta["completion_tokens"])
         cached = int(meta.get("cached_tokens") or 0)
     except _MALFORMED as error:
-        said = " ".join(repr(error).split())[:200]
-        raise EngineUnavailable(f"engine {url}: its answer is not SGLang's: {said}") from error
-    # Trainers look every id up in the embedding, where one outside of it ends them.
+        reason = " ".join(repr(error).split())[:200]
+        raise EngineUnavailable(f"engine {url}: the answer is not SGLang's: {reason}") from error
+    # Trainers look up every id in the embedding, where an id outside of it would end them.
     limit = np.iinfo(np.int32).max if vocabulary is None else vocabulary
     if (bad := tokens[(tokens < 0) | (tokens >= limit)]).size:
-        raise EngineUnavailable(f"engine {url}: it sampled the id {bad[0]}, ids are 0 .. {limit - 1}")
+        raise EngineUnavailable(f"engine {url}: sampled token id {bad[0]} is outside 0 .. {limit - 1}")
     if not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
     if completion != len(tokens):
@@ -121,7 +120,7 @@ def parsed(data: bytes, what: str) -> Any:
 
 
 def parsed_object(data: bytes, what: str) -> dict[str, Any]:
-    """Parse an engine's answer; raises EngineUnavailable when it is no JSON object."""
+    """Parse an engine's answer; raises EngineUnavailable when it is not a JSON object."""
     answer = parsed(data, what)
     if not isinstance(answer, dict):
         raise EngineUnavailable(f"{what} did not answer with an object")
@@ -131,8 +130,8 @@ def parsed_object(data: bytes, what: str) -> dict[str, Any]:
 def read_version(value: Any, url: str) -> int:
     """Read a ``weight_version`` as a policy version.
 
-    Raises EngineUnavailable for one that is none, as SGLang's own ``default``: such an engine has not
-    been told what it serves.
+    Raises EngineUnavailable for any other value, such as SGLang's initial ``default``: such an engine has not
+    received a weight sync yet.
     """
     try:
         return int(value)

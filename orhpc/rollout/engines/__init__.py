@@ -1,5 +1,4 @@
-"""Inference engines: processes that serve tokens over HTTP, SGLang's on GPUs and our own on CPUs.
+"""Inference engine processes, which serve tokens over HTTP: SGLang on GPUs and our own engine on CPUs.
 
-Consumes: a model folder, weights from trainers.  Produces: an address that :mod:`orhpc.rollout.client` talks
-to.
+Input: a model folder, and weights from trainers.  Output: an address for :mod:`orhpc.rollout.client`.
 """

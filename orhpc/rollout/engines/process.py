@@ -1,9 +1,9 @@
-"""One engine process, or one node's part of an engine: start it, wait until it serves, stop exactly it.
+"""One engine process, or one node's part of an engine: start it, wait until it is ready, stop it.
 
-Clients send the engine's key with every call, so nobody else may answer at its address.  The process that
-starts a server binds its port before, hands the bound socket to the server, and keeps it when the server has
-ended: until this process itself has ended nobody else can listen there.  Before anybody is told that a
-server is ready, it is seen that the listener is our own child.
+Clients send the engine's key with every call, so no other process may answer at its address.  The process
+that starts a server binds its port first, passes the bound socket to the server, and keeps the socket after
+the server has ended, so that no other process can listen on the port while the parent runs.  Before a server
+is reported as ready, the parent verifies that the listener is its own child.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from orhpc.rollout.engines.sglang_command import EnginePart, arguments, sglang_o
 
 _POLL_S = 0.25
 _ORPHAN_S = 4.0
-"""How long a server may outlive the process that started it, and its port stay taken."""
+"""Time (seconds) for which a server may survive its parent process and keep its port."""
 _TAIL_BYTES = 16384
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)\b")
-"""The line of a Python traceback that says what was raised; servers go on telling how they end."""
+"""Matches the last line of a Python traceback; servers log more lines after it while shutting down."""
 
 
 class ServerProcess:
-    """Owns one server process and nothing else: only this process and its children are ever signalled.
+    """Owns one server process; signals only this process and its children.
 
     The process reads the key from ``--api-key-file``, listens on the socket of ``--listen-fd``, serves
     ``/health`` without a key and ends when this one does.
@@ -48,7 +48,7 @@ class ServerProcess:
 
     what = "engine"
     inherits = True
-    """Whether the server listens on the socket that was bound for it; else it binds the port itself."""
+    """Whether the server listens on an inherited socket; otherwise it binds the port itself."""
 
     def __init__(
         self,
@@ -75,9 +75,10 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the server, or start it again; it is not ready yet.
+        """Start or restart the server without waiting until it is ready.
 
-        The key travels in a file that only we can read.  Raises PortTaken when another process has the port.
+        The key is passed in a file readable only by this user.  Raises PortTaken if another process has the
+        port.
         """
         assert not self.alive(), "the process is running"
         argv = list(self._argv)
@@ -85,25 +86,25 @@ class ServerProcess:
         if passed is not None:
             argv += ["--listen-fd", str(passed.fileno())]
         if self._key is not None:
-            handle, name = tempfile.mkstemp(prefix="orhpc-engine-")  # made with mode 0600
+            handle, name = tempfile.mkstemp(prefix="orhpc-engine-")  # created with mode 0600
             with os.fdopen(handle, "w") as file:
                 file.write(self._key)
             self._key_file = Path(name)
             argv += ["--api-key-file", name]
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
-            # A session of its own: a terminal's Ctrl-C reaches the driver, which then stops engines in order.
+            # A new session: a terminal's Ctrl-C reaches only the driver, which stops engines in order.
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env=self._environment, pass_fds=[passed.fileno()] if passed is not None else [],
             )  # fmt: skip
         if passed is not None:
-            # Its socket is ours too: without this, connections would wait in vain after its end.
+            # This process also holds the socket: it must refuse connections after the server has ended.
             self._refusing = threading.Thread(target=_refuse_after, args=(self._process, passed), daemon=True)
             self._refusing.start()
 
     def _bound(self) -> socket.socket | None:
-        """The socket to hand to the server; None for one that binds its port itself, which is free now."""
+        """The socket to pass to the server; None (and the port is free) if it binds its port itself."""
         if self._listener is None:
             self._listener = self._hold()
         if self._refusing is not None:
@@ -115,7 +116,7 @@ class ServerProcess:
         return None
 
     def _hold(self) -> socket.socket:
-        """Bind the port, which a server whose parent was killed gives up some seconds after its end."""
+        """Bind the port; an orphaned server of a killed parent releases it after some seconds."""
         end = time.monotonic() + _ORPHAN_S
         while True:
             try:
@@ -126,10 +127,10 @@ class ServerProcess:
             time.sleep(_POLL_S)
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Return once the server answers; of a part that is not the first, once its process is up.
+        """Return once the server answers; for a part other than the first, once its process runs.
 
-        Raises, with what the log says last, ConfigError when the server refuses its options and
-        EngineUnavailable when it ends or takes too long; PortTaken when another process answers.
+        Raises ConfigError when the server refuses its options, and EngineUnavailable when it ends or takes
+        too long, both with the relevant log line; PortTaken when another process answers.
         """
         client = EngineClient(self.url, key=None, request_timeout_s=deadline_s)
         end = time.monotonic() + deadline_s
@@ -138,9 +139,9 @@ class ServerProcess:
                 if not self.alive():
                     assert self._process is not None
                     if self._process.returncode == EXIT_CONFIG:
-                        raise ConfigError(self._last_words().removeprefix("orhpc: "))
+                        raise ConfigError(self._last_log_line().removeprefix("orhpc: "))
                     raise EngineUnavailable(
-                        f"{self.what} {self.url} ended while starting: {self._last_words(_EXCEPTION)}"
+                        f"{self.what} {self.url} ended while starting: {self._last_log_line(_EXCEPTION)}"
                     )
                 try:
                     await client.health(timeout_s=5.0)
@@ -151,7 +152,7 @@ class ServerProcess:
                     if time.monotonic() > end:
                         late = f"did not start within {deadline_s:g} s"
                         raise EngineUnavailable(
-                            f"{self.what} {self.url} {late}: {self._last_words()}"
+                            f"{self.what} {self.url} {late}: {self._last_log_line()}"
                         ) from error
                 await asyncio.sleep(_POLL_S)
         finally:
@@ -176,7 +177,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process: TERM, and KILL after ``timeout_s``; harmless when it has ended or never began."""
+        """End the process: SIGTERM, then SIGKILL after ``timeout_s``; no effect if it is not running."""
         self._remove_key_file()
         process = self._process
         if process is None or process.poll() is not None:
@@ -189,7 +190,7 @@ class ServerProcess:
             process.kill()
             process.wait()
         for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):  # also of a process that got its number
+            with contextlib.suppress(psutil.NoSuchProcess):  # psutil also raises if the pid was reused
                 child.kill()
 
     def _remove_key_file(self) -> None:
@@ -197,8 +198,8 @@ class ServerProcess:
             self._key_file.unlink(missing_ok=True)
             self._key_file = None
 
-    def _last_words(self, telling: re.Pattern[str] | None = None) -> str:
-        """The last line of the log that is ``telling``, or that says anything; and where the log is."""
+    def _last_log_line(self, pattern: re.Pattern[str] | None = None) -> str:
+        """The last log line that matches ``pattern``, or else the last line; with the log's path."""
         try:
             with self._log_path.open("rb") as file:
                 file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
@@ -206,17 +207,17 @@ class ServerProcess:
         except OSError as error:
             return f"its log {self._log_path} cannot be read: {error.strerror}"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        told = [line for line in lines if telling.match(line)] if telling is not None else []
-        said = told or lines or ["it logged nothing"]
-        return f"{said[-1]} (log: {self._log_path})"
+        matching = [line for line in lines if pattern.match(line)] if pattern is not None else []
+        relevant = matching or lines or ["it logged nothing"]
+        return f"{relevant[-1]} (log: {self._log_path})"
 
 
 class EngineProcess(ServerProcess):
     """An engine, or one node's part of one.
 
-    ``index`` numbers the engines of a run and sets its default seed; ``threads`` limits a cpu engine's
-    threads (``engine.threads`` comes first); ``part`` says which of the node's GPUs it has.  Of an
-    engine of several nodes, each node has one of these, and only the first answers calls.
+    ``index`` numbers the engines of a run and determines its default seed; ``threads`` limits a cpu engine's
+    threads (``engine.threads`` takes precedence); ``part`` specifies its GPUs on the node.  An engine of
+    several nodes has one such process per node, and only the first answers calls.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class EngineProcess(ServerProcess):
 
 
 def _refuse_after(process: subprocess.Popen[bytes], listener: socket.socket) -> None:
-    """Once a server has ended, refuse connections on the socket that it shared with us; keep the port."""
+    """After a server has ended, refuse connections on the socket shared with it, but keep the port."""
     process.wait()
     stop_listening(listener)
 
@@ -272,28 +273,28 @@ def _cpu_command(
 
 
 def _thread_share(config: Config) -> int:
-    """An engine's share of this node's cores, when engines and trainers do not compute at once."""
+    """An engine's share of this node's cores; engines and trainers do not compute concurrently."""
     engines = max(1, config.placement.rollout_devices // config.engine.tp)
     on_this_node = -(-engines // config.placement.nodes)
     return max(1, len(os.sched_getaffinity(0)) // on_this_node)
 
 
 def server_environment(config: Config, part: EnginePart) -> dict[str, str]:
-    """Variables of the server's process: its GPUs, and what SGLang reads from nowhere else."""
+    """Environment variables of the server process: its GPUs and settings that SGLang reads only there."""
     environment = {**os.environ, **to_server(config.secret_sources)}
     if config.placement.device == "cpu":
         return environment
     environment[VARIABLE] = visible_devices(part.devices, environment)
-    # Both ends of a weight broadcast have to agree on it; SGLang sets it in its schedulers.
+    # Both ends of a weight broadcast must use the same value; SGLang sets it in its schedulers.
     environment["NCCL_CUMEM_ENABLE"] = "0"
-    # An idle engine is asked for its health while it sleeps, when it could compute no token.
+    # Health checks also run while an engine sleeps, when it could not generate a token.
     environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
-    # A server that crashes waits for dumps of its GPUs, a minute in which the run could have started it anew.
+    # Before a crash SGLang waits a minute for GPU core dumps, which would delay the restart.
     if environment.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
-    # FP8 kernels for every number of rows up to 16,384 take a quarter of an hour at a first start.
+    # Compiling FP8 kernels for all row counts up to 16,384 takes a quarter of an hour at the first start.
     environment.setdefault("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
     if (config.engine.dtype or config.model.dtype) == "float32":
-        # Triton multiplies float32 with TF32's ten bits of mantissa unless told otherwise.
+        # By default Triton multiplies float32 in TF32, with 10 mantissa bits.
         environment.setdefault("TRITON_F32_DEFAULT", "ieee")
     return environment

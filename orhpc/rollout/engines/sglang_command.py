@@ -1,8 +1,8 @@
-"""An SGLang server's options from a run's config.
+"""Builds an SGLang server's options from a run's config.
 
-Option names are those of SGLang 0.5.16's ``ServerArgs``; :data:`RENAMED` knows what other releases
-call them.  Whether the release on the engine's node knows all of them is checked there, by
-:mod:`orhpc.rollout.engines.sglang_server`.
+Option names are those of SGLang 0.5.16's ``ServerArgs``; :data:`RENAMED` lists names in other releases.
+:mod:`orhpc.rollout.engines.sglang_server` checks on the engine's node that the installed release supports
+all of them.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any
 from orhpc.config import Config
 
 FP8_BLOCK = 128
-"""Rows and columns that share a scale (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3)."""
+"""Rows and columns per scale (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3)."""
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "tp_size": ("tensor_parallel_size",),
     "dp_size": ("data_parallel_size",),
     "ep_size": ("expert_parallel_size",),
 }
-"""Our name of an option to the names it has in releases that lack it."""
+"""Option name in 0.5.16 to its names in other releases."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePart:
-    """One node's part of an engine."""
+    """The part of an engine that runs on one node."""
 
     devices: tuple[int, ...] = ()
-    """Its GPUs, as indices on the node; none for a cpu engine."""
+    """Indices of its GPUs on the node; empty for a cpu engine."""
     node_rank: int = 0
     nnodes: int = 1
     rendezvous: str | None = None
-    """``host:port`` on the first node, where the engine's processes meet; SGLang's own choice, if not given,
-    can be taken by any outgoing connection before it is bound."""
+    """``host:port`` on the first node for the rendezvous of the engine's processes.  If None, SGLang chooses
+    a port, which an outgoing connection can occupy before SGLang binds it."""
     shares: bool = False
-    """The devices are the trainers' too: its memory is given back in turns."""
+    """Whether it shares its GPUs with trainers, so that each releases its memory while the other works."""
 
 
 def sglang_options(
     config: Config, model_dir: str, host: str, port: int, index: int, part: EnginePart
 ) -> dict[str, Any]:
-    """Every option but the key, by SGLang's names with underscores; ``engine.extra`` comes last."""
+    """All options except the key, by SGLang's names with underscores; ``engine.extra`` overrides others."""
     engine = config.engine
     options: dict[str, Any] = {
         "model_path": model_dir,
@@ -54,9 +54,9 @@ def sglang_options(
         "mem_fraction_static": engine.memory_fraction,
         "max_running_requests": engine.max_running,
         "context_length": engine.context_length or config.rollout.max_total_tokens,
-        # Ids go in and ids come out: text is made by the workers alone.
+        # The engine receives and returns token ids; only the workers tokenize.
         "skip_tokenizer_init": True,
-        # One line a request is a line a turn of every rollout.
+        # The access log would have one line per turn of every rollout.
         "log_level_http": "warning",
         "random_seed": (config.run.seed + index) % (1 << 31),
         "trust_remote_code": config.model.trust_remote_code,
@@ -79,19 +79,19 @@ def sglang_options(
 
 
 def _fp8_options(config: Config) -> dict[str, Any]:
-    """The model is published unquantised, so its own files say nothing of blocks and are not read."""
+    """The published model is unquantized: its config has no block size, and its weights are not loaded."""
     block = [FP8_BLOCK, FP8_BLOCK]
-    quantisation: dict[str, Any] = {
+    quantization: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": block,
     }
     if config.engine.power_of_two_scales:
-        quantisation["scale_fmt"] = "ue8m0"
+        quantization["scale_fmt"] = "ue8m0"
     return {
         "load_format": "dummy",
-        "json_model_override_args": json.dumps({"quantization_config": quantisation}),
+        "json_model_override_args": json.dumps({"quantization_config": quantization}),
     }
 
 
@@ -108,13 +108,13 @@ def _speculative_options(config: Config, part: EnginePart) -> dict[str, Any]:
         if speculative.draft_model is not None:
             options["speculative_draft_model_path"] = speculative.draft_model
     if part.shares and config.engine.drafts_with_weights:
-        # The trainer has no weights for the drafter, so what sleep discards would never come back.
+        # The trainer has no weights for the draft model, so weights discarded during sleep would be lost.
         options["enable_draft_weights_cpu_backup"] = True
     return options
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as command-line words: true is a bare flag, false and null are left out."""
+    """Options as command-line arguments: true becomes a flag, false and null are omitted."""
     words: list[str] = []
     for name, value in options.items():
         if value is None or value is False:

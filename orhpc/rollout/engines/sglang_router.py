@@ -1,14 +1,14 @@
-"""``python -m orhpc.rollout.engines.sglang_router``: sglang-router before the engines, its key out of sight.
+"""``python -m orhpc.rollout.engines.sglang_router``: sglang-router in front of the engines; hides its key.
 
-Every worker sees only its own requests; the router sees all of them, sends a new rollout to the engine
-with the fewest, and its later turns to the same one (policy ``manual``, by the header
-``X-SMG-Routing-Key``).  Release 0.3 leaves the fields about expert routes out of what it passes on, so
-runs that record routes do without it.
+Each worker knows only its own requests; the router sees all requests, sends a new rollout to the engine
+with the fewest, and its later turns to the same engine (policy ``manual``, by the header
+``X-SMG-Routing-Key``).  Release 0.3 drops the request fields for expert routes, so runs that record routes
+do not use it.
 
-It cannot listen on a socket that it inherits.  So its port is given up for it just before it starts, and
-nobody is told of the router before it is seen that it listens there itself.  What stays: should the router
-end within a run, another user who takes its port at once is sent the engines' key.  Without the key it
-answers only questions about its health and its engines' metrics.
+It cannot listen on an inherited socket.  Its port is therefore released just before it starts, and its
+address is published only after a check that the router itself listens there.  A remaining risk: if the
+router ends during a run, another user who immediately takes its port receives the engines' key.  Without
+the key, the router answers only health requests and requests for its engines' metrics.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 def router_wanted(config: Config, engines: int) -> bool:
-    """Whether requests go through a router: ``engine.router``, or where it is installed and of use.
+    """Whether to use a router: ``engine.router``, by default if it is installed and useful.
 
-    Raises ConfigError where it was asked for and is not installed.
+    Raises ConfigError when it is requested but not installed.
     """
     asked = config.engine.router
     if asked is False or engines < 2 or config.rollout.record_routes:
@@ -50,7 +50,7 @@ def router_wanted(config: Config, engines: int) -> bool:
 
 
 class RouterProcess(ServerProcess):
-    """The router of these engines (URLs), listening on ``host:port``."""
+    """The router process for these engines (URLs), listening on ``host:port``."""
 
     what = "router"
     inherits = False
@@ -72,7 +72,7 @@ class RouterProcess(ServerProcess):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Route until told to stop; a wrong key file or release is one line and exit code 2."""
+    """Route until stopped; an invalid key file or release prints one line and returns exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m orhpc.rollout.engines.sglang_router")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -106,16 +106,16 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
             request_timeout_secs=options.request_timeout,
             worker_startup_check_interval=1,
             health_check_interval_secs=5,
-            # Its counters cannot be switched off, and whoever listens at their usual port, 29000, ends it.
+            # Metrics cannot be disabled, and a conflict on their default port, 29000, ends the router.
             prometheus_host=_LOOPBACK,
             prometheus_port=free_ports(1, _LOOPBACK)[0],
-            # What fails is repeated by the workers, which know versions and seeds.
+            # Workers repeat failed requests, since they know versions and seeds.
             disable_retries=True,
             disable_circuit_breaker=True,
             log_level="warn",
         )
     except TypeError as error:
-        raise ConfigError(f"engine.router: this release of sglang-router is not known: {error}") from error
+        raise ConfigError(f"engine.router: this sglang-router release is not supported: {error}") from error
     launch_router(settings)
 
 

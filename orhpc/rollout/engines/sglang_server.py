@@ -1,13 +1,13 @@
-"""``python -m orhpc.rollout.engines.sglang_server``: an SGLang server whose key nobody else can read.
+"""``python -m orhpc.rollout.engines.sglang_server``: an SGLang server that keeps its API key secret.
 
-SGLang takes its key from the command line, where every user of the node sees it, and logs all its
-settings.  This process reads the key from a file of mode 0600, keeps it out of the log, checks the
-options against the installed SGLang before a GPU is touched, and then is that server.  It asks for the key
-itself, in front of SGLang, which lets some paths pass; and it listens on the socket that it inherits.
+SGLang reads its key from the command line, which is visible to every user of the node, and logs all its
+settings.  This process reads the key from a file of mode 0600, keeps it out of the log, checks the options
+against the installed SGLang before a GPU is used, and then runs the server.  It checks the key itself before
+a request reaches SGLang, because SGLang does not check some paths; and it listens on an inherited socket.
 
-What stays open to other users of the node, and of the network between the nodes, is what SGLang's processes
-say to each other: the store where they meet (``nccl_port``, ``dist_init_addr``), gloo and NCCL ask for no
-key.  Who disturbs them ends the engine, which the run starts again.
+Communication among SGLang's own processes remains open to other users of the node and of the network: the
+rendezvous store (``nccl_port``, ``dist_init_addr``), gloo and NCCL use no key.  Interference ends the
+engine, and the run restarts it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from orhpc.rollout.engines.sglang_command import RENAMED
 _WATCH_S = 1.0
 _SAFE_STARLETTE = Version("1.0.1")
 _ALL_SPARSE = ("qwen2_moe", "qwen3_moe")
-"""Families of which SGLang does not read ``mlp_only_layers``."""
+"""Model types for which SGLang ignores ``mlp_only_layers``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; a wrong option or key file is one line and exit code 2."""
+    """Serve until stopped; an invalid option or key file prints one line and returns exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     protect_server()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        own, words = split_own(arguments)
+        own, arguments = split_arguments(arguments)
         key = read_engine_key(own.api_key_file)
         listener = None if own.listen_fd is None else inherited_socket(own.listen_fd)
         end_with_parent()
-        server_args = parse(words, key)
+        server_args = parse(arguments, key)
         refuse_old_starlette()
         refuse_keyless(server_args)
         refuse_misread_models(Path(server_args.model_path))
@@ -70,37 +70,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def split_own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Take our own ``--api-key-file`` and ``--listen-fd`` out of the words that SGLang gets."""
+def split_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Separate our own ``--api-key-file`` and ``--listen-fd`` from SGLang's arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--listen-fd", type=int)
-    return parser.parse_known_args(words)
+    return parser.parse_known_args(arguments)
 
 
 def refuse_old_starlette() -> None:
-    """Raises ConfigError for a Starlette under which SGLang's own check of the key can be passed.
+    """Raises ConfigError for a Starlette version with which SGLang's key check can be bypassed.
 
-    Before 1.0.1 a request's ``url`` repeats its Host header unchecked, and SGLang goes by the path of that.
+    Before 1.0.1, a request's ``url`` contains its unchecked Host header, and SGLang uses that URL's path.
     """
     found = importlib.metadata.version("starlette")
     if Version(found) < _SAFE_STARLETTE:
         cure = f"pip install 'starlette>={_SAFE_STARLETTE}'"
-        raise ConfigError(f"starlette {found} lets requests pass the engine's key: {cure}")
+        raise ConfigError(f"starlette {found} lets requests bypass the engine's key: {cure}")
 
 
 def refuse_keyless(server_args: Any) -> None:
-    """Raises ConfigError for servers of SGLang in which nobody asks for a key."""
+    """Raises ConfigError for SGLang servers that do not check the key."""
     if getattr(server_args, "enable_http2", False):
-        raise ConfigError("engine.extra.enable_http2: that server asks for no key")
+        raise ConfigError("engine.extra.enable_http2: remove it; that server does not check the key")
     if getattr(server_args, "tokenizer_worker_num", 1) > 1:
-        raise ConfigError("engine.extra.tokenizer_worker_num: with more than one, nobody asks for a key")
+        raise ConfigError("engine.extra.tokenizer_worker_num: set it to 1; with more, the key is not checked")
 
 
-def parse(words: Sequence[str], key: str | None) -> Any:
-    """SGLang's settings from its own parser, with the key in them.
+def parse(arguments: Sequence[str], key: str | None) -> Any:
+    """SGLang's settings from its own parser, including the key.
 
-    Raises ConfigError for an option or a value that the installed release does not know.
+    Raises ConfigError for an option or a value that the installed release does not support.
     """
     try:
         import sglang  # pyright: ignore[reportMissingImports]
@@ -111,10 +111,10 @@ def parse(words: Sequence[str], key: str | None) -> Any:
     load_plugins()
     parser = argparse.ArgumentParser(prog="sglang", exit_on_error=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    words = checked(words, set(parser._option_string_actions), f"SGLang {sglang.__version__}")
+    arguments = resolve_options(arguments, set(parser._option_string_actions), f"SGLang {sglang.__version__}")
     try:
         with contextlib.redirect_stderr(None):
-            raw = parser.parse_args(words)
+            raw = parser.parse_args(arguments)
     except (argparse.ArgumentError, SystemExit) as error:
         raise ConfigError(f"engine: SGLang {sglang.__version__} refuses its options: {error}") from error
     if key is not None:
@@ -126,32 +126,32 @@ def parse(words: Sequence[str], key: str | None) -> Any:
 
 
 def refuse_misread_models(folder: Path) -> None:
-    """Raises ConfigError for a model that SGLang (0.5.16, 0.5.23) would serve as another one, in silence."""
+    """Raises ConfigError for a model that SGLang (0.5.16, 0.5.23) would silently load incorrectly."""
     file = folder / "config.json"
     if not file.exists():
         return
     config = json.loads(file.read_text())
     if config.get("model_type") in _ALL_SPARSE and config.get("mlp_only_layers"):
         raise ConfigError(
-            f"model.path: {folder} has dense layers (mlp_only_layers), which SGLang takes for sparse ones"
+            f"model.path: {folder} has dense layers (mlp_only_layers), which SGLang loads as sparse layers"
         )
 
 
-def checked(words: Sequence[str], known: set[str], who: str) -> list[str]:
-    """The words with every option spelled as ``known`` spells it; raises ConfigError for one it lacks."""
+def resolve_options(arguments: Sequence[str], known: set[str], who: str) -> list[str]:
+    """The arguments with options renamed to match ``known``; raises ConfigError for an unknown option."""
     result: list[str] = []
-    for word in words:
+    for word in arguments:
         option, equals, value = word.partition("=")
         if not option.startswith("--"):
             result.append(word)
             continue
         if option not in known:
-            option = _other_name(option, known, who)
+            option = _resolve_name(option, known, who)
         result.append(option + equals + value)
     return result
 
 
-def _other_name(option: str, known: set[str], who: str) -> str:
+def _resolve_name(option: str, known: set[str], who: str) -> str:
     for other in RENAMED.get(option.removeprefix("--").replace("-", "_"), ()):
         if (spelled := f"--{other.replace('_', '-')}") in known:
             return spelled
@@ -162,7 +162,7 @@ def _other_name(option: str, known: set[str], who: str) -> str:
 
 
 def end_with_parent() -> None:
-    """End when the process that started this one ends, however it does."""
+    """End this process when its parent process ends, for whatever reason."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -1,5 +1,5 @@
-"""The client's side of an environment: sessions on OpenReward servers, and what they answer.
+"""Client side of an environment: sessions on OpenReward servers and validation of their answers.
 
-Consumes: a server's address, its tasks and tools.  Waits for: answers, each under a deadline and a size
-limit.  Produces: typed results and rewards, or an error of :mod:`orhpc.errors` for what does not fit.
+Input: a server's address, its tasks and tools.  Every answer has a time limit and a size limit.  Output:
+typed results and rewards, or an error from :mod:`orhpc.errors` for an invalid answer.
 """

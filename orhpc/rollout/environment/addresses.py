@@ -1,4 +1,4 @@
-"""Where an environment is reached: URLs, proxies and variants."""
+"""Addresses of environment servers: URLs, proxies and variants."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from orhpc.errors import ConfigError, PreflightError
 
 
 def choose_variant(name: str, wanted: str | None, available: Sequence[str]) -> str | None:
-    """Return the variant to address, spelled as the server does: in lower case.
+    """Return the variant to use, in lower case as the server spells it.
 
-    Without a wish it is the one named like the environment, else the server's first, its default.
-    Raises ConfigError when the wish is not among those available.
+    Without ``wanted``: the variant named like the environment, otherwise the server's first, its default.
+    Raises ConfigError when ``wanted`` is not available.
     """
     if not available:
         return wanted.lower() if wanted else None
@@ -35,7 +35,7 @@ def choose_variant(name: str, wanted: str | None, available: Sequence[str]) -> s
 
 
 def checked_host(name: str, url: str) -> str:
-    """Return the host of a server's URL; raises ConfigError when it is not one."""
+    """Return the host of a server's URL; raises ConfigError when the URL is invalid."""
     try:
         return check_server_url(url)
     except ValueError as error:
@@ -43,17 +43,17 @@ def checked_host(name: str, url: str) -> str:
 
 
 def unreachable(name: str, host: str, cause: BaseException | None) -> PreflightError | None:
-    """Return the error of a server that waiting will not bring up; None where it may be starting.
+    """Return the error for a server that cannot be reached by waiting; None if the server may be starting.
 
     Args:
-        name: of the environment.
-        host: of its URL.
-        cause: why no connection was made.
+        name: the environment's name.
+        host: the host of its URL.
+        cause: why the connection failed.
     """
     if isinstance(cause, aiohttp.ClientConnectorDNSError):
         return PreflightError(
             f"environment {name!r}: the name {host!r} cannot be resolved on this node: check the URL, or "
-            "whether compute nodes have internet access (orhpc check says); environments that the job "
+            "whether compute nodes have internet access (run `orhpc check`); environments that the job "
             "serves itself (environments.NAME.serve) need none"
         )
     if isinstance(cause, aiohttp.ClientSSLError):
@@ -63,7 +63,7 @@ def unreachable(name: str, host: str, cause: BaseException | None) -> PreflightE
     if number in (errno.ENETUNREACH, errno.EHOSTUNREACH):
         return PreflightError(
             f"environment {name!r}: this node has no route to {host!r}: {os.strerror(number)}; "
-            "it may have no internet access (orhpc check says)"
+            "it may have no internet access (run `orhpc check`)"
         )
     return None
 
@@ -74,7 +74,7 @@ def is_openreward(host: str) -> bool:
 
 
 def is_private(host: str) -> bool:
-    """Whether a host is loopback, private or a single label, so that no proxy leads to it."""
+    """Whether a host is loopback, private or a single label, so that it is not reached through a proxy."""
     try:
         return ipaddress.ip_address(host).is_private
     except ValueError:
@@ -82,10 +82,10 @@ def is_private(host: str) -> bool:
 
 
 def secrets_in_body(openapi: object) -> bool:
-    """Whether a server reads secrets in the body of ``/create``, by its own OpenAPI description.
+    """Whether a server reads secrets from the body of ``/create``, according to its OpenAPI description.
 
-    Servers of ors-sdk do (its ``CreateSession``), and ignore the header ``X-Secrets`` that OpenReward's read;
-    those in turn refuse a body with secrets.
+    Servers of ors-sdk do (its ``CreateSession``) and ignore the header ``X-Secrets``; OpenReward's servers
+    read that header and refuse a body with secrets.
     """
     node = openapi
     for key in ("components", "schemas", "CreateSession", "properties"):

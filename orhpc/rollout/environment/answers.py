@@ -1,8 +1,8 @@
-"""What an environment server's answers have to look like: whatever does not is a BadAnswer.
+"""Validation of an environment server's answers: an invalid answer raises BadAnswer.
 
-One strict schema an answer; field names are those of OpenReward's protocol (openreward 0.1.167,
-``environments/types.py``).  Fields that a newer server adds are ignored.  How many bytes an answer may have
-is a setting (``environments.NAME.max_answer_mb``); the bounds here are those that no real answer comes near.
+Each kind of answer has one strict schema; field names are those of OpenReward's protocol (openreward
+0.1.167, ``environments/types.py``).  Unknown fields of newer servers are ignored.  The size limit of an
+answer is a setting (``environments.NAME.max_answer_mb``); the limits here are far above any real answer.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from pydantic import (
 from orhpc.errors import BadAnswer
 from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 
-LOST_IMAGE = "[an image ({kind}) was left out: this model is given text only]"
-"""Stands in the text where an image block was."""
-LARGEST_REWARD = 1e15
-"""Sums and squares of rewards have to stay finite in float32."""
-MOST_TOOLS = 1000
-MOST_TOOL_CHARACTERS = 1 << 20
-"""Of a tool list, written as JSON: it stands in every prompt."""
-MOST_TASKS = 10_000_000
-"""Tasks of one split: their order is kept in memory."""
+IMAGE_PLACEHOLDER = "[an image ({kind}) was left out: this model is given text only]"
+"""Placeholder text for an image block."""
+MAX_REWARD = 1e15
+"""Maximum absolute value of a reward: sums and squares of rewards have to stay finite in float32."""
+MAX_TOOLS = 1000
+MAX_TOOL_CHARACTERS = 1 << 20
+"""Maximum size of a tool list as JSON: it is part of every prompt."""
+MAX_TASKS = 10_000_000
+"""Maximum number of tasks in one split: their order is kept in memory."""
 
 T = TypeVar("T")
 
 
 def _reward(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
         shown = repr(value)[:40]
-        raise ValueError(f"a reward is a finite number of at most {LARGEST_REWARD:g} in size, not {shown}")
+        raise ValueError(f"a reward must be a finite number of magnitude {MAX_REWARD:g} or less, not {shown}")
     return float(value)
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise ValueError("a tool's schema describes an object")
+        raise ValueError("a tool's schema must describe an object")
     return schema
 
 
@@ -59,8 +59,8 @@ def _unique(tools: list[Tool]) -> list[Tool]:
     if len(set(names)) < len(names):
         raise ValueError(f"two tools have the same name, among {', '.join(names)[:200]}")
     size = sum(len(json.dumps(tool.model_dump(), ensure_ascii=False)) for tool in tools)
-    if size > MOST_TOOL_CHARACTERS:
-        raise ValueError(f"the tools have {size} characters, {MOST_TOOL_CHARACTERS} is the most")
+    if size > MAX_TOOL_CHARACTERS:
+        raise ValueError(f"the tools have {size} characters; the maximum is {MAX_TOOL_CHARACTERS}")
     return tools
 
 
@@ -68,8 +68,8 @@ def _kind_of_block(block: Any) -> str | None:
     return str(block.get("type", "text")) if isinstance(block, Mapping) else None
 
 
-def _or(default: Any) -> BeforeValidator:
-    """Null means the default."""
+def _null_to(default: Any) -> BeforeValidator:
+    """Replace null by the default."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -84,50 +84,50 @@ class TextBlock(_Answer):
 
 class ImageBlock(_Answer):
     type: Literal["image"]
-    media: Annotated[str, _or("unknown type"), Field(alias="mimeType")] = "unknown type"
+    media: Annotated[str, _null_to("unknown type"), Field(alias="mimeType")] = "unknown type"
 
 
-class Reasoning(_Answer):
+class ReasoningBlock(_Answer):
     type: Literal["reasoning"]
 
 
-class Called(_Answer):
+class ToolCallBlock(_Answer):
     type: Literal["tool_call"]
     name: str
     input: Any = None
 
 
-_Shown = Annotated[
+_ContentBlock = Annotated[
     Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Discriminator(_kind_of_block)
 ]
-Blocks = Annotated[list[_Shown], FailFast()]
+Blocks = Annotated[list[_ContentBlock], FailFast()]
 
 
-class Returned(_Answer):
+class ToolResultBlock(_Answer):
     type: Literal["tool_result"]
     blocks: Blocks
     is_error: bool = False
 
 
-_Said = Annotated[
+_MessageBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ImageBlock, Tag("image")]
-    | Annotated[Reasoning, Tag("reasoning")]
-    | Annotated[Called, Tag("tool_call")]
-    | Annotated[Returned, Tag("tool_result")],
+    | Annotated[ReasoningBlock, Tag("reasoning")]
+    | Annotated[ToolCallBlock, Tag("tool_call")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
     Discriminator(_kind_of_block),
 ]
 
 
 class Message(_Answer):
     role: Literal["system", "user", "assistant"]
-    blocks: Annotated[list[_Said], FailFast()]
+    blocks: Annotated[list[_MessageBlock], FailFast()]
 
 
 class Tool(_Answer):
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: Annotated[str, _or("")] = ""
-    input_schema: Annotated[dict[str, Any], _or({}), AfterValidator(_object_schema)] = {}
+    description: Annotated[str, _null_to("")] = ""
+    input_schema: Annotated[dict[str, Any], _null_to({}), AfterValidator(_object_schema)] = {}
 
 
 class TerminalTool(_Answer):
@@ -136,21 +136,21 @@ class TerminalTool(_Answer):
 
 
 class Tools(_Answer):
-    """Of an environment or of one task."""
+    """The tools of an environment or of one task."""
 
-    tools: Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS), AfterValidator(_unique)]
+    tools: Annotated[list[Tool], FailFast(), Field(max_length=MAX_TOOLS), AfterValidator(_unique)]
     terminal_tool: TerminalTool | None = None
     supports_score_group: bool | None = None
     message_block_types: list[str] | None = None
 
     @property
     def terminal(self) -> tuple[str, str | None] | None:
-        """Name of the tool that takes the plain answer, and of its argument if it has one."""
+        """The tool that receives the plain answer, and the name of its argument if it has one."""
         return None if self.terminal_tool is None else (self.terminal_tool.name, self.terminal_tool.arg)
 
     @property
     def specs(self) -> list[ToolSpec]:
-        """The tools; one without arguments takes an empty object."""
+        """The tools; one without arguments has the schema of an empty object."""
         nothing = {"type": "object", "properties": {}}
         return [ToolSpec(t.name, t.description, t.input_schema or nothing) for t in self.tools]
 
@@ -159,8 +159,8 @@ class Output(_Answer):
     blocks: Blocks
     metadata: Any = None
     reward: Annotated[float | None, BeforeValidator(lambda v: None if v is None else _reward(v))] = None
-    """Null is also how the server sends a NaN."""
-    finished: Annotated[bool, _or(False)] = False
+    """The server also sends null for NaN."""
+    finished: Annotated[bool, _null_to(False)] = False
 
 
 class Succeeded(_Answer):
@@ -171,7 +171,7 @@ class Succeeded(_Answer):
 class Failed(_Answer):
     ok: Literal[False] = False
     error: str
-    reason: Annotated[str, _or("input_validation")] = "input_validation"
+    reason: Annotated[str, _null_to("input_validation")] = "input_validation"
 
 
 class Score(_Answer):
@@ -207,7 +207,7 @@ _SCORES, NUM_TASKS, _CREATED = TypeAdapter(Scores), TypeAdapter(NumTasks), TypeA
 
 
 def read(schema: TypeAdapter[T], answer: Any, what: str) -> T:
-    """Check an answer against its schema; raises BadAnswer, whose message does not repeat the answer."""
+    """Validate an answer; raises BadAnswer, whose message does not contain the answer."""
     try:
         return schema.validate_python(answer, strict=True)
     except ValidationError as error:
@@ -220,80 +220,83 @@ def read(schema: TypeAdapter[T], answer: Any, what: str) -> T:
 _TAGS = frozenset(("True", "False"))
 
 
-def text_of(blocks: Any, what: str, left_out: Callable[[str], None] = lambda kind: None) -> str:
-    """Join text blocks line by line.
+def text_of(blocks: Any, what: str, on_image: Callable[[str], None] = lambda kind: None) -> str:
+    """Join text blocks with line breaks.
 
     Args:
         blocks: as the server sent them.
-        what: whose they are, for messages.
-        left_out: called with the media type of each image; a placeholder replaces the image.
+        what: the origin of the blocks, for messages.
+        on_image: called with the media type of each image; a placeholder replaces the image.
 
     Raises:
-        BadAnswer: they are no blocks.
+        BadAnswer: the blocks are invalid.
     """
-    return _joined(read(_BLOCKS, blocks, what), left_out)
+    return _joined(read(_BLOCKS, blocks, what), on_image)
 
 
-def _joined(blocks: Sequence[TextBlock | ImageBlock], left_out: Callable[[str], None]) -> str:
+def _joined(blocks: Sequence[TextBlock | ImageBlock], on_image: Callable[[str], None]) -> str:
     texts: list[str] = []
     for block in blocks:
         if isinstance(block, ImageBlock):
-            left_out(block.media[:60])
-            texts.append(LOST_IMAGE.format(kind=block.media[:60]))
+            on_image(block.media[:60])
+            texts.append(IMAGE_PLACEHOLDER.format(kind=block.media[:60]))
         else:
             texts.append(block.text)
     return "\n".join(texts)
 
 
 def is_conversation(blocks: Any) -> bool:
-    """Whether a prompt is a conversation, flattened: the server then marks where each message begins.
+    """Whether a prompt is a flattened conversation.
 
-    OpenReward's ``flatten_messages`` gives those blocks a ``detail`` with the role (SDK 0.1.157).
+    OpenReward's ``flatten_messages`` marks the first block of each message with a ``detail`` that contains
+    the role (SDK 0.1.157).
     """
     marked = (b.get("detail") for b in blocks if isinstance(b, Mapping)) if isinstance(blocks, list) else ()
     return any(isinstance(detail, Mapping) and "role" in detail for detail in marked)
 
 
-def conversation(messages: Any, what: str, left_out: Callable[[str], None]) -> tuple[tuple[str, str], ...]:
-    """Read a conversation as (role, text); earlier tool calls and their results become text.
+def conversation(messages: Any, what: str, on_image: Callable[[str], None]) -> tuple[tuple[str, str], ...]:
+    """Read a conversation as (role, text) pairs; earlier tool calls and their results become text.
 
-    Returns nothing for one that no chat template can be expected to write: a system message after the
-    first, or the model's own word at the end.  Raises BadAnswer.
+    Returns an empty tuple for a conversation that chat templates do not support: a system message after the
+    first message, or a last message that is not the user's.  Raises BadAnswer.
     """
-    said: list[tuple[str, str]] = []
+    turns: list[tuple[str, str]] = []
     for message in read(_MESSAGES, messages, what):
         plain = [part for block in message.blocks for part in _plain(block)]
-        said.append((message.role, _joined(plain, left_out)))
-    roles = [role for role, _ in said]
-    return tuple(said) if roles and "system" not in roles[1:] and roles[-1] == "user" else ()
+        turns.append((message.role, _joined(plain, on_image)))
+    roles = [role for role, _ in turns]
+    return tuple(turns) if roles and "system" not in roles[1:] and roles[-1] == "user" else ()
 
 
-def _plain(block: TextBlock | ImageBlock | Reasoning | Called | Returned) -> list[TextBlock | ImageBlock]:
-    """A block of a conversation as text and image blocks."""
-    if isinstance(block, Reasoning):
+def _plain(
+    block: TextBlock | ImageBlock | ReasoningBlock | ToolCallBlock | ToolResultBlock,
+) -> list[TextBlock | ImageBlock]:
+    """Convert a block of a conversation to text and image blocks."""
+    if isinstance(block, ReasoningBlock):
         return []
-    if isinstance(block, Called):
+    if isinstance(block, ToolCallBlock):
         arguments = json.dumps(block.input, ensure_ascii=False, default=str)
         return [TextBlock(text=f"[tool_call {block.name}] {arguments}")]
-    if isinstance(block, Returned):
+    if isinstance(block, ToolResultBlock):
         head = "[tool_result (error)]" if block.is_error else "[tool_result]"
         return [TextBlock(text=head), *block.blocks]
     return [block]
 
 
 def tools_of(answer: Any, what: str) -> Tools:
-    """Read a tool list; raises BadAnswer, also when two tools have the same name."""
+    """Read a tool list; raises BadAnswer, e.g. when two tools have the same name."""
     return read(TOOLS, answer, what)
 
 
-def tool_result(answer: Any, what: str, left_out: Callable[[str], None]) -> ToolResult:
+def tool_result(answer: Any, what: str, on_image: Callable[[str], None]) -> ToolResult:
     """Read the answer to a tool call; raises BadAnswer."""
     result = read(_RESULT, answer, what)
     if isinstance(result, Failed):
         return ToolResult(result.error, finished=result.reason == "episode_finished", error=result.reason)
     output = result.output
     return ToolResult(
-        text=_joined(output.blocks, left_out),
+        text=_joined(output.blocks, on_image),
         reward=output.reward,
         finished=output.finished,
         metadata=output.metadata if isinstance(output.metadata, dict) else None,
@@ -301,31 +304,31 @@ def tool_result(answer: Any, what: str, left_out: Callable[[str], None]) -> Tool
 
 
 def group_scores(answer: Any, wanted: int, what: str) -> list[float]:
-    """Read one score a rollout; raises BadAnswer when they are not as many, or no numbers."""
+    """Read one score per rollout; raises BadAnswer if their number is wrong or one is not a number."""
     scores = read(_SCORES, answer, what).scores
     if len(scores) != wanted:
-        raise BadAnswer(f"{what}: {wanted} rollouts got {len(scores)} scores")
+        raise BadAnswer(f"{what}: the server returned {len(scores)} scores for {wanted} rollouts")
     return [score.reward for score in scores]
 
 
 def session_id(created: Any, task_id: str | None, what: str) -> str:
-    """Read the id of a session, which goes into a header; raises BadAnswer."""
+    """Read a session id, which is sent in a header; raises BadAnswer."""
     answer = read(_CREATED, created, what)
     sid = (answer.sid if answer is not None else None) or task_id or ""
     if not 0 < len(sid) <= 512 or not sid.isascii() or not sid.isprintable():
-        raise BadAnswer(f"{what}: the server gave no usable session id")
+        raise BadAnswer(f"{what}: the server returned no valid session id")
     return sid
 
 
 def wire_messages(messages: Sequence[Mapping[str, Any]], *, rich: bool = False) -> list[dict[str, Any]]:
-    """Turn a transcript into OpenReward's messages.
+    """Convert a transcript to OpenReward's message format.
 
     Args:
-        messages: of a rollout, as :class:`~orhpc.rollout.transcript.Draft` writes them.
-        rich: the server takes reasoning, tool calls and their results as what they are (SDK 0.1.157);
-            else they are left out, and results are the user's words.
+        messages: of a rollout, as written by :class:`~orhpc.rollout.transcript.RolloutBuilder`.
+        rich: the server accepts reasoning, tool calls and tool results as typed blocks (SDK 0.1.157);
+            otherwise reasoning and calls are omitted, and results become text of the user.
     """
-    made: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     pending: list[str | None] = []
     for number, message in enumerate(messages):
         role, blocks = message["role"], []
@@ -343,8 +346,8 @@ def wire_messages(messages: Sequence[Mapping[str, Any]], *, rich: bool = False) 
                 result = {"type": "tool_result", "tool_call_id": call_id, "is_error": failed}
                 blocks = [{**result, "blocks": blocks}]
         if blocks:
-            made.append({"role": role, "blocks": blocks})
-    return made
+            converted.append({"role": role, "blocks": blocks})
+    return converted
 
 
 def _reasoning(message: Mapping[str, Any]) -> list[dict[str, Any]]:

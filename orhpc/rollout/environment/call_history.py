@@ -1,22 +1,22 @@
-"""Deadlines of tool calls, learned from how long an environment's calls have taken."""
+"""Timeouts of tool calls, adapted to the call durations observed in an environment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 CALLS_NEEDED = 20
-"""Calls of a tool that have to have been answered before its deadline is learned."""
-TIMES_LONGEST = 10.0
-"""A call is given up after this multiple of the longest one that was answered ..."""
-SHORTEST_S = 30.0
-"""... and not before this many seconds."""
+"""Number of answered calls of a tool before its timeout is adapted."""
+TIMEOUT_FACTOR = 10.0
+"""The adapted timeout is this multiple of the longest answered call ..."""
+MIN_TIMEOUT_S = 30.0
+"""... and at least this many seconds."""
 
 
 @dataclass(slots=True)
 class CallHistory:
-    """How long the calls of one environment took, by tool.
+    """Call durations in one environment, by tool.
 
-    ``limit_s``: the deadline before anything is learned, and an upper bound on all deadlines
+    ``limit_s``: the timeout before adaptation, and the upper bound on all timeouts
     (``rollout.tool_timeout_s``).
     """
 
@@ -25,18 +25,18 @@ class CallHistory:
     _count: dict[str, int] = field(default_factory=dict)
 
     def note(self, tool: str, seconds: float) -> None:
-        """Add a call that was answered."""
+        """Record an answered call."""
         self._longest[tool] = max(self._longest.get(tool, 0.0), seconds)
         self._count[tool] = self._count.get(tool, 0) + 1
 
     def deadline_s(self, tool: str) -> float:
-        """Seconds after which a call of this tool is given up."""
+        """Timeout of a call of this tool, in seconds."""
         if self._count.get(tool, 0) < CALLS_NEEDED:
             return self.limit_s
-        return min(self.limit_s, max(SHORTEST_S, TIMES_LONGEST * self._longest[tool]))
+        return min(self.limit_s, max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * self._longest[tool]))
 
     def why(self, tool: str) -> str:
-        """What the deadline is, and where it comes from."""
+        """The timeout and its origin, for messages."""
         deadline = self.deadline_s(tool)
         if deadline == self.limit_s:
             return f"{deadline:g} s, rollout.tool_timeout_s"

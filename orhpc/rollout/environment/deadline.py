@@ -1,4 +1,4 @@
-"""A deadline for an environment server, which a server that is still starting may push back."""
+"""A deadline for requests to an environment server, extended while the server reports that it is starting."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from orhpc.errors import EnvironmentUnavailable
 
 
-class Patience:
-    """A deadline that a server which says that it is still starting may push back.
+class Deadline:
+    """A deadline that is extended while the server reports that it is starting.
 
-    Use as ``async with Patience(...) as patience``; raises ``error`` when it runs out.
+    Use as ``async with Deadline(...) as deadline``; raises ``error`` when the time is up.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class Patience:
         limit: str = "",
     ) -> None:
         """Args:
-        what: is waited for, for the error's message.
-        seconds: the deadline.
-        starting_seconds: the deadline of a server that says that it is starting.
-        error: what is raised.
-        limit: what the deadline is and where it comes from, for the message.
+        what: the operation, for the error message.
+        seconds: the time limit.
+        starting_seconds: the time limit for a server that reports that it is starting.
+        error: the exception class to raise.
+        limit: the limit and its origin, for the error message.
         """
         self._what, self._error, self._limit_text = what, error, limit or f"{seconds:g} s"
         self._seconds = seconds
@@ -37,7 +37,7 @@ class Patience:
         self._last = time.monotonic() + max(seconds, starting_seconds)
         self._trouble = ""
 
-    async def __aenter__(self) -> Patience:
+    async def __aenter__(self) -> Deadline:
         await self._limit.__aenter__()
         return self
 
@@ -49,7 +49,7 @@ class Patience:
             raise self._error(f"{self._what}: no answer in time ({self._limit_text}{because})") from None
 
     async def starting(self, wait_s: float, trouble: str) -> None:
-        """Wait for a server that is still coming up, and let that not count against the deadline."""
+        """Wait ``wait_s`` for a starting server; the time does not count toward the normal limit."""
         self._trouble = trouble
         remaining = self._last - time.monotonic()
         self._limit.reschedule(asyncio.get_running_loop().time() + min(self._seconds, max(remaining, 0.0)))

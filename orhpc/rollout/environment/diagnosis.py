@@ -1,4 +1,4 @@
-"""Whether an environment raises on every task, or on some: asked when the first opening raises."""
+"""Determines, when opening a session raises, whether an environment raises on every task or only on some."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from orhpc.process.user_code import server_error
 from orhpc.types import Task
 
 TASKS_TRIED = 3
-"""Tasks whose sessions have to raise before the environment is said to raise on all."""
+"""Tasks whose sessions have to raise before the environment is assumed to raise on all."""
 
 
 class Diagnosis:
-    """What is known of one environment's openings in one worker."""
+    """Whether sessions of one environment could be opened in one worker."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._one_at_a_time = asyncio.Lock()
         self.opened = False
-        """Whether any session could be opened."""
+        """Whether any session has been opened."""
 
     async def of(
         self,
@@ -32,13 +32,13 @@ class Diagnosis:
         """Try other tasks of the split, unless one has been opened before.
 
         Args:
-            task: the opening that raised.
-            error: what it raised.
-            num_tasks: tasks of a split.
+            task: the task whose opening raised.
+            error: the error raised.
+            num_tasks: returns the number of tasks of a split.
             try_task: opens a session on a task and deletes it.
 
         Raises:
-            UserCodeError: the environment raises on those too.
+            UserCodeError: the environment raises on those tasks too.
         """
         async with self._one_at_a_time:
             if self.opened:
@@ -46,7 +46,7 @@ class Diagnosis:
             try:
                 count = await num_tasks(task.split)
             except OrhpcError:
-                return  # it cannot be asked, which says nothing of its code
+                return  # the server cannot be queried, which does not indicate an error in its code
             others = {(task.index + count * i // TASKS_TRIED) % count for i in range(1, TASKS_TRIED)}
             for index in sorted(others - {task.index}):
                 try:
@@ -58,5 +58,5 @@ class Diagnosis:
                     return
                 self.opened = True
                 return
-        what = f"environment {self._name!r}: its code, asked for a session on {task.id},"
+        what = f"environment {self._name!r}: opening a session on {task.id}"
         raise server_error(what, error.detail, error.trace)

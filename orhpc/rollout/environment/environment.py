@@ -1,14 +1,14 @@
 """OpenReward environments: tasks, sessions and tool calls, with every failure typed.
 
-An infrastructure failure is :class:`~orhpc.errors.EnvironmentUnavailable`, and a server that answers
-with an error of the environment's own code :class:`~orhpc.errors.EnvironmentRaised`: the rollout can be
-made again in a new session.  A task that the server refuses is :class:`~orhpc.errors.BadTask`: the
-rollout ends and is counted.  What the model did wrong, a tool that raises on its arguments included, is
-a :class:`ToolResult` with ``error`` set, which the model is shown.  None of them is ever a reward.  An
+An infrastructure failure raises :class:`~orhpc.errors.EnvironmentUnavailable`; an error in the
+environment's own code raises :class:`~orhpc.errors.EnvironmentRaised`.  In both cases the rollout can be
+retried in a new session.  A task that the server refuses raises :class:`~orhpc.errors.BadTask`: the rollout
+ends and is counted.  A mistake of the model, including arguments on which a tool raises, returns a
+:class:`ToolResult` with ``error`` set, which is shown to the model.  No failure ever becomes a reward.  An
 environment that raises on every task ends the run with :class:`~orhpc.errors.UserCodeError`.
 
-Tasks are named by split and index and resolved by the server, so that a task's specification,
-which often holds the gold answer, never comes to this side.
+Tasks are identified by split and index and resolved by the server, so that a task's specification, which
+often contains the gold answer, is never sent to the client.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from orhpc.rollout.environment.addresses import (
     unreachable,
 )
 from orhpc.rollout.environment.call_history import CallHistory
-from orhpc.rollout.environment.deadline import Patience
+from orhpc.rollout.environment.deadline import Deadline
 from orhpc.rollout.environment.diagnosis import Diagnosis
-from orhpc.rollout.environment.leaving import Leaving
+from orhpc.rollout.environment.leaving import SessionDeletions
 from orhpc.rollout.environment.notices import Notices
 from orhpc.rollout.environment.openreward_session import GuardedSession, ToolRaised, required_secrets
 from orhpc.rollout.environment.receiving import Refused
@@ -70,11 +70,11 @@ M = TypeVar("M")
 _ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
 API_KEY = "OPENREWARD_API_KEY"
 RETRY_START_S = 1.0
-"""Pause between two looks at a server that does not answer yet."""
+"""Pause between two connection attempts to a server that does not answer yet."""
 
 
 class Environment:
-    """One environment on one server, and the sessions open there."""
+    """One environment on one server, and its open sessions."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Environment:
         direct: bool = False,
         key: str | None = None,
     ) -> None:
-        """``direct``, ``key``: the job runs the server; see :class:`GuardedSession`."""
+        """``direct``, ``key``: for a server that the job runs; see :class:`GuardedSession`."""
         self._direct = direct
         self._key = key
         self._own_http: aiohttp.ClientSession | None = None
@@ -95,12 +95,12 @@ class Environment:
         self.settings = settings
         self.rollout = rollout
         self.supports_score_group = self._rich = False
-        """The environment compares the rollouts of a group: see :meth:`score_group`."""
+        """Whether the environment compares the rollouts of a group: see :meth:`score_group`."""
         self._client = client
         self._handle = handle
         self._secrets: dict[str, str | tuple[str, list[str]]] = {}
         self._body_secrets: Mapping[str, str] | None = None
-        self._leaving = Leaving()
+        self._deletions = SessionDeletions()
         self.notices = Notices()
         """Lines about this environment for the run's events."""
         self._history = CallHistory(rollout.tool_timeout_s)
@@ -118,19 +118,19 @@ class Environment:
         url: str | None = None,
         key: str | None = None,
     ) -> Environment:
-        """Connect to a server, wait until it has come up, and find the variant.
+        """Connect to a server, wait until it answers, and choose the variant.
 
         Args:
-            name: key in the config's ``environments``, ``Organisation/Name`` for OpenReward's service.
-            settings: its settings.
-            secrets: name to value, as :func:`orhpc.process.secrets.resolve_secrets` gives them.
-            rollout: deadlines.
-            url: server that the job runs itself; null: ``settings.url``, then OpenReward's service.
-            key: what requests to the server at ``url`` carry; no other server is sent it.
+            name: key in the config's ``environments``; ``Organization/Name`` for OpenReward's service.
+            settings: the settings under that key.
+            secrets: name to value, as returned by :func:`orhpc.process.secrets.resolve_secrets`.
+            rollout: the timeouts.
+            url: address of a server that the job runs; default ``settings.url``, then OpenReward's service.
+            key: bearer token sent to the server at ``url`` and to no other server.
 
         Raises:
             EnvironmentUnavailable: no answer within ``rollout.environment_start_timeout_s``.
-            ConfigError: no such environment or variant, or the URL is no URL of a server.
+            ConfigError: there is no such environment or variant, or the URL is not a server's URL.
             PreflightError: the API key or a secret that the environment needs is missing.
         """
         direct = url is not None
@@ -148,7 +148,7 @@ class Environment:
                 raise PreflightError(f"environment {name!r} is reached through OpenReward: set {API_KEY}")
             remember_secrets([key])
         else:
-            # The service's key is not for servers of others; one that needs it names it as a secret.
+            # Do not send OpenReward's key to other servers; one that needs it lists it as a secret.
             handle.api_key = None
         environment = cls(name, settings, rollout, client, handle, direct=direct, key=own_key)
         if direct or is_private(host):
@@ -161,14 +161,14 @@ class Environment:
         return environment
 
     def _connect_directly(self, url: str) -> None:
-        """Reach the server without the proxies that clusters set.
+        """Bypass the proxies that clusters configure.
 
-        The SDK's own connections read them, and a netrc file, which aiohttp looks for in a thread before
-        each request: with many sessions at once threads and event loop wait for each other.
+        The SDK's own connections honor proxies and a netrc file, which aiohttp looks up in a thread before
+        each request; with many concurrent sessions, the threads and the event loop block each other.
         """
-        everlasting = aiohttp.ClientTimeout(total=None)
+        no_timeout = aiohttp.ClientTimeout(total=None)
         self._own_http = aiohttp.ClientSession(
-            url, connector=aiohttp.TCPConnector(limit=0), timeout=everlasting
+            url, connector=aiohttp.TCPConnector(limit=0), timeout=no_timeout
         )
         self._handle.client = self._own_http
 
@@ -180,11 +180,11 @@ class Environment:
                 variants = await self._ask("GET", "/list_environments", answers.VARIANTS, missing=[])
                 break
             except EnvironmentUnavailable as error:
-                if (hopeless := unreachable(self.name, host, error.__cause__)) is not None:
-                    raise hopeless from None
+                if (permanent := unreachable(self.name, host, error.__cause__)) is not None:
+                    raise permanent from None
                 if loop.time() + RETRY_START_S > deadline:
                     raise EnvironmentUnavailable(
-                        f"environment {self.name!r} did not come up within "
+                        f"environment {self.name!r} did not start within "
                         f"{self.rollout.environment_start_timeout_s:g} s: {error}"
                     ) from None
                 await asyncio.sleep(RETRY_START_S)
@@ -192,8 +192,8 @@ class Environment:
         tools = await self._ask("GET", self.path("/tools"), answers.TOOLS, missing=None)
         if not variants and tools is None:
             raise ConfigError(
-                f"environments.{self.name}.url: {host} answers, but is no OpenReward server: it has neither "
-                "/list_environments nor /tools"
+                f"environments.{self.name}.url: {host} answers, but is not an OpenReward server: it has "
+                "neither /list_environments nor /tools"
             )
         if tools is not None:
             self.supports_score_group = bool(tools.supports_score_group)
@@ -207,7 +207,7 @@ class Environment:
         self._secrets = {n: v if n in WELL_KNOWN_SECRETS else (v, [host]) for n, v in secrets.items()}
 
     def path(self, suffix: str) -> str:
-        """Address on the server; without the variant each call would pay a redirect."""
+        """Request path; includes the variant, because each request without it costs a redirect."""
         return suffix if self._handle.variant is None else f"/{self._handle.variant}{suffix}"
 
     def _wire(self, label: str, split: str = "", index: int = 0) -> GuardedSession:
@@ -225,8 +225,8 @@ class Environment:
             toolset_name=self.settings.toolset,
         )
 
-    def _patience(self, what: str) -> Patience:
-        return Patience(what, self.rollout.session_timeout_s, self.rollout.environment_start_timeout_s)
+    def _deadline(self, what: str) -> Deadline:
+        return Deadline(what, self.rollout.session_timeout_s, self.rollout.environment_start_timeout_s)
 
     async def _ask(
         self,
@@ -237,15 +237,12 @@ class Environment:
         *,
         missing: M | EllipsisType = ...,
     ) -> T | M:
-        """Ask the server about the environment.
-
-        ``missing`` is returned when it has no such call; without it that is a ConfigError.
-        """
+        """Query the server; returns ``missing``, or else raises ConfigError, if it has no such endpoint."""
         wire = self._wire(f"environment {self.name!r}")
         try:
-            async with self._patience(wire.label) as patience:
-                await wire.connect(patience)
-                answer = await wire.fetch(method, path, patience, payload)
+            async with self._deadline(wire.label) as deadline:
+                await wire.connect(deadline)
+                answer = await wire.fetch(method, path, deadline, payload)
             return answers.read(schema, answer, f"{wire.label}: {path.rsplit('/', 1)[-1]}")
         except Refused as refused:
             if refused.status == 404 and wire.sid and not isinstance(missing, EllipsisType):
@@ -260,10 +257,10 @@ class Environment:
         except BadAnswer as error:
             raise ConfigError(f"{error}: is its URL that of an OpenReward server?") from None
         finally:
-            self._leaving.add(wire)
+            self._deletions.add(wire)
 
     async def num_tasks(self, split: str) -> int:
-        """Tasks of a split, at most ``num_samples``; raises ConfigError when there is no such split."""
+        """Number of tasks of a split, at most ``num_samples``; ConfigError when there is no such split."""
         try:
             answer = await self._ask("POST", self.path("/num_tasks"), answers.NUM_TASKS, {"split": split})
         except ConfigError as error:
@@ -277,15 +274,15 @@ class Environment:
         if count < 1:
             raise ConfigError(f"environment {self.name!r}: split {split!r} has no tasks")
         count = min(count, self.settings.num_samples or count)
-        if count > answers.MOST_TASKS:
+        if count > answers.MAX_TASKS:
             raise ConfigError(
                 f"environment {self.name!r}: split {split!r} has {count} tasks; set environments.{self.name}."
-                f"num_samples to {answers.MOST_TASKS} or fewer"
+                f"num_samples to {answers.MAX_TASKS} or fewer"
             )
         return count
 
     async def splits(self) -> list[str]:
-        """Names of the task splits, as far as the server says."""
+        """Names of the task splits that the server lists; may be empty."""
         listed = await self._ask("GET", self.path("/splits"), answers.SPLITS, missing=[])
         return [split if isinstance(split, str) else split.name for split in listed]
 
@@ -293,9 +290,8 @@ class Environment:
     async def session(self, task: Task) -> AsyncIterator[Session]:
         """Open a session on a task and delete it at the end.
 
-        Neither is ever cut short by a cancellation, which would leave the session, and whatever
-        sandbox it holds, to the server's reaper for 15 minutes: they go on in the background, and
-        :meth:`close` waits for them.
+        A cancellation interrupts neither: an interrupted session and its sandbox would occupy the server for
+        15 minutes.  Both continue in the background, and :meth:`close` waits for them.
 
         Raises:
             EnvironmentUnavailable: the server does not answer in time.
@@ -308,7 +304,7 @@ class Environment:
             try:
                 session = await asyncio.shield(opening)
             except asyncio.CancelledError:
-                self._leaving.add(opening)
+                self._deletions.add(opening)
                 raise
             except EnvironmentRaised as error:
                 await self._diagnosis.of(task, error, self.num_tasks, self._try)
@@ -317,26 +313,28 @@ class Environment:
         try:
             yield session
         except EnvironmentUnavailable:
-            self._leaving.add(session._wire)  # there may be nobody to answer: not worth waiting for
+            self._deletions.add(session._wire)  # do not wait: the server may be down
             raise
         except BaseException:
-            await asyncio.shield(self._leaving.add(session._wire))
+            await asyncio.shield(self._deletions.add(session._wire))
             raise
-        await asyncio.shield(self._leaving.add(session._wire))
+        await asyncio.shield(self._deletions.add(session._wire))
 
     async def _enter(self, task: Task) -> Session:
         wire = self._wire(task.id, task.split, task.index)
         try:
-            async with self._patience(f"{task.id}: opening the session") as patience:
-                await wire.begin(patience)
-                blocks = await wire.fetch("GET", self.path("/prompt"), patience)
-                said = await self._conversation(wire, patience) if answers.is_conversation(blocks) else ()
-                tools = await self._tools(wire, patience)
+            async with self._deadline(f"{task.id}: opening the session") as deadline:
+                await wire.begin(deadline)
+                blocks = await wire.fetch("GET", self.path("/prompt"), deadline)
+                conversation = (
+                    await self._conversation(wire, deadline) if answers.is_conversation(blocks) else ()
+                )
+                tools = await self._tools(wire, deadline)
             offered = answers.tools_of(tools, f"{task.id}: tools")
             return Session(
-                prompt=answers.text_of(blocks, f"{task.id}: the prompt", self._image_left_out),
+                prompt=answers.text_of(blocks, f"{task.id}: the prompt", self._report_image),
                 tools=offered.specs,
-                conversation=said,
+                conversation=conversation,
                 terminal=offered.terminal is not None,
                 _wire=wire,
                 _environment=self.name,
@@ -346,40 +344,36 @@ class Environment:
                 _terminal_tool=offered.terminal,
             )
         except Refused as refused:
-            self._leaving.add(wire)
+            self._deletions.add(wire)
             raise failure(wire, refused) from None
         except BaseException:
-            self._leaving.add(wire)
+            self._deletions.add(wire)
             raise
 
-    async def _conversation(self, wire: GuardedSession, patience: Patience) -> tuple[tuple[str, str], ...]:
-        messages = await wire.fetch("GET", self.path("/messages"), patience)
-        return answers.conversation(messages, f"{wire.label}: the conversation", self._image_left_out)
+    async def _conversation(self, wire: GuardedSession, deadline: Deadline) -> tuple[tuple[str, str], ...]:
+        messages = await wire.fetch("GET", self.path("/messages"), deadline)
+        return answers.conversation(messages, f"{wire.label}: the conversation", self._report_image)
 
-    def _image_left_out(self, kind: str) -> None:
-        self.notices.say_once("image", image_notice(self.name, kind))
+    def _report_image(self, kind: str) -> None:
+        self.notices.report_once("image", image_notice(self.name, kind))
 
     async def _try(self, task: Task) -> None:
-        """Open a session on a task and delete it again; raises as :meth:`session`."""
-        self._leaving.add((await self._enter(task))._wire)
+        """Open a session on a task and delete it; raises the same errors as :meth:`session`."""
+        self._deletions.add((await self._enter(task))._wire)
 
-    async def _tools(self, wire: GuardedSession, patience: Patience) -> Any:
+    async def _tools(self, wire: GuardedSession, deadline: Deadline) -> Any:
         try:
-            return await wire.fetch("GET", self.path("/task_tools"), patience)
+            return await wire.fetch("GET", self.path("/task_tools"), deadline)
         except Refused as refused:
             if refused.status != 404 or refused.detail != "Not Found":
                 raise
-            return await wire.fetch("GET", self.path("/tools"), patience)  # an older server
+            return await wire.fetch("GET", self.path("/tools"), deadline)  # an older server
 
     async def score_group(self, task: Task, transcripts: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
-        """Score the finished rollouts of a group against each other.
+        """Score the finished rollouts of a group against each other; ``transcripts``: their ``messages``.
 
-        Args:
-            task: the group's task.
-            transcripts: ``Rollout.messages`` of each.
-
-        Returns one score a transcript, which comes on top of what the rollout was paid.
-        Raises BadTask when judging fails, EnvironmentUnavailable when the server does not answer.
+        Returns one score per transcript, to be added to the rollout's step rewards.
+        Raises BadTask when scoring fails, EnvironmentUnavailable when the server does not answer.
         """
         candidates = [
             {"messages": answers.wire_messages(messages, rich=self._rich)} for messages in transcripts
@@ -387,9 +381,9 @@ class Environment:
         budget = self.rollout.tool_timeout_s
         async with self.session(task) as session:
             try:
-                async with Patience(f"{task.id}: group scoring", budget, budget) as patience:
+                async with Deadline(f"{task.id}: group scoring", budget, budget) as deadline:
                     answer = await session._wire.invoke(
-                        self.path("/score_group"), {"candidates": candidates}, patience
+                        self.path("/score_group"), {"candidates": candidates}, deadline
                     )
             except ToolRaised as error:
                 raise BadTask(f"{task.id}: group scoring failed: {error}") from None
@@ -398,8 +392,8 @@ class Environment:
         return answers.group_scores(answer, len(candidates), f"{task.id}: group scoring")
 
     async def close(self) -> None:
-        """Wait for sessions that are being deleted, then close every connection."""
-        await self._leaving.wait()
+        """Wait for pending session deletions, then close every connection."""
+        await self._deletions.wait()
         if self._own_http is not None:
             await self._own_http.close()
         await self._client.environments.aclose()

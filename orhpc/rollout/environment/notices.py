@@ -1,4 +1,4 @@
-"""Lines that a worker reports in the run's events: each of them once."""
+"""Notices from a rollout worker for the run's events, each reported once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ log = logging.getLogger(__name__)
 
 
 class Notices:
-    """Lines for the run's events, from one worker; they travel with the next finished group."""
+    """Notices of one worker; they are sent with the next finished group."""
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
         self._new: list[str] = []
 
-    def say_once(self, key: Hashable, line: str) -> None:
-        """Log a line and pass it on, unless one with this key was said before."""
+    def report_once(self, key: Hashable, line: str) -> None:
+        """Log a line and queue it for the events, unless a line with this key was reported before."""
         if key in self._known:
             return
         self._known.add(key)
@@ -24,6 +24,6 @@ class Notices:
         self._new.append(line)
 
     def drain(self) -> tuple[str, ...]:
-        """The lines since the last call."""
+        """Return the lines queued since the last call."""
         new, self._new = tuple(self._new), []
         return new

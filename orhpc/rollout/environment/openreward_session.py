@@ -1,19 +1,21 @@
-"""One OpenReward session on the wire, with the SDK's weak places replaced.
+"""One OpenReward session, with fixes for weaknesses of the SDK.
 
-The SDK (0.1.167) makes the client, the headers and the session's life; what it does badly is done
-here instead, over the same protocol:
+The SDK (0.1.167) provides the client, the headers and the session lifecycle.  This module replaces the
+following parts, using the same protocol:
 
-* its event parser strips white space at the borders of 4096-character pieces: :func:`sse_events`
-  follows the HTML standard and takes off one space, no more;
-* it posts a tool call again when the connection breaks before the call's task id arrives, so the
-  call can run twice: :meth:`GuardedSession.invoke` posts again only what certainly did not run;
-* its keep-alive gives up after minutes: ours notices a dead session within ``PING_FAILURES`` pings;
-* it leaves answers unread, so that each call and each deletion closes its connection: ours are read;
-* it reads answers of any size, and follows redirects with keys and secrets to wherever they lead: ours are
-  bounded (:mod:`orhpc.rollout.environment.receiving`) and follow only redirects within the server.
+* The SDK's event parser strips white space at the boundaries of 4096-character chunks; :func:`sse_events`
+  follows the HTML standard and strips one leading space only.
+* The SDK repeats a tool call when the connection breaks before the call's task id arrives, so the call can
+  run twice; :meth:`GuardedSession.invoke` repeats only calls that certainly did not run.
+* The SDK's keep-alive needs minutes to detect a dead session; here ``PING_FAILURES`` failed pings suffice.
+* The SDK does not read some answers to the end, which closes the connection after each call and each
+  deletion; here all answers are read.
+* The SDK reads answers of any size and follows redirects to other servers, sending keys and secrets along;
+  here answers are bounded (:mod:`orhpc.rollout.environment.receiving`) and only redirects within the same
+  server are followed.
 
-Everything raises :class:`~orhpc.errors.EnvironmentUnavailable` for infrastructure and
-:class:`Refused` or :class:`ToolRaised` for what the server said; callers give these their meaning.
+Infrastructure failures raise :class:`~orhpc.errors.EnvironmentUnavailable`; errors reported by the server
+raise :class:`Refused` or :class:`ToolRaised`, which callers convert into errors of :mod:`orhpc.errors`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from yarl import URL
 from orhpc.errors import BadAnswer, EnvironmentUnavailable
 from orhpc.process.secrets import redact
 from orhpc.rollout.environment.answers import read, session_id
-from orhpc.rollout.environment.deadline import Patience
+from orhpc.rollout.environment.deadline import Deadline
 from orhpc.rollout.environment.receiving import (
     Refused,
     Rejected,
@@ -51,44 +53,44 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 20.0
 PING_FAILURES = 3
-"""Pings in a row without an answer after which the session counts as dead."""
+"""Consecutive pings without an answer after which the session is considered dead."""
 HEARTBEAT_S = 60.0
-"""The server sends a comment every 10 s during a call; silence of this length is a broken connection."""
+"""Read timeout of a call: the server sends a comment every 10 s during a call."""
 ATTEMPTS = 4
-"""Tries of a request that certainly had no effect, or has none when repeated."""
+"""Attempts of a request that certainly had no effect, or whose repetition has none."""
 BACKOFF_S = 0.5
 END_S = 30.0
-"""Deadline of deleting a session."""
+"""Timeout of deleting a session."""
 REDIRECTS = 5
-"""Redirects of one request that are followed."""
-_LONGEST_ID = 512
+"""Maximum number of redirects followed for one request."""
+_MAX_ID_CHARACTERS = 512
 _NAMES = TypeAdapter(list[str])
 _RETRYABLE = frozenset({429, 502, 503, 504})
 
 
 class ToolRaised(Exception):
-    """Code of the environment raised during a call."""
+    """The environment's code raised during a call."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one request has come."""
+    """State of one request across attempts."""
 
     repeatable: bool
-    """Whether sending it again cannot run anything twice."""
+    """Whether repeating the request cannot run anything twice."""
     attempts: int = 0
     task_id: str | None = None
 
 
 class GuardedSession(AsyncSession):
-    """The SDK's session with its own requests, keep-alive and calls.
+    """The SDK's session with replaced requests, keep-alive and calls.
 
-    ``label`` names the task in error messages.  ``direct``: an OpenReward server answers itself, with no
-    platform before it that hands out sessions and takes them back.  Such a server takes any session id,
-    and its own two calls for that would do nothing but cost a quarter of a short session.
-    ``body_secrets``: name to value for a server that reads them in the body of ``/create``.
-    ``own_key``: goes to the job's own server with every request.
-    ``max_answer_bytes``: a larger answer is a BadAnswer.
+    ``label``: names the task in error messages.  ``direct``: the client is connected to an OpenReward server
+    itself rather than to a platform that allocates sessions.  Such a server accepts any session id, so the
+    two requests that allocate and release one are skipped; they would add a quarter to a short session.
+    ``body_secrets``: name to value, for a server that reads secrets from the body of ``/create``.
+    ``own_key``: bearer token of the job's own server, sent with every request.
+    ``max_answer_bytes``: a larger answer raises BadAnswer.
     """
 
     def __init__(
@@ -108,20 +110,20 @@ class GuardedSession(AsyncSession):
         self._direct = direct
         self._own_key = own_key
         self._begun = False
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._death_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def connect(self, patience: Patience) -> None:
-        """Get a session id, which is enough to ask about the environment."""
+    async def connect(self, deadline: Deadline) -> None:
+        """Get a session id, which suffices to query the environment."""
         if self._direct:
             self.sid = str(uuid.uuid4())
             return
         progress = _Progress(repeatable=True)
-        created = await self._stream("/create_session", self._creation_payload, patience, progress)
+        created = await self._stream("/create_session", self._creation_payload, deadline, progress)
         self.sid = session_id(created, progress.task_id, self.label)
 
-    async def begin(self, patience: Patience) -> None:
+    async def begin(self, deadline: Deadline) -> None:
         """Create the task's session on the server and start the keep-alive."""
-        await self.connect(patience)
+        await self.connect(deadline)
         task: dict[str, Any] = {"split": self.split, "index": self.index}
         if self.toolset_name is not None:
             task["toolset_name"] = self.toolset_name
@@ -130,11 +132,11 @@ class GuardedSession(AsyncSession):
         if self._body_secrets:
             task["secrets"] = dict(self._body_secrets)
         self._begun = True
-        await self.fetch("POST", "/create", patience, task, repeatable=False)
+        await self.fetch("POST", "/create", deadline, task, repeatable=False)
         self._ping_task = asyncio.create_task(self._keep_alive())
 
     async def end(self) -> None:
-        """Delete the session; what goes wrong there is left to the server's own reaper."""
+        """Delete the session; failures are only logged, since the server removes idle sessions."""
         if self._ping_task is not None:
             self._ping_task.cancel()
         if self.sid is None:
@@ -142,28 +144,28 @@ class GuardedSession(AsyncSession):
         self._secrets_headers = None
         paths = ["/delete"] * self._begun + ["/delete_session"] * (not self._direct)
         try:
-            async with Patience(f"{self.label}: deleting the session", END_S, END_S) as patience:
+            async with Deadline(f"{self.label}: deleting the session", END_S, END_S) as deadline:
                 for path in paths:
-                    await self._delete(path, patience)
+                    await self._delete(path, deadline)
         except EnvironmentUnavailable as error:
             log.info("%s", error)
 
-    async def _delete(self, path: str, patience: Patience) -> None:
+    async def _delete(self, path: str, deadline: Deadline) -> None:
         async def once() -> None:
             async with self._send("POST", path) as response:
-                await read_body(response, self._limit, self.label)  # else the connection would be closed
+                await read_body(response, self._limit, self.label)  # unread answers close the connection
 
         try:
-            # Without a look at the keep-alive: a session that seems dead is deleted too.
-            await self._retry(once, path, patience, _Progress(repeatable=True))
+            # Not through _guard(): a session that seems dead is deleted too.
+            await self._retry(once, path, deadline, _Progress(repeatable=True))
         except Refused as refused:
             log.info("%s: %s", self.label, refused)
 
     @contextlib.asynccontextmanager
     async def _send(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and give its answer, which is no error; raises Rejected for an error.
+        """Send a request and yield the successful response; raises Rejected for an error response.
 
-        Redirects to another server are not followed: they would take the headers with them.
+        Redirects to another server are not followed: the headers with keys and secrets would be sent there.
         """
         target = URL(path)
         options = {
@@ -173,17 +175,17 @@ class GuardedSession(AsyncSession):
         }
         for _ in range(REDIRECTS + 1):
             async with self.client.request(method, target, **options) as response:
-                onward = self._onward(response, path) if 300 <= response.status < 400 else None
-                if onward is None:
+                redirect = self._redirect_target(response, path) if 300 <= response.status < 400 else None
+                if redirect is None:
                     await raise_if_rejected(response)
                     yield response
                     return
-            target = onward
+            target = redirect
         raise BadAnswer(f"{self.label}: {path}: more than {REDIRECTS} redirects")
 
-    def _onward(self, response: aiohttp.ClientResponse, path: str) -> URL:
-        """Where a redirect leads on the same server; raises BadAnswer when it leads elsewhere."""
-        with contextlib.suppress(ValueError):  # of what is no URL
+    def _redirect_target(self, response: aiohttp.ClientResponse, path: str) -> URL:
+        """Target of a redirect on the same server; raises BadAnswer for any other target."""
+        with contextlib.suppress(ValueError):  # not a valid URL
             target = response.url.join(URL(response.headers.get("Location", "")))
             if target.origin() == response.url.origin() and response.status in (307, 308):
                 return URL(target.raw_path_qs, encoded=True)
@@ -198,7 +200,7 @@ class GuardedSession(AsyncSession):
             "Authorization": f"Bearer {self._own_key}" if self._own_key is not None else None,
             "X-Session-ID": self.sid,
             "X-Deployment": self.deployment,
-            # Only what creates the session needs the secrets.
+            # Secrets are only sent until the session has been created.
             **(self._secrets_headers or {} if self._ping_task is None else {}),
         }
         return {"User-Agent": USER_AGENT} | {name: value for name, value in optional.items() if value}
@@ -207,12 +209,12 @@ class GuardedSession(AsyncSession):
         self,
         method: str,
         path: str,
-        patience: Patience,
+        deadline: Deadline,
         payload: dict[str, Any] | None = None,
         *,
         repeatable: bool = True,
     ) -> Any:
-        """Return a JSON answer; waits for a starting server, retries what cannot have had an effect.
+        """Return a JSON answer; waits for a starting server, retries requests that cannot have had an effect.
 
         Raises Refused for any other HTTP error and EnvironmentUnavailable for a broken connection.
         """
@@ -222,22 +224,22 @@ class GuardedSession(AsyncSession):
             async with self._send(method, path, json=payload) as response:
                 return await parse_json(await read_body(response, self._limit, what), what)
 
-        return await self._guard(self._retry(once, path, patience, _Progress(repeatable)))
+        return await self._guard(self._retry(once, path, deadline, _Progress(repeatable)))
 
-    async def invoke(self, path: str, payload: dict[str, Any], patience: Patience) -> Any:
-        """Run something with effects exactly once and return its JSON result.
+    async def invoke(self, path: str, payload: dict[str, Any], deadline: Deadline) -> Any:
+        """Run an operation with side effects exactly once and return its JSON result.
 
-        The server starts it when the request arrives and tells its task id; from then on a broken
-        connection is resumed by that id.  Before that, only an answer that says that nothing ran
-        (429, still starting) or a connection that was never made is tried again.
+        The server starts it when the request arrives and sends its task id; after that, a broken connection
+        is resumed with that id.  Before that, the request is repeated only if the answer shows that nothing
+        ran (429, server starting) or no connection was made.
 
         Raises ToolRaised when the environment's code raised, Refused for an HTTP error, and
-        EnvironmentUnavailable when it cannot be known what happened.
+        EnvironmentUnavailable when it is unknown what happened.
         """
-        return await self._guard(self._stream(path, payload, patience, _Progress(False)))
+        return await self._guard(self._stream(path, payload, deadline, _Progress(False)))
 
     async def _retry(
-        self, once: Callable[[], Awaitable[Any]], path: str, patience: Patience, progress: _Progress
+        self, once: Callable[[], Awaitable[Any]], path: str, deadline: Deadline, progress: _Progress
     ) -> Any:
         while True:
             progress.attempts += 1
@@ -248,26 +250,26 @@ class GuardedSession(AsyncSession):
                 wait = wait if rejected.wait_s is None else rejected.wait_s
                 error: Exception = rejected.refused
                 if rejected.starting:
-                    await patience.starting(wait, rejected.refused.detail)
+                    await deadline.starting(wait, rejected.refused.detail)
                     progress.attempts = 0
                     continue
                 status = rejected.refused.status
                 again = status == 429 or (status in _RETRYABLE and progress.repeatable)
             except aiohttp.ClientConnectorError as failure:  # nothing was sent
-                error, again = self._broken(path, failure), True
+                error, again = self._broken_connection(path, failure), True
                 error.__cause__ = failure
             except (aiohttp.ClientError, ValueError) as failure:
-                error, again = self._broken(path, failure), progress.repeatable
+                error, again = self._broken_connection(path, failure), progress.repeatable
             if not again or progress.attempts >= ATTEMPTS:
                 raise error
             await asyncio.sleep(wait)
 
-    def _broken(self, path: str, failure: Exception) -> EnvironmentUnavailable:
+    def _broken_connection(self, path: str, failure: Exception) -> EnvironmentUnavailable:
         reason = redact(" ".join(str(failure).split()))[:300] or type(failure).__name__
         return EnvironmentUnavailable(f"{self.label}: {path.rsplit('/', 1)[-1]}: {reason}")
 
     async def _stream(
-        self, path: str, payload: dict[str, Any], patience: Patience, progress: _Progress
+        self, path: str, payload: dict[str, Any], deadline: Deadline, progress: _Progress
     ) -> Any:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=HEARTBEAT_S)
 
@@ -279,15 +281,19 @@ class GuardedSession(AsyncSession):
                     raise BadAnswer(f"{self.label}: {path}: the answer is a web page, not events")
                 return await self._result(response, progress)
 
-        return await self._retry(once, path, patience, progress)
+        return await self._retry(once, path, deadline, progress)
 
     async def _result(self, response: aiohttp.ClientResponse, progress: _Progress) -> Any:
-        """Put the result of one stream together from its pieces."""
+        """Assemble the result of one event stream from its chunks."""
         chunks: list[str] = []
         async for event, data in sse_events(response.content, self._limit, self.label):
             if event == "task_id":
-                # From here on trying again means asking for the same task, so it is always safe.
-                progress.task_id, progress.repeatable, progress.attempts = data.strip()[:_LONGEST_ID], True, 0
+                # From here on a retry asks for the same task, so repeating is always safe.
+                progress.task_id, progress.repeatable, progress.attempts = (
+                    data.strip()[:_MAX_ID_CHARACTERS],
+                    True,
+                    0,
+                )
             elif event == "error":
                 if data == "unknown task_id":
                     raise EnvironmentUnavailable(f"{self.label}: the server lost a running call")
@@ -301,13 +307,13 @@ class GuardedSession(AsyncSession):
         raise aiohttp.ClientPayloadError("the answer broke off")
 
     async def _guard(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run until done, or until the keep-alive finds the session dead."""
+        """Run until done, or until the keep-alive declares the session dead."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, self._death_reason}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise EnvironmentUnavailable(f"{self.label}: {self._death.result()}")
+            raise EnvironmentUnavailable(f"{self.label}: {self._death_reason.result()}")
         finally:
             if not task.done():
                 task.cancel()
@@ -322,26 +328,26 @@ class GuardedSession(AsyncSession):
                 async with self._send("POST", "/ping", timeout=timeout):
                     failures = 0
             except Rejected as rejected:
-                # FastAPI's own "Not Found" means a server without keep-alive, not a lost session.
+                # FastAPI's own "Not Found" comes from a server without keep-alive, not for a lost session.
                 if rejected.refused.status in (404, 410) and rejected.refused.detail != "Not Found":
-                    return self._die(f"the server has lost the session: {rejected.refused.detail}")
+                    return self._declare_dead(f"the server has lost the session: {rejected.refused.detail}")
                 failures = failures + 1 if rejected.refused.status >= 500 else 0
             except (aiohttp.ClientError, BadAnswer, TimeoutError, ValueError):
                 failures += 1
-        self._die(f"{failures} keep-alive pings in a row failed")
+        self._declare_dead(f"{failures} keep-alive pings in a row failed")
 
-    def _die(self, reason: str) -> None:
-        if not self._death.done():
-            self._death.set_result(reason)
+    def _declare_dead(self, reason: str) -> None:
+        if not self._death_reason.done():
+            self._death_reason.set_result(reason)
 
 
 async def required_secrets(environment: AsyncEnvironment, name: str, timeout_s: float) -> list[str]:
-    """Names that the service says the environment needs; servers of our own have no such list.
+    """Names of the secrets that the OpenReward service lists for an environment; empty for other servers.
 
     Args:
-        environment: the SDK's handle; without a key it is not one of the service.
-        name: of the environment in the config.
-        timeout_s: deadline, in seconds.
+        environment: the SDK's handle; it has an API key only for OpenReward's service.
+        name: the environment's name in the config.
+        timeout_s: timeout in seconds.
     """
     if environment.api_key is None:
         return []

@@ -1,4 +1,4 @@
-"""A served environment's server for one process of the user's own: started, watched and ended with it."""
+"""Server process of a served environment, owned by one process outside a job (``orhpc try-env``)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class OwnServer:
     """Serves ``environments.NAME.serve`` on loopback inside a ``with`` block."""
 
     def __init__(self, name: str, settings: EnvironmentSettings, folder: Path) -> None:
-        """``folder``: for its log."""
+        """``folder``: where the server's log is written."""
         self._listener = hold_port("127.0.0.1")
         port = self._listener.getsockname()[1]
         self.key = secrets.token_urlsafe(32)
-        """What requests must carry."""
+        """Bearer token that requests must carry."""
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "environment.log"
         self._name = name
@@ -41,7 +41,7 @@ class OwnServer:
 
     def __enter__(self) -> Self:
         with self.log.open("wb") as log:
-            # Its tracebacks are read from the log while it runs.
+            # Tracebacks are read from the log while the server runs.
             quiet = {"OPENREWARD_LOG_LEVEL": "WARNING", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
             env = {**os.environ, **quiet}
             self._process = subprocess.Popen(
@@ -49,7 +49,7 @@ class OwnServer:
                 pass_fds=[self._listener.fileno()],
             )  # fmt: skip
         assert self._process.stdin is not None
-        # One that has ended already is noticed by check().
+        # check() reports a server that has exited already.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
             stream.write(f"{self.key}\n".encode())
         return self
@@ -67,24 +67,24 @@ class OwnServer:
         self._listener.close()
 
     def check(self) -> None:
-        """Raises ConfigError, with what the server said last, when it has ended."""
+        """Raises ConfigError with the server's last output line when the server has exited."""
         if self._process is None or self._process.poll() is None:
             return
-        said = self.log.read_text(errors="replace").rstrip()
-        if _HEAD in said:
-            print(users_part(_last_traceback(said)), file=sys.stderr)
-        last = said.splitlines()[-1] if said else "it said nothing"
+        output = self.log.read_text(errors="replace").rstrip()
+        if _HEAD in output:
+            print(users_part(_last_traceback(output)), file=sys.stderr)
+        last = output.splitlines()[-1] if output else "the environment server exited without output"
         raise ConfigError(last.removeprefix("orhpc: "))
 
     def last_traceback(self) -> str:
-        """The newest traceback in the server's log since the last call, from the user's first frame on."""
+        """The latest traceback written to the log since the last call, from the user's first frame on."""
         text = self.log.read_text(errors="replace")
         new, self._read = text[self._read :], len(text)
         return users_part(_last_traceback(new)) if _HEAD in new else ""
 
 
 def _last_traceback(text: str) -> str:
-    """A traceback ends with the first line after its frames that is not indented."""
+    """A traceback ends with the first non-indented line after its frames."""
     lines = text[text.rindex(_HEAD) :].splitlines()
     end = next(
         (i for i, line in enumerate(lines[1:], 1) if line and not line.startswith(" ")), len(lines) - 1

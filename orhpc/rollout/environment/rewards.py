@@ -1,4 +1,4 @@
-"""From what an environment paid to a rollout's one reward."""
+"""Computes a rollout's reward from the environment's step rewards."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from dataclasses import replace
 from orhpc.config import EnvironmentSettings
 from orhpc.errors import BadAnswer, UserCodeError
 from orhpc.process.user_code import user_error
-from orhpc.rollout.environment.answers import LARGEST_REWARD
+from orhpc.rollout.environment.answers import MAX_REWARD
 from orhpc.types import Rollout, RolloutEnd
 
 _REDUCTIONS = {
     "sum": math.fsum,
-    "mean": lambda paid: math.fsum(paid) / len(paid),
+    "mean": lambda rewards: math.fsum(rewards) / len(rewards),
     "max": max,
     "min": min,
 }
 
 
-def reduce_rewards(paid: Iterable[float], end: RolloutEnd, settings: EnvironmentSettings) -> float | None:
-    """Return the reward of a rollout; None when it is not to be trained on.
+def reduce_rewards(rewards: Iterable[float], end: RolloutEnd, settings: EnvironmentSettings) -> float | None:
+    """Return the reward of a rollout; None if the rollout is not used for training.
 
-    ``nonterminal_reward`` is appended when no terminal state was reached; then comes the reduction,
-    which makes 0 of nothing, and then the clamp.
+    ``nonterminal_reward`` is appended if no terminal state was reached; then the step rewards are reduced
+    (0 if there are none), and the result is clamped.
 
     Raises:
-        BadAnswer: the steps' rewards add up to more than a reward may be.
+        BadAnswer: the reduced reward exceeds the maximum absolute value.
     """
     if not end.trainable:
         return None
-    steps = list(paid)
+    steps = list(rewards)
     if end is not RolloutEnd.TERMINAL and settings.nonterminal_reward is not None:
         steps.append(settings.nonterminal_reward)
     reward = clamp(float(_REDUCTIONS[settings.reward_reduction](steps)) if steps else 0.0, settings)
-    if abs(reward) > LARGEST_REWARD:
-        raise BadAnswer(f"the rewards add up to {reward:g}, {LARGEST_REWARD:g} is the largest reward")
+    if abs(reward) > MAX_REWARD:
+        raise BadAnswer(f"the rewards add up to {reward:g}; the maximum is {MAX_REWARD:g}")
     return reward
 
 
 def clamp(reward: float, settings: EnvironmentSettings) -> float:
-    """Bring a reward between ``min_reward`` and ``max_reward``, where they are set."""
+    """Clamp a reward to ``min_reward`` and ``max_reward``, where they are set."""
     if settings.min_reward is not None:
         reward = max(reward, settings.min_reward)
     if settings.max_reward is not None:
@@ -50,23 +50,23 @@ def clamp(reward: float, settings: EnvironmentSettings) -> float:
     return reward
 
 
-def custom_reward(value: object, name: str, settings: EnvironmentSettings) -> float:
-    """Check and clamp what a ``rollout.custom_reward`` function returned; raises UserCodeError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
+def check_custom_reward(value: object, name: str, settings: EnvironmentSettings) -> float:
+    """Validate and clamp the return value of ``rollout.custom_reward``; raises UserCodeError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
         raise UserCodeError(
             f"rollout.custom_reward: {name} returned {repr(value)[:40]}, which is not a finite number of at "
-            f"most {LARGEST_REWARD:g} in size"
+            f"most {MAX_REWARD:g} in magnitude"
         )
     return clamp(float(value), settings)
 
 
-async def own_reward(
+async def call_custom_reward(
     function: Callable[[Rollout], float | Awaitable[float]],
     rollout: Rollout,
     name: str,
     settings: EnvironmentSettings,
 ) -> float:
-    """Call ``rollout.custom_reward``, named ``name``; raises UserCodeError for whatever it raises."""
+    """Call ``rollout.custom_reward``, the function ``name``; raises UserCodeError if it raises."""
     try:
         value = function(rollout)
         value = await value if inspect.isawaitable(value) else value
@@ -74,19 +74,19 @@ async def own_reward(
         failure = user_error(f"rollout.custom_reward: {name}", error)
         failure.transcript = rollout.messages
         raise failure from error
-    return custom_reward(value, name, settings)
+    return check_custom_reward(value, name, settings)
 
 
 def step_rewards(rollout: Rollout) -> list[float]:
-    """What the environment paid, call by call, as the transcript tells it."""
+    """The step rewards recorded in the rollout's transcript, in order."""
     return [m["reward"] for m in rollout.messages if m.get("reward") is not None]
 
 
 def with_group_score(rollout: Rollout, score: float, settings: EnvironmentSettings) -> Rollout:
-    """Count a score against the rest of the group as one more step reward.
+    """Add a group score as one more step reward.
 
     For environments that compare finished rollouts
-    (:meth:`~orhpc.rollout.environment.environment.Environment.score_group`); rollouts that are not trained on
-    stay without a reward.
+    (:meth:`~orhpc.rollout.environment.environment.Environment.score_group`); rollouts that are not used for
+    training keep no reward.
     """
     return replace(rollout, reward=reduce_rewards([*step_rewards(rollout), score], rollout.end, settings))

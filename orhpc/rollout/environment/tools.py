@@ -1,4 +1,4 @@
-"""What a tool is and what a call came to: the words that environments, chat formats and agents share."""
+"""Tools and results of tool calls: types shared by environments, chat formats and agents."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool as the model is told of it."""
+    """A tool as described to the model."""
 
     name: str
     description: str
     schema: dict[str, Any]
-    """JSON schema of its arguments, an object."""
+    """JSON schema of its arguments; always of an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one call came to."""
+    """Result of one tool call."""
 
     text: str
-    """What the model is shown, exactly as the environment wrote it."""
+    """Text shown to the model, exactly as the environment sent it."""
     reward: float | None = None
-    """What the environment paid; None when it paid nothing."""
+    """The step reward; None if the environment gave none."""
     finished: bool = False
-    """The task has come to its end."""
+    """Whether the task has ended."""
     error: str | None = None
     """``not_found``, ``name_collision``, ``input_validation``, ``bad_input_shape`` or
     ``episode_finished`` when the call was refused and nothing ran; ``tool_raised`` when the tool's code
     raised."""
     metadata: dict[str, Any] | None = None
-    """Additional data that the environment returned; recorded, and never shown to the model."""
+    """Additional data from the environment; recorded, but never shown to the model."""

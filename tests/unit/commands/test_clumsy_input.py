@@ -16,7 +16,7 @@ from orhpc.commands import cli
 from orhpc.config.files import PACKAGED, dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from orhpc.launch.__main__ import main as launch
-from orhpc.rollout.transcript import Draft, RolloutRequest
+from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rundir import CommitName, RunDir
 from orhpc.rundir.commits import Manifest, begin, finalise
 from orhpc.rundir.events import EventLog
@@ -155,7 +155,7 @@ def run(tmp_path: Path) -> RunDir:
     (run.attempt(1) / "driver.log").write_text("line\n")
     finalise(begin(run, CommitName(1, 1)), Manifest(1, 1, None, ()))
     request = RolloutRequest("0.0", 0, 0, Task("e", "train", 0), seed=1)
-    made = Draft().rollout(request, RolloutEnd.FAILED, reward=None, error="x", seconds=0.0, limit=1)
+    made = RolloutBuilder().rollout(request, RolloutEnd.FAILED, reward=None, error="x", seconds=0.0, limit=1)
     write_rollouts(record_path(run.rollouts_of(1), 1, 0), [made])
     return run
 

@@ -15,7 +15,7 @@ from orhpc.driver.loop import train
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep, report
 from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
-from orhpc.rollout.producer import Position, Taken
+from orhpc.rollout.producer import Position, StepGroups
 from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.storage import StorageRetry, Store
 
@@ -33,14 +33,14 @@ class Parts:
     def position(self) -> Position:
         return Position(4 * self.taken, ())
 
-    async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[Taken, dict[str, float]]:
+    async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
         self.taken += 1
-        return Taken([]), {}
+        return StepGroups([]), {}
 
     async def publish(self, step: int) -> dict[str, float]:
         return self._perhaps("publish", step)
 
-    async def record(self, step: int, taken: Taken, store: Store) -> None:
+    async def record(self, step: int, taken: StepGroups, store: Store) -> None:
         self._perhaps("record", step)
 
     def _perhaps(self, what: str, step: int) -> dict[str, float]:

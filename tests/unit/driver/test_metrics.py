@@ -13,7 +13,7 @@ from orhpc.config.alarms import AlarmSettings, raised
 from orhpc.driver.evaluation import evaluation_metrics
 from orhpc.driver.metrics import rollout_metrics, summary_metrics
 from orhpc.launch.display import failures_of
-from orhpc.rollout.producer import Taken
+from orhpc.rollout.producer import StepGroups
 from orhpc.types import Location, PromptGroup, RolloutEnd, RolloutSummary, Task, Waits
 
 
@@ -59,7 +59,7 @@ DONE, FAILED = RolloutEnd.TERMINAL, RolloutEnd.FAILED
 
 
 def test_failures_are_counted_for_each_environment_and_are_in_no_mean() -> None:
-    taken = Taken(
+    taken = StepGroups(
         [group(1, "a", DONE, DONE, FAILED, DONE), group(2, "b", DONE, DONE, DONE, DONE, retries=1)],
         [group(3, "a", FAILED, FAILED, FAILED, DONE), group(4, "b", DONE, DONE, DONE, DONE)],
         Counter(failed=1, equal_rewards=1),
@@ -77,7 +77,7 @@ def test_failures_are_counted_for_each_environment_and_are_in_no_mean() -> None:
     assert numbers["staleness_mean"] == 0
     assert [str(alarm) for alarm in raised(AlarmSettings(), numbers)] == ["failed_share 0.5 is above 0.1"]
     assert failures_of(numbers) == "failed 4 (a 4)  retried 4 (b 4)  groups dropped 1 (a 1)"
-    assert failures_of(rollout_metrics(Taken([group(2, "b", DONE, DONE)]), 3)) == ""
+    assert failures_of(rollout_metrics(StepGroups([group(2, "b", DONE, DONE)]), 3)) == ""
 
 
 @pytest.mark.parametrize(("lowest", "mean"), [(None, 0.25), (-1.0, -0.5), (0.5, 0.625)])

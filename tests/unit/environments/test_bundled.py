@@ -1,4 +1,4 @@
-"""The bundled environments, in this process and on the server that serves them."""
+"""The bundled environments, in this process and on their server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Bare(Environment):
 
 
 class _OrsEnvironment:
-    """Stands for ors-sdk's base class, which is no subclass of OpenReward's."""
+    """Represents ors-sdk's base class, which is not a subclass of OpenReward's."""
 
 
 _OrsEnvironment.__module__ = "ors.environments"
@@ -147,9 +147,9 @@ def test_reasoning_gym_verifies_answers() -> None:
         ("no.such.module:Class", {}, "cannot be loaded"),
         ("json:Nothing", {}, "cannot be loaded"),
         ("json:dumps", {}, "not a class"),
-        ("json:JSONDecoder", {}, "is no OpenReward environment"),
+        ("json:JSONDecoder", {}, "is not an OpenReward class"),
         (f"{__name__}:Bare", {"a": 1}, "takes no options"),
-        (f"{__name__}:OfOrsSdk", {}, "of ors-sdk: start its own server"),
+        (f"{__name__}:OfOrsSdk", {}, "uses ors-sdk: start its own server"),
         ("arithmetic", {"max_numbr": 3}, "max_numbr"),
         ("arithmetic", {"max_number": -3}, "max_number"),
         ("treasure", {"doors": "many"}, "doors"),
@@ -199,8 +199,8 @@ def test_the_server_answers_and_dies_with_its_parent() -> None:
     (port,) = free_ports(1, "127.0.0.1")
     command = [sys.executable, "-m", "orhpc.environments.server", "--environment", "arithmetic"]
     command += ["--port", str(port), "--options-json", '{"n_tasks": 3}']
-    # A parent of its own, which the test can kill without a chance to clean up.  It starts the server
-    # in a thread that ends at once, and that is no reason to die.
+    # A separate parent process, which the test can kill without cleanup.  It starts the server in a thread
+    # that ends at once, which must not end the server.
     code = f"""
 import subprocess, threading, time
 start = lambda: print(subprocess.Popen({command!r}).pid, flush=True)

@@ -374,5 +374,5 @@ def test_routes_of_routers_that_return_logits_alone_are_not_made_up(tmp_path: Pa
     SlotModel(model, 2, 64, record_routes=True)
     model.set_attn_implementation("sdpa")
     with_earlier_blocks(model)
-    with pytest.raises(ModelError, match="LogitsTopkRouter does not say which 2 experts it chooses"):
+    with pytest.raises(ModelError, match="LogitsTopkRouter does not return which 2 experts it chooses"):
         SlotModel(model, 2, 64, record_routes=True)

@@ -1,4 +1,4 @@
-"""The agent loop with a scripted policy: what is sampled, what is trained on and how it ends."""
+"""The agent loop with a scripted policy: which tokens are sampled and trained on, and how rollouts end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(room: Room, policy: Policy, chat: Any = CHAT, **options: Any) -> Rollout
 
 
 def check_invariants(rollout: Rollout, policy: Policy) -> None:
-    """What holds for every rollout: exact prefixes, and exactly the sampled tokens are trained."""
+    """Invariants of every rollout: exact prefixes, and exactly the sampled tokens are trained on."""
     tokens = rollout.tokens_T.tolist()
     sampled: list[int] = []
     for before, output, after in zip(policy.prompts, policy.outputs, policy.prompts[1:], strict=False):
@@ -149,7 +149,7 @@ def test_a_plain_answer_that_ends_nothing_can_be_nudged() -> None:
     nudge = "Use a <|im_end|> tool.<|im_end|>\n<|im_start|>assistant\n"
     assert CHAT.codec.decode(policy.prompts[1]).endswith(f"Hello.<|im_end|>\n<|im_start|>user\n{nudge}")
     ends = [prompt.count(CHAT.stop_token_ids[0]) for prompt in policy.prompts]
-    assert ends[1] == ends[0] + 2  # the text's own is no control token
+    assert ends[1] == ends[0] + 2  # the one in the text is not a control token
     assert policy.prompts[1][: len(policy.prompts[0]) + len(policy.outputs[0])] == (
         policy.prompts[0] + policy.outputs[0]
     )

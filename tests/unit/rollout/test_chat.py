@@ -1,7 +1,7 @@
-"""Chat formats against chat templates, and foreign text against the tokenizers' control tokens.
+"""Chat formats against chat templates, and untrusted text against the tokenizers' control tokens.
 
-The templates here are written from each family's documentation, independently of the renderers in
-Python that stand in where a tokenizer comes without one.
+The templates here are written from each family's documentation, independently of the Python renderers used
+for tokenizers without a template.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from orhpc.config import ModelSettings
 from orhpc.errors import MalformedToolCall, ModelError
 from orhpc.rollout.chat import ChatFormat, ToolCall, chat_format
-from orhpc.rollout.chat.messages import MOST_CALLS
+from orhpc.rollout.chat.messages import MAX_CALLS
 from orhpc.rollout.environment.tools import ToolSpec
 from orhpc.types import FinishReason
 from tests.scripted import CHATML, DEEPSEEK, GLM, GLM4, LLAMA, QWEN, chat, tokenizer
@@ -194,7 +194,7 @@ PROMPTS = ["Hello world", "  padded \n\n", "\n\nhello  in", "", "é\u2028 {x} {t
 
 
 def official(made: Any, messages: Any, *, tools: Any = None, thinking: bool = False) -> list[int]:
-    """What the tokenizer itself makes of a whole conversation."""
+    """The tokenizer's own rendering of a whole conversation."""
     return made.apply_chat_template(
         messages,
         tools=tools,
@@ -209,7 +209,7 @@ _FORMS: dict[str, ChatFormat] = {}
 
 
 def chat_for(name: str) -> ChatFormat:
-    """A family's format over its official template, made once."""
+    """A family's format with its official template, created once."""
     if name not in _FORMS:
         _FORMS[name] = chat(*FAMILIES[name])
     return _FORMS[name]
@@ -313,12 +313,12 @@ def test_the_end_of_a_turn_is_written_once(controls: tuple[str, ...]) -> None:
     for end in ends:
         delta = form.tool_results_ids(["x"], STOP, last_id=end)
         if end == opening[0]:
-            assert delta == opening[1:]  # the model wrote it
+            assert delta == opening[1:]  # the model sampled the end-of-turn token
         else:
-            assert delta == opening  # it is written for the model, outside what is trained
+            assert delta == opening  # the end-of-turn token is added, outside the trained tokens
 
 
-# --- foreign text -----------------------------------------------------------------------------------
+# --- untrusted text ---------------------------------------------------------------------------------
 
 
 def _foreign_texts(controls: tuple[str, ...]) -> st.SearchStrategy[str]:
@@ -354,7 +354,7 @@ def test_foreign_text_stays_the_same_text(data: st.DataObject) -> None:
 
 
 def _printable(text: str, form: ChatFormat) -> str:
-    """Markers that are no tokens here are broken up; everything else stays."""
+    """Break up markers that are not tokens here; all other text stays."""
     for marker in form.text_markers:
         if form.codec.token_id(marker) is None:
             text = text.replace(marker, f"{marker[0]} {marker[1:]}")
@@ -585,7 +585,7 @@ def test_other_ways_to_write_a_call() -> None:
     assert call == ToolCall("go", {"n": 1})
 
 
-# --- which format -----------------------------------------------------------------------------------
+# --- choice of the format ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_a_broken_template_is_one_clear_line(template: str) -> None:
 
 @pytest.mark.parametrize("controls", [QWEN, LLAMA, DEEPSEEK, GLM4, GLM], ids=lambda c: c[0])
 def test_any_turn_is_parsed_in_time_linear_in_its_length(controls: tuple[str, ...]) -> None:
-    """What a model repeats 100,000 times, after each way to begin a call, took up to 67 s and more."""
+    """Text repeated 100,000 times, after each way to start a call, used to take 67 s and more."""
     formed = chat(controls)
     deepseek = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```"
     repeated = (
@@ -646,12 +646,12 @@ def test_any_turn_is_parsed_in_time_linear_in_its_length(controls: tuple[str, ..
             began = time.process_time()
             message = formed.parse_text(begun + piece * 100_000)
             assert time.process_time() - began < 5, (begun, piece)
-            assert len(message.tool_calls) <= MOST_CALLS + 1
+            assert len(message.tool_calls) <= MAX_CALLS + 1
 
 
 def test_calls_beyond_the_most_are_one_error() -> None:
     call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     message = chat(QWEN).parse_text(f"x{call * 500}y")
-    assert len(message.tool_calls) == MOST_CALLS + 1
+    assert len(message.tool_calls) == MAX_CALLS + 1
     assert isinstance(message.tool_calls[-1], MalformedToolCall)
     assert message.text == "xy"

@@ -1,4 +1,4 @@
-"""The engine client and pool against servers that speak the real wire format and fail on demand."""
+"""The engine client and pool against servers that use the real protocol and fail on demand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = RouteShape(2, 2, 8)
 
 
 class FakeEngine:
-    """SGLang's wire format without a model: echoes the prompt's last id; faults are switches."""
+    """SGLang's protocol without a model: echoes the prompt's last id; faults can be switched on."""
 
     def __init__(self) -> None:
         self.version = "0"
@@ -488,7 +488,7 @@ def test_without_probes_an_engine_comes_back_only_by_being_readmitted() -> None:
 
 
 def test_an_answer_from_old_weights_is_never_used() -> None:
-    """An engine restarted with its first weights, between two requests of a run at version 5."""
+    """An engine is restarted with its initial weights between two requests of a run at version 5."""
     engines = [FakeEngine(), FakeEngine()]
     old, current = engines
     old.version, current.version = "0", "5"
@@ -534,7 +534,7 @@ def test_a_pool_gives_up_in_bounded_time_and_says_why() -> None:
 
 
 def test_attempts_are_bounded() -> None:
-    """Engines that claim to be healthy and never answer well."""
+    """Engines that report that they are healthy but never answer correctly."""
     engines = [FakeEngine()]
     engines[0].generate_status = 500
     with pytest.raises(EngineUnavailable, match="failed 3 times"):

@@ -1,4 +1,4 @@
-"""Weight updates beside a drafter, with releases that have update sessions and those that do not."""
+"""Weight updates with a draft model, for releases with and without update sessions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UPDATES = ("/update_weights_from_tensor", "/update_weights_from_distributed")
 
 
 def bodies_of_a_sync(*, sessions: bool, target_only: bool) -> dict[str, Any]:
-    """What a server of either kind is sent during an update, by path."""
+    """The request bodies that each kind of server receives during an update, by path."""
     got: dict[str, Any] = {}
 
     async def answer(request: web.Request) -> web.Response:

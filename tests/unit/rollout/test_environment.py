@@ -1,4 +1,4 @@
-"""OpenReward sessions against the real server on loopback, and every fault of the SDK shown absent."""
+"""OpenReward sessions against the real server on loopback; shows that the SDK's known faults are absent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Text(BaseModel):
 
 
 class WhoDunIt(ServedEnvironment):
-    """One tool for each way in which an environment can behave."""
+    """One tool for each kind of behavior of an environment."""
 
     runs: dict[str, int]
     release = threading.Event()
@@ -101,35 +101,35 @@ class WhoDunIt(ServedEnvironment):
 
     @tool
     async def count(self, text: Text) -> ToolOutput:
-        """Has an effect."""
+        """Have a side effect."""
         self._count(text.text)
         return ToolOutput(blocks=[TextBlock(text=str(self.runs[text.text]))])
 
     @tool
     async def hang(self) -> ToolOutput:
-        """Never answers."""
+        """Never answer."""
         while not self.release.is_set():
             await asyncio.sleep(0.02)
         return ToolOutput(blocks=[TextBlock(text="late")])
 
     @tool
     async def fail(self) -> ToolOutput:
-        """Raises."""
+        """Raise."""
         raise KeyError("a bug\nof two lines")
 
     @tool
     async def picture(self) -> ToolOutput:
-        """No text."""
+        """Return an image."""
         return ToolOutput(blocks=[ImageBlock(data="AAAA", mimeType="image/png")])
 
     @tool
     async def pay(self, text: Text) -> ToolOutput:
-        """Pays what it is told."""
+        """Return the requested reward."""
         return ToolOutput(blocks=[TextBlock(text="")], reward=float(text.text), finished=text.text == "1")
 
     @tool
     async def secret(self) -> ToolOutput:
-        """Tells the secrets."""
+        """Return the secrets."""
         return ToolOutput(blocks=[TextBlock(text=repr(sorted(self.secrets.items())))])
 
     async def score_group(self, candidates: Any) -> list[float]:
@@ -137,7 +137,7 @@ class WhoDunIt(ServedEnvironment):
 
 
 class Plain(ServedEnvironment):
-    """A plain answer ends it; the tasks are listed."""
+    """A plain answer ends the task; the tasks are listed."""
 
     @classmethod
     def list_splits(cls) -> list[str]:
@@ -195,7 +195,7 @@ async def opened(
     configured: bool = False,
     **rollout: Any,
 ) -> AsyncIterator[Environment]:
-    """``configured``: the URL stands in the config, so that a platform may be behind it."""
+    """``configured``: the URL is in the config, so that a platform may be in front of the server."""
     environment = await Environment.open(
         name,
         EnvironmentSettings(**(settings or {}), **({"url": url} if configured else {})),
@@ -417,7 +417,7 @@ def test_sessions_after_each_other_share_connections(
             await asyncio.gather(*(rollout() for _ in range(8)))
 
     within(served.url, body, configured=configured)
-    assert len(served.connections) <= 8 + 1  # and the one that asked about the environment
+    assert len(served.connections) <= 8 + 1  # plus the one used to query the environment
 
 
 def test_private_servers_are_reached_without_proxies(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,7 +460,7 @@ def test_a_stream_that_does_not_end_holds_nothing_up() -> None:
     assert receiving.DRAIN_S * 0.9 <= asyncio.run(ask()) < receiving.DRAIN_S + 1.0
 
 
-# --- the SDK's faults -------------------------------------------------------------------------------
+# --- faults of the SDK ------------------------------------------------------------------------------
 
 
 def test_long_outputs_arrive_exactly(served: Served) -> None:
@@ -639,7 +639,7 @@ def test_pings_without_an_answer_are_death(served: Served, monkeypatch: pytest.M
 
 def test_a_server_that_is_gone_ends_the_call_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BACKOFF_S", 0.05)
-    monkeypatch.setattr(leaving, "LEAVE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(leaving, "DELETE_TIMEOUT_S", 1.0)
     with serve(Plain) as running:
 
         async def body(environment: Environment) -> None:
@@ -677,11 +677,11 @@ def test_a_task_that_breaks_can_be_tried_again_and_is_not_the_whole_environment(
 
     within(served.url, body)
     assert served.sessions == 0
-    assert served.calls("/create") < 6  # the second failure is not looked into again
+    assert served.calls("/create") < 6  # the second failure is not diagnosed again
 
 
 class AlwaysRaises(ServedEnvironment):
-    """Its constructor, setup or prompt raises on every task."""
+    """Raises on every task in its constructor, setup or prompt."""
 
     where = ""
 
@@ -805,7 +805,7 @@ def test_a_server_error_on_a_call_can_be_tried_again_in_another_session(served: 
 def test_one_refused_session_is_that_sessions_failure(served: Served, status: int) -> None:
     async def body(environment: Environment) -> None:
         served.answers["/create"] = [(status, {})]
-        with pytest.raises(EnvironmentUnavailable, match=r"refused access .* it was sent no key") as caught:
+        with pytest.raises(EnvironmentUnavailable, match=r"refused access .* no key was sent") as caught:
             async with environment.session(task()):
                 pass
         assert "Org/whodunit" in str(caught.value)
@@ -853,8 +853,8 @@ def test_a_malformed_result_is_a_bad_answer(answer: Any) -> None:
 
 
 def test_deadlines_of_calls_are_learned(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_history, "SHORTEST_S", 0.3)
-    monkeypatch.setattr(call_history, "TIMES_LONGEST", 1.0)
+    monkeypatch.setattr(call_history, "MIN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(call_history, "TIMEOUT_FACTOR", 1.0)
 
     async def body(environment: Environment) -> None:
         environment._history._longest["hang"] = 0.1
@@ -881,8 +881,8 @@ def test_a_learned_deadline_lies_between_its_bounds(seconds: list[float], limit:
     if len(seconds) < call_history.CALLS_NEEDED:
         assert deadline == limit
     else:
-        assert deadline >= min(limit, call_history.SHORTEST_S, max(seconds))
-        assert deadline >= min(limit, call_history.TIMES_LONGEST * max(seconds))
+        assert deadline >= min(limit, call_history.MIN_TIMEOUT_S, max(seconds))
+        assert deadline >= min(limit, call_history.TIMEOUT_FACTOR * max(seconds))
 
 
 def test_only_so_many_sessions_are_opened_at_a_time(served: Served) -> None:
@@ -1029,7 +1029,7 @@ def test_a_server_that_never_comes_up_is_unavailable(monkeypatch: pytest.MonkeyP
     async def body(environment: Environment) -> None:
         raise AssertionError
 
-    with pytest.raises(EnvironmentUnavailable, match=r"did not come up within 0\.5 s"):
+    with pytest.raises(EnvironmentUnavailable, match=r"did not start within 0\.5 s"):
         within("http://127.0.0.1:9", body, environment_start_timeout_s=0.5)
 
 
@@ -1073,7 +1073,7 @@ def test_the_service_gets_its_key_and_what_it_says_is_needed(
         asyncio.run(hosted())
     monkeypatch.setenv("TAVILY_API_KEY", "needed")
     told = asyncio.run(hosted())
-    # Redacted, so the value that the session had is the one that was looked up.
+    # It is redacted, so the session had the secret's current value.
     assert "('tavily_api_key', '[secret]')" in told
     assert "('api_key', '[secret]')" in told
     assert served.requests[-1][1]["x-api-key"] == "key-of-the-service"
@@ -1087,7 +1087,7 @@ def test_a_refused_key_is_said_so(served: Served) -> None:
         raise AssertionError
 
     served.answers["/create_session"] = [(401, {})]
-    with pytest.raises(PreflightError, match=r"HTTP 401: injected.*it was sent no key"):
+    with pytest.raises(PreflightError, match=r"HTTP 401: injected.*no key was sent"):
         within(served.url, body, configured=True)
 
 
@@ -1109,7 +1109,7 @@ def test_retry_after_is_read_in_both_forms() -> None:
     from email.utils import formatdate
 
     assert receiving.retry_after_s("7") == 7.0
-    assert receiving.retry_after_s("99999") == receiving.LONGEST_WAIT_S
+    assert receiving.retry_after_s("99999") == receiving.MAX_RETRY_AFTER_S
     in_ten = receiving.retry_after_s(formatdate(time.time() + 10, usegmt=True))
     assert in_ten is not None
     assert math.isclose(in_ten, 10, abs_tol=1.5)

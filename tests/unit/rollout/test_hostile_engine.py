@@ -1,4 +1,4 @@
-"""Whatever an engine answers, on the real wire, is a typed failure of infrastructure."""
+"""Any invalid answer of an engine, sent over HTTP, is a typed infrastructure failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an environment's server sends, on the real wire, is at most that rollout's typed failure."""
+"""An invalid answer of an environment server, sent over HTTP, fails only that rollout, with a typed error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def quick(server: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def rollout(server: Hostile, *, megabytes: float = 16.0, lines: int = 3, **options: Any) -> Rollout:
-    """One rollout of a model that calls the tool; raises as a worker would see it."""
+    """Run one rollout of a model that calls the tool; raises what a worker would receive."""
     settings = EnvironmentSettings(max_answer_mb=megabytes)
     limits = RolloutSettings(tool_timeout_s=20, session_timeout_s=20)
     environment = await Environment.open("main", settings, secrets={}, rollout=limits, url=server.url)
@@ -193,7 +193,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("path", "shape"), [pytest.param(p, s, id=name) for name, p, s in BROKEN])
 def test_a_broken_answer_is_the_rollouts_failure(server: Hostile, path: str, shape: Any) -> None:
-    """``shape``: for every request of that path, or one after another."""
+    """``shape``: one answer for all requests to that path, or a list of consecutive answers."""
     server.shapes[path] = list(shape) if isinstance(shape, list) else shape
     try:
         made = run(server)
@@ -291,10 +291,10 @@ def test_a_long_error_is_not_read_to_its_end(server: Hostile) -> None:
 
 
 def test_a_long_output_costs_no_more_than_what_fits(server: Hostile) -> None:
-    """5 MB under a cap of 2,000 tokens: most of it is never tokenized, and not kept."""
+    """5 MB with a limit of 2,000 tokens: most of it is neither tokenized nor stored."""
     blocks = [{"text": "word, and " * 500_000}]
     long = result({"ok": True, "output": {"blocks": blocks, "finished": False}})
-    run(server)  # what is loaded once
+    run(server)  # load everything that is loaded once
     server.shapes["/call"] = [long, result(RESULT)]
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
     made = run(server, max_total_tokens=2000, max_response_tokens=200)
@@ -342,7 +342,7 @@ CANARY = "canary-4711-secret"
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The canary is a secret that this process has read."""
+    """Register the canary as a secret that this process has read."""
     monkeypatch.setattr(secrets, "_known", set())
     monkeypatch.setattr(secrets, "_pattern", None)
     monkeypatch.setenv("MY_KEY", CANARY)

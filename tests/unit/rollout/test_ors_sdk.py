@@ -1,4 +1,4 @@
-"""Environments served by ors-sdk, which is not OpenReward's own SDK: the same protocol, with its own ways."""
+"""Environments served by ors-sdk, which differs from OpenReward's SDK in parts of the protocol."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Server([Vault]).run(host="127.0.0.1", port=int(sys.argv[1]))
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of ors-sdk, started as its users do."""
+    """URL of a server of ors-sdk, started as in its documentation."""
     folder, port = tmp_path_factory.mktemp("ors"), free_port()
     (folder / "vault.py").write_text(SERVER)
     with (folder / "log").open("w") as log:

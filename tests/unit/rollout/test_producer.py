@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from orhpc.config import RolloutSettings
 from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested, UserCodeError
 from orhpc.rollout import group_watch
-from orhpc.rollout.producer import Position, Producer, Taken
+from orhpc.rollout.producer import Position, Producer, StepGroups
 from orhpc.rollout.tasks import TaskSequence, TaskStream, streams
 from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Sampling, Task
 
 TASKS = TaskSequence([TaskStream("e", "train", 50, 1.0)], seed=0)
 Made = tuple[Sequence[float | None], RolloutEnd | Sequence[RolloutEnd], int]
-"""Rewards of a group's rollouts, their end or one each, and the policy version."""
+"""Rewards of a group's rollouts, their end (one for all, or one each), and the policy version."""
 Outcome = Callable[[GroupRequest], Made]
 
 
@@ -30,7 +30,7 @@ def settings_of(**changes: object) -> RolloutSettings:
 
 
 class ScriptedWorker:
-    """Answers as told, in the order of its delays; counts what it was asked."""
+    """Answers as specified, in the order of its delays; records its requests."""
 
     def __init__(self, outcome: Outcome, delay: Callable[[int], float] = lambda _: 0.0) -> None:
         self.outcome, self.delay = outcome, delay
@@ -69,7 +69,7 @@ def fine(request: GroupRequest) -> Made:
     return [0.0, 1.0], RolloutEnd.TERMINAL, 0
 
 
-def take(producer: Producer, version: int = 0) -> Taken:
+def take(producer: Producer, version: int = 0) -> StepGroups:
     return asyncio.run(producer.take(version))
 
 
@@ -103,7 +103,7 @@ def test_groups_come_in_order_whatever_order_they_finish_in() -> None:
     worker = ScriptedWorker(fine, delay=lambda i: 0.02 * (3 - i % 4))
     producer = Producer(settings_of(), TASKS, [worker], seed=0)
 
-    async def both() -> tuple[Taken, Taken]:
+    async def both() -> tuple[StepGroups, StepGroups]:
         return await producer.take(0), await producer.take(0)
 
     first, second = asyncio.run(both())
@@ -117,15 +117,15 @@ def test_equal_rewards_are_filtered_and_refilled_within_bounds() -> None:
         return ([1.0, 1.0] if request.id % 2 else [0.0, 1.0]), RolloutEnd.TERMINAL, 0
 
     worker = ScriptedWorker(outcome)
-    taken = take(Producer(settings_of(filter="equal_rewards"), TASKS, [worker], seed=0))
-    assert [g.id for g in taken.groups] == [0, 2, 4, 6]
-    assert taken.reasons == Counter(equal_rewards=len(taken.dropped))
+    step_groups = take(Producer(settings_of(filter="equal_rewards"), TASKS, [worker], seed=0))
+    assert [g.id for g in step_groups.groups] == [0, 2, 4, 6]
+    assert step_groups.reasons == Counter(equal_rewards=len(step_groups.dropped))
 
 
 def test_a_step_of_nothing_but_equal_rewards_is_empty_not_endless() -> None:
     worker = ScriptedWorker(lambda r: ([1.0, 1.0], RolloutEnd.TERMINAL, 0))
-    taken = take(Producer(settings_of(filter="equal_rewards", max_refills=2), TASKS, [worker], seed=0))
-    assert taken.groups == []
+    step_groups = take(Producer(settings_of(filter="equal_rewards", max_refills=2), TASKS, [worker], seed=0))
+    assert step_groups.groups == []
     assert len(worker.asked) == 12
 
 
@@ -133,13 +133,13 @@ def test_failed_groups_are_replaced_and_never_trained() -> None:
     def outcome(request: GroupRequest) -> Made:
         return ([None, None], RolloutEnd.FAILED, 0) if request.id < 3 else fine(request)
 
-    taken = take(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
-    assert [g.id for g in taken.groups] == [3, 4, 5, 6]
-    assert taken.reasons == Counter(failed=3)
+    step_groups = take(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
+    assert [g.id for g in step_groups.groups] == [3, 4, 5, 6]
+    assert step_groups.reasons == Counter(failed=3)
 
 
 def partly(failing: int, of: int = 8) -> Outcome:
-    """Groups of which the first rollouts failed; the others pay 0 and 1 in turns, at version 3."""
+    """Groups whose first rollouts failed; the others get rewards 0 and 1 alternately, at version 3."""
     ends = [RolloutEnd.FAILED] * failing + [RolloutEnd.TERMINAL] * (of - failing)
     rewards = [None] * failing + [float(i % 2) for i in range(of - failing)]
     return lambda request: (rewards, ends, 3)
@@ -157,12 +157,12 @@ def test_a_group_is_trained_with_what_is_left_up_to_a_limit(limit: float, failin
         with pytest.raises(EnvironmentUnavailable, match="1 prompt groups of the step failed"):
             take(producer, version=3)
         return
-    taken = take(producer, version=3)
-    (group,) = taken.groups
+    step_groups = take(producer, version=3)
+    (group,) = step_groups.groups
     assert [r.sample for r in group.trainable] == list(range(failing, 8))
     assert len(group.rewards) == 8 - failing
     assert group.min_version == 3
-    assert not taken.reasons
+    assert not step_groups.reasons
 
 
 def test_a_group_with_failed_rollouts_is_filtered_by_the_rewards_of_the_others() -> None:
@@ -170,8 +170,8 @@ def test_a_group_with_failed_rollouts_is_filtered_by_the_rewards_of_the_others()
         return [None, 1.0, 1.0], [RolloutEnd.FAILED, RolloutEnd.TERMINAL, RolloutEnd.TERMINAL], 0
 
     chosen = settings_of(n_samples=3, filter="equal_rewards", max_refills=0)
-    taken = take(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0))
-    assert taken.reasons == Counter(equal_rewards=4)
+    step_groups = take(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0))
+    assert step_groups.reasons == Counter(equal_rewards=4)
 
 
 def test_advantages_of_a_partial_group_are_those_of_the_group_that_is_left() -> None:
@@ -200,8 +200,8 @@ def test_nothing_but_failures_is_an_environment_failure_with_its_reason() -> Non
 def test_oversampling_takes_the_first_and_gives_up_the_rest() -> None:
     worker = ScriptedWorker(fine, delay=lambda i: 5.0 if i in (1, 2) else 0.0)
     producer = Producer(settings_of(oversample=1.5), TASKS, [worker], seed=0)
-    taken = take(producer)
-    assert [g.id for g in taken.groups] == [0, 3, 4, 5]
+    step_groups = take(producer)
+    assert [g.id for g in step_groups.groups] == [0, 3, 4, 5]
     assert sorted(worker.cancelled) == [1, 2]
 
 
@@ -232,8 +232,8 @@ def test_a_resume_rolls_out_exactly_what_was_not_trained() -> None:
     producer = Producer(
         settings_of(), TASKS, [worker], seed=0, position=Position(8, (3, 5, 7)), finished=[finished]
     )
-    taken = take(producer)
-    assert [g.id for g in taken.groups] == [3, 5, 7, 8]
+    step_groups = take(producer)
+    assert [g.id for g in step_groups.groups] == [3, 5, 7, 8]
     assert worker.asked == [3, 7, 8]
 
 
@@ -246,42 +246,42 @@ def test_asynchronous_groups_are_bounded_in_number_and_staleness() -> None:
     worker = ScriptedWorker(outcome, delay=lambda i: 0.001)
     producer = Producer(settings_of(max_staleness=1), TASKS, [worker], seed=0)
 
-    async def loop() -> list[Taken]:
+    async def loop() -> list[StepGroups]:
         nonlocal version
         steps = []
         for version in range(6):
             steps.append(await producer.take(version))
-            await asyncio.sleep(0.02)  # training; the producer goes on
+            await asyncio.sleep(0.02)  # the trainer trains while the producer continues
         await producer.cancel()
         return steps
 
     steps = asyncio.run(loop())
     assert worker.most <= 8
-    trained = [(v, g) for v, taken in enumerate(steps) for g in taken.groups]
+    trained = [(v, g) for v, step_groups in enumerate(steps) for g in step_groups.groups]
     assert all(g.min_version >= v - 1 for v, g in trained)
     assert len({g.id for _, g in trained}) == len(trained)
-    assert np.all([len(taken.groups) == 4 for taken in steps])
+    assert np.all([len(step_groups.groups) == 4 for step_groups in steps])
 
 
 def test_groups_that_grew_too_stale_are_dropped_and_said_so() -> None:
     producer = Producer(settings_of(max_staleness=1), TASKS, [ScriptedWorker(fine)], seed=0)
 
-    async def loop() -> Taken:
+    async def loop() -> StepGroups:
         await producer.take(0)
         await asyncio.sleep(0.01)
         return await producer.take(2)  # everything ready was sampled by version 0
 
-    taken = asyncio.run(loop())
-    assert taken.groups == []
-    assert taken.reasons == Counter(stale=len(taken.dropped))
-    assert len(taken.dropped) >= 4
+    step_groups = asyncio.run(loop())
+    assert step_groups.groups == []
+    assert step_groups.reasons == Counter(stale=len(step_groups.dropped))
+    assert len(step_groups.dropped) >= 4
 
 
 TWO = TaskSequence([TaskStream("good", "train", 50, 1.0), TaskStream("dead", "train", 50, 1.0)], seed=0)
 
 
 def one_dead(error: str, after: int = 0) -> Outcome:
-    """Of two environments one fails, from its group ``after`` on."""
+    """Of two environments, one fails from its group ``after`` on."""
 
     def outcome(request: GroupRequest) -> Made:
         dead = request.task.environment == "dead" and request.id >= after
@@ -291,8 +291,8 @@ def one_dead(error: str, after: int = 0) -> Outcome:
     return outcome
 
 
-def steps_with(producer: Producer, steps: int) -> list[Taken]:
-    async def loop() -> list[Taken]:
+def steps_with(producer: Producer, steps: int) -> list[StepGroups]:
+    async def loop() -> list[StepGroups]:
         return [await producer.take(0) for _ in range(steps)]
 
     return asyncio.run(loop())
@@ -321,14 +321,14 @@ def test_an_environment_that_fails_for_good_can_be_left_out_with_a_notice() -> N
     chosen = settings_of(failing_environment_after=4, failing_environment="leave_out", max_refills=9)
     worker = ScriptedWorker(one_dead("EnvironmentUnavailable: no answer"))
     producer = Producer(chosen, TWO, [worker], seed=0)
-    taken = steps_with(producer, 6)
-    assert [len(t.groups) for t in taken] == [4] * 6
-    assert {g.task.environment for t in taken for g in t.groups} == {"good"}
+    step_groups = steps_with(producer, 6)
+    assert [len(t.groups) for t in step_groups] == [4] * 6
+    assert {g.task.environment for t in step_groups for g in t.groups} == {"good"}
     (line,) = producer.notices
     assert "environment 'dead': the last 4 rollouts failed" in line
-    assert "the run goes on without it" in line
+    assert "the run continues without it" in line
     assert producer.notices == []
-    assert sum(len(t.dropped) for t in taken) < 8  # nothing more is asked of it
+    assert sum(len(t.dropped) for t in step_groups) < 8  # no more groups are requested from it
     assert set(producer.position.pending) == set()
 
 
@@ -347,7 +347,7 @@ def test_an_environment_may_have_groups_of_its_own_size() -> None:
         return [float(i) for i in range(request.n_samples)], RolloutEnd.TERMINAL, 0
 
     own = {"dead": settings_of(n_samples=5, max_response_tokens=7)}
-    producer = Producer(settings_of(), TWO, [ScriptedWorker(outcome)], seed=0, of_environment=own)
+    producer = Producer(settings_of(), TWO, [ScriptedWorker(outcome)], seed=0, per_environment=own)
     groups = take(producer).groups
     assert {len(g.rollouts) for g in groups if g.task.environment == "dead"} == {5}
     assert asked == {"good": (2, 4096), "dead": (5, 7)}
@@ -358,8 +358,8 @@ def test_one_success_resets_the_count() -> None:
         return ([None, None], RolloutEnd.FAILED, 0) if request.id % 3 else fine(request)
 
     chosen = settings_of(failing_environment_after=5, max_refills=9)
-    taken = steps_with(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0), 5)
-    assert [len(t.groups) for t in taken] == [4] * 5
+    step_groups = steps_with(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0), 5)
+    assert [len(t.groups) for t in step_groups] == [4] * 5
 
 
 def test_a_group_that_takes_much_longer_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Playing an environment by hand, on the examples that come with the project."""
+"""Playing an environment by hand, with the project's example environments."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_one_turn(play: Play) -> None:
     code, said, _ = play("sums", str(task.a + task.b))
     assert code == 0
     assert f"What is {task.a} + {task.b}?" in said
-    assert "--- paid 1, the task is finished" in said
+    assert "--- reward 1, the task is finished" in said
     assert "--- end: terminal; sum of [1], clamped: 1" in said
     code, said, _ = play("sums", "no idea", more=("rollout.custom_reward=mine_to_try:halved",))
     assert (code, "clamped: 0\n" in said, "mine_to_try:halved: 0 (" in said) == (0, True, True)
@@ -108,20 +108,20 @@ def test_tool_calls_and_what_a_model_gets_wrong(play: Play) -> None:
     call = f"guess {json.dumps({'number': number})}"
     code, said, _ = play("guess", 'guess {"nunber": 1}', call)
     assert code == 0
-    assert "!! input_validation: the arguments do not fit the tool's schema" in said
+    assert "!! input_validation: the arguments violate the tool's schema" in said
     assert "--- end: terminal; sum of [1], clamped: 1" in said
     wrong = 'guess {"number": 99}'
     code, said, _ = play("guess", wrong, "guess {", 'look {"at": 1}', call)
     assert code == 0
-    assert "!! malformed: this is no call" in said
+    assert "!! malformed: this is not a valid call" in said
     assert "!! not_found: the environment has no such tool" in said
     assert "max_turns is 3: the rollout ends" in said
     assert "--- end: max_turns; sum of [-0.5 (nonterminal_reward)], clamped: -0.5" in said
     code, said, _ = play("guess", "I give up.")
-    assert "a plain answer, which no tool takes" in said
+    assert "the environment has no tool for it" in said
     assert "--- end: answered" in said
     code, said, _ = play("guess", wrong)
-    assert (code, "no more turns, and the task has not ended" in said) == (1, True)
+    assert (code, "no turns are left, but the task has not ended" in said) == (1, True)
 
 
 def test_the_end_state_is_what_is_paid(play: Play) -> None:
@@ -135,7 +135,7 @@ def test_the_end_state_is_what_is_paid(play: Play) -> None:
     assert code == 0
     assert "3 of 3 in order." in said
     assert "--- end: terminal; max of [1], clamped: 1" in said
-    assert 'not shown to a model: {"swaps": 4}' in said
+    assert 'not shown to a model): {"swaps": 4}' in said
 
 
 def test_what_an_environment_does_wrong_is_explained_with_its_traceback(play: Play) -> None:
@@ -144,11 +144,11 @@ def test_what_an_environment_does_wrong_is_explained_with_its_traceback(play: Pl
     assert "!! tool_raised: your tool raised" in said
     assert "return reply(str({}[answer.text]))" in said
     assert "site-packages" not in said
-    assert "!! the task ended without paying anything" in said
+    assert "!! the task ended without a reward" in said
     code, said, _ = play("mine", "raise")
     assert code == 1
     assert 'raise LookupError("no verdict")' in said
-    assert "!! the environment's code raised: the rollout would be made again, then fail" in said
+    assert "!! the environment's code raised: the rollout would be retried, then fail" in said
 
 
 def test_an_environment_that_cannot_be_opened_is_a_wrong_config(play: Play) -> None:
@@ -163,7 +163,7 @@ def test_an_environment_that_cannot_be_opened_is_a_wrong_config(play: Play) -> N
     code, _, complaint = play("sums", "x", more=("--split", "validation"))
     assert (code, "it has train, test" in complaint) == (2, True)
     code, _, complaint = play("sums", "x", more=("--task", "5000"))
-    assert (code, "so 0 to" in complaint) == (2, True)
+    assert (code, "choose 0 to" in complaint) == (2, True)
     code, _, complaint = play("sums", "1", more=("rollout.custom_reward=mine_to_try:wrong",))
     assert (code, "return rollout.nothing" in complaint) == (2, True)
 

@@ -1,4 +1,4 @@
-"""Several tool calls in one turn, one after the other and at the same time, on a real OpenReward server."""
+"""Several tool calls in one turn, sequential and concurrent, on a real OpenReward server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Number(BaseModel):
 
 
 class Meeting(ServedEnvironment):
-    """``meet`` answers once two calls of it are there; ``note`` counts how many of it run at a time."""
+    """``meet`` answers once two calls of it have arrived; ``note`` counts its concurrent calls."""
 
     def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
         super().__init__(task_spec or {}, secrets or {})
@@ -48,7 +48,7 @@ class Meeting(ServedEnvironment):
 
     @tool(concurrent=True)
     async def meet(self, place: Number) -> ToolOutput:
-        """Wait for the other; the first of the two answers last."""
+        """Wait for another call; the first of the two answers last."""
         self.present[place.number].set()
         async with asyncio.timeout(5):
             await self.present[1 - place.number].wait()
@@ -57,7 +57,7 @@ class Meeting(ServedEnvironment):
 
     @tool
     async def note(self, number: Number) -> ToolOutput:
-        """Tell how many calls of this tool have run at the same time."""
+        """Return how many calls of this tool have run concurrently."""
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.05)
@@ -76,7 +76,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def on_the_server(text: str, **settings: Any) -> Rollout:
-    """A rollout whose policy writes this turn, and then a plain answer."""
+    """Run a rollout whose policy writes this turn and then a plain answer."""
 
     async def body(url: str) -> Rollout:
         environment = await Environment.open(
@@ -121,7 +121,7 @@ def test_a_call_refused_because_another_finished_the_task_is_not_the_models_erro
 
 
 class Slow(Room):
-    """Every call takes the seconds that it is told; counts how many ran at once."""
+    """Every call takes the requested number of seconds; counts concurrent calls."""
 
     running = most = 0
     given_up = 0

@@ -1,4 +1,4 @@
-"""Uploads against a local endpoint that records, errs or hangs; training must never notice."""
+"""Uploads to a local endpoint that records, fails or hangs; training must not be affected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class Endpoint:
-    """What OpenReward's API does with rollouts; ``mode`` is record, error or hang."""
+    """The rollout endpoints of OpenReward's API; ``mode`` is record, error or hang."""
 
     def __init__(self) -> None:
         self.mode = "record"
@@ -166,7 +166,7 @@ def test_failed_uploads_are_said_at_the_first_and_the_tenth(
     uploader.close(10.0)
     first, tenth = uploader.notices.drain()
     assert first == (
-        "upload to OpenReward: rollout 0.0: ConnectionError: refused with key-of-mine; training goes on"
+        "upload to OpenReward: rollout 0.0: ConnectionError: refused with key-of-mine; training continues"
     )
     assert "10 rollouts were not uploaded to OpenReward" in tenth
 
@@ -196,7 +196,7 @@ def test_without_the_setting_nothing_is_started() -> None:
     uploader = Uploader.from_config(_config(False))
     uploader.put(_rollout(0))
     assert uploader.close().uploaded == 0
-    assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
+    assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
 def test_a_missing_key_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a rollout worker makes of failed rollouts: tried again, counted, or the end of the run."""
+"""How a rollout worker handles failed rollouts: retried, counted, or ending the run."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.unit.rundir.test_record import make_rollout
 
 NAME = "orhpc/letters"
 Answer = Callable[[int, int], OrhpcError | None]
-"""From a sample and how often it was tried before to what ends it; None: it succeeds."""
+"""Maps a sample and its number of retries to the error that ends it, or None for success."""
 
 
 class ScriptedAgent:
-    """Makes rollouts, or fails, as a test says."""
+    """Generates rollouts or fails, as specified by a test."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -59,7 +59,7 @@ class ScriptedAgent:
 
 
 class Environment:
-    """What the worker asks of an environment; scores a group by the number of its transcripts."""
+    """The part of an environment that the worker uses; scores a group by its number of transcripts."""
 
     def __init__(self, *, scores: bool = False) -> None:
         self.notices = Notices()
@@ -128,7 +128,7 @@ def test_an_environment_that_is_down_is_not_asked_again_and_again(tmp_path: Path
     first, second = asyncio.run(two())
     assert {r.retries for r in first.rollouts} == {2}
     assert {r.retries for r in second.rollouts} == {0}
-    assert health_module.HOPELESS_AFTER == 8
+    assert health_module.STOP_RETRYING_AFTER == 8
 
 
 def test_a_partial_group_is_kept_recorded_and_taken_up_by_the_next_attempt(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
 from orhpc.process import secrets
 from orhpc.process.terminal import guarded_output
-from orhpc.rollout.transcript import Draft, RolloutRequest
+from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.record import RolloutFile, write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
@@ -60,7 +60,7 @@ def test_secrets_and_control_characters_reach_no_event_log_or_terminal(
 
 def nothing_rolled_out() -> Rollout:
     request = RolloutRequest("0.0", 0, 0, Task("main", "train", 0), seed=1)
-    return Draft().rollout(request, RolloutEnd.FAILED, reward=None, error=None, seconds=0.0, limit=1)
+    return RolloutBuilder().rollout(request, RolloutEnd.FAILED, reward=None, error=None, seconds=0.0, limit=1)
 
 
 def test_a_served_environment_keeps_its_secrets_out_of_its_log(tmp_path: Path) -> None:

@@ -35,38 +35,38 @@ _PR_SET_PDEATHSIG = 1
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; names are SGLang's where SGLang has them."""
+    """Parse the command line; option names are SGLang's where it has them."""
     parser = argparse.ArgumentParser(prog="python -m orhpc.rollout.engines.cpu", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face folder")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument(
-        "--api-key-file", type=Path, help="file of mode 0600 with the key that calls must carry"
+        "--api-key-file", type=Path, help="file of mode 0600 with the key that requests must send"
     )
-    parser.add_argument("--listen-fd", type=int, help="socket to listen on, inherited and bound to the port")
+    parser.add_argument("--listen-fd", type=int, help="inherited socket, bound to the port, to listen on")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--max-running-requests", type=int, default=32, help="requests decoded together")
-    parser.add_argument("--context-length", type=int, default=2048, help="longest prompt and output together")
+    parser.add_argument("--max-running-requests", type=int, default=32, help="requests decoded in one batch")
+    parser.add_argument("--context-length", type=int, default=2048, help="maximum tokens of a request")
     parser.add_argument(
-        "--mem-fraction-static", type=float, default=0.5, help="share of free memory for the cache"
+        "--mem-fraction-static", type=float, default=0.5, help="fraction of free memory for the cache"
     )
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: all cores")
     parser.add_argument("--weight-version", default="default", help="version of the weights in the folder")
     parser.add_argument("--random-seed", type=int, default=0)
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     parser.add_argument(
-        "--dist-timeout", type=float, default=600.0, help="seconds until a weight transfer fails"
+        "--dist-timeout", type=float, default=600.0, help="timeout of a weight transfer in seconds"
     )
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument(
-        "--no-model-check", action="store_true", help="do not compare the model with transformers' own pass"
+        "--no-model-check", action="store_true", help="do not compare with transformers' own forward pass"
     )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until stopped; returns the exit code."""
     args = parse_arguments(argv)
     protect_server()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         key = read_engine_key(args.api_key_file)
         _check(args, key)
         listener = None if args.listen_fd is None else inherited_socket(args.listen_fd)
-        # Only the compute thread may own a team of OpenMP threads.  A second team (this thread's) makes more
-        # threads than cores, and libgomp then sleeps at every barrier: 1.5 times the time of a step.
+        # Only the compute thread may own an OpenMP thread team.  With a second one (this thread's) there are
+        # more threads than cores, and libgomp sleeps at every barrier: steps take 1.5 times as long.
         torch.set_num_threads(1)
         _use_interface_of(args.host)
         model = _load(args)
@@ -89,10 +89,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _die_with_parent() -> None:
-    """End when the process that started this one ends, however it does.
+    """End this process when its parent process ends, for whatever reason.
 
-    The kernel's signal also comes when only the *thread* that forked ends, so the handler looks whether
-    the parent process is really gone.
+    The kernel also sends the signal when only the *thread* that forked ends, so the handler checks whether
+    the parent process has ended.
     """
     parent = os.getppid()
 
@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
 
 
 def _use_interface_of(host: str) -> None:
-    """Let gloo listen where this server listens, and not where the host name happens to point."""
+    """Let gloo use the interface of this server's address rather than that of the host name."""
     for interface, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -151,7 +151,7 @@ def _load(args: argparse.Namespace) -> SlotModel:
             "lower engine.context_length"
         )
     if slots < args.max_running_requests:
-        log.warning("memory holds %d contexts, not %d: the others wait", slots, args.max_running_requests)
+        log.warning("memory fits %d contexts, not %d: other requests wait", slots, args.max_running_requests)
     refuse_changing_positions(
         model.config,
         args.context_length,
@@ -203,7 +203,7 @@ async def _serve(
         start_listening(listener)
         await web.SockSite(runner, listener, backlog=1024).start()
     log.info("serving %s on http://%s:%d with %d slots", args.model_path, args.host, args.port, model.slots)
-    # There is nothing to save: TERM and the parent's death end the process at once.
+    # There is no state to save: SIGTERM and the parent's death end the process at once.
     await asyncio.Event().wait()
 
 

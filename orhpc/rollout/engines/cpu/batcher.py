@@ -1,12 +1,12 @@
-"""Continuous batching: which tokens the next forward pass computes, and what becomes of its result.
+"""Continuous batching: selects the tokens of each forward pass and processes its result.
 
-Every step computes one packed row: the newest token of each decoding request, and pieces of prompts
-up to a budget.  A prompt's last token is never prefilled: it is the first token that the request
-decodes, so logits are computed only where a token is sampled.
+Each step computes one packed row: the newest token of each decoding request, and pieces of prompts up to a
+token budget.  A prompt's last token is never prefilled: it is the first token that the request decodes, so
+logits are computed only where a token is sampled.
 
-A slot keeps its contents after its request has finished.  A new request takes over the idle slot whose
-contents it continues (turn k+1 of a rollout), or copies the longest common prefix of any slot, running
-ones included (the rollouts of one prompt group); only the rest is computed.
+A slot keeps its contents after its request has finished.  A new request reuses the idle slot whose contents
+it continues (turn k+1 of a rollout), or copies the longest common prefix from any slot, including running
+ones (the rollouts of one prompt group); only the rest is computed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from orhpc.rollout.engines.cpu.protocol import EngineRequest, NotServing
 from orhpc.rollout.engines.cpu.sampling import sample
 
 PREFILL_TOKENS = 512
-"""Prompt tokens a step; bounds how long decoding requests wait for others' prompts."""
+"""Prompt tokens per step; limits how long decoding requests wait for prefills."""
 
-_WORTH_WAITING = 16
-"""A request waits for another's prefill when that will save it more tokens than this."""
+_MIN_SAVED_TOKENS = 16
+"""A request waits for another request's prefill if that saves more than this number of tokens."""
 
 
 class Batcher:
@@ -38,7 +38,7 @@ class Batcher:
         self.table = SlotTable(model.slots)
         self.waiting: deque[EngineRequest] = deque()
         self.running: dict[int, EngineRequest] = {}
-        # The ids each slot holds, or will once its request is prefilled; valid up to table.lengths.
+        # The ids of each slot's request, including tokens not computed yet; valid up to table.lengths.
         self._ids = np.zeros((model.slots, model.context), dtype=np.int32)
 
     @property
@@ -87,9 +87,9 @@ class Batcher:
         self.table.lengths[request.slot] = end
 
     def _extend(self, request: EngineRequest, token: int, logprob: float) -> bool:
-        """Add a sampled token; returns whether the request is finished with it."""
+        """Append a sampled token; returns whether the request is then finished."""
         if not math.isfinite(logprob):
-            self._give_up(request)
+            self._fail_request(request)
             return True
         self._computed(request, request.length)
         if request.length < self.model.context:
@@ -98,15 +98,15 @@ class Batcher:
         request.logprobs.append(logprob)
         params = request.params
         stops = token in params.stop_token_ids or token in self.model.eos_token_ids
-        # As in SGLang, ignore_eos also switches stop_token_ids off.
+        # As in SGLang, ignore_eos also disables stop_token_ids.
         if stops and not params.ignore_eos:
             self._finish(request, {"type": "stop", "matched": token})
         elif len(request.output) >= params.max_new_tokens:
             self._finish(request, {"type": "length", "length": len(request.output)})
         return request.finish_reason is not None
 
-    def _give_up(self, request: EngineRequest) -> None:
-        """End a request whose logits are not finite, and leave nothing of it behind."""
+    def _fail_request(self, request: EngineRequest) -> None:
+        """End a request whose logits are not finite, and clear its slot."""
         slot = request.slot
         request.error = NotServing("the model's logits are not finite: its weights are broken")
         self._finish(request, {"type": "abort", "message": str(request.error)})
@@ -122,14 +122,14 @@ class Batcher:
             request.slot = -1
 
     def _routes(self, request: EngineRequest) -> np.ndarray | None:
-        """Rows ``routes_start .. length - 2``; None when not asked for or nothing was sampled."""
+        """Rows ``routes_start .. length - 2``; None if not requested or nothing was sampled."""
         if request.routes_start is None or not request.output:
             return None
         routes = self._recorded(request, request.length - 1)
         return None if routes is None else routes[request.routes_start :]
 
     def _recorded(self, request: EngineRequest, rows: int) -> np.ndarray | None:
-        """The first ``rows`` route rows: those from before a retraction as they were, then the slot's."""
+        """The first ``rows`` route rows: rows kept from before a retraction, then the slot's."""
         recorder = self.model.routes
         if recorder is None:
             return None
@@ -141,7 +141,7 @@ class Batcher:
         return np.concatenate([kept, recorder.store[request.slot, len(kept) : rows]])
 
     def abort(self, wanted: Callable[[EngineRequest], bool], why: str) -> list[EngineRequest]:
-        """End the requests that match, with what they have sampled so far."""
+        """End the matching requests; they return the tokens sampled so far."""
         ended = [r for r in (*self.running.values(), *self.waiting) if wanted(r)]
         for request in ended:
             self._finish(request, {"type": "abort", "message": why})
@@ -149,7 +149,7 @@ class Batcher:
         return ended
 
     def retract(self) -> None:
-        """Put every running request back into the queue, in front, to be recomputed."""
+        """Return all running requests to the front of the queue, to be recomputed."""
         for slot in sorted(self.running, reverse=True):
             request = self.running.pop(slot)
             if request.routes_start is not None and request.output:
@@ -161,29 +161,29 @@ class Batcher:
             self.waiting.appendleft(request)
 
     def flush(self) -> bool:
-        """Forget all idle contents; False, and nothing done, while requests are running."""
+        """Drop all idle contents; returns False, without effect, while requests are running."""
         if self.running:
             return False
         self.table.clear()
         return True
 
     def _admit(self) -> None:
-        """Give slots to waiting requests, first come first served but for those worth deferring."""
+        """Assign slots to waiting requests in order of arrival, except those worth deferring."""
         deferred: deque[EngineRequest] = deque()
         while self.waiting and self.table.idle:
             request = self.waiting.popleft()
             context = np.asarray(request.context, dtype=np.int32)
             donor, common, promised = self._longest_prefix(context)
-            if promised > common + _WORTH_WAITING:
+            if promised > common + _MIN_SAVED_TOKENS:
                 deferred.append(request)
             else:
                 self._place(request, context, donor, common)
         self.waiting.extendleft(reversed(deferred))
 
     def _longest_prefix(self, context: np.ndarray) -> tuple[int, int, int]:
-        """Find the slot that shares the longest computed prefix, at most all but the last token.
+        """Find the slot that shares the longest computed prefix, excluding the last token.
 
-        Returns the slot, the length, and the length that a prefill now under way will offer.
+        Returns the slot, the length, and the length that will be available after the current prefills.
         """
         limit = len(context) - 1
         donor, common, promised = -1, 0, 0

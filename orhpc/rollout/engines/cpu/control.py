@@ -1,4 +1,4 @@
-"""The weight-update calls: where tensors come from, deadlines, and what a failure leaves behind."""
+"""The weight-update calls: sources of tensors, timeouts, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 class WeightControl:
     """Updates from disk, tensors and process groups, one at a time.
 
-    Receiving runs off the compute thread and has a deadline; only the copy into place runs on it.  A
-    part that is refused before anything is written leaves whole weights whole.  Anything that breaks in
-    the middle leaves them partial, and the engine says so until a complete update.
+    Receiving runs outside the compute thread and has a timeout; only the copy in place runs on that thread.
+    A part that is refused before anything is written leaves whole weights whole.  A failure during an update
+    makes them partial, which the engine reports until a complete update.
     """
 
     def __init__(self, scheduler: Scheduler, *, deadline_s: float) -> None:
@@ -42,16 +42,16 @@ class WeightControl:
         self._one_at_a_time = asyncio.Lock()
 
     async def from_disk(self, body: dict[str, Any]) -> str:
-        """``/update_weights_from_disk``: a folder of safetensors that holds the whole model."""
+        """``/update_weights_from_disk``: a folder of safetensors with the whole model."""
         folder = _text(body, "model_path")
         _load_format(body, ("auto", "safetensors"))
         return await self._update(body, lambda: folder, complete=True)
 
     async def from_tensor(self, body: dict[str, Any]) -> str:
-        """``/update_weights_from_tensor``: see :func:`deserialize_named_tensors` for what is accepted."""
+        """``/update_weights_from_tensor``: see :func:`deserialize_named_tensors` for accepted formats."""
         serialized = body.get("serialized_named_tensors")
         if not isinstance(serialized, list) or len(serialized) != 1 or not isinstance(serialized[0], str):
-            raise BadRequest("serialized_named_tensors is a list of one string, for this engine's one rank")
+            raise BadRequest("serialized_named_tensors must be a list of one string (one rank)")
         load_format = _load_format(body, ("flattened_bucket",))
 
         def read() -> list[NamedTensor]:
@@ -63,7 +63,7 @@ class WeightControl:
         return await self._update(body, read)
 
     async def from_distributed(self, body: dict[str, Any]) -> str:
-        """``/update_weights_from_distributed``: one broadcast a tensor, or one of a flattened bucket."""
+        """``/update_weights_from_distributed``: one broadcast per tensor, or one of a flattened bucket."""
         group = self._groups.get(_text(body, "group_name", "weight_update_group"))
         if group is None:
             raise BadRequest(
@@ -79,11 +79,11 @@ class WeightControl:
         return await self._update(body, lambda: receive(group, specs, self._deadline_s))
 
     async def init_group(self, body: dict[str, Any]) -> str:
-        """``/init_weights_update_group``: joins as rank ``rank_offset``; rank 0 is the sender."""
+        """``/init_weights_update_group``: join as rank ``rank_offset``; rank 0 is the sender."""
         name = _text(body, "group_name", "weight_update_group")
         backend = _text(body, "backend", "gloo")
         if backend != "gloo":
-            raise BadRequest(f"backend {backend!r}: the cpu engine has gloo only")
+            raise BadRequest(f"backend {backend!r}: the cpu engine supports gloo only")
         address = _text(body, "master_address")
         port, rank, size = (_positive(body, key) for key in ("master_port", "rank_offset", "world_size"))
         if rank >= size:
@@ -103,7 +103,7 @@ class WeightControl:
                     timeout_s=self._deadline_s,
                 )
             except (RuntimeError, ValueError) as error:
-                raise BadUpdate(f"group {name!r} did not come together: {_line(error)}") from error
+                raise BadUpdate(f"joining group {name!r} failed: {_line(error)}") from error
         return "Succeeded to initialize custom process group."
 
     async def destroy_group(self, body: dict[str, Any]) -> str:
@@ -136,7 +136,7 @@ class WeightControl:
                     )
                 )
             except (BadRequest, BadUpdate) as error:
-                # Refused before it wrote anything; but parts that came before it now stay without it.
+                # Refused before anything was written, but earlier parts of the update are incomplete now.
                 reason = scheduler.weights.not_servable
                 if reason is not None and not scheduler.weights.released and not complete:
                     why = f"a part was refused: {_line(error)}"
@@ -169,7 +169,7 @@ def _receive_bucket(
 
 
 def _wire_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as gloo can send it: float8 as bytes."""
+    """The tensor in a dtype that gloo can send: float8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
 
 
@@ -182,7 +182,7 @@ def _wait(handles: Iterable[Any], deadline_s: float) -> None:
 def _specs(body: dict[str, Any]) -> list[tuple[str, torch.dtype, list[int]]]:
     names, dtypes, shapes = (body.get(key) for key in ("names", "dtypes", "shapes"))
     if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list) and names):
-        raise BadRequest("names, dtypes and shapes are lists of the same length, not empty")
+        raise BadRequest("names, dtypes and shapes must be non-empty lists of the same length")
     if not len(names) == len(dtypes) == len(shapes):
         raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
     specs: list[tuple[str, torch.dtype, list[int]]] = []
@@ -220,7 +220,7 @@ def _positive(body: dict[str, Any], key: str) -> int:
 def _load_format(body: dict[str, Any], known: tuple[str, ...]) -> str | None:
     value = body.get("load_format")
     if value is not None and value not in known:
-        raise BadRequest(f"load_format {value!r} is neither null nor {' nor '.join(map(repr, known))}")
+        raise BadRequest(f"load_format {value!r}: must be null or {' or '.join(map(repr, known))}")
     return value
 
 

@@ -1,16 +1,16 @@
-"""Keys and values of many contexts in fixed slots, and attention over ragged packed rows.
+"""Key-value cache of many contexts in fixed slots, and attention over ragged packed rows.
 
-One forward pass takes a *packed* row of tokens ``[1, N]``: first one token for each decoding slot,
-in slot order, then pieces of prompts.  The linear layers see one dense matrix; only attention has to
-know where a token belongs.  Keys and values lie in ``[slots, context, kv_heads, head_dim]`` a layer,
-allocated once: a step writes N rows and reads views, so nothing is concatenated, gathered or grown.
-Untouched pages of the allocation cost no memory.
+One forward pass computes a *packed* row of tokens ``[1, N]``: first one token per decoding slot, in slot
+order, then pieces of prompts.  The linear layers see one dense matrix; only attention depends on the slot of
+a token.  Each layer stores keys and values as ``[slots, context, kv_heads, head_dim]``, allocated once: a
+step writes N rows and reads views, so nothing is concatenated, gathered or reallocated.  Unused pages of the
+allocation use no memory.
 
-Neighbouring decoding slots are attended to in one call: their keys are a view of the cache.  Where
-lengths differ much the run of slots is split, so that little is computed for padding.
+Adjacent decoding slots share one attention call: their keys are a view of the cache.  Where lengths differ
+too much, the run of slots is split to limit computation on padding.
 
-Families that cache a compressed form and expand what they read back (DeepSeek's latent attention) cannot
-be given the whole layer: for them the contexts of a step are gathered, one after another.
+Families that cache a compressed form and expand it on reading (DeepSeek's latent attention) cannot use a
+view of the whole layer; for them, the contexts of a step are gathered one after another.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from transformers.cache_utils import Cache
 
 from orhpc.errors import ModelError
 
-_PADDING_WORTH_A_CALL = 1024
-"""Padded key rows that cost about as much as one more attention call."""
+_PADDING_PER_CALL = 1024
+"""Number of padded key rows that costs about as much as one more attention call."""
 
 _serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring decoding slots attended to together."""
+    """Adjacent decoding slots that share one attention call."""
 
     first_row: int
     first_slot: int
     count: int
     length: int
-    """Longest context among them, the new token included."""
+    """Longest context among them, including the new token."""
     bias: torch.Tensor | None
     """``[count, 1, 1, length]``: 0 or -inf; None when there is no padding."""
 
@@ -57,19 +57,19 @@ class Piece:
     """Context position of the first token."""
     end: int
     mask: torch.Tensor | None
-    """bool ``[tokens, end]``; None when the piece starts at 0 and plain causality holds."""
+    """bool ``[tokens, end]``; None if the piece starts at 0, where a causal mask suffices."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """Where each of the N packed tokens of one forward pass belongs."""
+    """Slots and positions of the N packed tokens of one forward pass."""
 
     flat_N: torch.Tensor
     """int64: ``slot * context + position``."""
     segments: list[Segment]
     pieces: list[Piece]
     gathered_M: torch.Tensor | None = None
-    """int64: the same of all positions attended to, context after context; None where keys and values
+    """int64: the same index for all positions attended to, context after context; None if keys and values
     are read in place."""
 
 
@@ -83,8 +83,8 @@ def make_plan(
 ) -> Plan:
     """Plan one forward pass.
 
-    ``decode``: (slot, position of its one new token), ascending slots; ``prefill``: (slot, start, end)
-    of each piece, packed behind them in this order.  ``gather``: see :class:`SlotCache`.
+    ``decode``: (slot, position of its new token), ascending slots; ``prefill``: (slot, start, end) of each
+    piece, packed after them in this order.  ``gather``: see :class:`SlotCache`.
     """
     if gather:
         segments = [Segment(i, slot, 1, at + 1, None) for i, (slot, at) in enumerate(decode)]
@@ -125,13 +125,13 @@ def _segments(decode: list[tuple[int, int]], dtype: torch.dtype) -> list[Segment
 
 
 def _joins(run: list[tuple[int, int]]) -> bool:
-    """Whether a run of slots with one more at its end is still best attended to in one call."""
+    """Whether a run of slots, with its last slot added, is cheaper in one attention call."""
     if run[-1][0] != run[-2][0] + 1:
         return False
     positions = [position for _, position in run]
     longest = max(positions)
     padding = sum(longest - position for position in positions)
-    return padding <= max(_PADDING_WORTH_A_CALL, sum(positions) // 4)
+    return padding <= max(_PADDING_PER_CALL, sum(positions) // 4)
 
 
 @dataclass(slots=True)
@@ -144,8 +144,8 @@ class SlotCache(Cache):
     """A transformers cache whose layers are preallocated slots.
 
     ``plan`` is set before each forward pass; ``update`` stores that pass's keys and values, and the
-    attention function registered under ``attention_name`` reads them back as views, or with ``gather``
-    as one packed row of the contexts in use.
+    attention function registered as ``attention_name`` reads them as views, or with ``gather`` as one
+    packed row of the contexts in use.
     """
 
     def __init__(self, slots: int, context: int, *, gather: bool = False) -> None:
@@ -176,20 +176,20 @@ class SlotCache(Cache):
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        # What lies beyond a context is multiplied by a weight of 0, so it has to be finite: zeros, of the
-        # operating system's making, which cost no memory until they are written.
+        # Values beyond a context are multiplied by a weight of 0, so they must be finite.  numpy's zeros use
+        # no memory until they are written.
         shape = (self.slots, self.context, states.shape[1], states.shape[3])
         data = np.zeros(math.prod(shape) * states.dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(data).view(states.dtype).view(shape)
 
     def clear_slot(self, slot: int) -> None:
-        """Overwrite a slot that holds values which are not finite."""
+        """Overwrite a slot that contains values that are not finite."""
         for layer in self._store.values():
             layer.keys[slot].zero_()
             layer.values[slot].zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """No single length holds for all slots; models are always given positions."""
+        """Slots have no common length; models always receive explicit positions."""
         return 0
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -199,7 +199,7 @@ class SlotCache(Cache):
             layer.values[target, :length].copy_(layer.values[source, :length])
 
     def free(self) -> None:
-        """Give the memory back; the next ``update`` allocates again."""
+        """Free the memory; the next ``update`` allocates it again."""
         self._store.clear()
 
     def _attention(
@@ -224,7 +224,7 @@ class SlotCache(Cache):
         assert plan is not None
         heads, rows = query.shape[1], query.shape[2]
         kv_heads = key.shape[1] if self.gather else key.shape[2]
-        # The query heads that share a key head stand in for query positions: no key is repeated.
+        # Query heads that share a key head are treated as query positions, so no key is repeated.
         query_N = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, query.shape[3])
         out = query.new_empty(rows, kv_heads, heads // kv_heads, value.shape[3])
         gathered = 0
@@ -261,11 +261,11 @@ class SlotCache(Cache):
 
 @dataclass(slots=True)
 class SlotTable:
-    """Which token ids each slot holds keys and values for, and which slots are idle."""
+    """The number of valid tokens per slot, and which slots are idle."""
 
     slots: int
     lengths: list[int] = field(init=False)
-    """Positions with valid keys and values."""
+    """Number of positions with valid keys and values."""
     last_used: list[int] = field(init=False)
     idle: set[int] = field(init=False)
     _clock: int = 0
@@ -274,17 +274,17 @@ class SlotTable:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all contents; every slot is idle."""
+        """Drop all contents; every slot is idle."""
         self.lengths = [0] * self.slots
         self.last_used = [0] * self.slots
         self.idle = set(range(self.slots))
 
     def release(self, slot: int) -> None:
-        """Make a slot idle; its contents stay for reuse until another request needs the room."""
+        """Mark a slot idle; its contents stay for reuse until another request needs the slot."""
         self._clock += 1
         self.last_used[slot] = self._clock
         self.idle.add(slot)
 
     def victim(self) -> int:
-        """The idle slot to overwrite: an empty one, else the longest unused."""
+        """The idle slot to overwrite: an empty one, otherwise the least recently used."""
         return min(self.idle, key=lambda slot: (self.lengths[slot] > 0, self.last_used[slot], slot))

@@ -1,4 +1,4 @@
-"""A transformers causal language model over slots: packed tokens in, logits and routes out."""
+"""A transformers causal language model on a slot cache: packed tokens in, logits and expert routes out."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from orhpc.wire.routes import RouteShape
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
 _LAYER_INDEX = re.compile(r"\.layers\.(\d+)\.")
 DECODED = 4
-"""Tokens of each sample that the check at the start decodes one by one."""
+"""Number of tokens per sample that the check at startup decodes one by one."""
 ENGINE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-"""Nats by which they may differ on average; both sides round to the model's type."""
+"""Maximum mean difference in nats; both sides round to the model's dtype."""
 
 
 class SlotModel:
-    """The model, its slot cache and, for mixtures of experts, the record of expert routes.
+    """The model, its slot cache and, for mixtures of experts, the recorded expert routes.
 
-    ``context`` and ``slots`` fix the cache's size.  ``record_routes`` keeps, a slot and position, the
-    experts that each layer's router chose when the position was computed.  ``check`` compares a few
-    log-probabilities with the model's own, see :mod:`orhpc.models.forward_check`.
+    ``context`` and ``slots`` determine the cache's size.  ``record_routes`` stores, per slot and position,
+    the experts chosen by each layer's router when the position was computed.  ``check`` compares a few
+    log-probabilities with transformers' own forward pass, see :mod:`orhpc.models.forward_check`.
 
-    Raises ModelError for a model that the cache and its attention do not compute.
+    Raises ModelError for a model that does not work with the slot cache and its attention.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class SlotModel:
         self.cache = SlotCache(slots, context, gather=compressed)
         self.routes: RouteRecorder | None = None
         try:
-            samples, theirs = self._own(model) if check else (None, [])
+            samples, expected = self._reference(model) if check else (None, [])
             model.set_attn_implementation(self.cache.attention_name)
             self.routes = RouteRecorder(model, slots, context) if record_routes else None
             if samples is None:
                 self._check_runs()
             else:
-                self._compare(samples, theirs)
+                self._compare(samples, expected)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             kind = type(model).__name__
             raise ModelError(f"the cpu engine cannot run {kind}: {' '.join(str(error).split())}") from error
@@ -71,7 +71,7 @@ class SlotModel:
     ) -> torch.Tensor:
         """Compute one packed row of tokens; see :func:`make_plan` for ``decode`` and ``prefill``.
 
-        Returns float32 logits ``[decoding rows, vocabulary]``; prompt pieces only fill the cache.
+        Returns float32 logits ``[decoding rows, vocabulary]``; prompt pieces only update the cache.
         """
         plan = make_plan(decode, prefill, self.context, self.dtype, gather=self.cache.gather)
         self.cache.plan = plan
@@ -89,18 +89,18 @@ class SlotModel:
         return output.logits[0].float()
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Make the first ``length`` positions of ``target`` those of ``source``."""
+        """Copy the first ``length`` positions from ``source`` to ``target``."""
         self.cache.copy_prefix(source, target, length)
         if self.routes is not None:
             self.routes.store[target, :length] = self.routes.store[source, :length]
 
     def _check_runs(self) -> None:
-        """Compute two tokens, so that a model family that cannot run here fails at the start."""
+        """Compute two tokens, so that an unsupported model family fails at startup."""
         self.forward([0], [], [(0, 0, 1)])
         self.forward([0], [(0, 1)], [])
 
-    def _own(self, model: PreTrainedModel) -> tuple[Samples, list[torch.Tensor]]:
-        """Log-probabilities of a few samples by the model's own forward pass, before anything is replaced."""
+    def _reference(self, model: PreTrainedModel) -> tuple[Samples, list[torch.Tensor]]:
+        """Log-probabilities of a few samples from transformers' own forward pass, before any patching."""
         samples = samples_for(
             model.config,
             longest=self.context,
@@ -110,8 +110,8 @@ class SlotModel:
         samples = replace(samples, tokens=samples.tokens[: self.slots])
         return samples, plain_logprobs(model, samples, 1.0)
 
-    def _compare(self, samples: Samples, theirs: list[torch.Tensor]) -> None:
-        """Prompts in two pieces of all samples together, then the last tokens one at a time."""
+    def _compare(self, samples: Samples, expected: list[torch.Tensor]) -> None:
+        """Prefill all samples together in two pieces, then decode the last tokens one at a time."""
         steps = min(DECODED, *(len(tokens) - 1 for tokens in samples.tokens))
         ends = [len(tokens) - 1 - steps for tokens in samples.tokens]
         for first, last in ([0] * len(ends), [n // 2 for n in ends]), ([n // 2 for n in ends], ends):
@@ -119,25 +119,25 @@ class SlotModel:
             row = [t for slot, a, b in pieces for t in samples.tokens[slot][a:b].tolist()]
             if row:
                 self.forward(row, [], pieces)
-        ours: list[list[torch.Tensor]] = [[] for _ in ends]
+        actual: list[list[torch.Tensor]] = [[] for _ in ends]
         for step in range(steps):
             at = [end + step for end in ends]
             row = [int(tokens[n]) for tokens, n in zip(samples.tokens, at, strict=True)]
             logits = self.forward(row, list(enumerate(at)), [])
             targets = torch.stack([tokens[n + 1] for tokens, n in zip(samples.tokens, at, strict=True)])
             for slot, value in enumerate(picked(logits, targets, 1.0)):
-                ours[slot].append(value)
+                actual[slot].append(value)
         refuse(
             str(self.model.config.model_type),
             "the cpu engine",
-            Difference.of([torch.stack(values) for values in ours], [t[-steps:] for t in theirs]),
+            Difference.of([torch.stack(values) for values in actual], [t[-steps:] for t in expected]),
             ENGINE_BOUNDS[self.dtype],
             "engine.backend: sglang may",
         )
 
 
 class RouteRecorder:
-    """Keeps what the routers chose, ``[slots, context, layers, topk]`` of the smallest unsigned type."""
+    """Stores the chosen experts as ``[slots, context, layers, topk]`` in the smallest unsigned dtype."""
 
     def __init__(self, model: PreTrainedModel, slots: int, context: int) -> None:
         shape = RouteShape.of_config(model.config.to_dict())
@@ -165,7 +165,7 @@ class RouteRecorder:
             chosen = output[2] if isinstance(output, tuple) and len(output) == 3 else None
             if chosen is None or chosen.is_floating_point() or chosen.shape[-1] != self.shape.topk:
                 raise ModelError(
-                    f"{type(module).__name__} does not say which {self.shape.topk} experts it chooses, so "
+                    f"{type(module).__name__} does not return which {self.shape.topk} experts it chooses, so "
                     "its routes cannot be recorded"
                 )
             self._chosen[layer] = chosen.reshape(-1, self.shape.topk)
@@ -173,12 +173,12 @@ class RouteRecorder:
         return record
 
     def start(self, flat_N: torch.Tensor) -> None:
-        """Record the next forward pass at these ``slot * context + position``."""
+        """Record the next forward pass at these positions, ``slot * context + position``."""
         self._flat_N = flat_N
         self._chosen.clear()
 
     def finish(self) -> None:
-        """Store what the pass's routers chose; dense layers stay zero."""
+        """Store the experts chosen in the pass; dense layers stay zero."""
         assert self._flat_N is not None
         flat_N = self._flat_N.numpy()
         rows = self.store.reshape(-1, self.shape.layers, self.shape.topk)
@@ -191,7 +191,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a Hugging Face folder for the CPU.
 
-    ``load_format`` ``dummy`` makes random weights of the folder's config, the same for the same seed.
+    ``load_format`` ``dummy`` creates random weights for the folder's config, determined by the seed.
     Raises ModelError when the folder is not a causal language model that transformers can load.
     """
     if not (Path(path) / "config.json").is_file():

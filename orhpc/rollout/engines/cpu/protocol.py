@@ -1,8 +1,8 @@
-"""Checks what comes over the wire: SGLang's request fields into the engine's own requests.
+"""Validation of requests: converts SGLang's request fields to the engine's own requests.
 
 Field names and meanings are those of SGLang 0.5 (``srt/managers/io_struct.py``,
-``srt/sampling/sampling_params.py``).  What this engine cannot do is refused by name and never
-silently left out.
+``srt/sampling/sampling_params.py``).  Unsupported fields raise an error that names them; none is silently
+ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orhpc.rollout.engines.cpu.sampling import TOP_K_ALL, SamplingParams
 
 
 class BadRequest(ValueError):
-    """The request is malformed or asks for something this engine does not have; HTTP 400."""
+    """The request is malformed or asks for an unsupported feature; HTTP 400."""
 
 
 class NotServing(RuntimeError):
@@ -30,7 +30,7 @@ class NotServing(RuntimeError):
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One generation, from its arrival to its answer; the scheduler fills in the lower half."""
+    """One generation request; the scheduler fills in the fields after ``arrived``."""
 
     rid: str
     prompt: list[int]
@@ -48,9 +48,9 @@ class EngineRequest:
     cached_tokens: int | None = None
     slot: int = -1
     computed: int = 0
-    """Positions of prompt and output that have keys and values in the slot."""
+    """Number of positions of prompt and output whose keys and values are in the slot."""
     kept_routes: NDArray[Any] | None = None
-    """Rows recorded before a retraction; they outlive a recomputation under newer weights."""
+    """Route rows recorded before a retraction; kept when their tokens are recomputed with newer weights."""
     routes: NDArray[Any] | None = None
 
     @property
@@ -63,7 +63,7 @@ class EngineRequest:
         return len(self.prompt) + len(self.output)
 
 
-# Known to SGLang, without effect on token ids, or supported at the value that means "off".
+# SGLang fields that do not affect token ids, or that are supported only at their neutral values.
 _IGNORED_SAMPLING = {
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -99,7 +99,7 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "lora_path": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
-    # As sglang-router spells them out in every request.
+    # Sent explicitly by sglang-router in every request.
     "model": (None,),
     "background": (None, False),
     "return_bytes": (None, False),
@@ -125,7 +125,7 @@ _USED_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What requests are checked against."""
+    """Limits against which requests are validated."""
 
     vocabulary: int
     context: int
@@ -134,10 +134,10 @@ class Limits:
 
 
 def parse_generate(body: Any, limits: Limits, default_seed: int) -> tuple[list[EngineRequest], bool]:
-    """Check a ``/generate`` body; returns its requests and whether it was a single one.
+    """Validate a ``/generate`` body; returns its requests and whether it was a single one.
 
-    ``default_seed`` is used where a request has no ``sampling_seed``.  Must run inside an event loop,
-    because each request carries a future.  Raises BadRequest.
+    ``default_seed`` is used for requests without ``sampling_seed``.  Must run inside an event loop,
+    because each request contains a future.  Raises BadRequest.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body is not a JSON object")
@@ -149,7 +149,7 @@ def parse_generate(body: Any, limits: Limits, default_seed: int) -> tuple[list[E
             raise BadRequest(f"unknown field {name!r}")
     ids = body.get("input_ids")
     if not isinstance(ids, list) or not ids:
-        raise BadRequest("input_ids cannot be empty: the cpu engine takes token ids only")
+        raise BadRequest("input_ids cannot be empty: the cpu engine accepts token ids only")
     single = not isinstance(ids[0], list)
     prompts = [ids] if single else ids
     spread = [_per_request(body, name, len(prompts)) for name in ("rid", "sampling_params", "return_logprob")]
@@ -196,7 +196,7 @@ def _request(
         raise BadRequest("input_ids is not a list of integers")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= limits.vocabulary:
-        raise BadRequest(f"input_ids holds {low if low < 0 else high}: ids are 0 .. {limits.vocabulary - 1}")
+        raise BadRequest(f"input_ids has {low if low < 0 else high}: ids are 0 .. {limits.vocabulary - 1}")
     if rid is not None and not isinstance(rid, str):
         raise BadRequest("rid is not a string")
     params = parse_sampling(sampling, limits.vocabulary, seed)
@@ -225,7 +225,7 @@ def _request(
 
 
 def parse_sampling(given: Any, vocabulary: int, default_seed: int) -> SamplingParams:
-    """Check SGLang's ``sampling_params``; null means a parameter's default.  Raises BadRequest."""
+    """Validate SGLang's ``sampling_params``; null means a parameter's default.  Raises BadRequest."""
     if given is None:
         given = {}
     if not isinstance(given, dict):

@@ -1,14 +1,14 @@
-"""Sampling of one token a row, from counter-based random numbers.
+"""Sampling of one token per row with counter-based random numbers.
 
-The token at position p of a request with seed s depends on nothing but the logits, s and p: its
-random numbers come from Philox keyed with (s, p).  What else is in the batch changes the logits by
-float rounding only, and the exponential race below turns that into another token with a
-probability of the same size.
+The token at position p of a request with seed s depends only on the logits, s and p: its random numbers
+come from Philox with the key (s, p).  Other requests in the batch change the logits only by rounding, and
+the exponential race below then selects another token with a probability of the same magnitude.
 
-A race over the whole vocabulary (the token with the smallest E_i / p_i, E_i exponential, is a sample
-of p; Gumbel 1954 in its max form) needs as many random numbers as tokens.  So the race is run twice: over
-blocks of the vocabulary by their mass, then inside the winning block.  By the chain rule that is
-still exactly a sample of p, for some hundreds of random numbers in place of fifty thousand.
+In an exponential race over the vocabulary, the token with the smallest E_i / p_i is a sample of p, where the
+E_i are exponentially distributed (Gumbel 1954 in its max form); it needs one random number per token.
+Therefore two races are run: one over blocks of the vocabulary by their probability mass, one within the
+winning block.  By the chain rule the result is still an exact sample of p, with some hundreds of random
+numbers instead of fifty thousand.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 BLOCK = 256
-"""Tokens a block."""
+"""Tokens per block."""
 
 TOP_K_ALL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """SGLang's sampling parameters that this engine knows, checked."""
+    """SGLang's sampling parameters supported by this engine, validated."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -44,7 +44,7 @@ class SamplingParams:
 
 
 def race_noise(seed: int, position: int, count: int) -> np.ndarray:
-    """``count`` float64 exponential random numbers, a function of (seed, position) alone."""
+    """``count`` float64 exponential random numbers, determined by (seed, position)."""
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF, position], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).standard_exponential(count)
 
@@ -53,11 +53,11 @@ def race_noise(seed: int, position: int, count: int) -> np.ndarray:
 def sample(
     logits: torch.Tensor, params: list[SamplingParams], positions: list[int]
 ) -> tuple[list[int], list[float]]:
-    """Draw one token a row of float32 ``[rows, vocabulary]`` (overwritten).
+    """Sample one token per row of float32 ``[rows, vocabulary]`` (overwritten).
 
     Returns the token ids and their log-probabilities under ``softmax(logits / temperature)``, which
     is not truncated by top-p, top-k or min-p, as in SGLang.  ``positions`` are context positions of
-    the new tokens.  A row of top-k 1 takes the most likely token and needs no random number.
+    the new tokens.  A row with top-k 1 selects the most likely token and uses no random number.
     """
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
     if bool((temperatures != 1.0).any()):
@@ -69,8 +69,8 @@ def sample(
     torch.sub(logits, highest[:, None], out=weights[:, :vocabulary])
     weights[:, :vocabulary].exp_()
     blocks = weights.view(rows, padded // BLOCK, BLOCK)
-    # Sums of 256 terms in float32 and of the blocks in float64 keep the normaliser at 1e-7.
-    normaliser = blocks.sum(dim=2).double().sum(dim=1).log_()
+    # Sums of 256 terms in float32 and of the blocks in float64 give the normalizer a precision of 1e-7.
+    normalizer = blocks.sum(dim=2).double().sum(dim=1).log_()
 
     for row, p in enumerate(params):
         if p.truncated and p.top_k > 1:
@@ -84,12 +84,12 @@ def sample(
         inside = blocks[row, block].numpy() / noise[masses.shape[1] :]
         tokens[row] = block * BLOCK + int(np.argmax(inside))
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    logprobs = (chosen - highest).double() - normaliser
+    logprobs = (chosen - highest).double() - normalizer
     return tokens, logprobs.tolist()
 
 
 def _truncate(weights: torch.Tensor, params: SamplingParams) -> None:
-    """Set to 0 what top-k, top-p and min-p exclude, in place.
+    """Set the weights of tokens excluded by top-k, top-p and min-p to 0, in place.
 
     The rules are SGLang's (``layers/sampler.py``): rank below k, probability mass of the more likely
     tokens at most top-p, probability at least min-p times the highest; all on the same distribution.

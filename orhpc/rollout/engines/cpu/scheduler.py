@@ -1,4 +1,4 @@
-"""The one thread that computes: steps of the batch, and control calls between two steps."""
+"""The compute thread: runs steps of the batch, and control calls between two steps."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Scheduler:
-    """Owns model, batch and weights; everything that touches them runs on its thread.
+    """Owns model, batch and weights, which are accessed only on its thread.
 
-    The event loop hands work over with :meth:`submit` and :meth:`call` and is woken by futures, so it
-    stays responsive while the model computes.
+    The event loop submits work with :meth:`generate` and :meth:`call` and waits for futures, so it stays
+    responsive while the model computes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Scheduler:
 
     @property
     def not_serving(self) -> str | None:
-        """Why requests cannot be served now; None when they can (a pause only delays them)."""
+        """Why requests cannot be served now; None if they can (a pause only delays them)."""
         if self.failure is not None:
             return self.failure
         if not self._thread.is_alive():
@@ -69,11 +69,11 @@ class Scheduler:
 
     @property
     def unhealthy(self) -> str | None:
-        """Why the engine is not healthy: as :attr:`not_serving`, but an engine put to sleep is healthy."""
+        """Why the engine is unhealthy: as :attr:`not_serving`, but a sleeping engine is healthy."""
         return None if self._released and self.failure is None else self.not_serving
 
     async def generate(self, requests: list[EngineRequest]) -> None:
-        """Queue requests and wait for all of them; a cancelled wait aborts them.
+        """Queue requests and wait for all of them; cancelling the wait aborts them.
 
         Raises NotServing when the engine cannot serve.
         """
@@ -95,7 +95,7 @@ class Scheduler:
             gone = {id(r) for r in requests}
 
             def abort() -> None:
-                self._abort(lambda r: id(r) in gone, "the client went away")
+                self._abort(lambda r: id(r) in gone, "the client disconnected")
 
             self._calls.put(abort)
             raise
@@ -107,7 +107,7 @@ class Scheduler:
         def run() -> None:
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - handed to the caller
+            except Exception as error:  # noqa: BLE001 - raised in the caller
                 future.set_exception(error)
 
         self._calls.put(run)
@@ -119,7 +119,7 @@ class Scheduler:
         """Stop stepping.  ``abort`` ends all requests, ``retract`` requeues the running ones,
         ``in_place`` leaves them as they are."""
         if mode not in ("abort", "retract", "in_place"):
-            raise BadRequest(f"mode {mode!r} is none of abort, retract, in_place")
+            raise BadRequest(f"mode {mode!r}: choose abort, retract or in_place")
         self.paused = True
         if mode == "abort":
             self._abort(lambda _r: True, "generation was paused")
@@ -127,11 +127,11 @@ class Scheduler:
             self.batcher.retract()
 
     def resume_stepping(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self.paused = False
 
     def abort(self, rid: str, *, everything: bool) -> int:
-        """End requests whose id begins with ``rid`` (as in SGLang), or all; returns how many."""
+        """End requests whose id starts with ``rid`` (as in SGLang), or all; returns how many."""
         if not everything and not rid:
             raise BadRequest("abort_request needs rid or abort_all")
         return self._abort(lambda r: everything or r.rid.startswith(rid), "aborted by request")
@@ -157,7 +157,7 @@ class Scheduler:
         self._released |= chosen
 
     def resume(self, tags: Iterable[str]) -> None:
-        """Take memory again; released weights need a complete update before they are served."""
+        """Allocate memory again; released weights need a complete update before they are served."""
         chosen = _checked_tags(tags)
         if "weights" in chosen and self.weights.released:
             self.weights.resume()
@@ -173,7 +173,7 @@ class Scheduler:
     ) -> int:
         """Write tensors, or a whole folder, into the model; returns how many tensors.
 
-        Raises BadRequest before anything is written when a flush is asked for while requests run.
+        Raises BadRequest before anything is written if a flush is requested while requests run.
         """
         if abort_all:
             self._abort(lambda _r: True, "weights are being updated")
@@ -191,12 +191,12 @@ class Scheduler:
         return count
 
     def fail_update(self, why: str) -> None:
-        """Mark the weights as partial, and end what would have gone on with them."""
+        """Mark the weights as partial, and abort all requests."""
         self.weights.fail(why)
         self._abort(lambda _r: True, "a weight update failed")
 
     def set_version(self, version: str, *, abort_all: bool) -> None:
-        """Name the version of the weights, which declares an open update finished."""
+        """Set the version of the weights, which completes an open update."""
         if abort_all:
             self._abort(lambda _r: True, "the weight version changes")
         self.weights.finish_update()
@@ -245,5 +245,5 @@ def _checked_tags(tags: Iterable[str]) -> set[str]:
     chosen = set(tags)
     unknown = chosen - set(TAGS)
     if unknown:
-        raise BadRequest(f"tag {sorted(unknown)[0]!r} is none of {', '.join(TAGS)}")
+        raise BadRequest(f"unknown tag {sorted(unknown)[0]!r}: choose from {', '.join(TAGS)}")
     return chosen

@@ -1,4 +1,4 @@
-"""SGLang's native HTTP calls, answered by the cpu engine."""
+"""HTTP server of the cpu engine: SGLang's native calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orhpc.rollout.engines.cpu.weights import BadUpdate
 from orhpc.wire.routes import encode_routes
 
 _MAX_BODY_BYTES = 8 << 30
-"""Weights come in request bodies; the key keeps strangers from sending any."""
+"""Weights arrive in request bodies; requests without the key are refused before their body is read."""
 
 _HEALTH_TOKEN = 0
 _LARGE_ROUTES = 1 << 16
@@ -28,7 +28,7 @@ _LARGE_ROUTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the server says about itself."""
+    """Static information reported by the server."""
 
     model_path: str
     dtype: str
@@ -38,17 +38,17 @@ class ServerInfo:
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:
-    """A JSON answer."""
+    """A JSON response."""
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
 def error_response(message: str, status: int) -> web.Response:
-    """An error in SGLang's form."""
+    """An error response in SGLang's format."""
     return json_response({"error": {"message": message}}, status)
 
 
 def require_key(key: str | None) -> Middleware:
-    """Middleware: all calls but ``/health`` need ``Authorization: Bearer KEY``, as in SGLang."""
+    """Middleware: all calls except ``/health`` require ``Authorization: Bearer KEY``, as in SGLang."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -67,7 +67,7 @@ def require_key(key: str | None) -> Middleware:
 
 
 class EngineServer:
-    """The handlers; :meth:`app` has the routes."""
+    """The request handlers; :meth:`app` defines the routes."""
 
     def __init__(
         self, scheduler: Scheduler, control: WeightControl, info: ServerInfo, *, key: str | None, seed: int
@@ -136,7 +136,7 @@ class EngineServer:
 
     async def health_generate(self, _request: web.Request) -> web.Response:
         if self._scheduler.paused:
-            # As in SGLang a paused engine is healthy; a token of it would have to wait.
+            # As in SGLang, a paused engine is healthy; generating a token would have to wait.
             return await self.health(_request)
         body = {"input_ids": [_HEALTH_TOKEN], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         requests, _ = parse_generate(body, self._limits, 0)
@@ -226,7 +226,7 @@ class EngineServer:
     async def weights_checker(self, request: web.Request) -> web.Response:
         action = (await _body(request)).get("action", "checksum")
         if action != "checksum":
-            raise BadRequest(f"action {action!r}: the cpu engine has checksum only")
+            raise BadRequest(f"action {action!r}: the cpu engine supports checksum only")
         checksums = await self._scheduler.call(self._scheduler.weights.checksums)
         return json_response({"success": True, "message": "Success.", "payload": {"checksums": checksums}})
 
@@ -235,7 +235,7 @@ def _update_handler(call: Callable[[dict[str, Any]], Awaitable[str]]) -> Handler
     async def handle(request: web.Request) -> web.Response:
         body = await _body(request)
         try:
-            # A sender that goes away must not leave a copy into place half done.
+            # A disconnecting sender must not interrupt a copy in place.
             message = await asyncio.shield(asyncio.ensure_future(call(body)))
         except (BadRequest, BadUpdate) as error:
             return json_response({"success": False, "message": str(error)}, 400)

@@ -1,8 +1,8 @@
-"""The engine's parameters under their Hugging Face names, and whether they may be served.
+"""The engine's parameters by their Hugging Face names, and whether they can be served.
 
-Mixtures of experts keep all experts of a layer in one parameter in memory, and some families rename
-modules; under the names that checkpoints and trainers use, each part of a parameter is a view, so an update
-is always a copy into place and never a second model.
+Mixtures of experts store all experts of a layer in one parameter in memory, and some families rename
+modules.  Each name used in checkpoints and by trainers maps to a view of a parameter, so an update always
+copies in place and never creates a second model.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from orhpc.wire.weights import NamedTensor
 
 
 class BadUpdate(ValueError):
-    """An update that does not fit this model; nothing of it was applied."""
+    """An update that does not match this model; nothing of it was applied."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A view of one tensor of the model, which is contiguous."""
+class ViewSpec:
+    """A view of one contiguous tensor of the model."""
 
     name: str
-    """Of the tensor in the model."""
+    """Name of the tensor in the model."""
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """Of its first element."""
+    """Offset of the first element."""
 
 
 class WeightStore:
-    """Named targets of updates, and the state of an update that comes in parts.
+    """Named targets of updates, and the state of an update that arrives in parts.
 
-    Weights are in one of three states.  *Whole*: all of one version.  *Open*: some parts of an update
-    have been applied and it is not yet declared finished; it is finished by a part that carries a weight
-    version, by setting the version, or once every parameter has been written.  *Partial*: an update
-    failed, or memory was released, so old and new lie mixed; only writing every parameter helps.
+    Weights are in one of three states.  *Whole*: all of one version.  *Open*: parts of an update have been
+    applied and it is not complete yet; it is completed by a part that has a weight version, by setting the
+    version, or once every parameter has been written.  *Partial*: an update failed, or memory was released,
+    so old and new values are mixed; only writing every parameter makes the weights whole again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._shapes: dict[str, torch.Size] = {name: p.shape for name, p in model.named_parameters()}
         for tensor in model.parameters():
-            tensor.data = tensor.data.contiguous()  # for the views
-        self._places = _places(model)
+            tensor.data = tensor.data.contiguous()  # required for the views
+        self._view_specs = _view_specs(model)
         self._targets = self._views()
         self._first_names = self._tied()
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        wanted = [part for part, place in self._places.items() if place.name in parameters]
+        wanted = [part for part, place in self._view_specs.items() if place.name in parameters]
         self._required = frozenset(map(self._canonical, wanted))
-        """The names that a complete update must cover: each parameter once, buffers not."""
+        """The names that a complete update must cover: each parameter once, no buffers."""
         self._written: set[str] = set()
         self._partial: str | None = None
         self.released = False
 
     @property
     def not_servable(self) -> str | None:
-        """Why these weights must not be served; None when they may."""
+        """Why these weights must not be served; None if they may be."""
         if self.released:
             return "the weights are released; resume them and send new ones"
         if self._partial is not None:
@@ -76,10 +76,10 @@ class WeightStore:
         return None
 
     def apply(self, named: Iterable[NamedTensor], *, last: bool) -> int:
-        """Write tensors into place, cast to the model's types; returns how many.
+        """Copy tensors in place, cast to the model's dtypes; returns how many.
 
-        ``last`` declares the update finished.  Raises BadUpdate before anything is written for a
-        name or shape the model does not have.
+        ``last`` completes the update.  Raises BadUpdate before anything is written for a name or shape that
+        the model does not have.
         """
         if self.released:
             raise BadUpdate("the weights are released: resume them first")
@@ -98,7 +98,7 @@ class WeightStore:
         return len(pairs)
 
     def check(self, name: str, shape: Iterable[int]) -> None:
-        """Raise BadUpdate when the model has no such parameter of this shape."""
+        """Raise BadUpdate if the model has no such parameter of this shape."""
         target = self._targets.get(name)
         if target is None:
             raise BadUpdate(f"the model has no parameter {name!r}")
@@ -106,23 +106,23 @@ class WeightStore:
             raise BadUpdate(f"{name} has shape {list(target.shape)} in the model, not {list(shape)}")
 
     def finish_update(self) -> None:
-        """Declare an open update finished; a partial one stays partial."""
+        """Complete an open update; partial weights stay partial."""
         if self._partial is None:
             self._written.clear()
 
     def fail(self, why: str) -> None:
-        """Mark the weights as partial: what was being written did not arrive whole."""
+        """Mark the weights as partial, because an update did not arrive completely."""
         self._partial = why
         self._written.clear()
 
     def load_folder(self, folder: str) -> int:
-        """Write all parameters from a Hugging Face folder of safetensors; returns how many.
+        """Load all parameters from a Hugging Face folder of safetensors; returns how many.
 
-        Raises BadUpdate before anything is written when the folder does not hold the whole model.
+        Raises BadUpdate before anything is written if the folder does not contain the whole model.
         """
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
-            raise BadUpdate(f"{folder} holds no safetensors")
+            raise BadUpdate(f"{folder} contains no safetensors")
         try:
             found: set[str] = set()
             for file in files:
@@ -143,7 +143,7 @@ class WeightStore:
         return count
 
     def release(self) -> None:
-        """Give the parameters' memory back; buffers stay."""
+        """Free the parameters' memory; buffers stay."""
         for parameter in self._model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype)
         self._targets = {}
@@ -155,7 +155,7 @@ class WeightStore:
             parameter.data = torch.zeros(self._shapes[name], dtype=parameter.dtype)
         self._targets = self._views()
         self.released = False
-        self.fail("they were released")
+        self.fail("their memory was released")
 
     def values(self, name: str, limit: int) -> list[object]:
         """First ``limit`` rows of a parameter as nested lists; raises BadUpdate for an unknown name."""
@@ -172,56 +172,56 @@ class WeightStore:
         return sums
 
     def _views(self) -> dict[str, torch.Tensor]:
-        """Where each checkpoint name's values go."""
+        """The target tensor of each checkpoint name."""
         tensors = self._model.state_dict(keep_vars=False)
         return {
             part: tensors[at.name].as_strided(
                 at.shape, at.stride, tensors[at.name].storage_offset() + at.offset
             )
-            for part, at in self._places.items()
+            for part, at in self._view_specs.items()
         }
 
     def _tied(self) -> dict[str, str]:
-        """The first checkpoint name of the same values, by each name."""
+        """For each checkpoint name, the first name of the same (tied) values."""
         first: dict[tuple[int, int], str] = {}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         return {
             part: first.setdefault((id(parameters[at.name]), at.offset), part)
-            for part, at in self._places.items()
+            for part, at in self._view_specs.items()
             if at.name in parameters
         }
 
     def _canonical(self, name: str) -> str:
-        """The one name that stands for a parameter that several names share."""
+        """The canonical name of a parameter that has several names."""
         return self._first_names.get(name, name)
 
 
-def _places(model: PreTrainedModel) -> dict[str, Place]:
-    """Where each checkpoint name's values belong, for parameters (tied ones under every name) and buffers.
+def _view_specs(model: PreTrainedModel) -> dict[str, ViewSpec]:
+    """The target view of each checkpoint name, for parameters (tied ones by every name) and buffers.
 
-    Raises ModelError where a name stands for values that are no regular part of one tensor.
+    Raises ModelError if the values of a name are not a regular view of one tensor.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, ViewSpec] = {}
     tensors = model.state_dict()
-    # The names that trainers export: those of a model that no folder was read for.
+    # Use the names that trainers export, i.e. those of a model that was not loaded from a folder.
     conversions = model.__dict__.pop("_weight_conversions", None)
     try:
         for name, tensor in tensors.items():
             parts = revert_weight_conversion(model, {name: tensor})
             if list(map(id, parts.values())) != [id(tensor)]:
-                # The same conversion of each element's number says where the parts come from.
+                # Convert a tensor of element indices to find out where each part comes from.
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)
                 parts = revert_weight_conversion(model, {name: numbers})
-                places |= {part: _place(name, part, found) for part, found in parts.items()}
+                places |= {part: _view_spec(name, part, found) for part, found in parts.items()}
             else:
                 (part,) = parts
                 if not tensor.is_contiguous():
                     raise ValueError(f"buffer {name} is not contiguous")
-                places[part] = Place(name, tensor.shape, tensor.stride(), 0)
+                places[part] = ViewSpec(name, tensor.shape, tensor.stride(), 0)
     except (ValueError, KeyError, AttributeError, RuntimeError) as error:
         problem = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"the cpu engine cannot take weights of {model.config.model_type}: {problem}"
+            f"the cpu engine cannot update weights of {model.config.model_type}: {problem}"
         ) from error
     finally:
         if conversions is not None:
@@ -229,10 +229,10 @@ def _places(model: PreTrainedModel) -> dict[str, Place]:
     return places
 
 
-def _place(name: str, part: str, numbers: torch.Tensor) -> Place:
-    """The view of tensor ``name`` whose elements have these numbers.
+def _view_spec(name: str, part: str, numbers: torch.Tensor) -> ViewSpec:
+    """The view of tensor ``name`` whose elements have these indices.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     first = int(numbers.flatten()[0])
     stride = tuple(
@@ -244,5 +244,5 @@ def _place(name: str, part: str, numbers: torch.Tensor) -> Place:
     if not regular or not torch.equal(
         torch.arange(first + count + 1).as_strided(numbers.shape, stride, first), numbers
     ):
-        raise ValueError(f"{part} is not a regular part of {name}")
-    return Place(name, numbers.shape, stride, first)
+        raise ValueError(f"{part} is not a regular view of {name}")
+    return ViewSpec(name, numbers.shape, stride, first)

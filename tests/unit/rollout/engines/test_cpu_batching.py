@@ -37,7 +37,7 @@ def random_model(config: Any, seed: int = 0) -> PreTrainedModel:
 
 @pytest.mark.slow
 def test_samples_follow_the_distribution() -> None:
-    """Chi-square over a vocabulary of several blocks, the last one incomplete."""
+    """Chi-square test over a vocabulary of several blocks, the last one incomplete."""
     size, draws = BLOCK * 2 + 40, 40_000
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(size, generator=generator) * 2
@@ -52,7 +52,7 @@ def test_samples_follow_the_distribution() -> None:
     statistic = ((counts[likely] - expected[likely]) ** 2 / expected[likely]).sum()
     statistic += (rest[0] - rest[1]) ** 2 / rest[1]
     freedom = int(likely.sum())
-    # The seeds are fixed; six standard deviations of chi-square leave no room for a biased sampler.
+    # The seeds are fixed; a deviation of six standard deviations of chi-square would show a biased sampler.
     assert abs(statistic - freedom) < 6 * math.sqrt(2 * freedom)
 
 
@@ -90,7 +90,7 @@ def test_truncation_keeps_what_the_rules_keep(
     row: list[float], top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     logits = torch.tensor(row)
-    # In the engine's float32: logits that differ by less than its rounding are ties, and all may be kept.
+    # In the engine's float32: logits that differ by less than its rounding are ties, which may all be kept.
     p = (logits - logits.max()).exp().double().numpy()
     p /= p.sum()
     params = SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
@@ -110,7 +110,7 @@ def test_truncated_samples_follow_the_renormalised_distribution() -> None:
     params = [SamplingParams(top_p=0.75, seed=i) for i in range(draws)]
     tokens, _ = sample(logits.repeat(draws, 1), params, [0] * draws)
     counts = np.bincount(tokens, minlength=4) / draws
-    # 0.75 keeps the tokens whose more likely ones hold at most that much: the first three.
+    # 0.75 keeps each token whose more likely tokens have at most that mass: the first three.
     np.testing.assert_allclose(counts, [4 / 9, 3 / 9, 2 / 9, 0], atol=0.02)
 
 
@@ -143,8 +143,8 @@ def deepseek() -> DeepseekV3Config:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[PreTrainedModel, Batcher]:
-    """The same small model plain and in a batcher of three slots."""
-    # Two config objects: the slotted model sets its own attention in its config.
+    """The same small model on its own and in a batcher with three slots."""
+    # Two config objects, because the slotted model sets its attention implementation in its config.
     plain, slotted = (random_model(LlamaConfig(**COMMON, num_key_value_heads=2)) for _ in range(2))
     return plain, Batcher(SlotModel(slotted, 3, 64))
 
@@ -167,7 +167,7 @@ events = st.lists(
 def test_any_history_gives_the_logprobs_of_a_forward_pass(
     pair: tuple[PreTrainedModel, Batcher], history: list[tuple[str, int, int, int]]
 ) -> None:
-    """Whatever is reused, copied, evicted, aborted or recomputed, each token's log-probability is
+    """Whatever is reused, copied, evicted, aborted or recomputed, each token's log-probability equals
     that of a plain forward pass over its context."""
     plain, batcher = pair
     requests: list[EngineRequest] = []
@@ -247,7 +247,7 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
     assert all(r.error is not None and "not finite" in str(r.error) for r in broken)
     with torch.no_grad():
         value.copy_(before)
-    # Different lengths, so that one context is padded with what the other slot's remains are.
+    # Different lengths, so that one context is padded with leftover values of the other slot.
     whole = [run(2, 5), run(3, 30)]
     while batcher.busy:
         batcher.step()

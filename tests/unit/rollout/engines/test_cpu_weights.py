@@ -1,4 +1,4 @@
-"""The cpu engine takes weights under the names of its family's checkpoints, whatever it fuses in memory."""
+"""The cpu engine accepts weights by the names in its family's checkpoints, including fused parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_update_under_the_checkpoints_names_is_the_checkpoints_model(
     parts = iter(sorted(stored.items()))
     name, tensor = next(parts)
     store.apply([(name, tensor)], last=False)
-    assert store.not_servable  # until every parameter has come
+    assert store.not_servable  # until every parameter has been written
     store.apply(parts, last=False)
     assert store.not_servable is None
     for name, tensor in wanted.state_dict().items():

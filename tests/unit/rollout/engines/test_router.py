@@ -1,4 +1,4 @@
-"""Requests through a router: what it is asked, and what happens when it or an engine behind it fails."""
+"""Requests through a router: what the router receives, and failures of the router or an engine behind it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLING = Sampling(max_new_tokens=2, seed=5)
 
 
 class Endpoint:
-    """An engine, or a router, of SGLang's wire format; says which requests it got."""
+    """An engine or a router with SGLang's protocol; records its requests."""
 
     def __init__(self) -> None:
         self.version, self.status = "3", 200
@@ -144,7 +144,7 @@ def test_requests_for_routes_go_to_engines() -> None:
     assert not router.requests
 
 
-# --- when there is one ------------------------------------------------------------------------------
+# --- whether a router is used -----------------------------------------------------------------------
 
 
 def config(*, routes: bool = False, **engine: Any) -> Config:
@@ -194,7 +194,7 @@ def test_the_real_one_spreads_rollouts_and_keeps_each_on_its_engine(tmp_path: Pa
             async with EnginePool(urls, key=KEY, request_timeout_s=30.0, router=process.url) as pool:
                 pool.published_version = 3
                 end = time.monotonic() + 30.0
-                while not all(e.requests for e in engines):  # it adds engines one by one
+                while not all(e.requests for e in engines):  # the router adds engines one by one
                     await asyncio.gather(*(ask(pool, f"first{time.monotonic_ns()}{i}") for i in range(9)))
                     assert time.monotonic() < end
                 for engine in engines:

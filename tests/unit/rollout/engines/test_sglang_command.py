@@ -1,4 +1,4 @@
-"""What an SGLang server is started with, and what is refused before a GPU is touched."""
+"""Options of an SGLang server, and errors that are raised before a GPU is used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KNOWN = frozenset(
         "enable_draft_weights_cpu_backup",
     ]
 )  # fmt: skip
-"""Fields of ServerArgs that 0.5.16 and 0.5.23 both have, as read in their sources, of those we use."""
+"""Fields of ServerArgs that we use and that exist in both 0.5.16 and 0.5.23, according to their sources."""
 
 
 def config(*, precision: str = "bf16", **engine: Any) -> Config:
@@ -76,7 +76,7 @@ def test_an_engine_of_several_nodes_has_a_rank_on_each_and_one_meeting_place() -
 def test_an_engine_of_one_node_meets_at_a_port_that_was_found_free() -> None:
     alone = options(EnginePart(devices=(0, 1), rendezvous="10.0.0.1:5000"))
     assert alone["nccl_port"] == 5000
-    assert "dist_init_addr" not in alone  # with it, DP attention would count its ports from there
+    assert "dist_init_addr" not in alone  # otherwise DP attention would derive its ports from it
 
 
 def test_speculative_settings_are_sglangs() -> None:
@@ -190,10 +190,10 @@ def test_options_become_words() -> None:
 def test_options_are_spelled_as_the_installed_release_does() -> None:
     known = {"--tensor-parallel-size", "--attention-backend", "--port"}
     words = ["--tp-size", "4", "--attention-backend=triton", "--port", "1"]
-    made = sglang_server.checked(words, known, "SGLang 9")
+    made = sglang_server.resolve_options(words, known, "SGLang 9")
     assert made == ["--tensor-parallel-size", "4", "--attention-backend=triton", "--port", "1"]
     with pytest.raises(ConfigError) as refused:
-        sglang_server.checked(["--atention-backend", "x"], known, "SGLang 9")
+        sglang_server.resolve_options(["--atention-backend", "x"], known, "SGLang 9")
     assert "engine.extra.atention_backend: SGLang 9 has no option" in str(refused.value)
     assert "did you mean attention_backend?" in str(refused.value)
 
@@ -207,7 +207,7 @@ def test_the_key_is_read_from_a_file_that_only_its_owner_can_read(
     key.write_text("secret\n")
     key.chmod(0o600)
     words = ["--port", "1", "--api-key-file", str(key), "--tp-size", "2", "--listen-fd", "7"]
-    own, rest = sglang_server.split_own(words)
+    own, rest = sglang_server.split_arguments(words)
     assert read_engine_key(own.api_key_file) == "secret" and own.listen_fd == 7
     assert secrets.redact("the key is secret") == f"the key is {secrets.REDACTED}"
     assert rest == ["--port", "1", "--tp-size", "2"]
@@ -232,7 +232,7 @@ def test_attention_over_open_ports_needs_a_network_that_is_trusted() -> None:
 def test_servers_that_ask_for_no_key_are_refused() -> None:
     plain = {"tokenizer_worker_num": 1, "enable_http2": False}
     sglang_server.refuse_keyless(SimpleNamespace(**plain))
-    sglang_server.refuse_keyless(SimpleNamespace())  # a release that has neither
+    sglang_server.refuse_keyless(SimpleNamespace())  # a release without these options
     for name, value in (("tokenizer_worker_num", 2), ("enable_http2", True)):
         with pytest.raises(ConfigError, match=f"engine.extra.{name}"):
             sglang_server.refuse_keyless(SimpleNamespace(**{**plain, name: value}))
