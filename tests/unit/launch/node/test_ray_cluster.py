@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -46,8 +47,20 @@ os._exit(0)
 def gcs_of(head: RayNode) -> psutil.Process:
     assert head._process is not None
     below = psutil.Process(head._process.pid).children(recursive=True)
-    (gcs,) = [p for p in below if p.name() == "gcs_server" and p.status() != psutil.STATUS_ZOMBIE]
+    (gcs,) = [p for p in below if is_gcs(p)]
     return gcs
+
+
+def is_gcs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # ended since it was listed
+        return process.name() == "gcs_server" and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {tuple(c.laddr) for c in process.net_connections("tcp") if c.status == "LISTEN"}
+    return set()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +117,7 @@ def test_no_server_of_a_node_answers_without_the_token(head: tuple[RayNode, str,
     assert node._process is not None
     refused = []
     for process in psutil.Process(node._process.pid).children(recursive=True):
-        for port in {c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"}:
+        for port in {port for _, port in listening(process)}:
             said = {ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
             assert said <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (process.cmdline()[:3], said)
             refused += ["UNAUTHENTICATED"] * ("UNAUTHENTICATED" in said)
@@ -116,9 +129,9 @@ def test_on_loopback_ray_listens_nowhere_else(head: tuple[RayNode, str, Path]) -
     node, _, _ = head
     assert node._process is not None
     below = psutil.Process(node._process.pid).children(recursive=True)
-    listening = {c.laddr.ip for p in below for c in p.net_connections() if c.status == "LISTEN"}
-    assert listening
-    assert listening <= {HOST, f"::ffff:{HOST}"}
+    addresses = {address for process in below for address, _ in listening(process)}
+    assert addresses
+    assert addresses <= {HOST, f"::ffff:{HOST}"}
 
 
 @pytest.mark.slow
