@@ -175,7 +175,7 @@ def test_families_that_are_computed_rightly_are_accepted(family: str, dtype: str
 
 def _no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "orhpc.train.hf_model.logit_scaling_of", lambda config, t: LogitScaling(temperature=t)
+        "orhpc.train.fsdp.model.logit_scaling_of", lambda config, t: LogitScaling(temperature=t)
     )
 
 
