@@ -171,8 +171,8 @@ def _weights(logits_TE: Tensor, weights_TK: Tensor, own_TK: Tensor, experts_TK: 
 
     def of(chosen_TK: Tensor) -> Tensor:
         scores_TK = scores_TE.gather(-1, chosen_TK)
-        normalised = bool(torch.allclose(weights_TK.sum(-1), torch.ones(()).to(weights_TK)))
-        return scores_TK / scores_TK.sum(-1, keepdim=True) if normalised else scores_TK
+        normalized = bool(torch.allclose(weights_TK.sum(-1), torch.ones(()).to(weights_TK)))
+        return scores_TK / scores_TK.sum(-1, keepdim=True) if normalized else scores_TK
 
     # Another kind of router would be replayed wrongly, and choose by more than its logits.
     torch.testing.assert_close(of(own_TK), weights_TK)

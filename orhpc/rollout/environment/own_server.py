@@ -15,7 +15,7 @@ from typing import Self
 from orhpc.config import EnvironmentSettings
 from orhpc.errors import ConfigError
 from orhpc.process.ports import hold_port
-from orhpc.process.user_code import users_part
+from orhpc.process.user_code import user_frames
 
 _HEAD = "Traceback (most recent call last):"
 
@@ -72,7 +72,7 @@ class OwnServer:
             return
         said = self.log.read_text(errors="replace").rstrip()
         if _HEAD in said:
-            print(users_part(_last_traceback(said)), file=sys.stderr)
+            print(user_frames(_last_traceback(said)), file=sys.stderr)
         last = said.splitlines()[-1] if said else "it said nothing"
         raise ConfigError(last.removeprefix("orhpc: "))
 
@@ -80,7 +80,7 @@ class OwnServer:
         """The newest traceback in the server's log since the last call, from the user's first frame on."""
         text = self.log.read_text(errors="replace")
         new, self._read = text[self._read :], len(text)
-        return users_part(_last_traceback(new)) if _HEAD in new else ""
+        return user_frames(_last_traceback(new)) if _HEAD in new else ""
 
 
 def _last_traceback(text: str) -> str:
