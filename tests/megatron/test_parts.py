@@ -86,7 +86,7 @@ def build(name: str, **changes: Any) -> Build:
     [
         ("deepseek-v32", {}, "cannot build deepseek_v32: sparse attention with an indexer"),
         ("gemma3-images", {}, r"cannot build gemma3: it also sees images; .* \(gemma3_text\) can be built"),
-        ("llama4", {}, "cannot build llama4_text with 2 experts a token"),
+        ("llama4", {}, "cannot build llama4_text with 2 experts per token"),
         ("gemma2", {"use_bidirectional_attention": True}, "cannot build gemma2: its attention is not causal"),
     ],
 )
