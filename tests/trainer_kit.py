@@ -39,7 +39,7 @@ from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
-from orhpc.train.weights.fp8 import quantiser
+from orhpc.train.weights.fp8 import make_quantizer
 from orhpc.types import Location, MiniBatch, Sample
 
 VOCABULARY = 97
@@ -104,11 +104,11 @@ def save_tiny_model(folder: Path, family: str = "llama") -> str:
     return str(folder)
 
 
-def quantised_copy(model_dir: Path, folder: Path) -> Path:
+def quantized_copy(model_dir: Path, folder: Path) -> Path:
     """The model in block-wise FP8, with what its ``config.json`` then says."""
     shutil.copytree(model_dir, folder)
     tensors = load_file(folder / "model.safetensors")
-    stored = dict(quantiser(power_of_two=False)(tensors.items()))
+    stored = dict(make_quantizer(power_of_two=False)(tensors.items()))
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values())
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     content = json.loads((folder / "config.json").read_text())

@@ -163,7 +163,7 @@ async def sampled(
         try:
             await engine.wait_ready(options.patience)
             clients[name] = kit.client_of(engine, folder)
-            seconds = await kit.give_weights(trainer, engine.url, quantised=name == "fp8", rounds=4)
+            seconds = await kit.give_weights(trainer, engine.url, quantized=name == "fp8", rounds=4)
             report.put(f"engine {name}: seconds of its weights", [round(s, 3) for s in seconds])
             if name == "bf16" and options.device == "cuda":
                 await straight_sync.compare(report, trainer, engine.url)

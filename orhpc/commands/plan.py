@@ -17,7 +17,7 @@ from orhpc.launch.slurm.submission import lead_and_why
 from orhpc.plan.layout import group_spans
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.placement import Placement
-from orhpc.plan.run_plan import RunPlan, at_once, check_host, gib, host_parts, make_plan, state_bytes
+from orhpc.plan.run_plan import RunPlan, check_host, commits_on_disk, gib, host_parts, make_plan, state_bytes
 
 
 def lines(run: RunPlan) -> Iterator[str]:
@@ -49,7 +49,7 @@ def _commit_lines(run: RunPlan) -> Iterator[str]:
     checkpoint, one = run.config.checkpoint, state_bytes(run)
     if checkpoint.save_interval is None:
         return
-    number = at_once(run.config)
+    number = commits_on_disk(run.config)
     yield f"commits   {one / 1e9:.2f} GB each, {number} on disk at once: {number * one / 1e9:.2f} GB"
     if checkpoint.keep_every:
         kept = run.config.train.steps // checkpoint.keep_every
@@ -117,10 +117,10 @@ def limit(run: RunPlan) -> str:
     room = run.device_bytes - RESERVED_BYTES
     trainer = run.trainer.total / room
     if run.kv_tokens is not None and run.placement.engines:
-        at_once = run.kv_tokens // run.config.rollout.max_total_tokens
-        if at_once < run.config.engine.max_running and trainer < 0.9:
+        rollouts = run.kv_tokens // run.config.rollout.max_total_tokens
+        if rollouts < run.config.engine.max_running and trainer < 0.9:
             return (
-                f"KV cache: {at_once} rollouts of full length at once an engine, "
+                f"KV cache: {rollouts} rollouts of full length at once an engine, "
                 f"engine.max_running is {run.config.engine.max_running}"
             )
     return f"trainer memory, {trainer:.0%} used, most of it {largest}"

@@ -74,7 +74,7 @@ def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tok
     """Compute the advantages of a step's groups and pack its samples; failed rollouts are left out."""
     advantages = grouped_advantages(
         [[r.reward or 0.0 for r in g.trainable] for g in groups],
-        normalise=config.algorithm.normalise_advantage,
+        normalize=config.algorithm.normalise_advantage,
     )
     samples = [
         Sample(r.id, r.length, r.response_tokens, float(a), r.location)

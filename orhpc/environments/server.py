@@ -24,7 +24,7 @@ import pydantic
 
 from orhpc.config.environment import BUNDLED
 from orhpc.errors import EXIT_CONFIG, ConfigError, UserCodeError
-from orhpc.process.garbage import leave_loaded
+from orhpc.process.garbage import freeze_garbage
 from orhpc.process.keyed_server import require_key_of_uvicorn
 from orhpc.process.ports import inherited_socket
 from orhpc.process.terminal import protect_process
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, json.JSONDecodeError, TypeError, ValueError) as error:
         print(f"orhpc: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    leave_loaded()
+    freeze_garbage()
     server.run(host=arguments.host, port=arguments.port)
     return 0
 

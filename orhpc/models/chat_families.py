@@ -1,7 +1,7 @@
-"""Which chat formats there are and how they are recognized, without a tokenizer library.
+"""Supported chat formats and how to recognize them, without a tokenizer library.
 
-A family is known by its control tokens.  :mod:`orhpc.rollout.chat` has what each of them does; login nodes
-ask here whether one fits a model folder.
+A family is recognized by its control tokens.  :mod:`orhpc.rollout.chat` implements each; login nodes
+check here whether one fits a model folder.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "glm": ("[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>"),
 }
-"""Tokens that a tokenizer of the family has, by the values of ``model.chat_format``."""
+"""Control tokens in a tokenizer of the family, by the values of ``model.chat_format``."""
 
 
 def fitting(tokens: Iterable[str]) -> str:
-    """Return the one family whose control tokens are all among these.
+    """Return the one family whose control tokens are all in ``tokens``.
 
     Raises:
-        ModelError: none fits, or several do; the message names the ways out.
+        ModelError: none fits, or several do; the message says what to do.
     """
     present = set(tokens)
     found = [family for family, wanted in CONTROL_TOKENS.items() if present.issuperset(wanted)]
@@ -42,9 +42,9 @@ def fitting(tokens: Iterable[str]) -> str:
 
 
 def check(config: Config, folder: Path | None) -> str:
-    """Check that rollouts can be written in the model's chat format; returns what was found.
+    """Check that rollouts can be written in the model's chat format; return the result as text.
 
-    ``folder``: the model's, None where it is not here yet.
+    ``folder``: the model's; None if it is not on this machine yet.
 
     Raises:
         ModelError: no family fits, and ``rollout.custom_agent`` is not set.
@@ -52,15 +52,15 @@ def check(config: Config, folder: Path | None) -> str:
     if config.rollout.custom_agent is not None:
         return "rollout.custom_agent writes conversations"
     if config.train.replay_rollouts is not None:
-        return "recorded rollouts need none"
+        return "recorded rollouts need no chat format"
     if config.model.chat_format != "auto":
         return config.model.chat_format
     tokens = added_tokens(folder) if folder is not None else None
-    return "known when the tokenizer is here" if tokens is None else fitting(tokens)
+    return "known once the tokenizer is downloaded" if tokens is None else fitting(tokens)
 
 
 def added_tokens(folder: Path) -> set[str] | None:
-    """Tokens that a tokenizer's files declare one by one; None where no file says so.
+    """Return the tokens that a tokenizer's files declare as added; None if no file lists any.
 
     Formats: ``tokenizer.json`` of huggingface.co/docs/tokenizers, and transformers' ``added_tokens_decoder``
     of ``tokenizer_config.json`` and ``added_tokens.json``.
@@ -78,6 +78,6 @@ def added_tokens(folder: Path) -> set[str] | None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # what is damaged is refused where the tokenizer is loaded
+    except (OSError, ValueError):  # a damaged file is reported when the tokenizer is loaded
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,6 +1,6 @@
-"""What each model family calls its tensors, which of them it has, and what its config leaves unsaid:
-one row a family, read by :mod:`orhpc.models`.  Names and defaults are those of the family's class in
-transformers, against which the tests compare every row, tensor by tensor.
+"""Tensor names of each model family, which tensors it has, and the defaults of its config:
+one row per family, read by :mod:`orhpc.models`.  Names and defaults are those of the family's class in
+transformers; the tests compare every row with it, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from orhpc.errors import ModelError
 
 NESTED = frozenset({"gemma3", "llama4"})
-"""Families that see images: their language part stands under ``text_config``."""
+"""Multimodal families: the config of their language part is under ``text_config``."""
 
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -23,12 +23,12 @@ class Layer:
 
     experts: bool
     span: int | None = None
-    """Keys that a token may see at most; null: all before it."""
+    """Maximum number of keys per token; null: unlimited."""
     chunked: bool = False
-    """The span is a chunk that begins anew, not a window that slides."""
+    """Whether the span is a chunk that restarts, instead of a sliding window."""
 
     def mean_context(self, length: int) -> float:
-        """Keys that a token of a sequence of ``length`` sees, on average, itself included."""
+        """Return the mean number of keys per token in a sequence of ``length``, itself included."""
         span = self.span
         if span is None or span >= length:
             return (length + 1) / 2
@@ -40,50 +40,50 @@ class Layer:
 
 @dataclass(frozen=True)
 class Family:
-    """One row.  A flag given as text is read from that key of ``config.json``."""
+    """One row.  A flag given as a string is read from that key of ``config.json``."""
 
     name: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the family's class fills in where ``config.json`` says nothing."""
+    """Defaults of the family's class for keys missing in ``config.json``."""
     prefix: str = "model."
     head: str = "lm_head.weight"
     norms: tuple[str, ...] = PRE_NORMS
-    """Norms of a layer that are as wide as the hidden state."""
+    """Norms of a layer with the width of the hidden state."""
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: Literal["head", "all"] = "head"
     has_qk_norm: bool | str = False
     unit_qk: bool = False
-    """Queries and keys are normalised without weights."""
+    """Whether queries and keys are normalized without weights."""
     mlp: str = "mlp"
     """Module of a dense layer's MLP."""
     fused_mlp: bool = False
-    """Gate and up projection are one matrix, gate first."""
+    """Whether gate and up projection are one matrix, gate first."""
     dense_width: tuple[str, ...] = ("intermediate_size",)
     moe: str = ""
-    """Module of the experts' layer; empty: the family is dense."""
+    """Module of the expert layer; empty: the family is dense."""
     router: str = "gate"
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused_experts: bool = False
-    """All experts are one tensor ``[experts, in, out]``."""
+    """Whether all experts are one tensor ``[experts, in, out]``."""
     expert_width: tuple[str, ...] = ("moe_intermediate_size",)
     shared: str = "shared_experts"
     shared_gate: str = ""
-    """A gate on the shared expert."""
+    """Name of the shared expert's gate; empty: none."""
     shared_width: Callable[[Mapping[str, Any], int], int] = lambda values, width: 0
     correction_bias: str = ""
-    """Bias that moves the choice of experts and no weight; a buffer, kept in float32."""
+    """Bias that affects the choice of experts but not their weights; a buffer, kept in float32."""
     mtp: bool = False
     indexer: bool = False
-    """Attention to the keys that a small indexer chooses."""
+    """Whether attention is restricted to keys that a small indexer chooses."""
     sparse: Callable[[Mapping[str, Any], int], bool] = lambda values, index: True
     """Whether a layer of a model with experts has them."""
     span: Callable[[Mapping[str, Any], int], int | None] = lambda values, index: None
     chunked: bool = False
 
     def layers(self, values: Mapping[str, Any], experts: int) -> tuple[Layer, ...]:
-        """The decoder's layers, by the family's rules."""
+        """Return the decoder's layers, by the family's rules."""
         count = values.get("num_hidden_layers")
         if not isinstance(count, int) or count < 1:
             raise ModelError(f"model.path: num_hidden_layers is {count!r} in config.json")
@@ -93,7 +93,7 @@ class Family:
         )
 
 
-# --- which layers have experts, and how far they see ------------------------------------------------
+# --- which layers have experts, and their attention spans -------------------------------------------
 
 
 def _after_first(values: Mapping[str, Any], index: int) -> bool:
@@ -119,7 +119,7 @@ def _window(values: Mapping[str, Any], sliding: bool) -> int | None:
 
 
 def _upper_layers(values: Mapping[str, Any], index: int) -> int | None:
-    """Qwen2 and Qwen3: a window from layer ``max_window_layers`` on, where it is switched on."""
+    """Qwen2 and Qwen3: a window from layer ``max_window_layers`` on, if enabled."""
     if not values.get("use_sliding_window"):
         return None
     kinds = values.get("layer_types")
@@ -136,7 +136,7 @@ def _switched(values: Mapping[str, Any], index: int) -> int | None:
 
 
 def _alternating(values: Mapping[str, Any], index: int) -> int | None:
-    """Gemma: every ``sliding_window_pattern``-th layer sees everything."""
+    """Gemma: every ``sliding_window_pattern``-th layer has full attention."""
     kinds = values.get("layer_types")
     if kinds:
         return _window(values, kinds[index] == "sliding_attention")
@@ -144,7 +144,7 @@ def _alternating(values: Mapping[str, Any], index: int) -> int | None:
 
 
 def _chunks(values: Mapping[str, Any], index: int) -> int | None:
-    """Llama 4: layers with rotary positions see one chunk."""
+    """Llama 4: layers with rotary positions attend within one chunk."""
     kinds = values.get("layer_types")
     rotary = values.get("no_rope_layers")
     if kinds:

@@ -1,7 +1,7 @@
-"""Where a model's files are: a local folder, a bundled model, or the Hugging Face hub's cache.
+"""Find a model's files: in a local folder, a bundled model, or the Hugging Face hub's cache.
 
-Nothing here downloads; :mod:`orhpc.models.hub` does.  Imports neither torch nor transformers, so that
-login nodes can ask.
+This module does not download; :mod:`orhpc.models.hub` does.  It imports neither torch nor transformers, so
+that login nodes can use it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from orhpc.models.bundled import folder_of, is_bundled
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Files, or stems of indexes, that hold a model's weights, in the order in which they are preferred."""
+"""Files, or stems of indexes, that hold a model's weights, in order of preference."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def hub_cache() -> Path:
-    """Folder of the Hugging Face hub's cache, by the same variables that its own client reads."""
+    """Return the folder of the Hugging Face hub's cache, from the same variables as its client."""
     if explicit := os.environ.get("HF_HUB_CACHE"):
         return Path(explicit)
     home = os.environ.get("HF_HOME")
@@ -31,19 +31,19 @@ def hub_cache() -> Path:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether ``model.path`` is ``Organisation/Name`` on the hub: no local folder has that name."""
+    """Whether ``model.path`` is a hub name ``Organisation/Name``, and not a local folder."""
     return not is_bundled(path) and not Path(path).is_dir() and bool(_HUB_NAME.fullmatch(path))
 
 
 def find_model(path: str, revision: str | None = None) -> Path:
-    """Return the folder on this machine that holds the model's ``config.json``; its weights may be absent.
+    """Return the local folder with the model's ``config.json``; its weights may be absent.
 
     Args:
         path: ``model.path``: a folder, ``bundled:NAME`` or a hub name.
         revision: branch, tag or commit of a hub model; None: ``main``.
 
     Raises:
-        ModelError: it is not here; the message says how to get it.
+        ModelError: it is not on this machine; the message says how to get it.
     """
     if is_bundled(path):
         folder = folder_of(path)
@@ -77,9 +77,9 @@ def _cached(name: str, revision: str) -> Path:
 
 
 def problem_of(folder: Path) -> str | None:
-    """What a model folder lacks for training: weights, all of them whole, and a tokenizer; None: nothing.
+    """Return what a model folder lacks for training: complete weights and a tokenizer; None: nothing.
 
-    A safetensors file is whole when its size is what its own header says (the format's specification:
+    A safetensors file is complete if its size equals that in its header (the format's specification:
     8 bytes of header length, the header, the tensors' bytes).
     """
     files = _weight_files(folder)
@@ -90,7 +90,7 @@ def problem_of(folder: Path) -> str | None:
         return f"{len(missing)} of {len(files)} weight files are missing ({missing[0]})"
     for name in files:
         if name.endswith(".safetensors") and not _is_whole(folder / name):
-            return f"{name} is cut short or damaged"
+            return f"{name} is truncated or damaged"
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return f"no tokenizer ({TOKENIZERS[0]})"
     return None

@@ -1,12 +1,12 @@
-"""Models by hub name: one process fetches a snapshot into the hub's cache, every node reads it there.
+"""Models by hub name: one process downloads a snapshot into the hub's cache, from which every node reads.
 
     orhpc fetch Qwen/Qwen3-0.6B                # or: orhpc fetch CONFIG
     python -m orhpc.models.hub Qwen/Qwen3-0.6B [--revision main] [--config-only]
 
-The program prints one JSON object: ``{"folder": ...}``, or ``{"error": ..., "kind": ...}``.  Downloads are
-``huggingface_hub``'s: interrupted ones go on where they stopped, and two processes that ask for the same
-file wait for each other.  ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` mean what they
-mean to that library.
+The program prints one JSON object: ``{"folder": ...}``, or ``{"error": ..., "kind": ...}``.  Downloads use
+``huggingface_hub``: interrupted ones resume, and two processes that request the same
+file wait for each other.  ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` have the same
+meaning as in that library.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from orhpc.models.folders import WEIGHTS, hub_cache, problem_of
 T = TypeVar("T")
 _TRIES = 4
 _TRIES_TO_REACH = 2
-"""Of a hub that no connection can be made to: most likely there is no internet here."""
+"""Tries when no connection to the hub can be made: most likely there is no internet."""
 _FIRST_WAIT_S = 1.0
 _REPORT_S = 30.0
 _WANTED = (
     "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py", "chat_templates/*",
 )  # fmt: skip
-"""Configurations, tokenizers, chat templates and code; weights are chosen by :func:`chosen_files`."""
+"""Configurations, tokenizers, chat templates and code; :func:`chosen_files` selects weights."""
 _NOT_WANTED = ("*.index.json", "original/*", "metal/*", "onnx/*", "*.onnx.json", "coreml/*")
 
 
 def is_offline() -> bool:
-    """Whether the user has told the hub's client to stay away from the network."""
+    """Whether the user has set the hub's client to offline mode."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -52,15 +52,15 @@ def fetch(name: str, revision: str | None = None, *, config_only: bool = False) 
     Args:
         name: ``Organisation/Name``.
         revision: branch, tag or commit; None: ``main``.
-        config_only: leave out tokenizer and weights: enough for :mod:`orhpc.models`.
+        config_only: skip tokenizer and weights; enough for :mod:`orhpc.models`.
 
     Raises:
-        ModelError: the hub has no such model or revision, denies it, or it has no weights that can be read.
-        PreflightError: the hub cannot be reached or keeps failing, or the cache's filesystem has no room.
+        ModelError: the hub has no such model or revision, denies access, or has no readable weights.
+        PreflightError: the hub cannot be reached or keeps failing, or the cache's filesystem is too full.
     """
     if is_offline():
         raise PreflightError(
-            f"model.path: {name} is not complete in {hub_cache()}, and HF_HUB_OFFLINE forbids to fetch it; "
+            f"model.path: {name} is not complete in {hub_cache()}, and HF_HUB_OFFLINE forbids downloads; "
             "unset it, or copy the snapshot there"
         )
     from huggingface_hub import HfApi, snapshot_download
@@ -68,7 +68,7 @@ def fetch(name: str, revision: str | None = None, *, config_only: bool = False) 
     info = _ask(name, revision, lambda: HfApi().model_info(name, revision=revision, files_metadata=True))
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     if "config.json" not in sizes:
-        raise ModelError(f"model.path: {name} has no config.json: it is no model of transformers")
+        raise ModelError(f"model.path: {name} has no config.json: it is not a transformers model")
     files = ["config.json"] if config_only else chosen_files(name, list(sizes))
     total = sum(sizes[f] for f in files)
     _check_room(name, total)
@@ -84,7 +84,7 @@ def fetch(name: str, revision: str | None = None, *, config_only: bool = False) 
 
 
 def chosen_files(name: str, files: Sequence[str]) -> list[str]:
-    """The files of a repository that training needs: one form of the weights, and everything small.
+    """Return the files of a repository that training needs: one format of the weights, all small files.
 
     Raises:
         ModelError: it has neither safetensors nor PyTorch weights.
@@ -103,24 +103,24 @@ def chosen_files(name: str, files: Sequence[str]) -> list[str]:
 
 
 def _literal(file: str) -> str:
-    """A file name as a pattern that matches it alone."""
+    """Return a glob pattern that matches only this file name."""
     return "".join(f"[{c}]" if c in "[]*?" else c for c in file)
 
 
 def _check_room(name: str, size: int) -> None:
-    """Raises PreflightError when the cache's filesystem has less room than the files still to come."""
+    """Raise PreflightError if the cache's filesystem has less space than the missing files need."""
     there = _bytes_here(name)
     existing = next(p for p in [hub_cache(), *hub_cache().absolute().parents] if p.exists())
     free, missing = shutil.disk_usage(existing).free, max(0, size - there)
     if free < missing:
         raise PreflightError(
-            f"model.path: {name} takes {missing / 1e9:.1f} GB more in {hub_cache()}, and {free / 1e9:.1f} GB "
-            "are free: make room, or set HF_HOME to a larger filesystem that all nodes see"
+            f"model.path: {name} needs {missing / 1e9:.1f} GB more in {hub_cache()}, but {free / 1e9:.1f} GB "
+            "are free: free some space, or set HF_HOME to a larger filesystem that all nodes see"
         )
 
 
 def _bytes_here(name: str) -> int:
-    """Bytes of a model in the cache, unfinished files included."""
+    """Return the bytes of a model in the cache, unfinished files included."""
     blobs = hub_cache() / f"models--{name.replace('/', '--')}" / "blobs"
     found = 0
     for file in blobs.glob("*"):
@@ -134,17 +134,17 @@ def _size(count: int) -> str:
 
 
 def _report(name: str) -> None:
-    """Say how far a download is, where no progress bar is drawn; runs in a thread until the program ends."""
+    """Print the progress of a download without a progress bar; runs in a thread until the program ends."""
     while True:
         time.sleep(_REPORT_S)
-        print(f"orhpc: {name}: {_size(_bytes_here(name))} are here", file=sys.stderr, flush=True)
+        print(f"orhpc: {name}: {_size(_bytes_here(name))} downloaded", file=sys.stderr, flush=True)
 
 
 def _ask(name: str, revision: str | None, work: Callable[[], T]) -> T:
-    """Do one piece of work with the hub; failures that may pass are tried again, all become ours."""
+    """Call the hub, retry temporary failures, and convert errors to orhpc's."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Releases of the client use different HTTP libraries; their errors are the base class of the client's.
+    # Releases of the client use different HTTP libraries, whose error is a base class of the client's.
     roots = (c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError" and issubclass(c, Exception))
     http_error: type[Exception] = next(roots, HfHubHTTPError)
     wait_s = _FIRST_WAIT_S
@@ -173,7 +173,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """HTTP status behind an exception of the client, whichever of its causes carries it."""
+    """Return the HTTP status of a client exception or of any of its causes."""
     seen: BaseException | None = error
     while seen is not None:
         response: Any = getattr(seen, "response", None)
@@ -184,7 +184,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _failure(name: str, revision: str | None, error: Exception) -> OrhpcError:
-    """One line for each way in which the hub says no."""
+    """Convert an error to one line for the user."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -206,7 +206,7 @@ def _failure(name: str, revision: str | None, error: Exception) -> OrhpcError:
     if isinstance(error, HFValidationError):
         return ModelError(f"{what}: {_first_line(error)}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return PreflightError(f"{what}: no room left in {hub_cache()}: set HF_HOME to a larger filesystem")
+        return PreflightError(f"{what}: no space left in {hub_cache()}: set HF_HOME to a larger filesystem")
     if isinstance(error, PermissionError):
         return PreflightError(f"{what}: {hub_cache()} cannot be written: set HF_HOME to a folder of yours")
     if status is not None:
@@ -219,7 +219,7 @@ def _first_line(error: Exception) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch what the command line names; returns the exit code."""
+    """Fetch the model named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m orhpc.models.hub", description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--revision")

@@ -3,9 +3,9 @@
     shape = read_shape("/models/Qwen3-30B-A3B")
     shape.parameters, shape.active_parameters, shape.forward_flops(8192), shape.kv_cache_bytes(2)
 
-Everything follows from one list: the tensors of a checkpoint with their shapes, which
-:meth:`ModelShape.layer_tensors` and :meth:`ModelShape.outer_tensors` give under Hugging Face names.
-What a family calls its tensors and which of them it has stands in :mod:`orhpc.models.families`.
+Everything is derived from the tensors of a checkpoint and their shapes, which
+:meth:`ModelShape.layer_tensors` and :meth:`ModelShape.outer_tensors` list under Hugging Face names.
+:mod:`orhpc.models.families` defines each family's tensors and their names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from orhpc.models.families import FAMILIES, NESTED, Family, Layer
 Part = Literal[
     "embedding", "head", "norm", "attention", "latent", "mlp", "router", "expert", "shared", "bias"
 ]
-"""What a tensor belongs to, and so how it is divided: ``latent`` is the part of latent attention
-that every head shares, ``bias`` a router's correction bias, which is no parameter."""
+"""Kind of a tensor, which decides how it is divided: ``latent`` is the part of latent attention
+that all heads share, ``bias`` a router's correction bias, which is not a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +32,28 @@ class HfTensor:
     """One tensor of a checkpoint, or the same tensor of every expert."""
 
     name: str
-    """With ``{e}`` where the expert's index stands."""
+    """With ``{e}`` for the expert's index."""
     shape: tuple[int, ...]
     part: Part
     copies: int = 1
 
     @property
     def elements(self) -> int:
-        """Of one copy."""
+        """Number of elements of one copy."""
         product = 1
         for size in self.shape:
             product *= size
         return product
 
     def each(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every copy."""
+        """Yield name and shape of every copy."""
         for index in range(self.copies):
             yield self.name.replace("{e}", str(index)), self.shape
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's dimensions; sizes in elements.  Only its language part, where it also sees images."""
+    """A decoder's dimensions, in elements; of a multimodal model only the language part."""
 
     family: Family
     vocabulary: int
@@ -64,22 +64,22 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    """Of queries and keys, rotary part included."""
+    """Width of a query or key head, rotary part included."""
     v_head_dim: int
     q_rank: int | None
     """Latent attention: rank of the queries' projection."""
     kv_rank: int | None
     """Latent attention: rank of the cached latent; null: heads are cached."""
     rope_dim: int
-    """Latent attention: the part of ``head_dim`` that is rotated, one for all heads."""
+    """Latent attention: the rotated part of ``head_dim``, shared by all heads."""
     index_heads: int
-    """Sparse attention: heads of the indexer that chooses keys; 0: every key is attended to."""
+    """Sparse attention: heads of the indexer that selects keys; 0: attention to all keys."""
     index_dim: int
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: Literal["none", "head", "all"]
-    """Of each head, or of all heads together."""
+    """Whether queries and keys are normalized per head, or over all heads together."""
     tied: bool
     experts: int = 0
     experts_per_token: int = 0
@@ -92,7 +92,7 @@ class ModelShape:
     # --- tensors ------------------------------------------------------------------------------
 
     def outer_tensors(self) -> list[HfTensor]:
-        """Embedding, final norm and head; a tied head is not a tensor of its own."""
+        """Return embedding, final norm and head; a tied head is not a separate tensor."""
         body, matrix = self.family.prefix, (self.vocabulary, self.hidden)
         found = [
             HfTensor(f"{body}embed_tokens.weight", matrix, "embedding"),
@@ -103,7 +103,7 @@ class ModelShape:
         return found
 
     def layer_tensors(self, index: int) -> list[HfTensor]:
-        """Tensors of decoder layer ``index``."""
+        """Return the tensors of decoder layer ``index``."""
         base = f"{self.family.prefix}layers.{index}."
         norms = [HfTensor(f"{base}{n}.weight", (self.hidden,), "norm") for n in self.family.norms]
         attention = self._latent(base) if self.kv_rank is not None else self._attention(base)
@@ -111,7 +111,7 @@ class ModelShape:
         return norms + attention + feed
 
     def tensors(self) -> Iterator[HfTensor]:
-        """All tensors of the trained model's checkpoint."""
+        """Yield all tensors of the trained model's checkpoint."""
         yield from self.outer_tensors()
         for index in range(len(self.layers)):
             yield from self.layer_tensors(index)
@@ -222,7 +222,7 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token passes, embedding and head included."""
+        """Parameters used for one token, embedding and head included."""
         idle = sum(self._idle(i) for i, layer in enumerate(self.layers) if layer.experts)
         return self.parameters - idle
 
@@ -235,7 +235,7 @@ class ModelShape:
         """Parameters of the checkpoint's layers for multi-token prediction, which are not trained.
 
         DeepSeek-V3, arXiv 2412.19437, section 2.2: a decoder layer, two norms and a final one, and
-        the projection of two concatenated states; embedding and head are the model's own.
+        the projection of two concatenated states; embedding and head are shared with the model.
         """
         one = self._by_layer[-1] + 2 * self.hidden * self.hidden + 3 * self.hidden if self.layers else 0
         return self.mtp_layers * one
@@ -244,36 +244,36 @@ class ModelShape:
 
     @cached_property
     def linear_flops(self) -> int:
-        """Floating-point operations of all matrix products of a token's forward pass but attention's."""
+        """Floating-point operations per token of the forward pass's matrix products, without attention."""
         embedding = 0 if self.tied else self.vocabulary * self.hidden
         vectors = sum(t.elements for t in self.tensors() if len(t.shape) == 1 and t.part != "bias")
         return 2 * (self.active_parameters - embedding - vectors)
 
     def attention_flops(self, context: float) -> float:
-        """Of one token and layer that sees ``context`` keys: scores, and the values' weighted sum."""
+        """FLOPs of one token and layer with ``context`` keys: scores, and the weighted sum of values."""
         return 2 * self.heads * (self.head_dim + self.v_head_dim) * context
 
     def forward_flops(self, length: int) -> float:
-        """Of one token's forward pass, on average over a sequence of ``length`` tokens."""
+        """FLOPs of one token's forward pass, averaged over a sequence of ``length`` tokens."""
         attention = sum(self.attention_flops(layer.mean_context(length)) for layer in self.layers)
-        # The indexer scores every key before it, and weighs its heads' scores.
+        # The indexer scores all preceding keys, and weights the scores of its heads.
         scores = 2 * self.index_heads * (self.index_dim + 1) * (length + 1) / 2
         return self.linear_flops + attention + len(self.layers) * scores
 
     def training_flops(self, length: int, *, recompute: bool = False) -> float:
-        """Of one token's forward and backward pass; recomputation adds one forward pass of the layers.
+        """FLOPs of one token's forward and backward pass; recomputation adds one forward pass of the layers.
 
-        The backward pass is two products for each of the forward one's.
+        The backward pass has two matrix products for each one of the forward pass.
         """
         forward = self.forward_flops(length)
         head = 2 * self.vocabulary * self.hidden
         return 3 * forward + (forward - head if recompute else 0)
 
     def kv_cache_bytes(self, element_bytes: int, tp: int = 1) -> int:
-        """Bytes that one token holds in an engine's KV cache, on each of ``tp`` devices.
+        """Return the bytes per token in an engine's KV cache, on each of ``tp`` devices.
 
-        Latent attention caches one latent, which every device of an engine holds whole; key-value
-        heads fewer than devices are held by several.
+        Latent attention caches one latent, whole on every device of an engine; if there are fewer key-value
+        heads than devices, several devices hold the same head.
         """
         if self.kv_rank is not None:
             width = self.kv_rank + self.rope_dim + self.index_dim
@@ -293,7 +293,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     """Read a model folder's ``config.json``.
 
     Raises:
-        ModelError: no such file, or of a family that is not in the table.
+        ModelError: the file is missing, or its family is not in the table.
     """
     path = Path(folder) / "config.json"
     try:
@@ -311,10 +311,10 @@ def read_shape(folder: str | Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Turn the content of a ``config.json`` into a shape.
+    """Convert the contents of a ``config.json`` to a shape.
 
     Raises:
-        ModelError: the family is not in the table, or a dimension is missing or makes no sense.
+        ModelError: the family is not in the table, or a dimension is missing or invalid.
     """
     kind = config.get("model_type")
     if kind in NESTED and isinstance(config.get("text_config"), Mapping):
@@ -330,7 +330,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """How many token ids a model has; None where a config of an unknown family does not say."""
+    """Return the number of token ids of a model; None for an unknown family without ``vocab_size``."""
     try:
         return shape_of(config).vocabulary
     except ModelError:
@@ -340,13 +340,13 @@ def vocabulary_of(config: Mapping[str, Any]) -> int | None:
 
 def _shape(family: Family, config: Mapping[str, Any]) -> ModelShape:
     values: dict[str, Any] = {**family.defaults, **{k: v for k, v in config.items() if v is not None}}
-    # Null is a value of its own where a family leaves a part out.
+    # For these keys null is a meaningful value: the family leaves that part out.
     values |= {k: None for k in ("q_lora_rank", "sliding_window") if k in config and config[k] is None}
 
     def size(*keys: str, default: int | None = None) -> int:
-        # Of several names for one size (transformers renames some when it saves), what the file says counts.
-        said = (source[k] for source in (config, values) for k in keys if source.get(k) is not None)
-        found = next(said, default)
+        # A size may have several names (transformers renames some on save); the file's has precedence.
+        given = (source[k] for source in (config, values) for k in keys if source.get(k) is not None)
+        found = next(given, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 0:
             raise ModelError(f"model.path: {keys[0]} is {found!r} in config.json, not a whole number")
         return found

@@ -1,4 +1,4 @@
-"""How a trainer's ranks share a model: the layout, each rank's place in it, the layers of each stage."""
+"""The layout of a trainer: how ranks divide a model, each rank's coordinates, the layers of each stage."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from orhpc.wire.routes import RouteShare
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks of a trainer share a model.  Without ``sharded``, in Megatron's words."""
+    """How the ranks of a trainer divide a model; in Megatron's terms unless ``sharded``."""
 
     ranks: int
     tp: int = 1
-    """Tensor parallelism, with the sequence divided likewise between the products."""
+    """Tensor parallelism; between matrix products the sequence is divided as well."""
     pp: int = 1
     cp: int = 1
     ep: int = 1
     etp: int = 1
     """Tensor parallelism inside experts."""
     sharded: bool = False
-    """FSDP: every weight lies in equal rows on all ranks and is gathered layer by layer."""
+    """FSDP: every weight is sharded by rows over all ranks and gathered layer by layer."""
 
     @property
     def dense_copies(self) -> int:
-        """Ranks that hold the same part of everything but experts."""
+        """Number of ranks that hold the same part of everything but experts."""
         return self.ranks // (self.tp * self.pp)
 
     @property
@@ -39,14 +39,14 @@ class Layout:
         return self.ranks // (self.pp * self.ep * self.etp)
 
     def share(self, tensor: HfTensor) -> int:
-        """Into how many parts a tensor of one pipeline stage is cut."""
+        """Return the number of parts into which a tensor of one pipeline stage is divided."""
         if tensor.part == "expert":
             return self.ep * self.etp
         return self.tp if tensor.part in ("embedding", "head", "attention", "mlp", "shared") else 1
 
 
 def trainer_layout(config: Config) -> Layout:
-    """How the trainer's ranks share the model."""
+    """Return the layout of the config's trainer."""
     ranks, m = config.placement.trainer_ranks, config.megatron
     if config.train.backend == "fsdp":
         return Layout(ranks, sharded=True)
@@ -54,7 +54,7 @@ def trainer_layout(config: Config) -> Layout:
 
 
 def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> None:
-    """Raises ConfigError, with the arithmetic, for a layout that this model or these nodes cannot have."""
+    """Raise ConfigError, with the arithmetic, for a layout that this model or these nodes do not allow."""
     lo = layout
     expert_width = lo.pp * lo.ep * lo.etp
     problems = {
@@ -84,21 +84,21 @@ def check_layout(shape: ModelShape, layout: Layout, devices_per_node: int) -> No
 
 
 def stages(shape: ModelShape, pp: int) -> list[range]:
-    """Layers of each pipeline stage, as even as can be; the last ones get those that are over."""
+    """Return the layers of each pipeline stage, as even as possible; later stages get the remainder."""
     count = len(shape.layers)
     cuts = [count * stage // pp for stage in range(pp + 1)]
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def stage_layers(shape: ModelShape, pp: int, vpp: int) -> list[list[int]]:
-    """Layers that each pipeline stage computes: of its one chunk, or of its ``vpp`` interleaved ones."""
+    """Return the layers that each pipeline stage computes, in one chunk or in ``vpp`` interleaved ones."""
     cuts = stages(shape, pp * vpp)
     return [[layer for cut in cuts[stage::pp] for layer in cut] for stage in range(pp)]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where one rank stands in every dimension of a layout."""
+    """Coordinates of one rank in every dimension of a layout."""
 
     tp: int
     cp: int
@@ -109,7 +109,7 @@ class RankPlace:
 
     @classmethod
     def of(cls, rank: int, ranks: int, settings: MegatronSettings) -> RankPlace:
-        """Place of ``rank`` among ``ranks``; megatron-core's ``RankGenerator`` gives the same."""
+        """Return the place of ``rank`` among ``ranks``, as in megatron-core's ``RankGenerator``."""
         stage = ranks // settings.pp
         pp, within = divmod(rank, stage)
         dp, shared = divmod(within, settings.tp * settings.cp)
@@ -120,7 +120,7 @@ class RankPlace:
 
 
 def group_spans(settings: MegatronSettings, ranks: int, per_node: int) -> Mapping[str, int]:
-    """How many nodes the widest group of each kind reaches over, ranks filling one node after another."""
+    """Return the number of nodes spanned by the widest group of each kind; ranks fill nodes in order."""
     stage = ranks // settings.pp
     places = [RankPlace.of(rank, ranks, settings) for rank in range(ranks)]
     kinds = {
@@ -145,7 +145,7 @@ def group_spans(settings: MegatronSettings, ranks: int, per_node: int) -> Mappin
 
 
 def route_layers(config: Config, model_dir: str) -> list[list[int]]:
-    """The layers of every stage, ascending; a trainer without a pipeline is one stage of all.
+    """Return the layers of every stage, ascending; a trainer without a pipeline is one stage.
 
     Raises ModelError when the model's folder cannot be read.
     """
@@ -157,7 +157,7 @@ def route_layers(config: Config, model_dir: str) -> list[list[int]]:
 
 
 def route_share(config: Config, model_dir: str, rank: int, ranks: int) -> RouteShare | None:
-    """What one trainer rank fetches of every rollout's expert routes; null: none."""
+    """Return the part of every rollout's expert routes that one trainer rank fetches; null: none."""
     if not config.routes_wanted:
         return None
     by_stage = route_layers(config, model_dir)

@@ -1,7 +1,7 @@
-"""How much memory one trainer device needs, part by part, for any layout of ranks; without torch.
+"""Memory per trainer device, by part, for any layout of ranks; without torch.
 
 Sizes follow from :class:`orhpc.models.ModelShape` and from what the trainers allocate: exact for
-weights, gradients and optimiser; for activations, the bytes that the backward pass needs again
+weights, gradients and optimizer; for activations, the bytes that the backward pass needs
 (after Korthikanti et al., arXiv 2205.05198, section 4, for gated MLPs and fused attention).
 """
 
@@ -19,43 +19,43 @@ MASTER_BYTES = 4
 MOMENT_BYTES = 8
 """Adam's two moments of one element, float32."""
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-"""Of one weight, by ``model.dtype``."""
+"""Bytes of one weight, by ``model.dtype``."""
 OFFLOADED_BYTES = MASTER_BYTES + MOMENT_BYTES + 4
-"""Of one offloaded element in host memory: megatron-core keeps a copy of its gradient there too."""
-QUANTISED_BYTES = 2
-"""Of one weight in FP8: TransformerEngine keeps its rows and its columns from one micro-batch to the next."""
-QUANTISED_PARTS = ("attention", "latent", "mlp", "shared", "expert")
+"""Bytes per offloaded element in host memory: megatron-core keeps a copy of its gradient there too."""
+QUANTIZED_BYTES = 2
+"""Bytes of one FP8 weight: TransformerEngine keeps row- and column-wise copies between micro-batches."""
+QUANTIZED_PARTS = ("attention", "latent", "mlp", "shared", "expert")
 RESERVED_BYTES = 3 * GIB
-"""Device memory that no tensor gets: the CUDA context, communication buffers, fragmentation."""
+"""Device memory not used by tensors: the CUDA context, communication buffers, fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a trainer is asked to do on one rank."""
+    """Settings that determine the memory of one trainer rank."""
 
     tokens: int
-    """Of its longest micro-batch."""
+    """Tokens of its longest micro-batch."""
     element_bytes: int
-    """Of weights and activations in the forward pass: 2 or 4."""
+    """Bytes per element of weights and activations in the forward pass: 2 or 4."""
     recompute: bool
     logits_rows: int
     """Rows of logits that exist at a time."""
     reference: bool
-    """Whether a frozen second model is held."""
+    """Whether a frozen reference model is held as well."""
     micro_batches: int = 1
-    """Of one mini-batch and rank: bounds what a pipeline holds at a time."""
+    """Micro-batches per mini-batch and rank: bounds the number in flight in a pipeline."""
     offloaded: float = 0.0
-    """Share of the optimiser's state that lies in host memory (Megatron)."""
+    """Share of the optimizer state in host memory (Megatron)."""
     moment_bytes: int = MOMENT_BYTES
-    """Of both moments of one parameter (Megatron)."""
+    """Bytes of both moments of one parameter (Megatron)."""
     fp8: bool = False
     """Whether the trainer computes in FP8 (Megatron)."""
 
 
 def trainer_demand(config: Config) -> Demand:
-    """What is asked of a trainer rank's memory."""
+    """Return the demand of a config's trainer ranks."""
     train, longest = config.train, config.rollout.max_total_tokens
-    # A rollout longer than the budget gets a micro-batch of its own.
+    # A rollout longer than the budget gets a separate micro-batch.
     tokens = max(train.max_tokens_per_gpu * config.ranks_per_sequence, longest)
     return Demand(
         tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
@@ -76,21 +76,21 @@ class TrainerMemory:
 
     weights: int
     gradients: int
-    optimiser: int
-    quantised: int
-    """Weights in FP8, beside those that are trained (Megatron)."""
+    optimizer: int
+    quantized: int
+    """Weights in FP8, in addition to the trained ones (Megatron)."""
     gathered: int
-    """Whole weights and gradients of the layers at work (FSDP)."""
+    """Gathered weights and gradients of the active layers (FSDP)."""
     reference: int
     activations: int
     head: int
-    """Beyond a recomputed layer's activations, which are not there at the same time."""
+    """Memory of the head beyond a recomputed layer's activations; the two do not exist at the same time."""
     offloaded: int = 0
-    """In host memory, for the share of the optimiser that lives there; no part of the device's.  What is
-    pinned of it may take up to twice its size: torch's pinned memory comes in powers of two."""
+    """Host memory of the offloaded share of the optimizer; not part of the device's memory.  Its pinned
+    part may take up to twice its size: torch rounds pinned memory up to powers of two."""
 
     def parts(self) -> dict[str, int]:
-        """Of the device."""
+        """Return the parts in device memory."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "offloaded"}
 
     @property
@@ -99,39 +99,39 @@ class TrainerMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes that lie in host memory while the engines have the device."""
-        return self.weights + self.optimiser + self.reference
+        """Bytes in host memory while the engines use the device."""
+        return self.weights + self.optimizer + self.reference
 
 
 def trainer_memory(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
-    """Bytes on the fullest rank of a layout that :func:`check_layout` accepts."""
+    """Return the memory of the fullest rank of a layout that :func:`check_layout` accepts."""
     found = [rank_memory(shape, layout, demand, stage) for stage in range(layout.pp)]
     return max(found, key=lambda memory: memory.total)
 
 
 def rank_memory(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
-    """Bytes on every rank of one pipeline stage."""
+    """Return the memory of every rank of one pipeline stage."""
     if layout.sharded:
         return _fsdp(shape, layout, demand)
     return _megatron_stage(shape, layout, demand, stage)
 
 
 def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
-    """See orhpc.train.fsdp.backend: float32 master weights, gradients and moments in rows over all ranks."""
+    """See orhpc.train.fsdp.backend: float32 master weights, gradients and moments, sharded by rows."""
     size, ranks, element = shape.parameters, layout.ranks, demand.element_bytes
     kept, layer = _activations(shape, range(len(shape.layers)), layout, demand, upcast_norms=True)
     gathered = 0
-    if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model as it is
+    if not (ranks == 1 and element == MASTER_BYTES):  # one float32 rank runs the model unwrapped
         outer = _elements(shape.outer_tensors())
         largest = max(shape.layer_parameters(i) for i in range(len(shape.layers)))
-        # The root is whole throughout the backward pass, with its gradient; of the layers the one
-        # at work, the next one fetched ahead, and the gradient on its way, summed in float32.
+        # The root is gathered throughout the backward pass, with its gradient.  Of the layers: the active
+        # one, the prefetched next one, and the gradient being reduced, summed in float32.
         gathered = 2 * element * outer + (3 * element + MASTER_BYTES) * largest
     return TrainerMemory(
         weights=_up(MASTER_BYTES * size, ranks),
         gradients=_up(MASTER_BYTES * size, ranks),
-        optimiser=_up(MOMENT_BYTES * size, ranks),
-        quantised=0,
+        optimizer=_up(MOMENT_BYTES * size, ranks),
+        quantized=0,
         gathered=gathered,
         reference=_up(element * size, ranks) if demand.reference else 0,
         activations=kept + layer,
@@ -140,7 +140,7 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
 
 
 def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
-    """One pipeline stage with megatron-core's distributed optimiser: float32 sums of gradients on
+    """One pipeline stage with megatron-core's distributed optimizer: float32 gradient sums on
     every rank, master weights and moments divided over the ranks that hold the same part."""
     layers = stages(shape, layout.pp)[stage]
     outer = shape.outer_tensors()
@@ -150,23 +150,23 @@ def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: in
     sizes = [(t.part, _up(t.elements * t.copies, layout.share(t))) for t in held if t.part != "bias"]
     experts = sum(size for part, size in sizes if part == "expert")
     dense = sum(size for _, size in sizes) - experts
-    quantised = sum(size for part, size in sizes if part in QUANTISED_PARTS) if demand.fp8 else 0
+    quantized = sum(size for part, size in sizes if part in QUANTIZED_PARTS) if demand.fp8 else 0
     here, element = experts + dense, demand.element_bytes
     per_element = MASTER_BYTES + demand.moment_bytes
-    optimiser = _up(per_element * dense, layout.dense_copies)
-    optimiser += _up(per_element * experts, layout.expert_copies)
+    optimizer = _up(per_element * dense, layout.dense_copies)
+    optimizer += _up(per_element * experts, layout.expert_copies)
     waiting = min(layout.pp - stage, demand.micro_batches)
     kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
     return TrainerMemory(
         weights=element * here,
         gradients=MASTER_BYTES * here,
-        optimiser=round(optimiser * (1 - demand.offloaded)),
-        quantised=QUANTISED_BYTES * quantised,
+        optimizer=round(optimizer * (1 - demand.offloaded)),
+        quantized=QUANTIZED_BYTES * quantized,
         gathered=0,
         reference=element * here if demand.reference else 0,
         activations=kept + layer,
         head=max(0, _head(shape, layout, demand) - layer) if last else 0,
-        offloaded=round(optimiser / per_element * OFFLOADED_BYTES * demand.offloaded),
+        offloaded=round(optimizer / per_element * OFFLOADED_BYTES * demand.offloaded),
     )
 
 
@@ -177,10 +177,10 @@ def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:
 
 
 def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool) -> int:
-    """Bytes a token that one layer keeps for its backward pass, undivided.
+    """Return the bytes per token that one layer keeps for its backward pass, before any division.
 
-    ``upcast_norms``: transformers' norms, which keep their input in float32 and the normalised value
-    in the model's type, where fused ones keep their input alone.
+    ``upcast_norms``: transformers' norms keep their input in float32 and the normalized value
+    in the model's type; fused ones keep only their input.
     """
     e = element_bytes
     norm = 4 + e if upcast_norms else e
@@ -203,15 +203,15 @@ def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upca
 
 
 EXCHANGED = 8
-"""Copies of a routed token beyond what a layer keeps, where experts are divided over ranks: what is sent to
-experts, received, and sent back, of gradients likewise, and of ranks that get more than their share.
+"""Copies of a routed token beyond what a layer keeps, where experts are divided over ranks: sent to
+experts, received, and sent back, the same for gradients, and the excess of ranks with more than their share.
 Measured: 7.6 (four H200, EP 4, TP 2, micro-batches of 32,768 and of 16,384 tokens)."""
 
 
 def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
-    """Bytes a token that the backward pass of a layer of experts works on beside what it keeps, undivided.
+    """Return the bytes per token of temporary tensors in the backward pass of an expert layer, undivided.
 
-    Gradients of the experts' outputs, inside them and of their inputs; and what goes over to other ranks.
+    Gradients of the experts' outputs, intermediates and inputs; and what is exchanged with other ranks.
     """
     copies = 2 * shape.hidden + 3 * shape.expert_ffn
     if layout.ep > 1:
@@ -228,7 +228,7 @@ def _activations(
     upcast_norms: bool,
     waiting: int = 1,
 ) -> tuple[int, int]:
-    """What stays until the backward pass, of ``waiting`` micro-batches, and the work of one layer."""
+    """Return what ``waiting`` micro-batches keep until the backward pass, and one layer's work memory."""
     tokens = _up(demand.tokens, layout.cp)
     kept = [layer_activations(shape, i, demand.element_bytes, upcast_norms=upcast_norms) for i in layers]
     routed = any(shape.layers[i].experts for i in layers)
@@ -240,8 +240,8 @@ def _activations(
 
 
 def _head(shape: ModelShape, layout: Layout, demand: Demand) -> int:
-    """One chunk of logits, which its gradient overwrites, and the gradient of the head's matrix: of
-    several chunks it is summed in float32, beside the share of one."""
+    """Return the memory of one chunk of logits, which its gradient overwrites, and of the head's gradient:
+    with several chunks a float32 sum, in addition to the contribution of one."""
     tokens = _up(demand.tokens, layout.cp)
     vocabulary, element = _up(shape.vocabulary, layout.tp), demand.element_bytes
     summed = MASTER_BYTES if demand.logits_rows < tokens else 0

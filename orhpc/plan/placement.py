@@ -1,7 +1,7 @@
-"""Who runs where: from a config and the nodes at hand to ranks, engines and their devices.
+"""Placement: from a config and the available nodes to ranks, engines and their devices.
 
-:func:`plan` is pure: the same nodes give the same placement, and nothing is touched.  Addresses and
-ports are filled in by the node that starts a part, into ``attempts/NNN/placement.yaml``.
+:func:`plan` is pure: the same nodes give the same placement, without side effects.  The node that starts a
+part adds its addresses and ports, in ``attempts/NNN/placement.yaml``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Node:
 
     name: str
     address: str
-    """Private address that the other nodes reach it under."""
+    """Private address at which the other nodes reach it."""
     cpus: int
-    """CPU cores the job has on it."""
+    """CPU cores of the job on this node."""
 
 
 def local_node() -> Node:
-    """This machine as the only node; everything binds loopback."""
+    """Return this machine as the only node; everything binds loopback."""
     return Node(name="localhost", address="127.0.0.1", cpus=len(os.sched_getaffinity(0)))
 
 
@@ -50,14 +50,14 @@ class EnginePlace:
 
     index: int
     node: int
-    """Node of its first device; an engine of several nodes has the next ones too."""
+    """Node of its first device; an engine over several nodes also uses the following ones."""
     devices: tuple[int, ...]
     """Device indices, node by node."""
     threads: int
     span: int = 1
-    """Nodes it spans, each with the same number of its devices."""
+    """Number of nodes, each with the same number of its devices."""
     shared: bool = False
-    """Its devices are trainers' too: they take turns."""
+    """Whether trainers use its devices too, in turns."""
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class EnginePlace:
 
     @property
     def slots(self) -> list[tuple[int, int]]:
-        """(node, device) of each of its ranks."""
+        """Return (node, device) of each of its ranks."""
         per_node = len(self.devices) // self.span
         return [(self.node + i // per_node, device) for i, device in enumerate(self.devices)]
 
@@ -80,22 +80,22 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A whole attempt's placement."""
+    """The placement of an attempt."""
 
     nodes: tuple[Node, ...]
     trainers: tuple[TrainerPlace, ...]
     engines: tuple[EnginePlace, ...]
     workers: tuple[WorkerPlace, ...]
     environments: dict[str, list[str]] = field(default_factory=dict)
-    """URLs of the servers the job runs itself, by environment."""
+    """URLs of the servers that the job runs, by environment."""
     ray_address: str = ""
 
     def processes_on(self, node: int) -> int:
-        """How many of our own processes run on a node."""
+        """Return the number of trainer, engine and worker processes on a node."""
         return sum(p.node == node for p in (*self.trainers, *self.engines, *self.workers))
 
     def environments_of(self, worker: int) -> dict[str, str]:
-        """The servers of a worker: of its own node, shared out evenly; its sessions stay on them."""
+        """Return a worker's servers, on its own node and evenly distributed; its sessions stay on them."""
         address = self.nodes[self.workers[worker].node].address
         host = f"//[{address}]:" if ":" in address else f"//{address}:"
         near = {name: [u for u in urls if host in u] for name, urls in self.environments.items()}
@@ -126,16 +126,16 @@ def _plain(value: Any) -> Any:
 def plan(config: Config, nodes: tuple[Node, ...]) -> Placement:
     """Place trainers, engines and workers on nodes.
 
-    Trainers take the first devices and engines the last, so that each side fills whole nodes where it
-    can.
+    Trainers get the first devices and engines the last, so that each side fills whole nodes where
+    possible.
 
     Raises:
-        ConfigError: the config asks for more nodes than there are, or an engine would straddle
+        ConfigError: the config needs more nodes than are available, or an engine would span
             nodes that it does not fill.
     """
     p = config.placement
     if len(nodes) < p.nodes:
-        raise ConfigError(f"placement.nodes: {p.nodes} asked for, the job has {len(nodes)}")
+        raise ConfigError(f"placement.nodes: {p.nodes} requested, but the job has {len(nodes)}")
     nodes = nodes[: p.nodes]
     per_node = p.devices_per_node
     replay = config.train.replay_rollouts is not None
@@ -143,7 +143,7 @@ def plan(config: Config, nodes: tuple[Node, ...]) -> Placement:
     first = p.devices - p.rollout_devices
     tp = config.engine.tp
     if engine_devices and (per_node % tp if tp < per_node else tp % per_node or first % per_node):
-        raise ConfigError(f"engine.tp: engines of {tp} cannot share out a node's {per_node} devices")
+        raise ConfigError(f"engine.tp: engines of {tp} GPUs do not divide a node's {per_node} devices")
     engines: list[EnginePlace] = []
     for index in range(engine_devices // tp):
         slots = range(first + index * tp, first + (index + 1) * tp)

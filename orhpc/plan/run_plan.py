@@ -1,7 +1,7 @@
-"""What a config needs, worked out without a node: ranks, and memory of devices, nodes and disks.
+"""What a config needs, computed without a node: ranks, and memory of devices, nodes and disks.
 
-:func:`make_plan` is the one place that works it out; ``orhpc plan`` prints it, :mod:`orhpc.launch.checks.fit`
-refuses what cannot fit, before the queue and again in the job's first seconds.
+:func:`make_plan` computes it; ``orhpc plan`` prints it, :mod:`orhpc.launch.checks.fit`
+refuses what cannot fit, before submission and again in the job's first seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orhpc.plan.memory import (
     ELEMENT_BYTES,
     GIB,
     MASTER_BYTES,
-    QUANTISED_PARTS,
+    QUANTIZED_PARTS,
     RESERVED_BYTES,
     Demand,
     TrainerMemory,
@@ -29,16 +29,16 @@ from orhpc.plan.memory import (
 from orhpc.plan.placement import Node, Placement, plan
 
 DEFAULT_DEVICE_GIB = 80.0
-"""Of an H100 and an A100, where nothing says what the devices are."""
+"""Memory of an H100 or A100 80GB, used if the device type is unknown."""
 MOST_RANKS = 16384
-"""Where the search for enough ranks ends."""
+"""Upper limit of the search for enough ranks."""
 FP8_BLOCK = 128
-"""Rows and columns of weights that share one FP8 scale (float32)."""
+"""Rows and columns of a block of weights with one FP8 scale (float32)."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a config needs, worked out."""
+    """Computed requirements of a config."""
 
     config: Config
     shape: ModelShape
@@ -46,16 +46,16 @@ class RunPlan:
     demand: Demand
     trainer: TrainerMemory
     device_bytes: int | None
-    """Memory of one device; null where the devices are processes."""
+    """Memory of one device; null if the devices are CPU processes."""
     placement: Placement
 
     @property
     def engine_weights(self) -> int:
         """Bytes of the model's weights on one device of an engine, in the run's precision.
 
-        SGLang divides matrices over the engine's devices, attention over those of one group of DP attention
-        only, and holds what latent attention shares between heads, routers and norms whole on every device.
-        A model that drafts by its own multi-token-prediction layers has those too.
+        SGLang divides matrices over the engine's devices, attention only over those of one DP-attention
+        group; routers, norms and the shared part of latent attention are whole on each device.
+        A model that drafts with its own multi-token-prediction layers holds those too.
         """
         total = sum(self._engine_bytes(tensor) for tensor in self.shape.tensors())
         speculative = self.config.engine.speculative
@@ -67,7 +67,7 @@ class RunPlan:
         elements, whole = tensor.elements * tensor.copies, tensor.part in ("latent", "norm", "router", "bias")
         attention = self.tp // self.config.engine.dp
         share = 1 if whole else attention if tensor.part == "attention" else self.tp
-        quantized = self.config.precision != "bf16" and tensor.part in QUANTISED_PARTS
+        quantized = self.config.precision != "bf16" and tensor.part in QUANTIZED_PARTS
         size = elements + -(-4 * elements // FP8_BLOCK**2) if quantized else elements * self._element_bytes
         return -(-size // share)
 
@@ -77,7 +77,7 @@ class RunPlan:
 
     @property
     def memory_fraction(self) -> float:
-        """SGLang's ``mem_fraction_static``, which ``engine.extra`` may give too."""
+        """SGLang's ``mem_fraction_static``, which ``engine.extra`` can override."""
         extra = {k.replace("-", "_"): v for k, v in self.config.engine.extra.items()}
         return float(extra.get("mem_fraction_static", self.config.engine.memory_fraction))
 
@@ -95,7 +95,7 @@ class RunPlan:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that one engine's cache holds; null where the device's memory is not known."""
+        """Tokens that one engine's cache holds; null if the device's memory is unknown."""
         if self.device_bytes is None:
             return None
         pool = int(self.device_bytes * self.memory_fraction) - self.engine_weights
@@ -103,10 +103,10 @@ class RunPlan:
 
 
 def make_plan(config: Config, device_gib: float) -> RunPlan:
-    """Work out a config's layout and memory; see :func:`check_fit` for whether it can run.
+    """Compute a config's layout and memory; :mod:`orhpc.launch.checks.fit` decides whether it can run.
 
     Raises:
-        ConfigError: a placement or a model that cannot be.
+        ConfigError: an impossible placement or layout.
     """
     p = config.placement
     shape = read_shape(find_model(config.model.path, config.model.revision))
@@ -126,7 +126,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
 
 
 def _check_layout(shape: ModelShape, layout: Layout, per_node: int) -> None:
-    """Raises ConfigError for a layout that cannot be, with the nearest one of as many ranks that can."""
+    """Raise ConfigError for an invalid layout, with the nearest valid one for as many ranks."""
     try:
         check_layout(shape, layout, per_node)
     except ConfigError as error:
@@ -157,7 +157,7 @@ def _can_be(shape: ModelShape, layout: Layout, per_node: int) -> bool:
 
 
 def candidate_layouts(shape: ModelShape, ranks: int, per_node: int, cp: int) -> Iterator[Layout]:
-    """Megatron layouts of so many ranks, cheapest communication first: experts, tensors, then stages."""
+    """Yield Megatron layouts of ``ranks`` ranks, cheapest communication first: experts, tensors, stages."""
     powers = [1 << i for i in range(MOST_RANKS.bit_length())]
     for pp in (n for n in powers if n <= min(ranks, len(shape.layers))):
         for tp in (n for n in powers if n <= per_node):
@@ -167,28 +167,28 @@ def candidate_layouts(shape: ModelShape, ranks: int, per_node: int, cp: int) -> 
 
 
 def sync_bytes(run: RunPlan) -> int:
-    """Memory of a shared device while weights go over: both sides' and the optimiser, no gradients."""
+    """Memory of a shared device during weight sync: both sides' weights and the optimizer, no gradients."""
     return run.trainer.kept + run.engine_weights + 2 * RESERVED_BYTES
 
 
 def host_parts(run: RunPlan) -> dict[str, int]:
-    """Host memory of one node, by what it is for; what processes take for themselves is not in it."""
+    """Return host memory of one node by purpose, without what processes themselves need."""
     parts = {
         "while engines have the devices": asleep_bytes(run),
         "for the copy that is being committed": 0 if _commits_share(run) else commit_bytes(run),
-        "for the offloaded optimiser, at least": offloaded_bytes(run),
+        "for the offloaded optimizer, at least": offloaded_bytes(run),
     }
     return {what: size for what, size in parts.items() if size}
 
 
 def _commits_share(run: RunPlan) -> bool:
-    """Whether no memory is needed for commits, which then are written from a sleeping trainer's, or never."""
+    """Whether commits need no additional memory: written from offloaded trainer state, or never."""
     checkpoint = run.config.checkpoint
     return checkpoint.save_interval is None or (checkpoint.spare_host_memory and asleep_bytes(run) > 0)
 
 
 def check_host(run: RunPlan, there: int) -> None:
-    """Raises PreflightError, with the arithmetic, when so many bytes of a node do not hold what it must."""
+    """Raise PreflightError, with the arithmetic, if ``there`` bytes are less than a node needs."""
     parts = host_parts(run)
     if (wanted := sum(parts.values())) <= there:
         return
@@ -200,29 +200,29 @@ def check_host(run: RunPlan, there: int) -> None:
 
 
 def asleep_bytes(run: RunPlan) -> int:
-    """Host memory of one node for what its trainers hold while engines have their devices."""
+    """Host memory of one node for its trainers' state while engines use their devices."""
     p = run.config.placement
     turns = run.placement.engines and p.shared_devices and p.device == "cuda"
     return run.trainer.kept * _ranks_of_a_node(run) if turns else 0
 
 
 def offloaded_bytes(run: RunPlan) -> int:
-    """Host memory of one node for the share of the optimiser that is offloaded, without its rounding."""
+    """Host memory of one node for the offloaded share of the optimizer, before rounding."""
     return run.trainer.offloaded * _ranks_of_a_node(run)
 
 
 def state_bytes(run: RunPlan) -> int:
-    """A whole commit: master weights and moments, of all ranks."""
+    """Size of a whole commit: master weights and moments of all ranks."""
     return run.shape.parameters * (MASTER_BYTES + run.demand.moment_bytes)
 
 
-def at_once(config: Config) -> int:
-    """Commits on the disk while one is being written; those of ``keep_every`` come on top."""
+def commits_on_disk(config: Config) -> int:
+    """Number of commits on disk while one is being written, without those of ``keep_every``."""
     return config.checkpoint.keep + 1
 
 
 def commit_bytes(run: RunPlan) -> int:
-    """One node's part of a commit, and host memory for the copy that it is written from."""
+    """One node's part of a commit, and the host memory for the copy from which it is written."""
     return -(-state_bytes(run) * _ranks_of_a_node(run) // run.layout.ranks)
 
 
@@ -231,5 +231,5 @@ def _ranks_of_a_node(run: RunPlan) -> int:
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB, in the form that every message has them."""
+    """Format bytes as GiB, for messages."""
     return f"{size / GIB:.2f}"

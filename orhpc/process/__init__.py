@@ -1,4 +1,4 @@
-"""This process and this machine: ports, devices, folders of one's own, secrets, text for terminals.
+"""Utilities for this process and machine: ports, devices, private folders, secrets, text for terminals.
 
-The ground floor, above :mod:`orhpc.errors` alone: nothing here knows what a run is.
+Bottom layer: imports only :mod:`orhpc.errors`; nothing here knows about runs.
 """

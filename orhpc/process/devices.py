@@ -1,4 +1,4 @@
-"""GPU numbers: from a device's place on the node to what CUDA calls it."""
+"""GPU numbering: from a device's index on the node to the name that CUDA uses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(indices: Sequence[int], environment: Mapping[str, str]) -> str:
-    """The value of ``CUDA_VISIBLE_DEVICES`` for a process that may use these devices of the job's.
+    """Return ``CUDA_VISIBLE_DEVICES`` for a process that may use these devices of the job.
 
-    Inside a job that was given some of a node's GPUs the variable is set already; ``indices`` then
-    count within it.
+    If a job got only some of a node's GPUs, the variable is already set; ``indices`` then
+    refer to its entries.
 
     Raises:
-        PreflightError: the job was given fewer GPUs.
+        PreflightError: the job has fewer GPUs.
     """
     given = environment.get(VARIABLE, "").strip()
     if not given:
@@ -24,7 +24,7 @@ def visible_devices(indices: Sequence[int], environment: Mapping[str, str]) -> s
     names = [name.strip() for name in given.split(",")]
     if max(indices) >= len(names):
         raise PreflightError(
-            f"placement.devices_per_node: GPU {max(indices)} is asked for, "
+            f"placement.devices_per_node: GPU {max(indices)} is requested, "
             f"but {VARIABLE}={given} names {len(names)}"
         )
     return ",".join(names[i] for i in indices)

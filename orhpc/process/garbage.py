@@ -1,20 +1,20 @@
-"""Python's garbage collector, kept off what a process holds for good."""
+"""Exclude permanent objects from Python's garbage collector."""
 
 from __future__ import annotations
 
 import gc
 
 
-def leave_loaded() -> None:
-    """Leave all that is loaded by now, libraries above all, out of every later collection.
+def freeze_garbage() -> None:
+    """Exclude all objects loaded so far, mainly libraries, from later garbage collections (``gc.freeze``).
 
-    A full collection walks half a million objects of torch, transformers and megatron-core alone, for tenths
-    of a second in which a rank lets the others wait, or a worker its rollouts (``gc.freeze``).
+    A full collection traverses half a million objects of torch, transformers and megatron-core, which takes
+    tenths of a second during which a rank delays the others, or a worker its rollouts.
     """
     gc.collect()
     gc.freeze()
 
 
-def take_back() -> None:
-    """Undo :func:`leave_loaded`: what is given up now can be collected."""
+def unfreeze_garbage() -> None:
+    """Undo :func:`freeze_garbage`, so that objects released from now on can be collected."""
     gc.unfreeze()

@@ -1,8 +1,8 @@
-"""Requires the attempt's key of every request to a server that the job runs.
+"""Require the attempt's key in every request to a server that the job runs.
 
-Neither OpenReward's server nor SGLang's asks for a key before everything else: the one knows none, the
-other lets some paths through.  Both run under uvicorn, in a process of ours, so the key is asked for in
-front of their applications, and they listen on the socket that the job has held for them.
+OpenReward's server has no authentication, and SGLang's leaves some paths open.  Both run under
+uvicorn in a process of ours, so the key is checked before their applications, and they listen on the socket
+that the job holds for them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _REFUSAL = b'{"detail":"Unauthorized"}'
 
 
 class RequireKey:
-    """An ASGI application (https://asgi.readthedocs.io) in front of another one.
+    """An ASGI application (https://asgi.readthedocs.io) that wraps another one.
 
-    A request gets through with exactly one header ``Authorization: Bearer KEY``; any other is answered with
+    A request passes with exactly one header ``Authorization: Bearer KEY``; any other is answered with
     401 before its body is read.
     """
 
@@ -54,11 +54,11 @@ class RequireKey:
 
 
 def require_key_of_uvicorn(key: str | None, listener: socket.socket | None, *, open_health: bool) -> None:
-    """Have every uvicorn server of this process ask for the key, and listen on a held socket.
+    """Make every uvicorn server of this process require the key, and listen on a held socket.
 
     Args:
-        key: what requests must carry; null: nothing.
-        listener: held by :func:`orhpc.process.ports.hold_port`; null: the server binds what it is told.
+        key: required in requests; null: none.
+        listener: held by :func:`orhpc.process.ports.hold_port`; null: the server binds its own address.
         open_health: see :class:`RequireKey`.
     """
     import uvicorn

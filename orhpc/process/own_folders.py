@@ -1,4 +1,4 @@
-"""Folders that only this user can change: for files that are run, loaded or trusted later."""
+"""Folders that only this user can change, for files that are executed, loaded or trusted later."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ def require_own(folder: Path, what: str) -> Path:
 
     Args:
         folder: it must exist; links are followed.
-        what: names it in the error.
+        what: its name in the error.
 
-    Returns the folder that links lead to.
+    Returns the resolved folder.
 
     Raises:
-        PreflightError: it is another user's, others may write to it, or anybody may replace a folder
-            above it.
+        PreflightError: it belongs to another user, others may write to it, or any user may replace a
+            folder above it.
     """
     found = folder.resolve()
     problem = problem_of(found)
     open_above = next((p for p in found.parents if _is_open(p.stat().st_mode)), None)
     if problem is None and open_above is not None:
-        problem = f"anybody may replace what is in {open_above}, and so {found}; choose another folder"
+        problem = f"any user may replace what is in {open_above}, and so {found}; choose another folder"
     if problem is not None:
         raise PreflightError(f"{what}: {problem}")
     return found
 
 
 def problem_of(folder: Path) -> str | None:
-    """Return why others could put files into a folder, and what to do; None where they cannot."""
+    """Return why others could put files into a folder, and what to do; None if they cannot."""
     about = folder.stat()
     if about.st_uid != os.geteuid():
         return f"{folder} belongs to another user (uid {about.st_uid}): choose a folder of your own"
@@ -44,5 +44,5 @@ def problem_of(folder: Path) -> str | None:
 
 
 def _is_open(mode: int) -> bool:
-    """Whether anybody may rename and remove what is in a folder of that mode."""
+    """Whether any user may rename and remove entries of a folder with this mode."""
     return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)

@@ -1,7 +1,7 @@
-"""Free TCP ports below the range from which the kernel takes ephemeral ones.
+"""Free TCP ports below the kernel's range of ephemeral ports.
 
-A port from the ephemeral range can be taken by any outgoing connection between our check and our
-bind, hours later; a port below it is only taken by another server.
+Any outgoing connection can take a port of the ephemeral range between our check and our
+bind, hours later; a port below it can only be taken by another server.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def is_free(host: str, port: int) -> bool:
 
 
 def hold_port(host: str, port: int | None = None) -> socket.socket:
-    """Return a socket bound to a port, which no other socket can be bound to until it is closed.
+    """Return a socket bound to a port, which no other socket can bind until it is closed.
 
-    The socket does not listen, so connections are refused.  Hand it to the server that is to listen
-    there: between the choice of the port and its use, and after the server has ended, nobody else can
-    answer in its place, and get the keys that clients send.
+    The socket does not listen, so connections are refused.  Pass it to the server that is to listen
+    on it: no other process can take the port before the server starts or after it ends, and
+    receive the keys that clients send.
 
     Args:
         host: address to bind.
@@ -57,48 +57,48 @@ def hold_port(host: str, port: int | None = None) -> socket.socket:
         number = free_ports(1, host)[0] if port is None else port
         holder = socket.socket(_family(host), socket.SOCK_STREAM)
         try:
-            # Else connections of an earlier server, which have ended, would keep the port for a minute.
+            # Otherwise ended connections of an earlier server would block the port for a minute.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind((host, number))
-            # Listening ends what SO_REUSEADDR allows to others: to be bound to the port too.
+            # SO_REUSEADDR allows others to bind the port too, until a socket listens on it.
             holder.listen(1)
         except OSError as error:
             holder.close()
             if port is not None:
-                raise PortTaken(f"port {port} of {host} is taken by another process: {error}") from error
+                raise PortTaken(f"port {port} of {host} is used by another process: {error}") from error
         else:
             stop_listening(holder)
             return holder
 
 
 def stop_listening(holder: socket.socket) -> None:
-    """Refuse connections from now on, and keep the port; harmless for a socket that does not listen."""
-    # Shut down while it does not listen, it would later accept connections that are closed already.
+    """Refuse connections from now on, and keep the port; no effect on a socket that does not listen."""
+    # After a shutdown while not listening, the socket would later accept connections already closed.
     if holder.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         holder.shutdown(socket.SHUT_RDWR)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def start_listening(holder: socket.socket, backlog: int = 2048) -> None:
-    """Listen on a held port, also while connections of an earlier server there are still ending.
+    """Listen on a held port, also while connections of an earlier server are still closing.
 
     Raises:
-        OSError: another socket listens there.
+        OSError: another socket listens on it.
     """
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.listen(backlog)
 
 
 def inherited_socket(descriptor: int) -> socket.socket:
-    """The held socket that the parent process passed on as this descriptor; later children do not get it.
+    """Return the held socket that the parent process passed as this descriptor; children do not inherit it.
 
     Raises:
-        ConfigError: the descriptor is no socket.
+        ConfigError: the descriptor is not a socket.
     """
     try:
         holder = socket.socket(fileno=descriptor)
     except OSError as error:
-        raise ConfigError(f"--listen-fd {descriptor} is no socket: {error.strerror}") from error
+        raise ConfigError(f"--listen-fd {descriptor} is not a socket: {error.strerror}") from error
     holder.set_inheritable(False)
     return holder
 
@@ -107,13 +107,13 @@ def free_ports(count: int, host: str, *, consecutive: bool = False, seed: int | 
     """Find ports that are free on ``host`` now.
 
     Args:
-        count: how many.
+        count: number of ports.
         host: address that the server will bind.
-        consecutive: as one run, for servers that take a range.
-        seed: fixes where the search begins; different jobs of a node begin at different places.
+        consecutive: find one contiguous range.
+        seed: fixes where the search begins; different jobs on a node begin at different ports.
 
     Raises:
-        PreflightError: there are not so many below the ephemeral range.
+        PreflightError: fewer than ``count`` ports are free below the ephemeral range.
     """
     ceiling = _ceiling()
     span = ceiling - LOWEST

@@ -1,8 +1,8 @@
-"""Secrets: from the environment or files of mode 0600 to the environments that need them, and no further.
+"""Secrets: from the environment or files of mode 0600 only to the environments that need them.
 
-A config names secrets and where they come from, never their values.  Every value read here is also
-remembered in this process, so that :class:`RedactingFilter` and :func:`install_redaction` can keep
-it out of logs and tracebacks.
+A config names secrets and their sources, never their values.  Every value read here is also
+remembered in this process, so that :class:`RedactingFilter` and :func:`install_redaction` can
+remove it from logs and tracebacks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 REDACTED = "[secret]"
 SHORTEST = 4
-"""Shorter values are no secrets; replacing them would garble every text."""
+"""Shorter values are not redacted: replacing them would garble every text."""
 CREDENTIALS = ("OPENREWARD_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""Variables of the process environment whose values are always kept out of texts."""
+"""Variables of the process environment whose values are always redacted."""
 
 _known: set[str] = set()
 _pattern: re.Pattern[str] | None = None
@@ -40,15 +40,14 @@ def resolve_secrets(
     *,
     required: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Return name to value of every secret that one environment is given.
+    """Return the values, by name, of all secrets for one environment.
 
-    The environment's own entry for a name comes before the global one; a required name that neither
-    lists is looked for in the process environment, in upper case.
-
+    The environment's own entry for a name overrides the global one; a required name in neither
+    is read from the process environment, in upper case.
     Args:
         global_secrets: ``secrets`` of the config: name to source.
         environment_secrets: ``secrets`` of one environment.
-        required: names that the environment says it needs.
+        required: names that the environment declares as required.
 
     Raises:
         PreflightError: a secret has no value, or its file is missing, empty or readable by others.
@@ -71,7 +70,7 @@ def _read(name: str, source: str | None) -> str:
 
 def _read_file(name: str, path: Path) -> str:
     try:
-        # The descriptor is checked, not the name, so that nobody can swap the file in between.
+        # Check the descriptor, not the path, so that the file cannot be swapped in between.
         with path.open(encoding="utf-8") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o177:
@@ -86,9 +85,9 @@ def _read_file(name: str, path: Path) -> str:
 
 
 def read_engine_key(path: Path | None) -> str | None:
-    """The key of an engine, in a file that nobody else can read; None without a file; raises ConfigError.
+    """Return an engine's key from a file that only this user can read; None without a file.
 
-    It is redacted from now on.
+    The key is redacted from now on.  Raises ConfigError.
     """
     if path is None:
         return None
@@ -105,7 +104,7 @@ def read_engine_key(path: Path | None) -> str | None:
 
 
 def remember_secrets(values: Iterable[str]) -> None:
-    """Redact these values from now on, also quoted for JSON or a URL, and in base64."""
+    """Redact these values from now on, also when quoted for JSON or a URL, and in base64."""
     global _pattern
     for value in values:
         if len(value) < SHORTEST:
@@ -124,7 +123,7 @@ def remember_secrets(values: Iterable[str]) -> None:
 
 
 def remember_readable(*sources: Mapping[str, str | None]) -> None:
-    """Remember every secret of these sources that this process can read, and its credentials.
+    """Remember every secret of these sources that this process can read, and :data:`CREDENTIALS`.
 
     Args:
         sources: ``secrets`` of a config: name to source.
@@ -144,7 +143,7 @@ def redact(text: str) -> str:
 
 
 def redact_strings(value: Any) -> Any:
-    """Return a JSON value with :func:`redact` applied to every text in it, keys included."""
+    """Return a JSON value with :func:`redact` applied to every string in it, keys included."""
     if _pattern is None:
         return value
     if isinstance(value, str):
@@ -165,7 +164,7 @@ class RedactingFilter(logging.Filter):
         try:
             record.msg, record.args = redact(record.getMessage()), ()
         except (TypeError, ValueError):
-            # The arguments do not fit the format; logging reports that itself, with both in its report.
+            # The arguments do not fit the format; logging reports that itself, including both.
             record.msg, record.args = redact(f"{record.msg} {record.args!r}"), ()
         if record.exc_info and not record.exc_text:
             record.exc_text = self._formatter.formatException(record.exc_info)
@@ -177,9 +176,9 @@ class RedactingFilter(logging.Filter):
 
 
 def install_redaction() -> None:
-    """Redact every log record of this process, whatever its logger, and uncaught exceptions.
+    """Redact every log record of this process, from any logger, and uncaught exceptions.
 
-    A filter on a logger does not see what its children log, so this goes in where records are made.
+    A filter on a logger does not apply to its children's records, so this replaces the record factory.
     Calling it again changes nothing.
     """
     factory = logging.getLogRecordFactory()

@@ -1,4 +1,4 @@
-"""Text of others on its way to a terminal or a log: shown, never obeyed."""
+"""Make untrusted text safe for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, TextIO, cast
 from orhpc.process.secrets import install_redaction, redact, remember_readable
 
 SecretSources = Sequence[Mapping[str, str | None]]
-"""Where secrets come from, name to source: those of the config, and those of each of its environments."""
+"""Sources of secrets by name: those of the config, and those of each environment."""
 _VARIABLE = "ORHPC_SECRET_SOURCES"
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line feed, marks that turn the direction of writing, and lone surrogates."""
+"""Control characters except tab and line feed, marks that change text direction, and lone surrogates."""
 
 
 def safe(text: str) -> str:
     """Return a text with its control characters shown as ``\\xNN`` or ``\\uNNNN``.
 
-    An environment's or a model's text must not move the cursor, rename the window or fake a line.
+    Text of an environment or a model must not move the cursor, change the window title or fake a line.
     """
     return _CONTROL.sub(_shown, text)
 
@@ -34,7 +34,7 @@ def _shown(match: re.Match[str]) -> str:
 
 
 class RedactedStream:
-    """A text stream that writes everything without known secrets."""
+    """A text stream that redacts known secrets."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -55,7 +55,7 @@ class RedactedStream:
 
 
 class GuardedStream(RedactedStream):
-    """Likewise, and everything :func:`safe`."""
+    """A :class:`RedactedStream` that also applies :func:`safe`."""
 
     def _shown(self, text: str) -> str:
         return safe(text)
@@ -63,7 +63,7 @@ class GuardedStream(RedactedStream):
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Guard standard output and standard error until the block ends."""
+    """Guard standard output and standard error within the block."""
     before = sys.stdout, sys.stderr
     guard_output()
     try:
@@ -78,9 +78,9 @@ def guard_output() -> None:
 
 
 def protect_process(*sources: Mapping[str, str | None]) -> None:
-    """Keep secrets and control characters out of all that this process logs and prints.
+    """Remove secrets and control characters from everything that this process logs and prints.
 
-    ``sources``: a :data:`SecretSources`.  A process that cannot read one cannot repeat it.
+    ``sources``: see :data:`SecretSources`.  A source that this process cannot read is skipped.
     """
     remember_readable(*sources)
     install_redaction()
@@ -88,14 +88,14 @@ def protect_process(*sources: Mapping[str, str | None]) -> None:
 
 
 def to_server(sources: SecretSources) -> dict[str, str]:
-    """Variables that tell a server that we start where secrets come from: see :func:`protect_server`."""
+    """Return variables that pass secret sources to a server that we start; see :func:`protect_server`."""
     return {_VARIABLE: json.dumps(list(sources))}
 
 
 def protect_server() -> None:
-    """Keep secrets out of all that this server logs and prints.
+    """Remove secrets from everything that this server logs and prints.
 
-    Into a file, where libraries draw progress bars: control characters stay.
+    Control characters stay: the output goes to a file, where libraries draw progress bars.
     """
     remember_readable(*json.loads(os.environ.get(_VARIABLE, "[]")))
     install_redaction()

@@ -1,6 +1,6 @@
-"""Exceptions of the user's own code: where they were raised, in one line, and the traceback to show.
+"""Exceptions of the user's code: their location, in one line, and the traceback to show.
 
-Code of the user's runs in two places: in this process (``rollout.custom_agent``,
+User code runs in two places: in this process (``rollout.custom_agent``,
 ``rollout.custom_reward``), and in an environment server, which sends its traceback as text.
 """
 
@@ -18,7 +18,7 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+), in (?P<name>
 _OWN = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _LONGEST_TRACE = 8000
-"""Characters of a traceback that are kept; a recursion's would fill the terminal."""
+"""Maximum characters of a traceback; that of a recursion would fill the terminal."""
 _LONGEST_LINE = 300
 
 
@@ -26,8 +26,8 @@ def user_error(what: str, error: BaseException) -> UserCodeError:
     """Describe an exception that the user's code raised in this process.
 
     Args:
-        what: whose code it is, such as ``rollout.custom_reward: mine.score``.
-        error: as it was caught, with its traceback.
+        what: the code, such as ``rollout.custom_reward: mine.score``.
+        error: the exception, with its traceback.
     """
     trace = "".join(traceback.format_exception(error))
     reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -38,29 +38,29 @@ def server_error(what: str, detail: str, trace: str) -> UserCodeError:
     """Describe an exception that an environment raised on its server.
 
     Args:
-        what: which environment, and what it was asked for.
-        detail: the exception, in the server's one line.
-        trace: its traceback, or empty where the server keeps that to itself.
+        what: the environment and the request.
+        detail: the exception, in one line from the server.
+        trace: its traceback; empty if the server does not send it.
     """
     return _error(what, "raised", detail, trace)
 
 
 def place_of(trace: str) -> str:
-    """``FILE:LINE in FUNCTION`` of a traceback's last frame in the user's code, if it has any frame."""
+    """Return ``FILE:LINE in FUNCTION`` of the last frame in the user's code, else of the last frame."""
     frames = list(_FRAME.finditer(trace))
     own = [f for f in frames if _is_users(f["file"])] or frames
     return f"{own[-1]['file']}:{own[-1]['line']} in {own[-1]['name']}" if own else ""
 
 
 def last_line(trace: str) -> str:
-    """The exception of a traceback, without its frames."""
+    """Return the exception line of a traceback, without its frames."""
     lines = [line for line in trace.strip().splitlines() if line.strip()]
     begun = [line for line in lines if line[:1].strip()]
     return begun[-1] if begun else (lines[-1] if lines else "")
 
 
-def users_part(trace: str) -> str:
-    """Return a traceback without the frames of servers and libraries that lead to the user's first one."""
+def user_frames(trace: str) -> str:
+    """Return a traceback without the frames of servers and libraries before the user's first frame."""
     frames = list(_FRAME.finditer(trace))
     first = next((f for f in frames if _is_users(f["file"])), None)
     if first is None or not frames:
@@ -76,4 +76,4 @@ def _is_users(file: str) -> bool:
 def _error(what: str, did: str, reason: str, trace: str) -> UserCodeError:
     where = place_of(trace)
     line = f"{what} {did} {reason[:_LONGEST_LINE]}" + (f" ({where})" if where else "")
-    return UserCodeError(redact(line), trace=redact(users_part(trace)[-_LONGEST_TRACE:]))
+    return UserCodeError(redact(line), trace=redact(user_frames(trace)[-_LONGEST_TRACE:]))

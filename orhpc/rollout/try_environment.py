@@ -42,7 +42,7 @@ from orhpc.errors import (
 )
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.terminal import guarded_output
-from orhpc.process.user_code import user_error, users_part
+from orhpc.process.user_code import user_error, user_frames
 from orhpc.rollout.chat.messages import load_json
 from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.own_server import OwnServer
@@ -215,7 +215,7 @@ async def _open(
 
 def _explain(error: OrhpcError, own: OwnServer | None) -> None:
     """Print the consequence of an exception in one line, and the traceback if there is one."""
-    trace = users_part(getattr(error, "trace", "")) or (own.last_traceback() if own else "")
+    trace = user_frames(getattr(error, "trace", "")) or (own.last_traceback() if own else "")
     if trace and isinstance(error, EnvironmentRaised):
         print(trace.rstrip())
     meaning = next(

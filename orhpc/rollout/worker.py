@@ -21,7 +21,7 @@ import ray
 from orhpc.config import Config
 from orhpc.errors import BadTask, InfraError, OrhpcError, RecordError, StorageRefused, UserCodeError
 from orhpc.plan.layout import route_layers
-from orhpc.process.garbage import leave_loaded
+from orhpc.process.garbage import freeze_garbage
 from orhpc.process.secrets import resolve_secrets
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.client import EnginePool
@@ -95,7 +95,7 @@ class RolloutWorker:
                 url=self._environment_urls.get(name),
                 key=self._environment_key,
             )
-        leave_loaded()
+        freeze_garbage()
 
     async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
         """Set the URLs of all engines of the run, and of the router in front of them if there is one."""

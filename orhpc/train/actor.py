@@ -1,6 +1,6 @@
-"""One rank of the trainer, as the driver holds it: a plain class that Ray makes an actor of.
+"""One rank of the trainer: a plain class that the driver runs as a Ray actor.
 
-Every method that says *collective* must be called on all ranks; the others concern one rank.
+Methods marked *collective* must be called on all ranks; the others concern one rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import NonFinite, WeightSyncFailed
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
-from orhpc.process.garbage import leave_loaded, take_back
+from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
 from orhpc.train.backend import Batches, Role, TrainingBatch, Update
 from orhpc.train.backends import make_backend
@@ -31,7 +31,7 @@ from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint.layouts import Layout, load_shards
 from orhpc.train.checkpoint.save import RankSaves
 from orhpc.train.checkpoint.shards import CheckpointReader, set_rng_state
-from orhpc.train.cpu_affinity import stay_near
+from orhpc.train.cpu_affinity import pin_to_local_cpus
 from orhpc.train.fetch import load_batch, prefetched
 from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
@@ -39,20 +39,17 @@ from orhpc.train.profile import traced
 from orhpc.train.sleep.residence import asleep_bytes, memory
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
-from orhpc.train.weights.buckets import BucketSpec, for_wire, plan_buckets, quantised
-from orhpc.train.weights.fp8 import Quantise, quantiser, unchanged
+from orhpc.train.weights.buckets import BucketSpec, for_wire, plan_buckets, quantized
+from orhpc.train.weights.fp8 import Quantize, make_quantizer, unchanged
 from orhpc.train.weights.sender import BucketStage, WeightSender
 from orhpc.types import MiniBatch
 
-if TYPE_CHECKING:
-    from orhpc.config import Config
-
 
 class TrainerRank:
-    """One rank: its model, its optimiser state, its end of weight sync and of checkpoints.
+    """One rank: its model and optimizer state, and its side of weight sync and checkpoints.
 
     Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a
-    time, but for :meth:`save_poll` and :meth:`request_stop`, which may be called at any time.
+    time, except :meth:`save_poll` and :meth:`request_stop`, which may be called at any time.
     """
 
     def __init__(
@@ -64,10 +61,10 @@ class TrainerRank:
         threads: int,
         device_index: int | None = None,
     ) -> None:
-        """``device_index``: GPU of this rank on its node; null on a CPU, or to use the first there is."""
+        """``device_index``: GPU of this rank on its node; null: on a CPU, or the first visible GPU."""
         self._one_device = device_index is not None
         if device_index is not None:
-            # One process, one GPU: whatever a library takes for the current device is the right one.
+            # Hide all other GPUs, so that libraries that use the current device use the right one.
             os.environ[VARIABLE] = visible_devices([device_index], os.environ)
         self.config = config
         self.model_dir = model_dir
@@ -84,7 +81,9 @@ class TrainerRank:
         self._parameters: list[BucketSpec] = []
         self._buckets: list[BucketSpec] | None = None
         plain = config.precision == "bf16"
-        self._quantise = unchanged if plain else quantiser(power_of_two=config.engine.power_of_two_scales)
+        self._quantize = (
+            unchanged if plain else make_quantizer(power_of_two=config.engine.power_of_two_scales)
+        )
         self._held: socket.socket | None = None
         self._stop = threading.Event()
         self._whole_at = 0
@@ -92,14 +91,14 @@ class TrainerRank:
     # --- starting -----------------------------------------------------------------------------
 
     def hold_port(self, address: str) -> int:
-        """Take a free port of this rank's node for the store that it hosts next; return its number.
+        """Reserve a free port of this rank's node for the store that it hosts next; return its number.
 
-        Between the choice of a port and its use ranks load their libraries: nobody else may take it then.
+        Ranks load their libraries before they use the port; the reservation keeps it free until then.
         """
         self._held = hold_port(address)
         return self._held.getsockname()[1]
 
-    def _no_longer_held(self) -> socket.socket | None:
+    def _pop_held_socket(self) -> socket.socket | None:
         held, self._held = self._held, None
         return held
 
@@ -110,14 +109,14 @@ class TrainerRank:
     def connect(self, address: str, meeting: int | str, timeout_s: float) -> None:
         """Join the ranks' process group (collective).
 
-        ``meeting``: the port of ``address`` on which rank 0 hosts their store, or :meth:`meeting_file`.
-        ``timeout_s`` is also the deadline of every later collective.  Raises InfraError past it.
+        ``meeting``: the port of ``address`` on which rank 0 hosts the store, or :meth:`meeting_file`.
+        ``timeout_s`` also limits every later collective.  Raises InfraError when it expires.
         """
         torch.set_num_threads(self.threads)
         if self._one_device:
             torch.cuda.set_device(0)
-            stay_near(self.device)
-        held = self._no_longer_held()
+            pin_to_local_cpus(self.device)
+        held = self._pop_held_socket()
         join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
         if self.config.placement.shared_devices:  # while the engines start
             self.backend.prepare_sleep(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
@@ -132,13 +131,13 @@ class TrainerRank:
             info = self.backend.build()
             found = check_trainer(self.backend, self.config, self.model_dir, int(info["parameters"]))
         self._saves.prepare()
-        leave_loaded()
+        freeze_garbage()
         return {**info, "model_check": found, "world_size": self.world_size}
 
     def restore(self, folder: str | None) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.
 
-        Raises CheckpointError for anything torn, corrupt or of another model.
+        Raises CheckpointError if the commit is incomplete, corrupt or of another model.
         """
         if folder is None:
             return
@@ -147,7 +146,7 @@ class TrainerRank:
             load_shards(reader, self.backend.shards(), partial(Layout.of, self.model_dir, self.config.model))
         self.backend.set_progress(reader.progress)
         set_rng_state(reader.progress["rng"])
-        self._whole_at = self._optimiser_steps()
+        self._whole_at = self._optimizer_steps()
 
     # --- training -----------------------------------------------------------------------------
 
@@ -159,18 +158,18 @@ class TrainerRank:
     def step(self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "") -> dict[str, float]:
         """Train on this rank's micro-batches of all mini-batches (collective).
 
-        First the log-probabilities that must come from the parameters at the start of the step,
-        then one optimiser step a mini-batch.  Returns metrics over all ranks and mini-batches:
+        First computes the log-probabilities that need the parameters at the start of the step,
+        then takes one optimizer step per mini-batch.  Returns metrics over all ranks and mini-batches:
         ``loss``, ``grad_norm``, ``lr``, ``clip_fraction``, ``entropy``, ``kl``,
-        ``logprob_diff_mean`` and ``_max`` (train against rollout), ``tokens``, ``seconds_*`` (the
+        ``logprob_diff_mean`` and ``_max`` (trainer against rollout), ``tokens``, ``seconds_*`` (the
         slowest rank's), on GPUs ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
-        InfraError, DataError.  ``traces``: folder for what the profiled ranks' time goes into; empty: none.
+        InfraError, DataError.  ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
         """
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
             prepared = self._prepare(minibatches, report)
             for index, minibatch in enumerate(minibatches):
-                # Past the first optimiser step the state belongs to no version: finish the step.
+                # After the first optimizer step the state belongs to no weight version: finish the step.
                 between = StopBetween(self._stop) if index == 0 else NeverStop()
                 update = self._update(minibatch, prepared[index], between, report)
                 own = minibatch.ranks[self.backend.data_rank] if self.backend.reports else ()
@@ -179,20 +178,20 @@ class TrainerRank:
 
     @contextlib.contextmanager
     def _counting_steps(self) -> Iterator[None]:
-        """Note at which optimiser step the last whole step ended; a skipped one is whole."""
+        """Record the optimizer step at which the last whole step ended; a skipped step is whole."""
         try:
             yield
         except NonFinite:
-            self._whole_at = self._optimiser_steps()
+            self._whole_at = self._optimizer_steps()
             raise
-        self._whole_at = self._optimiser_steps()
+        self._whole_at = self._optimizer_steps()
 
-    def _optimiser_steps(self) -> int:
+    def _optimizer_steps(self) -> int:
         return int(self.backend.progress()["optimiser_steps"])
 
     def holds_whole_step(self) -> bool:
-        """Whether this rank's state is that after its last whole step, so that it may be committed."""
-        return self.backend.intact() and self._whole_at == self._optimiser_steps()
+        """Whether this rank's state is that after its last whole step and may be committed."""
+        return self.backend.intact() and self._whole_at == self._optimizer_steps()
 
     def _prepare(
         self, minibatches: Sequence[MiniBatch], report: StepReport
@@ -218,7 +217,7 @@ class TrainerRank:
         return prepared
 
     def _loaded(self, minibatch: MiniBatch, report: StepReport) -> Batches[PackedBatch]:
-        """This rank's packed micro-batches; ``fetch`` counts only the time waited for them."""
+        """Return this rank's packed micro-batches; ``fetch`` counts only the time spent waiting for them."""
         planned = minibatch.ranks[self.backend.data_rank]
 
         def load() -> Iterator[PackedBatch]:
@@ -249,24 +248,24 @@ class TrainerRank:
             )
 
     def break_off(self) -> None:
-        """Stop waiting for other ranks: one of them has failed, and the attempt is over."""
+        """Stop waiting for other ranks: one has failed, and the attempt is over."""
         break_off_collectives()
 
     def request_stop(self) -> None:
-        """Abandon the step under way at the next micro-batch, if no optimiser step was taken yet.
+        """Abandon the current step at the next micro-batch, if it has taken no optimizer step yet.
 
-        One rank is enough; all agree, and all raise StopRequested.
+        Calling it on one rank is enough: all ranks agree, and all raise StopRequested.
         """
         self._stop.set()
 
     # --- weights ------------------------------------------------------------------------------
 
     def weight_buckets(self) -> list[BucketSpec]:
-        """What a weight sync sends, bucket by bucket, as it travels; the same on all ranks."""
+        """Return the contents of a weight sync, bucket by bucket, as sent; the same on all ranks."""
         if self._buckets is None:
             limit = self.config.engine.sync_bucket_mb << 20
             self._parameters = self._plan(limit)
-            self._buckets = [for_wire(spec, self._quantise) for spec in self._parameters]
+            self._buckets = [for_wire(spec, self._quantize) for spec in self._parameters]
         return self._buckets
 
     def _plan(self, limit: int) -> list[BucketSpec]:
@@ -282,10 +281,10 @@ class TrainerRank:
     def join_weight_group(
         self, address: str, port: int, world_size: int, group_name: str, timeout_s: float
     ) -> None:
-        """Form the group that engines receive weights through; only rank 0 takes part in it.
+        """Form the group through which engines receive weights; only rank 0 takes part in it.
 
-        Returns when ``world_size - 1`` engine ranks are there.  Raises WeightSyncFailed past the
-        deadline, which every later transfer has too.
+        Returns when ``world_size - 1`` engine ranks have joined.  Raises WeightSyncFailed after
+        ``timeout_s``, which also limits every later transfer.
         """
         self.leave_weight_group()
         if self.rank == 0:
@@ -296,20 +295,20 @@ class TrainerRank:
                 world_size=world_size,
                 group_name=group_name,
                 timeout_s=timeout_s,
-                listener=self._no_longer_held(),
+                listener=self._pop_held_socket(),
             )
 
     def stage_bucket(self, index: int, *, handle: bool, broadcast: bool) -> str | None:
         """Gather one bucket into one of this rank's two slots (collective).
 
-        ``handle``: return where it lies, for an engine rank on the same device, which must have taken
-        it before the slot's next use, two buckets later.  ``broadcast``: rank 0 starts to send it to its
-        group, and waits for that at the slot's next use.  Raises WeightSyncFailed when an engine may
+        ``handle``: return the slot's memory handle, for an engine rank on the same device, which must read
+        it before the slot's next use, two buckets later.  ``broadcast``: rank 0 starts to send the bucket to
+        its group, and waits for that at the slot's next use.  Raises WeightSyncFailed when an engine may
         not have received all of an earlier bucket.
         """
         specs = self.weight_buckets()
         if self._stage is None:
-            self._stage = BucketStage(self.device, specs, self._quantise)
+            self._stage = BucketStage(self.device, specs, self._quantize)
         tensors = self.backend.export(self._parameters[index].parameters)
         try:
             if self._sender is not None:
@@ -320,15 +319,15 @@ class TrainerRank:
                     raise WeightSyncFailed("weights sent before the weight-sync group was joined")
                 self._sender.send(index, flat)
         finally:
-            # The other ranks' gathering must not wait for a broadcast that failed here.
+            # Finish the gathering of the other ranks even if a broadcast failed here.
             for _ in tensors:
                 pass
         return self._stage.handle(index) if handle else None
 
     def finish_sync(self) -> float:
-        """Wait for what is still being sent and give the slots back; return the seconds spent gathering.
+        """Wait for pending sends and free the slots; return the seconds spent gathering.
 
-        Raises WeightSyncFailed when an engine may not have received all of it.
+        Raises WeightSyncFailed when an engine may not have received all weights.
         """
         stage = self._stage
         seconds = stage.seconds if stage is not None else 0.0
@@ -342,7 +341,7 @@ class TrainerRank:
         return seconds
 
     def leave_weight_group(self) -> None:
-        """Leave the engines' group; harmless when repeated."""
+        """Leave the engines' group; safe to call again."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
@@ -352,58 +351,58 @@ class TrainerRank:
     def export_hf(self, folder: str, *, for_engines: bool = False) -> list[dict[str, Any]]:
         """Write a Hugging Face folder of the current weights (collective); rank 0 writes it.
 
-        ``for_engines``: quantised as the engines hold them.  Returns the weight files' names, sizes and
+        ``for_engines``: quantized as in the engines.  Returns the weight files' names, sizes and
         hashes on rank 0.  Raises CheckpointError.
         """
         from orhpc.train.checkpoint.export import FILE_BYTES, write_hf_folder
 
-        quantise = self._quantise if for_engines else unchanged
+        quantize = self._quantize if for_engines else unchanged
         buckets = self._plan(FILE_BYTES)
-        tensors = self._all_tensors(buckets, quantise)
+        tensors = self._all_tensors(buckets, quantize)
         if self.rank == 0:
-            written = [quantised(spec, quantise) for spec in buckets]
+            written = [quantized(spec, quantize) for spec in buckets]
             return write_hf_folder(folder, self.model_dir, written, tensors)
         for _ in tensors:
             pass
         return []
 
-    def _all_tensors(self, buckets: Sequence[BucketSpec], quantise: Quantise) -> Iterator[tuple[str, Tensor]]:
+    def _all_tensors(self, buckets: Sequence[BucketSpec], quantize: Quantize) -> Iterator[tuple[str, Tensor]]:
         for bucket in buckets:
-            yield from quantise(self.backend.export(bucket.parameters))
+            yield from quantize(self.backend.export(bucket.parameters))
 
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.
 
-        Training may go on as soon as this returns; with ``checkpoint.spare_host_memory`` the next
+        Training may continue as soon as this returns; with ``checkpoint.spare_host_memory`` the next
         :meth:`release_gradients`, or the next :meth:`sleep` after an update, waits for it.
 
         Raises:
-            CheckpointError: a save is under way, or host memory does not suffice; training is not harmed.
+            CheckpointError: a save is in progress, or host memory does not suffice; training can continue.
         """
         self._saves.begin(folder)
 
     def save_poll(self) -> list[dict[str, Any]] | None:
         """Return ``{"name", "size", "sha256"}`` of this rank's files once they are durable, else None.
 
-        The answer stays the same until the next :meth:`save_begin`.  Raises CheckpointError when the
-        files could not be written; training is not harmed.
+        The result stays the same until the next :meth:`save_begin`.  Raises CheckpointError when the
+        files could not be written; training can continue.
         """
         return self._saves.poll()
 
     def save_give_up(self) -> bool:
-        """End the save under way, in which another rank has failed; return whether it has ended."""
+        """End the current save, in which another rank has failed; return whether it has ended."""
         return self._saves.give_up()
 
     def release_gradients(self) -> float:
-        """Give back what only an update needs of the device, until :meth:`wake`; return the seconds of it."""
+        """Free the device memory that only an update needs, until :meth:`wake`; return the seconds taken."""
         started = time.perf_counter()
         self.backend.release_gradients()
         return time.perf_counter() - started
 
     def sleep(self) -> dict[str, float]:
-        """Move everything to host memory; return :func:`orhpc.train.sleep.residence.memory` after it.
+        """Move everything to host memory; return :func:`orhpc.train.sleep.residence.memory` afterwards.
 
-        ``freed_bytes``, ``moved_bytes`` and ``seconds`` come with it; on a CPU nothing is moved.
+        Adds ``freed_bytes``, ``moved_bytes`` and ``seconds``; on a CPU nothing is moved.
         """
         started = time.perf_counter()
         slept = self.backend.sleep()
@@ -412,7 +411,7 @@ class TrainerRank:
     def wake(self) -> dict[str, float]:
         """Undo :meth:`release_gradients` and :meth:`sleep`.
 
-        Returns ``seconds`` and the memory in use before it, while the engines sleep.
+        Returns ``seconds`` and the memory in use before it, while the engines are asleep.
         """
         before = memory(self.device)
         started = time.perf_counter()
@@ -420,7 +419,7 @@ class TrainerRank:
         return {**before, "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
-        """Finish the save under way, leave all groups, drop all memory."""
+        """Finish the current save, leave all groups, release all memory."""
         self._saves.close()
         try:
             self.leave_weight_group()
@@ -428,4 +427,4 @@ class TrainerRank:
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.backend.close()
-            take_back()
+            unfreeze_garbage()

@@ -1,4 +1,4 @@
-"""What a trainer backend is: the interface between one rank's actor and the model it trains.
+"""The interface of a trainer backend: between one rank's actor and the model it trains.
 
 A backend holds two roles: the *policy*, which is updated, and the *reference*, a frozen copy of the
 model the run started from, loaded only when the loss has a KL term.  All methods that move
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
 from orhpc.train.loss.grpo import LossInputs, MetricSums
-from orhpc.train.sleep.residence import Slept
+from orhpc.train.sleep.residence import OffloadStats
 
 if TYPE_CHECKING:
     pass
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 
 class Batches(Generic[T]):
-    """A known number of micro-batches, taken from their source when first asked for, then kept.
+    """A known number of micro-batches, read from their source on first use, then kept.
 
-    A pipeline with several chunks a stage reads them once a chunk, each at its own pace.
+    The model chunks of a pipeline stage each iterate over them, at different speeds.
     """
 
     def __init__(self, source: Iterable[T], count: int) -> None:
@@ -55,7 +55,7 @@ class Batches(Generic[T]):
 
 
 class LossSlots(Protocol):
-    """The sampled slots of a micro-batch that one rank computes the loss of; see :class:`LossInputs`."""
+    """The sampled slots of a micro-batch for which one rank computes the loss; see :class:`LossInputs`."""
 
     @property
     def rollout_logprobs_P(self) -> Tensor: ...
@@ -71,14 +71,14 @@ class LossSlots(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """One micro-batch with what earlier passes of the step computed for it; ``[P]`` float32."""
+    """One micro-batch with log-probabilities from earlier passes of the step; ``[P]`` float32."""
 
     batch: PackedBatch
     old_logprobs_P: Tensor | None = None
     reference_logprobs_P: Tensor | None = None
 
     def loss_inputs(self, slots: LossSlots, logprobs_P: Tensor, entropy_P: Tensor) -> LossInputs:
-        """With ``slots``, this rank's part of :attr:`batch` on its device, and what the model says of it."""
+        """``slots``: this rank's part of :attr:`batch` on its device; tensors: the model's outputs."""
         return LossInputs(
             logprobs_P=logprobs_P,
             old_logprobs_P=self.old_logprobs_P,
@@ -94,18 +94,18 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimiser step did; equal on all ranks but for ``metrics``, which are this rank's."""
+    """Result of one optimizer step; equal on all ranks, except ``metrics``, which are this rank's."""
 
     metrics: MetricSums
     grad_norm: float
     """Global norm before clipping."""
     lr: float
-    optimiser_seconds: float
+    optimizer_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of one state tensor: a block of the whole."""
+    """This rank's block of one state tensor."""
 
     name: str
     """``model/NAME``, ``exp_avg/NAME`` or ``exp_avg_sq/NAME``; NAME is the parameter's name in memory
@@ -114,9 +114,9 @@ class Shard:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     start: int
-    """First row held."""
+    """First row of the block."""
     column: int | None = None
-    """First column held, where a rank may hold several blocks of one tensor; null: whole rows."""
+    """First column of the block, where a rank may hold several blocks of one tensor; null: whole rows."""
 
     @property
     def key(self) -> str:
@@ -125,26 +125,26 @@ class Shard:
 
 
 class StopCheck(Protocol):
-    """Whether the update under way is to be abandoned; all ranks ask, at the same micro-batches."""
+    """Whether to abandon the current update; all ranks call it, at the same micro-batches."""
 
     def __call__(self) -> None:
-        """Agree with all ranks now; raises StopRequested on all of them when any was asked to stop."""
+        """Agree with all ranks now; raises StopRequested on all of them if any was asked to stop."""
         ...
 
     def ahead(self, delay: int) -> bool:
-        """Start to agree, and return what was agreed ``delay`` calls ago (False before that).
+        """Start an agreement, and return the result of the one started ``delay`` calls ago (False before).
 
-        For ranks that cannot wait for each other at a micro-batch, because they are at different
-        ones: the stages of a pipeline.
+        For pipeline stages, which cannot wait for each other at a micro-batch because they are at
+        different ones.
         """
         ...
 
 
 class HfNames(Protocol):
-    """What whole parameters are in a Hugging Face checkpoint."""
+    """Maps whole parameters to tensors of a Hugging Face checkpoint."""
 
     def split(self, name: str, whole: Tensor, /) -> Mapping[str, Tensor]:
-        """Return the checkpoint's tensors that one whole parameter holds; also on the meta device."""
+        """Return the checkpoint tensors that one whole parameter contains; also on the meta device."""
         ...
 
 
@@ -153,15 +153,15 @@ class Backend(Protocol):
     :class:`orhpc.train.megatron.backend.MegatronBackend`."""
 
     dtype: torch.dtype
-    """Of weights in the forward pass, and of what is exported."""
+    """Type of the weights in the forward pass, and of exported tensors."""
     data_rank: int
-    """Which of a mini-batch's lists of micro-batches this rank trains on."""
+    """Index of this rank's list of micro-batches in a mini-batch."""
     reports: bool
-    """Whether this rank's metrics and token counts are part of the sum over ranks; of ranks that share
-    micro-batches one is."""
+    """Whether this rank's metrics and token counts enter the sum over ranks; true for exactly one of the
+    ranks that share micro-batches."""
 
     def build(self) -> dict[str, Any]:
-        """Load the model; return ``parameters`` and what else is worth an event.
+        """Load the model; return ``parameters`` and further details for the event log.
 
         Raises ModelError for folders and families that cannot be trained.
         """
@@ -182,21 +182,21 @@ class Backend(Protocol):
         n_tokens: int,
         between: StopCheck,
     ) -> Update:
-        """Train on this rank's micro-batches of one mini-batch: one optimiser step.
+        """Train on this rank's micro-batches of one mini-batch: one optimizer step.
 
         ``n_samples`` and ``n_tokens`` count the whole mini-batch over all ranks.  ``between`` is
-        asked before every micro-batch; when it says stop, the update is abandoned on all ranks.
+        called before every micro-batch; it may abandon the update on all ranks.
         Raises NonFinite on every rank, before any has stepped, when the loss or a gradient of any
         rank is NaN or infinite.
         """
         ...
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of everything that :meth:`export` can be asked for, in a fixed order."""
+        """Whole shape of every parameter that :meth:`export` accepts, in a fixed order."""
         ...
 
     def export_dtypes(self) -> dict[str, torch.dtype]:
-        """Types of the exported that are not of :attr:`dtype`: routers' correction biases."""
+        """Types of exported tensors that differ from :attr:`dtype`: correction biases of routers."""
         ...
 
     def hf_names(self) -> HfNames: ...
@@ -204,50 +204,50 @@ class Backend(Protocol):
     def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named parameters whole, on every rank, under Hugging Face names.
 
-        In the model's type, but for :meth:`export_dtypes`.
+        In the model's type, except for :meth:`export_dtypes`.
         """
         ...
 
     def shards(self) -> list[Shard]:
-        """Return references to this rank's state: parameters and the optimiser's moments."""
+        """Return references to this rank's state: parameters and the optimizer's moments."""
         ...
 
     def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
-        """Return :meth:`shards` as they are now, in the host memory that :meth:`sleep` takes.
+        """Return a snapshot of :meth:`shards` in the host memory that :meth:`sleep` uses.
 
-        They stay unchanged until ``readers_done`` returns: a :meth:`release_gradients`, or a :meth:`sleep`
+        It stays unchanged until ``readers_done`` returns: a :meth:`release_gradients`, or a :meth:`sleep`
         after another update, waits for it.
         """
         ...
 
     def progress(self) -> dict[str, Any]:
-        """Return the small part of the state: optimiser steps done."""
+        """Return the small part of the state: the number of optimizer steps done."""
         ...
 
     def intact(self) -> bool:
-        """Whether :meth:`shards` are the state after :meth:`progress`'s steps, and not of half a step."""
+        """Whether :meth:`shards` match :meth:`progress`: False after a step that failed halfway."""
         ...
 
     def set_progress(self, progress: dict[str, Any]) -> None:
-        """Take up a state whose tensors have been written into :meth:`shards`."""
+        """Set the step counters after tensors have been written into :meth:`shards`."""
         ...
 
     def prepare_sleep(self, size: int) -> None:
-        """Begin to make the host memory that :meth:`sleep` takes, about so many bytes; before ``build``.
+        """Start to allocate about ``size`` bytes of host memory for :meth:`sleep`; call it before ``build``.
 
-        Nothing where there is no device.
+        Does nothing without a device.
         """
         ...
 
     def release_gradients(self) -> None:
-        """Give back the device memory that only an update uses, gradients' among it, and begin to sleep.
+        """Free the device memory that only an update uses, gradients included, and start to offload.
 
-        Before a sync of weights with engines that share the device, after which :meth:`sleep` follows.
+        Called before a weight sync with engines that share the device; :meth:`sleep` follows the sync.
         """
         ...
 
-    def sleep(self) -> Slept:
-        """Move everything to host memory; zeros where there is no device."""
+    def sleep(self) -> OffloadStats:
+        """Offload all state to host memory; the stats are zero without a device."""
         ...
 
     def wake(self) -> None:
@@ -255,5 +255,5 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop all memory."""
+        """Release all memory."""
         ...

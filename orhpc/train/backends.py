@@ -1,4 +1,4 @@
-"""Which backend trains: the one that ``train.backend`` names."""
+"""Select the backend that ``train.backend`` names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orhpc.train.backend import Backend
 
 
 def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> Backend:
-    """One rank of the backend that ``train.backend`` names; only that one's libraries are imported."""
+    """Return one rank of the backend that ``train.backend`` names; only its libraries are imported."""
     if config.train.backend == "megatron":
         choose_scales(power_of_two=config.engine.power_of_two_scales)
         from orhpc.train.megatron.backend import MegatronBackend

@@ -1,6 +1,6 @@
-"""Mini-batches and micro-batches: packing under a token budget, planned on lengths alone.
+"""Mini-batches and micro-batches: packing under a token budget, planned from lengths alone.
 
-The driver plans for all ranks at once, without seeing a token; each rank then fetches the arrays of
+The driver plans for all ranks at once, without reading a token; each rank then fetches the arrays of
 its own micro-batches and packs them one after another.  Needs numpy only.
 """
 
@@ -20,9 +20,9 @@ from orhpc.errors import DataError, RoutesMissing
 from orhpc.types import BatchPlan, MicroBatch, MiniBatch, Sample
 
 Bins = list[list[int]]
-"""Positions in the mini-batch's samples, a list for each micro-batch."""
+"""Indices into the mini-batch's samples, one list per micro-batch."""
 _CANDIDATES = 128
-"""Items that may fill up one bin: bounds the planning time of large batches."""
+"""Maximum number of items considered to fill one bin: bounds the planning time of large batches."""
 
 
 def plan_batches(
@@ -33,13 +33,13 @@ def plan_batches(
     max_tokens: int,
     micro_batch_size: int | None = None,
 ) -> BatchPlan:
-    """Plan a step: ``n_minibatches`` optimiser steps over ``samples``, kept in their order.
+    """Plan a step: ``n_minibatches`` optimizer steps over ``samples``, kept in their order.
 
-    Each mini-batch gets an equal share of the samples, also when groups were dropped; there are
+    Each mini-batch gets an equal share of the samples, even when groups were dropped; there are
     fewer mini-batches only when there are fewer samples.  Micro-batches are packed under
-    ``max_tokens`` each (a longer sample gets one alone), or hold ``micro_batch_size`` samples.  A
-    mini-batch's micro-batches are of about equal size, and every rank has the same number of them:
-    ranks meet at each one.  The plan is a function of the arguments alone.
+    ``max_tokens`` each (a longer sample is packed alone), or hold ``micro_batch_size`` samples.  A
+    mini-batch's micro-batches are of about equal size, and every rank has the same number of them,
+    because ranks synchronize at each one.  The plan depends on the arguments alone.
     """
     if min(ranks, n_minibatches, max_tokens) < 1:
         raise ValueError("ranks, n_minibatches and max_tokens must be at least 1")
@@ -61,7 +61,7 @@ def plan_batches(
 
 
 def _minibatch(samples: Sequence[Sample], bins: Bins, ranks: int) -> MiniBatch:
-    """Share out the bins: ``ranks`` of similar size at a time, the largest to the least loaded rank."""
+    """Distribute the bins: ``ranks`` of similar size at a time, the largest to the least loaded rank."""
     sizes = [sum(samples[i].length for i in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-sizes[b], bins[b]))
     per_rank: list[list[MicroBatch]] = [[] for _ in range(ranks)]
@@ -81,11 +81,11 @@ def _minibatch(samples: Sequence[Sample], bins: Bins, ranks: int) -> MiniBatch:
 
 
 def pack_lengths(lengths: Sequence[int], budget: int, multiple: int = 1) -> Bins:
-    """Put every position into a bin of at most ``budget`` tokens; a longer one gets a bin alone.
+    """Put every index into a bin of at most ``budget`` tokens; a longer item gets a bin alone.
 
-    The better of two tight packings says how many bins are needed.  That number, rounded up to a
+    The better of two tight packings gives the number of bins.  That number, rounded up to a
     ``multiple``, is then filled evenly (longest first into the emptiest bin), which balances ranks and
-    lowers the peak; where an even filling does not fit the budget, the tight one stands.
+    lowers peak memory; where an even filling exceeds the budget, the tight one is used.
     """
     tight = _best_fit(lengths, budget)
     if len(tight) > -(-sum(lengths) // budget):
@@ -98,7 +98,7 @@ def pack_lengths(lengths: Sequence[int], budget: int, multiple: int = 1) -> Bins
 
 
 def _best_fit(lengths: Sequence[int], budget: int) -> Bins:
-    """Best-fit decreasing: each item into the fullest bin that still takes it."""
+    """Best-fit decreasing: each item goes into the fullest bin that has room for it."""
     bins: Bins = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
     for i in _longest_first(lengths, range(len(lengths))):
@@ -116,10 +116,10 @@ def _best_fit(lengths: Sequence[int], budget: int) -> Bins:
 
 
 def _least_slack(lengths: Sequence[int], budget: int) -> Bins:
-    """Bin by bin: the longest item left, then those that fill the rest of it best.
+    """Fill bin by bin: the longest item left, then the set of others that best fills the remaining space.
 
-    The minimum bin slack heuristic (Gupta and Ho, 1999) with a subset sum, over a sample of the items
-    left, as the search: sets of reachable sums are the bits of an integer.
+    The minimum bin slack heuristic (Gupta and Ho, 1999), searching by subset sum over a sample of the
+    remaining items; the reachable sums are the bits of an integer.
     """
     left = _longest_first(lengths, range(len(lengths)))
     bins: Bins = []
@@ -128,7 +128,7 @@ def _least_slack(lengths: Sequence[int], budget: int) -> Bins:
         fitting = [i for i in left[1:] if 0 < lengths[i] <= room]
         candidates = fitting[:: -(-len(fitting) // _CANDIDATES)] if fitting else []
         reachable, mask = [1], (1 << (room + 1)) - 1 if room >= 0 else 0
-        for i in reversed(candidates):  # the longest last: they are the first to be taken back out
+        for i in reversed(candidates):  # the longest last, so that the backtracking considers it first
             reachable.append(reachable[-1] | (reachable[-1] << lengths[i]) & mask)
         best = reachable[-1].bit_length() - 1
         for i, before in zip(candidates, reversed(reachable[:-1]), strict=True):
@@ -149,9 +149,9 @@ def _even_fill(
     budget: int | None = None,
     most: int | None = None,
 ) -> Bins | None:
-    """Longest first into the emptiest bin; None where a bin would pass the budget.
+    """Put the longest item first, into the emptiest bin; return None if a bin would exceed the budget.
 
-    ``most`` bounds the items of a bin instead.
+    ``most`` limits the number of items in a bin instead.
     """
     bins: Bins = [[] for _ in range(n_bins)]
     heap = [(0, b) for b in range(n_bins)]
@@ -166,7 +166,7 @@ def _even_fill(
 
 
 def _fixed_size_bins(lengths: Sequence[int], size: int, multiple: int) -> Bins:
-    """Bins of at most ``size`` samples, as few as possible, of about equal tokens."""
+    """Fill as few bins as possible with at most ``size`` samples each, of about equal tokens."""
     needed = -(-len(lengths) // size)
     n_bins = min(-(-needed // multiple) * multiple, len(lengths))
     bins = _even_fill(lengths, range(len(lengths)), n_bins, most=size)
@@ -184,7 +184,7 @@ class PackedBatch:
     ``_P`` arrays about targets are shifted by one against the samples' own arrays."""
 
     sample_ids: tuple[str, ...]
-    """Empty when the batch is only there to keep step with the other ranks."""
+    """Empty for a placeholder batch, which only keeps collectives in step with the other ranks."""
     input_ids_P: NDArray[np.int64]
     position_ids_P: NDArray[np.int64]
     cu_seqlens: NDArray[np.int32]
@@ -194,13 +194,13 @@ class PackedBatch:
     loss_mask_P: NDArray[np.bool_]
     """True where the target was sampled by the policy."""
     rollout_logprobs_P: NDArray[np.float32]
-    """Of the target, at sampling time; 0 where the mask is False."""
+    """Log-probability of the target at sampling time; 0 where the mask is False."""
     advantages_P: NDArray[np.float32]
     segments_P: NDArray[np.int64]
-    """Number of the slot's sample in this batch."""
+    """Index of the slot's sample in this batch."""
     routes_PLK: NDArray[Any] | None = None
     """uint8 or uint16 ``[P, layers, topk]``: the experts that the engine chose for each token, in the layers
-    of this rank's pipeline stage; None when they are not asked for, and in a batch without samples."""
+    of this rank's pipeline stage; None when they were not requested, and in a batch without samples."""
 
     @property
     def routes_known_P(self) -> NDArray[np.bool_]:
@@ -220,9 +220,9 @@ def pack(
 ) -> PackedBatch:
     """Pack one micro-batch; ``arrays[s]`` holds ``tokens_T``, ``loss_mask_T`` and ``logprobs_T``.
 
-    With ``routes`` also ``routes``, ``[T - 1, layers, topk]``.  No samples give a batch of one masked
+    With ``routes`` also ``routes``, ``[T - 1, layers, topk]``.  Without samples the batch is one masked
     sequence, so that this rank takes part in every collective.  Raises
-    :class:`~orhpc.errors.DataError` when arrays and plan contradict each other, and RoutesMissing.
+    :class:`~orhpc.errors.DataError` when arrays and plan disagree, and RoutesMissing.
     """
     if not samples:
         return _batch((), [np.zeros(2, np.int64)], [np.zeros(2, np.bool_)], [np.zeros(2, np.float32)], [0.0])
@@ -243,7 +243,7 @@ def pack(
 
 
 def _packed_routes(samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]]) -> NDArray[Any]:
-    """One row a slot; a sample's last is zero."""
+    """Concatenate routes, one row per slot; the row of a sample's last slot is zero."""
     parts: list[NDArray[Any]] = []
     for sample, payload in zip(samples, arrays, strict=True):
         part = payload.get("routes")
@@ -300,7 +300,7 @@ def _batch(
 
 
 def _shifted(values_T: NDArray[Any]) -> NDArray[Any]:
-    """Each slot gets its successor's value; the last gets 0."""
+    """Shift values left by one; the last becomes 0."""
     shifted = np.zeros_like(values_T)
     shifted[:-1] = values_T[1:]
     return shifted

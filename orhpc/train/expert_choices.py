@@ -1,4 +1,4 @@
-"""Which experts the tokens of a batch chose: how evenly they are loaded, and whether a replay held."""
+"""Statistics of expert choices in a batch: load balance, and whether a routing replay matched."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from torch import Tensor
 
 
 class ExpertLoads:
-    """Counts of the tokens that each expert of each layer takes; on the device, to wait for nothing."""
+    """Counts of tokens per expert and layer, kept on the device to avoid synchronization."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self._shape = (layers, experts)
         self._counts_LE: Tensor | None = None
 
     def add(self, layer: int, experts_NK: Tensor, known_N: Tensor) -> None:
-        """Count one layer's choices, those of the tokens that are ``known_N`` (bool)."""
+        """Count one layer's choices for the tokens where ``known_N`` (bool) is true."""
         if self._counts_LE is None:
             self._counts_LE = torch.zeros(self._shape, dtype=torch.int64, device=experts_NK.device)
         weights_NK = known_N[:, None].expand_as(experts_NK).long()
         self._counts_LE[layer].scatter_add_(0, experts_NK.long().flatten(), weights_NK.flatten())
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset all counts."""
         self._counts_LE = None
 
     def counts(self) -> Tensor:
-        """Int64 ``[layers, experts]`` on the host: what was counted since :meth:`forget`."""
+        """Int64 ``[layers, experts]`` on the host: counts since :meth:`forget`."""
         if self._counts_LE is None:
             return torch.zeros(self._shape, dtype=torch.int64)
         return self._counts_LE.cpu()
 
 
 def load_metrics(counts_LE: Tensor, ranks: int) -> dict[str, float]:
-    """MaxVio of a step: how much more than its even share the busiest takes, as a mean over the layers.
+    """Compute MaxVio of a step: the largest load relative to the mean load, minus 1, averaged over layers.
 
-    0 is even, 1 twice the share.  ``expert_max_vio`` is that of single experts;
-    ``expert_rank_max_vio``, where experts are divided over ``ranks`` devices, in order, that of devices: all
-    of them wait for the busiest.  Layers without experts, which took nothing, are left out.  Source: Wang et
+    0 is perfectly even, 1 is twice the mean.  ``expert_max_vio`` is over single experts;
+    ``expert_rank_max_vio`` is over devices, where experts are divided over ``ranks`` devices in order: all of
+    them wait for the busiest.  Layers with no counts (without experts) are left out.  Source: Wang et
     al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", arXiv:2408.15664.
     """
     counts_LE = counts_LE[counts_LE.sum(1) > 0].double()
@@ -53,10 +53,10 @@ def _max_vio(loads_LD: Tensor) -> float:
 
 
 def chose_recorded(own_NK: Tensor, recorded_NK: Tensor, experts: int, out_N: Tensor) -> None:
-    """Write into ``out_N`` (bool) whether a router's own experts, all distinct, are the recorded ones.
+    """Write into ``out_N`` (bool) whether the router's own experts equal the recorded ones, in any order.
 
-    Their order says nothing.  With ``K`` distinct experts of its own, a row is the recorded one exactly
-    when it lies within it; a table of the recorded is several times faster than sorting both.
+    The own experts of a row are distinct, so the two sets are equal exactly when every own expert is among
+    the recorded ones.  A lookup table of the recorded ones is several times faster than sorting both.
     """
     table_NE = torch.zeros((len(own_NK), experts), dtype=torch.bool, device=own_NK.device)
     table_NE.scatter_(1, recorded_NK, True)

@@ -1,4 +1,4 @@
-"""Getting a micro-batch's arrays to the rank that trains on them, one micro-batch ahead."""
+"""Fetch the arrays of a micro-batch for the rank that trains on them, one micro-batch ahead."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 FETCH_TIMEOUT_S = 600.0
-"""Deadline of one rollout's arrays coming out of Ray's object store."""
+"""Deadline for fetching one rollout's arrays from Ray's object store."""
 
 Arrays = Mapping[str, Any]
 
 
 def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arrays:
-    """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, if asked for, ``routes`` of one rollout.
+    """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, if requested, ``routes`` of one rollout.
 
-    From Ray's object store while they are there, else from the record file; routes that were not
-    recorded are None.  Raises RayLost when the only copy was in an object store that is gone, GroupDamaged
+    They come from Ray's object store if it still holds them, else from the record file; routes that were not
+    recorded are None.  Raises RayLost when the only copy was in a lost object store, GroupDamaged
     for a bad file of the run's buffer, and RecordError for a bad record.
     """
     held = location.arrays
@@ -55,14 +55,14 @@ def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arr
         return read_arrays(location.file, location.row, routes=routes)
     except RecordError as error:
         if Path(location.file).parent.name != BUFFER:
-            raise  # a record is all that there is
+            raise  # no copy other than the record exists
         raise GroupDamaged(f"{error}; its group will be rolled out again") from None
 
 
 def load_batch(
     micro_batch: MicroBatch, fetch: Callable[..., Arrays] = fetch_arrays, *, routes: RouteShare | None = None
 ) -> PackedBatch:
-    """Fetch and pack one micro-batch, with a rank's share of its expert routes where they are asked for."""
+    """Fetch and pack one micro-batch, with this rank's share of its expert routes if requested."""
     arrays = [fetch(sample.location, routes=routes) for sample in micro_batch.samples]
     return pack(micro_batch.samples, arrays, routes=routes is not None)
 

@@ -1,4 +1,4 @@
-"""Whole parameters out of the rows that each rank of FSDP holds, many in one collective."""
+"""Gather whole parameters from the rows that each FSDP rank holds, many in one collective."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 ELEMENTS = 1 << 25
-"""Gathered at a time, at least: a collective for every bias and norm would cost more than its bytes."""
+"""Minimum number of elements per collective: one for every bias and norm would be dominated by latency."""
 
 
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""``all_gather_into_tensor``, which torch renamed in 2.13: under its old name every process warns of it."""
+"""``all_gather_into_tensor``, renamed in torch 2.13, where the old name warns in every process."""
 
 
 def gathered(
@@ -23,9 +23,9 @@ def gathered(
 ) -> dict[str, Tensor]:
     """Return every parameter whole, in ``dtype``, on all ranks (collective).
 
-    ``rows``: this rank's, in the even chunks of the first dimension that ``fully_shard`` makes
-    (``torch.chunk``): later ranks may hold fewer, or none.  ``shapes``: of the whole.  They are converted
-    before they travel: half the bytes in half precision.
+    ``rows``: this rank's rows, in the even chunks of the first dimension that ``fully_shard`` makes
+    (``torch.chunk``): later ranks may hold fewer, or none.  ``shapes``: of whole parameters.  Rows are
+    converted to ``dtype`` before the transfer, which halves the bytes in half precision.
     """
     if not rows:
         return {}

@@ -1,4 +1,4 @@
-"""Models of transformers: loading them, their parameters under the names of a Hugging Face folder."""
+"""Load models of transformers and name their parameters as in a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load_model_config(model_dir: str, settings: ModelSettings, *, quantised: bool = False) -> Any:
-    """Read ``config.json`` and switch off whatever would make a forward pass random.
+def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: bool = False) -> Any:
+    """Read ``config.json`` and disable all dropout, so that the forward pass is deterministic.
 
-    ``quantised``: the caller can read quantised weights, or refuses them itself.
+    ``quantized``: the caller reads quantized weights, or refuses them itself.
     Raises :class:`~orhpc.errors.ModelError` for folders and families that cannot be trained.
     """
     if not (Path(model_dir) / "config.json").is_file():
@@ -37,8 +37,8 @@ def load_model_config(model_dir: str, settings: ModelSettings, *, quantised: boo
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path: {model_dir}: {_one_line(error)}") from error
-    if getattr(config, "quantization_config", None) and not quantised:
-        raise ModelError(f"model.path: {model_dir} holds quantised weights, which cannot be trained")
+    if getattr(config, "quantization_config", None) and not quantized:
+        raise ModelError(f"model.path: {model_dir} holds quantized weights, which cannot be trained")
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
@@ -51,8 +51,8 @@ def empty_model(
 ) -> PreTrainedModel:
     """Build the model without storage (on the meta device).
 
-    ``packed``: with packed attention, and only of families that it computes; otherwise as transformers
-    builds it, for its names and shapes.
+    ``packed``: with packed attention, for supported families only; otherwise with transformers' default
+    attention, for names and shapes.
     """
     packed_attention.register()
     attention = {"attn_implementation": packed_attention.NAME} if packed else {}
@@ -73,8 +73,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load all weights into host memory; ``dtype`` "auto" is the type they are stored in.
 
-    Raises :class:`~orhpc.errors.ModelError` when any weight is missing, so that no part of the
-    model is ever random in silence.
+    Raises :class:`~orhpc.errors.ModelError` when any weight is missing, because transformers would
+    initialize it randomly.
     """
     packed_attention.register()
     try:
@@ -98,16 +98,16 @@ def load_model(
 
 
 def _adapt(model: PreTrainedModel, config: Any) -> None:
-    """Refuse what cannot be packed, and put into the modules what they do not say to attention functions."""
+    """Refuse families that cannot be packed, and set attributes that packed attention needs on modules."""
     packed_attention.check_family(type(model), config, adapted=llama4.adapt(model))
     phimoe.adapt(model)
 
 
 def _unusable(config: Any, where: str, error: Exception) -> ModelError:
     if isinstance(error, KeyError) and error.args == (packed_attention.NAME,):
-        # Its class has a separate table of attention functions, with those of transformers only.
+        # The model class has its own table of attention functions, without the registered one.
         return ModelError(
-            f"{config.model_type} cannot be packed: transformers lets no other attention into it"
+            f"{config.model_type} cannot be packed: its transformers class accepts no custom attention"
         )
     return ModelError(f"{where}: {_one_line(error)}")
 
@@ -117,11 +117,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def set_modes(model: nn.Module) -> None:
-    """Put every module into evaluation mode, but for those that recompute activations.
+    """Put every module into evaluation mode, except those that recompute activations.
 
-    Nothing is random then: neither dropout nor noise on inputs or choices of routers, whatever a family calls
-    it (PhiMoE's ``router_jitter_noise``, for one, is also a threshold that evaluation uses).  transformers
-    recomputes only in modules in training mode.
+    This disables all randomness: dropout, and noise on inputs or router choices, whatever a family names
+    it (PhiMoE's ``router_jitter_noise`` cannot be set to 0: evaluation uses it as a threshold).  transformers
+    recomputes activations only in modules in training mode.
     """
     model.eval()
     for module in model.modules():
@@ -130,7 +130,7 @@ def set_modes(model: nn.Module) -> None:
 
 
 def logit_scaling_of(config: Any, temperature: float) -> LogitScaling:
-    """Everything that a family does to logits, by the names families give it in ``config.json``."""
+    """Return the scale, soft cap and temperature of logits, by each family's key in ``config.json``."""
     scale = 1.0
     if divisor := getattr(config, "logits_scaling", None):  # Granite
         scale /= divisor
@@ -142,7 +142,7 @@ def logit_scaling_of(config: Any, temperature: float) -> LogitScaling:
 
 
 def model_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter once, a tied one under its first name, in an order that all ranks share.
+    """Return every parameter once, a tied one under its first name, in the same order on all ranks.
 
     Sorted, because a family may build its modules in the order of a set, which differs by process.
     """
@@ -150,36 +150,36 @@ def model_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
 
 
 def saved_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Every buffer that a checkpoint of the model holds, in an order that all ranks share."""
+    """Return every buffer that a checkpoint of the model holds, in the same order on all ranks."""
     saved = model.state_dict(keep_vars=True)
     return sorted((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 class HfNames:
-    """Names and shapes of Hugging Face checkpoints for the parameters of a model in memory.
+    """Map parameters of a model in memory to names and shapes of its Hugging Face checkpoint.
 
-    They differ where transformers fuses weights while loading (experts of MoE models, for one), and where
+    The two differ where transformers fuses weights while loading (such as experts of MoE models), and where
     the model is the language part of a checkpoint that has other parts (Llama 4).
     """
 
     def __init__(self, model: PreTrainedModel, config: Any = None) -> None:
-        """``config``: the checkpoint's; null: the model's own."""
+        """``config``: of the checkpoint; null: of the model."""
         self._model = model
         part = config is not None and config.model_type != model.config.model_type
-        # Without a module of that name in itself, it is the name of the model in the larger one.
+        # A base model has no prefix of its own; in the larger checkpoint its prefix is its base name.
         self._prefix = f"{model.base_model_prefix}." if part and model.base_model is model else ""
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return what one whole parameter is in a checkpoint: usually itself under the same name."""
+        """Return the checkpoint tensors of one whole parameter: usually itself under the same name."""
         found = self._reverted({name: tensor})
         return {f"{self._prefix}{name}": part for name, part in found.items()}
 
     def check(self) -> None:
-        """Compare what :meth:`split` gives, tensor by tensor, with what transformers writes of all at once.
+        """Compare :meth:`split`, tensor by tensor, with transformers' conversion of all tensors at once.
 
         Raises:
             ModelError: the family merges several tensors of the model into one of a checkpoint, or
-                transformers cannot take a merged one apart: an export would not be the model.
+                transformers cannot split a merged one: an export would differ from the model.
         """
         state = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -205,6 +205,6 @@ class HfNames:
 
     def _refusal(self, name: str, why: str) -> str:
         return (
-            f"model.path: family {self._model.config.model_type!r} cannot be trained: its checkpoints hold "
-            f"several tensors of the model as one, which cannot be exported one by one ({name} {why})"
+            f"model.path: family {self._model.config.model_type!r} cannot be trained: its checkpoints merge "
+            f"several tensors of the model into one, which cannot be exported separately ({name} {why})"
         )

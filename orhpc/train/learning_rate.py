@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:
-    """Return the learning rate of optimiser step ``step``, counted from 0 over the whole run.
+    """Return the learning rate of optimizer step ``step``, counted from 0 over the whole run.
 
     Warm-up step ``n`` of ``w`` (from 1) has ``n / w`` of ``lr``.  Afterwards ``linear`` and
-    ``cosine`` fall from ``lr`` to ``lr_min`` at the run's last step.
+    ``cosine`` decay from ``lr`` to ``lr_min`` at the run's last step.
     """
     total = settings.steps * settings.steps_per_rollout
     warmup = settings.lr_warmup_steps

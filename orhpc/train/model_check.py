@@ -1,7 +1,7 @@
-"""The trainer's part of :mod:`orhpc.models.forward_check`: its packed forward pass on all ranks.
+"""The trainer's part of :mod:`orhpc.models.forward_check`: a packed forward pass on all ranks.
 
-The reference is computed by one rank, on its host's processors: what the engines on its device measure and
-allocate meanwhile does not change, and it is another implementation than the device's.
+One rank computes the reference on its host's CPUs: this changes nothing that engines on its device measure
+and allocate at the same time, and uses another implementation than the device's.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from orhpc.models.forward_check import (
     BOUNDS,
     Difference,
     Samples,
-    likely,
     plain_logprobs,
     refuse,
     samples_for,
+    with_likely_tokens,
 )
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
@@ -45,24 +45,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_PARAMETERS = 10_000_000_000
-"""Larger models are not compared: their reference takes minutes to load."""
+"""Larger models are not compared: loading the reference would take minutes."""
 MEMORY_SHARE = 0.5
-"""Of the host's free memory that the reference may take, in float32."""
+"""Share of the host's free memory that the float32 reference may use."""
 ROUNDING = 4.0
-"""How many times the rounding of the reference itself in half precision may the trainer's be."""
+"""Allowed ratio of the trainer's difference to the rounding error of the reference in half precision."""
 _MESSAGE_BYTES = 1024
 
 
 def check_trainer(backend: Backend, config: Config, model_dir: str, parameters: int) -> str:
-    """Compare the policy of all ranks with transformers' (collective); return what was found, or why not.
+    """Compare the policy of all ranks with transformers' (collective); return the result or why not compared.
 
-    ``parameters``: of the whole model.  Raises ModelError on all ranks where the trainer computes another
-    model, or cannot compute it.
+    ``parameters``: of the whole model.  Raises ModelError on all ranks if the trainer's results differ too
+    much, or if it cannot compute the model.
     """
     started = time.perf_counter()
     found = _checked(backend, config, model_dir, parameters)
     if backend.reports and backend.data_rank == 0:
-        log.info("the model is %s (%.1f s)", found, time.perf_counter() - started)
+        log.info("model check: %s (%.1f s)", found, time.perf_counter() - started)
     return found
 
 
@@ -107,13 +107,13 @@ def _checked(backend: Backend, config: Config, model_dir: str, parameters: int) 
 
 
 def _ours(backend: Backend, config: Config, family: str, samples: list[NDArray[np.int64]]) -> list[Tensor]:
-    """The trainer's log-probabilities, ``[T - 1]`` of each sample; empty where this rank computes none."""
+    """Return the trainer's log-probabilities, ``[T - 1]`` per sample; empty if this rank computes none."""
     packed = _packed([(tokens, len(tokens) - 1) for tokens in samples])
     try:
         (ours_P,) = backend.logprobs(Batches([packed], 1), Role.POLICY)
     except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
         raise ModelError(
-            f"{family}: train.backend={config.train.backend} cannot compute it: {_one_line(error)}"
+            f"{family}: train.backend={config.train.backend} cannot compute this model: {_one_line(error)}"
         ) from error
     if ours_P is None:
         return []
@@ -121,9 +121,9 @@ def _ours(backend: Backend, config: Config, family: str, samples: list[NDArray[n
 
 
 def sampled_logprobs(backend: Backend, samples: Sequence[tuple[list[int], int]]) -> list[list[float]] | None:
-    """The policy's log-probabilities of the last ``n`` tokens of each sample (collective).
+    """Return the policy's log-probabilities of the last ``n`` tokens of each sample (collective).
 
-    ``samples``: token ids and ``n``.  None on ranks that report nothing, and on all but one that share them.
+    ``samples``: token ids and ``n``.  None on all ranks except the first reporting one.
     """
     packed = _packed([(np.asarray(tokens, np.int64), n) for tokens, n in samples])
     (ours_P,) = backend.logprobs(Batches([packed], 1), Role.POLICY)
@@ -134,7 +134,7 @@ def sampled_logprobs(backend: Backend, samples: Sequence[tuple[list[int], int]])
 
 
 def _packed(samples: Sequence[tuple[NDArray[np.int64], int]]) -> PackedBatch:
-    """Token ids, and how many of the last ones count as sampled, of each sample."""
+    """Pack samples, each given as its token ids and how many of the last ones count as sampled."""
     planned: list[Sample] = []
     arrays: list[dict[str, Any]] = []
     for index, (tokens_T, n) in enumerate(samples):
@@ -151,17 +151,17 @@ def _packed(samples: Sequence[tuple[NDArray[np.int64], int]]) -> PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """What transformers computes."""
+    """Results of transformers."""
 
     samples: Samples
     logprobs: list[Tensor]
-    """float32 ``[T - 1]`` of each sample, of weights that are rounded to the model's type."""
+    """float32 ``[T - 1]`` per sample, computed with weights rounded to the model's type."""
     allowed: float
-    """Nats that rounding explains."""
+    """Difference in nats that rounding can explain."""
 
 
 def _reference(config: Config, plain: Any, model_dir: str, parameters: int) -> tuple[_Reference | None, str]:
-    """On the one rank that judges; or why there is none."""
+    """Compute the reference, on one rank; or return None and the reason."""
     free = free_host_bytes()
     if 4 * parameters > MEMORY_SHARE * free:
         return None, (
@@ -177,10 +177,10 @@ def _reference(config: Config, plain: Any, model_dir: str, parameters: int) -> t
 
 
 def free_host_bytes(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that this process may still take: of the machine, or of its control groups (version 2).
+    """Return the host memory this process may still use: of the machine or its control groups (version 2).
 
-    A job with a memory limit is killed where it takes more, whatever the machine has free.  What a group
-    holds of files that were read is given back when it is needed, and counts as free.
+    A job with a memory limit is killed when it exceeds it, however much the machine has free.  Inactive page
+    cache counts as free: the kernel reclaims it when memory is needed.
     """
     free = [psutil.virtual_memory().available]
     try:
@@ -201,8 +201,8 @@ def free_host_bytes(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 @torch.no_grad()
 def _computed(config: Config, plain: Any, model_dir: str, samples: Samples) -> _Reference:
-    """By the family's own class, in float32; and how far a pass in the model's type is from that."""
-    # Some releases of transformers choose for themselves an attention that leaves a soft cap out.
+    """Compute it with the family's class in float32, and measure the rounding error of the model's type."""
+    # Some releases of transformers select by default an attention that ignores the soft cap.
     capped = getattr(plain.get_text_config(), "attn_logit_softcapping", None)
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
@@ -216,7 +216,7 @@ def _computed(config: Config, plain: Any, model_dir: str, samples: Samples) -> _
         return _Reference(samples, plain_logprobs(model, samples, temperature), BOUNDS[dtype])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
-    samples = likely(model, samples)
+    samples = with_likely_tokens(model, samples)
     theirs = plain_logprobs(model, samples, temperature)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -227,22 +227,22 @@ def _computed(config: Config, plain: Any, model_dir: str, samples: Samples) -> _
 def _advice(backend: str, family: str) -> str:
     if backend == "megatron":
         return "train.backend: fsdp may"
-    return "train.backend: megatron may" if family in FAMILIES else "no train.backend here does"
+    return "train.backend: megatron may" if family in FAMILIES else "no train.backend does"
 
 
 def _shared(text: str) -> str:
-    """What the one rank that judges says, on all ranks (collective); the others have nothing to say."""
+    """Send the text of the comparing rank to all ranks (collective); the others pass an empty one."""
     if dist.get_world_size() == 1:
         return text
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.int64)
-    said = text.encode()[:_MESSAGE_BYTES]
-    message[: len(said)] = torch.tensor(list(said), dtype=torch.int64)
+    encoded = text.encode()[:_MESSAGE_BYTES]
+    message[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.int64)
     agree(message)
     return bytes(byte for byte in message.tolist() if byte).decode("utf-8", "replace")
 
 
 def _shared_tokens(tokens: Sequence[Tensor] | None) -> list[Tensor]:
-    """The judging rank's samples on all ranks (collective); ``tokens`` is None on the others."""
+    """Send the comparing rank's samples to all ranks (collective); ``tokens`` is None on the others."""
     lengths = torch.tensor([0, 0] if tokens is None else [len(sample) for sample in tokens])
     agree(lengths)
     ids_P = torch.zeros(int(lengths.sum()), dtype=torch.int64) if tokens is None else torch.cat(list(tokens))

@@ -1,4 +1,4 @@
-"""Host memory that a device copies to and from at the speed of the bus."""
+"""Pinned host memory, which a device copies to and from at full bus bandwidth."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 
-def moved(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Copy from the host to the device; from pinned memory, or the host would wait for all work before it."""
+def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Copy to the device through pinned memory, so that the host does not wait for the device."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class PinnedRoom:
-    """One buffer, kept from use to use: to take memory from the system costs more than to copy into it.
+class PinnedBuffer:
+    """One pinned buffer, reused: allocating host memory costs more than copying into it.
 
-    Tens of gigabytes take seconds to touch and lock, so whoever knows early what will be needed has it
-    prepared in the background.
+    Touching and locking tens of gigabytes takes seconds, so a caller that knows the size early calls
+    :meth:`prepare`, which allocates in the background.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._preparing: threading.Thread | None = None
 
     def prepare(self, size: int) -> None:
-        """Begin to make room for so many bytes; :meth:`take` waits for it.  Does nothing on a CPU."""
+        """Start to allocate ``size`` bytes; :meth:`take` waits for it.  Does nothing on a CPU."""
         if size and self._device.type == "cuda" and self._preparing is None:
-            # A new thread begins on the process's first device.
+            # A new thread starts with the process's first device as its current device.
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             self._preparing = threading.Thread(
                 target=self._prepare, args=(size, index), name="pinned-memory", daemon=True
@@ -44,38 +44,38 @@ class PinnedRoom:
             self._preparing.start()
 
     def _prepare(self, size: int, index: int) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # take() tries again, and its caller is told
+        with contextlib.suppress(RuntimeError, OSError):  # take() tries again and raises to its caller
             torch.cuda.set_device(index)
             self._grow(size)
 
     def take(self, size: int) -> Tensor:
-        """Return the buffer, uint8 of ``size`` bytes or more, with what was last written into it.
+        """Return the buffer: uint8, at least ``size`` bytes, with its previous contents.
 
-        A larger one than before is a new one.  Raises RuntimeError where memory cannot be locked, OSError
-        where there is none.
+        A request for more than before allocates a new buffer and loses the contents.  Raises RuntimeError
+        if memory cannot be locked, OSError if it cannot be allocated.
         """
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
         self._grow(size)
-        return self._room
+        return self._buffer
 
     def _grow(self, size: int) -> None:
-        if size > self._room.numel():
-            self._room = torch.empty(0, dtype=torch.uint8)  # before there are two
-            self._room = _pinned(size, self._device)
+        if size > self._buffer.numel():
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating
+            self._buffer = _pinned(size, self._device)
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:
-    """A buffer of exactly this size: torch's own pinned memory comes in powers of two.
+    """Allocate a pinned buffer of exactly this size; torch rounds its own up to a power of two.
 
-    It is first touched by all threads, in pages of 2 MiB where the system has them: to lock untouched
-    memory takes a minute.
+    All threads touch it first, in pages of 2 MiB where the kernel supports them: locking untouched memory
+    takes a minute.
     """
     if device.type != "cuda":
         return torch.empty(size, dtype=torch.uint8)
     room = mmap.mmap(-1, size)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         room.madvise(mmap.MADV_HUGEPAGE)
     host = torch.frombuffer(room, dtype=torch.uint8).zero_()
     runtime: Any = torch.cuda.cudart()

@@ -1,11 +1,11 @@
-"""Process groups of the trainer: where ranks meet, and typed failures.
+"""Process groups of the trainer: rendezvous of the ranks, and typed errors.
 
-Ranks meet in a store.  torch's network store asks nobody for a key: whoever can connect to it can read and
-change what ranks say of themselves there.  So the ranks of one node meet in a file that only this user can
-open.  Across nodes, and with engines that receive broadcasts (SGLang knows the network store only), the store
-listens on the job's address alone; there, and at the sockets that gloo and NCCL open on that address, other
-users of the nodes and of their network can disturb a run, or read weights while a group forms.  Where that
-matters, nodes and network must be the job's own.
+Ranks meet in a store.  torch's network store has no authentication: any process that can connect to it can
+read and change what the ranks publish there.  Ranks of one node therefore use a file that only this user can
+open.  Across nodes, and with engines that receive broadcasts (SGLang supports only the network store), the
+store listens only on the job's address.  Other users of the nodes and of their network can still connect to
+it, and to the sockets that gloo and NCCL open on that address: they can disturb a run, or read weights while
+a group forms.  Where that matters, nodes and network must be exclusive to the job.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def own_address_towards(address: str) -> str:
 def use_interface_towards(address: str) -> None:
     """Make gloo and NCCL's bootstrap use the interface on the route to ``address``.
 
-    Left alone, gloo goes by the host's name, which on many clusters resolves to a loopback address
-    or to another network.  A choice already in the environment stands.
+    By default gloo resolves the host's name, which on many clusters is a loopback address or another
+    network.  Variables that are already set are kept.
     """
     own = own_address_towards(address)
     for interface, addresses in psutil.net_if_addrs().items():
@@ -53,7 +53,7 @@ def use_interface_towards(address: str) -> None:
 
 
 def bound(address: str, port: int) -> socket.socket:
-    """Return a socket for ``address:port`` and no other address.  Raises OSError when the port is taken."""
+    """Return a socket bound to ``address:port`` only.  Raises OSError when the port is in use."""
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -66,14 +66,14 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def meeting_file() -> str:
-    """Return a file in which ranks of this node can meet, in a new folder that only this user can open."""
+    """Return the path of a rendezvous file for ranks of this node, in a new folder private to this user."""
     return str(Path(tempfile.mkdtemp(prefix="orhpc-ranks-")) / "store")
 
 
 def hosted_store(
     address: str, listener: socket.socket, world_size: int, timeout: timedelta, *, wait: bool
 ) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """Host a key-value store on a socket that is bound to ``address``, and take the socket over."""
+    """Host a key-value store on ``listener``, a socket bound to ``address``; the store takes it over."""
     start_listening(listener)
     # The store closes the descriptor.
     return _TCPStore(
@@ -98,16 +98,16 @@ def join_default_group(
 ) -> None:
     """Make this process rank ``rank`` of the trainer.
 
-    ``meeting``: a port, on which rank 0 hosts the store, or the file of the store of ranks on one node.
-    ``listener``: rank 0's, where it is bound to ``address`` and that port already.
+    ``meeting``: the port on which rank 0 hosts the store, or the store's file when all ranks share a node.
+    ``listener``: on rank 0, a socket already bound to ``address`` and that port.
     On CUDA, device tensors go through NCCL and host tensors (small agreements) through gloo.
-    Raises :class:`~orhpc.errors.InfraError` past ``timeout_s``.
+    Raises :class:`~orhpc.errors.InfraError` after ``timeout_s``.
     """
     collectives_begin()
     timeout = timedelta(seconds=timeout_s)
     use_interface_towards(address)
     if device.type == "cuda":
-        # With it, broadcasts to SGLang's engines fail with an unhandled CUDA error and hang.
+        # With cuMem allocation, broadcasts to SGLang's engines fail with an unhandled CUDA error and hang.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     with typed_failures("the trainer's process group did not come up"):
         if isinstance(meeting, str):
@@ -129,7 +129,7 @@ def join_default_group(
 
 @contextlib.contextmanager
 def typed_failures(what: str) -> Iterator[None]:
-    """Turn torch's memory and communication errors into the project's; let bugs pass as they are."""
+    """Convert torch's memory and communication errors to the project's; other errors pass unchanged."""
     try:
         yield
     except OrhpcError:

@@ -1,4 +1,4 @@
-"""What the time of a step goes into, by torch's profiler."""
+"""Profile a training step with torch's profiler."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SHOWN = 40
-"""Kernels, and operations, that the text names."""
+"""Number of kernels, and of operations, in the text summary."""
 
 
 @contextlib.contextmanager
 def traced(config: Config, folder: str, rank: int) -> Iterator[None]:
-    """Write what runs inside to ``folder``, of the ranks that are profiled; empty: nothing is traced.
+    """Profile the block and write the result to ``folder``, if it is not empty and ``rank`` is profiled.
 
-    ``rank_000.json.gz`` is a trace for https://ui.perfetto.dev or ``chrome://tracing``, ``rank_000.txt`` the
-    share of the time in which the device worked and what took most of it.  Nothing is written of what
-    fails; where nothing can be written, a line in the log says so.
+    ``rank_000.json.gz`` is a trace for https://ui.perfetto.dev or ``chrome://tracing``; ``rank_000.txt``
+    holds the GPU's utilization and the most expensive kernels and operations.  A block that raises writes
+    nothing; a file that cannot be written is logged as a warning.
     """
     if not folder or rank not in config.train.profile_ranks:
         yield
@@ -49,10 +49,10 @@ def traced(config: Config, folder: str, rank: int) -> Iterator[None]:
 
 
 def summary(found: profile, seconds: float, device: torch.device) -> str:
-    """What took most of ``seconds``, as text: kernels first, then operations on the CPU."""
+    """Return a text table of what took most of ``seconds``: kernels first, then operations on the CPU."""
     averages = found.key_averages()
     order = {"CPU operations": "self_cpu_time_total"}
-    lines = [f"{seconds:.3f} s under the profiler, which slows what it watches"]
+    lines = [f"{seconds:.3f} s under the profiler, which adds overhead"]
     if device.type == "cuda":
         spans = [
             (event.time_range.start / 1e6, event.time_range.end / 1e6)
@@ -60,9 +60,7 @@ def summary(found: profile, seconds: float, device: torch.device) -> str:
             if event.device_type == torch.profiler.DeviceType.CUDA
         ]
         busy = covered(spans)
-        lines.append(
-            f"the GPU at work: {busy:.3f} s, {busy / seconds:.0%}, {len(spans):,} kernels and copies"
-        )
+        lines.append(f"GPU busy: {busy:.3f} s, {busy / seconds:.0%}, {len(spans):,} kernels and copies")
         order = {"kernels": "self_device_time_total", **order}
     for name, key in order.items():
         lines += ["", name, averages.table(sort_by=key, row_limit=SHOWN, max_name_column_width=100)]

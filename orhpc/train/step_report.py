@@ -1,4 +1,4 @@
-"""What a training step reports: sums that add up exactly over micro-batches, updates and ranks."""
+"""Metrics of a training step: sums that add up exactly over micro-batches, updates and ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from orhpc.train.backend import Update
 from orhpc.train.expert_choices import load_metrics
 from orhpc.train.loss.grpo import MetricSums
-from orhpc.train.sleep.residence import peak_gb, start_peak
+from orhpc.train.sleep.residence import peak_gb, reset_peak
 from orhpc.train.stopping import agree
 
 TOKEN_MEANS = {
@@ -29,17 +29,17 @@ TOKEN_MEANS = {
     "correction_weight": "correction_weight_mean",
     "corrected_away": "corrected_away_fraction",
 }
-"""Sums over sampled tokens, and the metric that each becomes when divided by their number."""
+"""Sums over sampled tokens, and the metric that each becomes when divided by the number of tokens."""
 ROUTE_FRACTIONS = {"pairs": "router_mismatch_fraction", "tokens": "token_mismatch_fraction"}
-"""Of tokens times routers, and of tokens: how many would have gone to other experts than the engine's."""
+"""Fractions of (token, router) pairs and of tokens routed to other experts than in the engine."""
 
 
 class StepReport:
     """Collects one rank's numbers of a step and reduces them over all ranks at its end."""
 
     def __init__(self, device: torch.device, *, expert_ranks: int = 1) -> None:
-        """``expert_ranks``: among how many ranks each layer's experts are divided."""
-        start_peak(device)
+        """``expert_ranks``: number of ranks over which each layer's experts are divided."""
+        reset_peak(device)
         self._expert_ranks = expert_ranks
         self._device = device
         self._metrics = MetricSums()
@@ -50,7 +50,7 @@ class StepReport:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time spent inside to a phase's."""
+        """Add the time spent inside the block to ``phase``."""
         started = time.perf_counter()
         try:
             yield
@@ -58,7 +58,7 @@ class StepReport:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def add_update(self, update: Update, *, packed_tokens: int) -> None:
-        """Take in one optimiser step of this rank, over ``packed_tokens`` tokens."""
+        """Add one optimizer step of this rank, over ``packed_tokens`` tokens."""
         self._metrics.add(update.metrics)
         self._updates.append(update)
         self._packed_tokens += packed_tokens
@@ -67,11 +67,11 @@ class StepReport:
         """Return the step's metrics over all ranks (collective).
 
         Means are over sampled tokens of all mini-batches; ``loss``, ``grad_norm`` and ``lr`` are means
-        over optimiser steps; ``seconds_*`` are the slowest rank's, ``memory_trainer_peak_gb`` (10^9 bytes,
-        on GPUs) is the fullest rank's.  A step without any optimiser step has only ``optimiser_steps`` 0,
+        over optimizer steps; ``seconds_*`` are the slowest rank's, ``memory_trainer_peak_gb`` (10^9 bytes,
+        on GPUs) is the fullest rank's.  A step without any optimizer step has only ``optimiser_steps`` 0,
         its times and its memory.
         """
-        self._seconds["optimiser"] = sum(u.optimiser_seconds for u in self._updates)
+        self._seconds["optimiser"] = sum(u.optimizer_seconds for u in self._updates)
         self._seconds["total"] = time.perf_counter() - self._started
         largest = {f"seconds_{name}": value for name, value in self._seconds.items()} | peak_gb(self._device)
         maxima = _numbers(_over_ranks(self._metrics.maxima | largest, dist.ReduceOp.MAX))

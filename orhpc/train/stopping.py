@@ -1,4 +1,4 @@
-"""How ranks agree to abandon an update: none may go on alone, and none may wait for ever."""
+"""How ranks agree to abandon an update, so that none continues alone and none waits forever."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from orhpc.errors import InfraError, StopRequested
 
 _POLL_S = 0.0005
 _broken_off = threading.Event()
-"""One rank a process: its collectives are given up, because another rank will never join them."""
+"""Set when this process (one rank) gives up its collectives, because another rank will never join them."""
 
 
 def break_off_collectives() -> None:
-    """Have this rank give up waiting for others; it cannot take part in any collective afterwards.
+    """Make this rank stop waiting for others; it cannot take part in any collective afterwards.
 
-    From another thread than the waiting one, which then raises.  Waits for gloo inside of FSDP's own
-    gathers, which only ranks on CPUs have, go on until the group's deadline.
+    Call it from another thread than the waiting one, which then raises.  gloo waits inside FSDP's own
+    gathers (only ranks on CPUs have them) continue until the group's timeout.
     """
     _broken_off.set()
     if dist.is_initialized() and torch.cuda.is_initialized():
-        # What NCCL's own watchdog does at its deadline: kernels that wait for the lost rank end.
+        # As NCCL's watchdog does at its timeout: this ends kernels that wait for the lost rank.
         dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def collectives_begin() -> None:
-    """A new group of ranks has come together in this process."""
+    """Reset the flag of :func:`break_off_collectives`: a new process group has formed in this process."""
     _broken_off.clear()
 
 
 def agree(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """All-reduce a small host tensor in place.
 
-    Raises InfraError on a rank that is told to break off meanwhile.
+    Raises InfraError on a rank that is asked to break off while it waits.
     """
     wait_for(dist.all_reduce(tensor, op=op, async_op=True))
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Wait for what :func:`agree` would, likewise."""
+    """Wait for a collective; raises InfraError when this rank is asked to break off meanwhile."""
     if work is None:
         return
     while not work.is_completed():
@@ -52,11 +52,11 @@ def wait_for(work: dist.Work | None) -> None:
     work.wait()
 
 
-MESSAGE = "stopped between micro-batches; the parameters are the last step's"
+MESSAGE = "stopped between micro-batches; the parameters are those of the last completed step"
 
 
 class NeverStop:
-    """Between micro-batches of an update that must not be abandoned."""
+    """Stop check of an update that must not be abandoned."""
 
     def __call__(self) -> None:
         return None
@@ -66,7 +66,7 @@ class NeverStop:
 
 
 class StopBetween:
-    """Asks all ranks whether any was told to stop; :class:`orhpc.train.backend.StopCheck`."""
+    """Asks all ranks whether any was asked to stop; :class:`orhpc.train.backend.StopCheck`."""
 
     def __init__(self, requested: threading.Event) -> None:
         self._requested = requested

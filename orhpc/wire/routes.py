@@ -1,11 +1,11 @@
 """Expert routes: from SGLang's wire encoding to compact arrays, their slices and per-turn deltas.
 
 On the wire ``meta_info.routed_experts`` is base64 of C-order little-endian int32
-``[rows, layers, topk]``: one row a context position from ``routed_experts_start_len`` to
-``prompt + output - 2``, all hidden layers, dense ones as zeros (SGLang 0.5,
-``srt/state_capturer/routed_experts.py``).  In memory routes are the smallest unsigned type that
-holds an expert index: a quarter or half of the bytes.  Nothing here needs torch, and decoding
-releases the event loop when it is run in a thread: base64 and numpy do the work.
+``[rows, layers, topk]``: one row per context position from ``routed_experts_start_len`` to
+``prompt + output - 2``, with all hidden layers, dense ones as zeros (SGLang 0.5,
+``srt/state_capturer/routed_experts.py``).  In memory routes have the smallest unsigned type that
+holds an expert index: a quarter or half of the bytes.  This module does not need torch.  Callers decode in
+a thread to keep their event loop free; base64 and numpy do the work.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """What routes of one model look like."""
+    """Dimensions of one model's routes."""
 
     layers: int
     """Hidden layers, dense ones included."""
     topk: int
-    """Experts a token and layer."""
+    """Experts per token and layer."""
     experts: int
-    """Experts a layer."""
+    """Experts per layer."""
 
     @classmethod
     def of_config(cls, config: dict[str, Any]) -> RouteShape | None:
         """Read it from the contents of a model's ``config.json``; None for a dense model.
 
-        Raises ModelError when the config has experts but not how many a token takes.
+        Raises ModelError when the config has experts but not their number per token.
         """
         text = config.get("text_config") or config
         experts = next((int(text[k]) for k in _EXPERT_COUNT_KEYS if text.get(k)), 0)
@@ -60,15 +60,15 @@ class RouteShape:
 
 @dataclass(frozen=True, slots=True)
 class RouteShare:
-    """Which part of every rollout's routes one trainer rank is sent."""
+    """The part of every rollout's routes that one trainer rank gets."""
 
     stage: int = 0
-    """Of the pipeline: which of a location's references to take."""
+    """Pipeline stage: index into a location's references."""
     layers: tuple[int, ...] | None = None
     """Ascending; None: all."""
 
     def cut(self, routes: RouteArray | None) -> RouteArray | None:
-        """This share of a rollout's routes ``[rows, layers, topk]``."""
+        """Return this part of a rollout's routes ``[rows, layers, topk]``."""
         return routes if routes is None or self.layers is None else routes[:, list(self.layers)]
 
 
@@ -81,8 +81,8 @@ def decode_routes(encoded: str | bytes | None, shape: RouteShape, rows: int) -> 
     """Decode and check ``rows`` rows of routes.
 
     Returns ``shape.dtype`` of shape ``[rows, layers, topk]``.  Raises RoutesMissing when there are
-    none, when their number does not fit, when an index is not an expert's, or when a row is zero in
-    all layers: a router of ``topk`` > 1 takes distinct experts, so such a row was never recorded.
+    none, when their number is wrong, when an index is not an expert's, or when a row is zero in
+    all layers: a router with ``topk`` > 1 chooses distinct experts, so such a row was never recorded.
     """
     if encoded is None:
         raise RoutesMissing("the engine sent no expert routes: start it with --enable-return-routed-experts")
@@ -99,7 +99,7 @@ def decode_routes(encoded: str | bytes | None, shape: RouteShape, rows: int) -> 
         )
     if rows == 0:
         return np.zeros((0, shape.layers, shape.topk), dtype=shape.dtype)
-    # Read as unsigned, a negative index is huge: one pass finds both kinds of bad index.
+    # Viewed as unsigned, a negative index is huge: one comparison finds both kinds of bad index.
     highest = int(flat.view("<u4").max())
     if highest >= shape.experts:
         raise RoutesMissing(f"expert routes hold an index outside 0 .. {shape.experts - 1}")
@@ -135,10 +135,10 @@ def slice_rows(routes: RouteArray, start: int, end: int, *, routes_start: int = 
 
 
 class RouteLog:
-    """The routes of one rollout, grown by the new rows of each turn.
+    """The routes of one rollout, extended by the new rows of each turn.
 
-    A row stays as it was recorded when its successor was first computed: where a later answer
-    covers the position again (a re-prefill, perhaps under newer weights), the newer row is dropped.
+    The first recording of a row is kept: where a later response covers the position again (a re-prefill,
+    perhaps under newer weights), the newer row is dropped.
     """
 
     def __init__(self) -> None:
@@ -147,11 +147,11 @@ class RouteLog:
 
     @property
     def rows(self) -> int:
-        """Positions recorded; the ``routes_start`` to ask the engine for next."""
+        """Number of recorded positions; the next ``routes_start`` to request from the engine."""
         return self._rows
 
     def append(self, routes: RouteArray, start: int) -> None:
-        """Add rows of positions ``start`` and up; raises RoutesMissing when a gap would be left."""
+        """Add rows of positions ``start`` and up; raises RoutesMissing if a gap would remain."""
         if start > self._rows:
             raise RoutesMissing(f"expert routes start at position {start}, but {self._rows} are recorded")
         fresh = routes[self._rows - start :]
@@ -164,7 +164,7 @@ class RouteLog:
             self._rows += len(fresh)
 
     def array(self) -> RouteArray | None:
-        """All rows so far as one array; None when there are none."""
+        """Return all rows so far as one array; None if there are none."""
         if not self._parts:
             return None
         if len(self._parts) > 1:

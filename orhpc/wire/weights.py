@@ -1,8 +1,8 @@
-"""How weights travel to an engine: process groups, flattened buckets and serialised tensors.
+"""Transfer of weights to an engine: process groups, flattened buckets and serialized tensors.
 
-Sender (trainer) and receiver (engine) meet here, so that both sides of a transfer are built the same
-way.  The formats are SGLang's (0.5, ``srt/weight_sync/tensor_bucket.py``, ``srt/utils/common.py``): a
-group made here can hold a real SGLang server as well as the cpu engine.
+Sender (trainer) and receiver (engine) share this module, so that both sides of a transfer match.
+The formats are SGLang's (0.5, ``srt/weight_sync/tensor_bucket.py``, ``srt/utils/common.py``): a
+real SGLang server can join a group made here as well as the cpu engine.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ NamedTensor = tuple[str, torch.Tensor]
 def join_weight_group(
     *, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Join a process group beside any default group of this process.
+    """Join a process group in addition to this process's default group, if it has one.
 
-    Rank 0 is the sender and serves the store on ``address:port``.  Every later collective on the group
-    fails after ``timeout_s`` as well.  Raises RuntimeError, or a subclass, when the others do not come.
+    Rank 0 is the sender and hosts the store on ``address:port``.  Every later collective on the group
+    also fails after ``timeout_s``.  Raises RuntimeError, or a subclass, if the others do not join.
     """
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(
         iter(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
     )
     store.set_timeout(timeout)
-    # The private helper is what makes a group beside the default one; SGLang's servers call it likewise,
+    # Only this private helper creates a group independent of the default one; SGLang's servers call it too,
     # and both ends must wrap the store in the same prefixes.
     group, _ = c10d._new_process_group_helper(
         world_size,
@@ -72,7 +72,7 @@ def leave_weight_group(group: dist.ProcessGroup) -> None:
 
 @dataclass
 class FlattenedTensorMetadata:
-    """Where one tensor lies in a flattened bucket; offsets in bytes."""
+    """Place of one tensor in a flattened bucket; offsets in bytes."""
 
     name: str
     shape: torch.Size
@@ -83,7 +83,7 @@ class FlattenedTensorMetadata:
 
 
 def flatten_bucket(named: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[FlattenedTensorMetadata]]:
-    """Concatenate tensors of any types as bytes: uint8 ``[total bytes]`` and where each one lies."""
+    """Concatenate tensors of any types as bytes: uint8 ``[total bytes]`` and the place of each."""
     parts: list[torch.Tensor] = []
     metadata: list[FlattenedTensorMetadata] = []
     at = 0
@@ -98,7 +98,7 @@ def flatten_bucket(named: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[Fla
 
 
 def empty_bucket(specs: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> list[FlattenedTensorMetadata]:
-    """Where tensors of these (name, type, shape) lie in a bucket that is still to be received."""
+    """Return the places of tensors, given as (name, type, shape), in a bucket to be received."""
     metadata: list[FlattenedTensorMetadata] = []
     at = 0
     for name, dtype, shape in specs:
@@ -110,7 +110,7 @@ def empty_bucket(specs: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> lis
 
 
 def unflatten_bucket(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata]) -> list[NamedTensor]:
-    """Return views (copies where a type's alignment asks for it) of a bucket's tensors.
+    """Return views (copies where a type's alignment requires it) of a bucket's tensors.
 
     Raises ValueError when the metadata does not fit the bytes.
     """
@@ -133,16 +133,16 @@ def unflatten_bucket(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetad
 
 
 def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for a bucket that another process of this node can map: uint8 ``[nbytes]``.
+    """Allocate a bucket that another process of this node can map: uint8 ``[nbytes]``.
 
-    On a GPU it is a plain allocation of its own, which CUDA can export; raises OSError when the
-    machine's shared memory (``/dev/shm``) has no room.
+    On a GPU it is a separate plain allocation, which CUDA can export; raises OSError when the
+    machine's shared memory (``/dev/shm``) is too full.
     """
     if device.type == "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < nbytes:
-        # Written past its end, shared memory ends the process with SIGBUS.
+        # Writing past the end of shared memory kills the process with SIGBUS.
         raise OSError(f"{SHARED_MEMORY}: {free >> 20} MiB free, a bucket needs {nbytes >> 20}")
     flat = torch.empty(nbytes, dtype=torch.uint8)
     flat.untyped_storage()._share_filename_cpu_()
@@ -150,11 +150,11 @@ def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def bucket_handle(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata]) -> str:
-    """Serialise *where* a bucket of :func:`shared_bucket` lies, for ``/update_weights_from_tensor``.
+    """Serialize a handle of a :func:`shared_bucket`, for ``/update_weights_from_tensor``.
 
-    The bytes stay; they must not change before the receiver has answered.  Nothing in the pickle is
-    SGLang's or ours, so that every release's list of allowed globals has it: the metadata are plain
-    namespaces, and GPUs are named by UUID, because processes number them differently.
+    It does not contain the bytes, which must not change before the receiver has answered.  The pickle has
+    no classes of SGLang or orhpc, so that every release's list of allowed globals accepts it: metadata are
+    plain namespaces.  GPUs are identified by UUID, because processes number them differently.
     """
     entries = [SimpleNamespace(**vars(m)) for m in metadata]
     buffer = io.BytesIO()
@@ -183,14 +183,14 @@ class _HandlePickler(pickle.Pickler):
         return NotImplemented
 
 
-# --- serialised tensors ---------------------------------------------------------------------------
+# --- serialized tensors ---------------------------------------------------------------------------
 
 
 def serialize_named_tensors(named: Sequence[NamedTensor], load_format: str | None = None) -> str:
-    """Serialise CPU tensors for ``/update_weights_from_tensor``: base64 of a pickle that holds the bytes.
+    """Serialize CPU tensors for ``/update_weights_from_tensor``: base64 of a pickle that holds the bytes.
 
     ``load_format``: None for a list of (name, tensor), ``flattened_bucket`` for one bucket of bytes.
-    Raises ValueError for another one, and for float8 outside a bucket, which torch's own pickles cannot
+    Raises ValueError for any other, and for float8 outside a bucket, which torch's own pickles cannot
     carry safely.
     """
     value: Any
@@ -200,7 +200,7 @@ def serialize_named_tensors(named: Sequence[NamedTensor], load_format: str | Non
     elif load_format is None:
         for name, tensor in named:
             if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
-                raise ValueError(f"{name} is {tensor.dtype}, which travels in a flattened bucket only")
+                raise ValueError(f"{name} is {tensor.dtype}, which can only be sent in a flattened bucket")
         value = [(name, tensor.detach().contiguous().clone()) for name, tensor in named]
     else:
         raise ValueError(f"load_format {load_format!r} is neither null nor 'flattened_bucket'")
@@ -210,9 +210,9 @@ def serialize_named_tensors(named: Sequence[NamedTensor], load_format: str | Non
 
 
 def deserialize_named_tensors(encoded: str | bytes, load_format: str | None = None) -> list[NamedTensor]:
-    """Read what a sender serialised, without running anything of the sender's choosing.
+    """Read what a sender serialized, without running code that the sender chose.
 
-    Accepted is base64 of a pickle whose globals are in a short list: tensors with their bytes inside, or
+    It accepts base64 of a pickle whose globals are in a short list: tensors with their bytes inside, or
     tensors in shared memory under torch's ``file_system`` sharing strategy; lists, tuples, dicts, strings
     and numbers; and SGLang's bucket metadata.  Tensors passed by file descriptor or CUDA handle are
     refused.  Raises ValueError for anything else.
@@ -229,7 +229,7 @@ def deserialize_named_tensors(encoded: str | bytes, load_format: str | None = No
         RuntimeError,
         IndexError,
     ) as error:
-        raise ValueError(f"serialised tensors cannot be read: {error}") from error
+        raise ValueError(f"serialized tensors cannot be read: {error}") from error
     if load_format == "flattened_bucket":
         if not isinstance(value, dict) or not isinstance(value.get("flattened_tensor"), torch.Tensor):
             raise ValueError("a flattened bucket is a dict of flattened_tensor and metadata")
@@ -244,7 +244,7 @@ def deserialize_named_tensors(encoded: str | bytes, load_format: str | None = No
         and isinstance(p[1], torch.Tensor)
         for p in pairs
     ):
-        raise ValueError("serialised tensors are a list of (name, tensor)")
+        raise ValueError("serialized tensors must be a list of (name, tensor)")
     return [(name, tensor) for name, tensor in pairs]
 
 
@@ -283,5 +283,5 @@ class _TensorUnpickler(pickle.Unpickler):
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in serialised tensors")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in serialized tensors")
         return found

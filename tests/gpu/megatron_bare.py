@@ -30,7 +30,7 @@ class Bare:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         shape = HfFolder(folder).language_part(read_shape(folder))
-        build = build_of(load_model_config(str(folder), config.model, quantised=True), shape)
+        build = build_of(load_model_config(str(folder), config.model, quantized=True), shape)
         mcore = transformer_config(build, shape, config, torch.bfloat16)
         mcore.cross_entropy_loss_fusion = True
         mcore.cross_entropy_fusion_impl = "te"
@@ -47,14 +47,14 @@ class Bare:
         options = OptimizerConfig(
             optimizer="adam", lr=1e-6, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
         )
-        self.optimiser: Any = get_megatron_optimizer(options, [self.model], use_gloo_process_groups=False)
+        self.optimizer: Any = get_megatron_optimizer(options, [self.model], use_gloo_process_groups=False)
         self.inputs = [_inputs(batch) for batch in batches]
 
     def step(self) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.model.zero_grad_buffer()
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=_forward,
             data_iterator=iter(self.inputs),
@@ -64,7 +64,7 @@ class Bare:
             micro_batch_size=1,
             forward_only=False,
         )
-        self.optimiser.step()
+        self.optimizer.step()
 
     def timed(self, count: int) -> list[float]:
         seconds: list[float] = []

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orhpc.train.weights.fp8 import quantise_blocks
+from orhpc.train.weights.fp8 import quantize_blocks
 from tests.gpu import megatron_kit as kit
 from tests.gpu.megatron_kit import Row, Rows
 from tests.gpu.megatron_speed import against_bare, moe_speed
@@ -304,7 +304,7 @@ def _fp8_asleep(folder: Path, minibatch: Any) -> Row:
                 for p in m.parameters(recurse=False)
             )
             given = torch.cuda.memory_allocated()
-            for weights in trainer.backend._leftovers._quantised:
+            for weights in trainer.backend._cached_tensors._quantized:
                 weights.clear()
             given -= torch.cuda.memory_allocated()
             trainer.backend.sleep()
@@ -329,7 +329,7 @@ def _one_quantisation() -> Row:
     )
     weight = torch.randn((1152, 1040), device="cuda", dtype=torch.bfloat16) * 0.02
     found = theirs(weight)
-    values, scales = quantise_blocks(weight, power_of_two=power_of_two)
+    values, scales = quantize_blocks(weight, power_of_two=power_of_two)
     equal = float((found._rowwise_data == values.view(torch.uint8)).float().mean())
     own = found._rowwise_scale_inv[: scales.shape[0], : scales.shape[1]]
     off = float(((own - scales).abs() / scales).max())
@@ -346,7 +346,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
 """Of the optimiser's state: settings, and bytes of a parameter that the device is spared."""
 
 
-def optimiser() -> Rows:
+def optimizer() -> Rows:
     """Optimiser state elsewhere or smaller: the same steps, the memory that it gives back, and going on."""
     content = {**kit.SMALL, "hidden_size": 2048, "model_type": "llama"}
     folder = kit.make_folder("optimiser", content, "cuda")
@@ -407,7 +407,7 @@ CHECKS: dict[str, Callable[[], Rows]] = {
     "moe": moe,
     "moe_speed": moe_speed,
     "fp8": fp8,
-    "optimiser": optimiser,
+    "optimiser": optimizer,
     "families0": partial(families, 0),
     "families1": partial(families, 1),
 }

@@ -30,7 +30,7 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
 from orhpc.train.loss.grpo import mismatch
-from orhpc.train.weights.fp8 import quantiser, unchanged
+from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.types import Location, MiniBatch, Sample, Sampling
 from orhpc.wire.routes import RouteShape
 from tests.gpu.sglang_check import KERNELS
@@ -262,10 +262,10 @@ class _OneTrainer:
         return [await asyncio.wait_for(call, timeout_s)]
 
 
-async def give_weights(trainer: TrainerRank, url: str, *, quantised: bool, rounds: int = 1) -> list[float]:
+async def give_weights(trainer: TrainerRank, url: str, *, quantized: bool, rounds: int = 1) -> list[float]:
     """Weight syncs by handle, as a run makes them, to one engine; returns the seconds of each."""
     inside: Any = trainer
-    inside._quantise = quantiser(power_of_two=False) if quantised else unchanged
+    inside._quantize = make_quantizer(power_of_two=False) if quantized else unchanged
     inside._buckets = inside._stage = None
     trainer.weight_buckets()
     async with EnginePool([url], key=KEY, request_timeout_s=240.0) as pool:

@@ -44,7 +44,7 @@ SMOLLM2 = [
 Times = dict[str, list[float]]
 
 
-class Timed(residence.Residence):
+class Timed(residence.OffloadManager):
     """Says how long each phase took, which a synchronisation after each makes a little longer."""
 
     def __init__(self, times: Times) -> None:
@@ -92,7 +92,7 @@ def compare(name: str, shapes: list[tuple[int, ...]]) -> int:
     check = [t[..., :1].clone() for t in tensors]
     times: Times = {}
     whole: Times = {"sleep": [], "wake": []}
-    plain, timed = residence.Residence(DEVICE), Timed(times)
+    plain, timed = residence.OffloadManager(DEVICE), Timed(times)
     for each in (plain, timed):
         for _ in range(6):
             for what in ("sleep", "wake"):
@@ -129,7 +129,7 @@ def beside() -> int:
     moments = [torch.randint(1000, (4096, 4096), device=DEVICE).float() for _ in range(64)]  # exact sums
     sums = [t.double().sum() for t in moments]
     factor = torch.randn((8192, 8192), device=DEVICE, dtype=torch.bfloat16)
-    place = residence.Residence(DEVICE)
+    place = residence.OffloadManager(DEVICE)
     waits: Times = {"sleep": [], "wake": []}
     wrong = 0
     for turn in range(4):
@@ -163,7 +163,7 @@ def passing() -> int:
     late = [torch.randn((4096, 4096), device=DEVICE) for _ in range(128)]
     factor = torch.randn((4096, 4096), device=DEVICE, dtype=torch.bfloat16)
     small = torch.ones(4096).pin_memory()
-    place = residence.Residence(DEVICE)
+    place = residence.OffloadManager(DEVICE)
 
     def steps() -> float:
         """Seconds of forty products, each of which waits for a small copy there and a small copy back."""
@@ -202,14 +202,14 @@ def _products(factor: torch.Tensor, count: int) -> None:
         factor @ factor
 
 
-class Careless(residence.Residence):
+class Careless(residence.OffloadManager):
     """Leaves what no tensor took of its memory to whoever comes."""
 
     def _fill(self, storages: object) -> None:
         pass
 
 
-def held_back(kind: type[residence.Residence]) -> float:
+def held_back(kind: type[residence.OffloadManager]) -> float:
     """Share of the tensors' memory that a sleep does not give back, as a trainer's steps go.
 
     What a step caches for good (tables of positions, workspaces) leaves parts of its segments free, in which
@@ -238,7 +238,7 @@ def held_back(kind: type[residence.Residence]) -> float:
 
 def whole_or_not() -> int:
     """Both ways of it, the careless one to see that it would be noticed."""
-    ours, careless = held_back(residence.Residence), held_back(Careless)
+    ours, careless = held_back(residence.OffloadManager), held_back(Careless)
     print(f"held back by what came meanwhile: {ours:.3f} of the memory, without filling {careless:.3f}")
     return int(ours > 0.1)
 

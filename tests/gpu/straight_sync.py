@@ -68,7 +68,7 @@ async def compare(report: kit.Report, trainer: Any, url: str) -> None:
     straight: list[float] = []
     for _ in range(ROUNDS):
         straight.append(await straight_sync(url, buckets))
-        ours += await kit.give_weights(trainer, url, quantised=False)
+        ours += await kit.give_weights(trainer, url, quantized=False)
     size = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket) / 1e9
     medians = statistics.median(ours[1:]), statistics.median(straight[1:])
     report.put(

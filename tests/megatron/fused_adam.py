@@ -1,8 +1,8 @@
-"""TransformerEngine's FusedAdam in plain torch, as far as the trainer touches it: that one needs a GPU.
+"""A plain-torch replacement for the interface of TransformerEngine's FusedAdam, which needs a GPU.
 
-Follows TransformerEngine's documentation of ``pytorch.optimizers.FusedAdam``: states by name, master weights
-its own, gradients from ``decoupled_grad``, moments computed in float32 and rounded to their type.
-``tests/gpu/megatron_check.py optimiser`` runs the same trainer with the true one.
+Follows TransformerEngine's documentation of ``pytorch.optimizers.FusedAdam``: states by name, its own master
+weights, gradients from ``decoupled_grad``, moments computed in float32 and rounded to their type.
+``tests/gpu/megatron_check.py optimiser`` runs the same trainer with the real one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Where megatron-core, and the trainer, look for it; after :func:`tests.megatron.shim.install`."""
+    """Install it where megatron-core and the trainer import it; after :func:`tests.megatron.shim.install`."""
     import megatron.core.optimizer as mcore
 
     name = "transformer_engine"

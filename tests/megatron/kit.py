@@ -1,4 +1,4 @@
-"""Layouts of a Megatron trainer, run in processes of their own and compared with plain references."""
+"""Run layouts of a Megatron trainer in separate processes and compare them with plain references."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 4.0,
 }
 _LLAMA4: dict[str, Any] = {
-    # Chunks and steps of the scaling by position that sequences go beyond; layers of all kinds: dense and
-    # with experts, with rotary positions and without.
+    # Sequences exceed a chunk and several steps of the position scaling; there are layers of all kinds: dense
+    # and with experts, with and without rotary positions.
     "num_experts_per_tok": 1,
     "attention_chunk_size": 8,
     "floor_scale": 4,
@@ -55,9 +55,9 @@ _LLAMA4: dict[str, Any] = {
     },
 }
 _CHANGED = {"gemma2": _GEMMA2, "gemma3": _GEMMA, "llama4": _LLAMA4}
-# Norms of latents have another epsilon than the config's.
+# The epsilon of latent norms differs from the config's.
 _CHANGED["glm4-moe-lite"] = _CHANGED["deepseek-v3"] = {"rms_norm_eps": 0.03}
-# As many groups of experts as the family has by default would leave one expert in each.
+# The family's default number of expert groups would leave one expert per group.
 _CHANGED["deepseek-v3-plain-queries"] = {"n_group": 2, "topk_group": 1}
 _CHANGED["gemma3-images"] = {
     "vision_config": {
@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model, and what is to be done in it."""
+    """One layout of one model, and what the test does with it."""
 
     family: str
     layout: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Case:
 
 
 def save_model(folder: Path, family: str) -> None:
-    """A random model whose every weight matters."""
+    """Save a random model in which every weight affects the results."""
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[family]), dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -188,19 +188,19 @@ def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str,
 
 
 def _two_steps(trainer: TrainerRank, ranks: int) -> list[dict[str, float]]:
-    """The second one's loss is that of what the first made of weights and moments."""
+    """Return losses of two steps; the second depends on weights and moments after the first."""
     return [trainer.step([planned(make_samples(8, seed=i), ranks)], step=i + 1) for i in (2, 3)]
 
 
 def trained_file(commit: str) -> Path:
-    """Where :func:`trained_tensors` of a commit's run are kept."""
+    """Return the file with the :func:`trained_tensors` of a commit's run."""
     return Path(f"{commit}.trained.pt")
 
 
 def trained_tensors(backend: Any) -> dict[str, torch.Tensor]:
-    """What this backend holds after training, in the model's type.
+    """Return this backend's tensors after training, in the model's type.
 
-    FSDP: every module tensor and persistent buffer, as the model itself has them.  Megatron: every tensor of
+    FSDP: every module tensor and persistent buffer, from the model itself.  Megatron: every tensor of
     the checkpoint, from the ranks' live parameters.
     """
     if isinstance(backend, FsdpBackend):
@@ -213,28 +213,28 @@ def trained_tensors(backend: Any) -> dict[str, torch.Tensor]:
 
 
 def _gradients(backend: Any, batches: list[PackedBatch], minibatch: MiniBatch) -> list[tuple[Any, ...]]:
-    """This rank's blocks of the whole gradient, just before the optimiser would use them."""
+    """Return this rank's blocks of the whole gradient, just before the optimizer would use them."""
     from orhpc.train.megatron.optim import HeldState
     from orhpc.train.megatron.state import state_shards
 
     found: list[tuple[Any, ...]] = []
 
     def capture(loss: torch.Tensor) -> tuple[float, float]:
-        optimiser = backend.optimiser
-        optimiser._chained.prepare_grads()
+        optimizer = backend.optimizer
+        optimizer._chained.prepare_grads()
         held = []
-        for state in optimiser.held():
-            (part,) = [p for p in optimiser._parts if state.parameter in p.model_param_group_index_map]
+        for state in optimizer.held():
+            (part,) = [p for p in optimizer._parts if state.parameter in p.model_param_group_index_map]
             main = part._get_main_param_and_optimizer_states(state.parameter)["param"]
             held.append(HeldState(state.parameter, state.start, state.stop, {"model": main.grad}))
         found.extend(
             (s.name.removeprefix("model/"), s.shape, s.start, s.column, s.tensor.numpy().copy())
             for s in state_shards(held, backend._targets, backend._mapping.shape)
         )
-        optimiser.clear()
+        optimizer.clear()
         return 0.0, 0.0
 
-    backend.optimiser.step = capture
+    backend.optimizer.step = capture
     training = Batches(map(TrainingBatch, batches), len(batches))
     backend.update(training, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=NeverStop())
     return found
@@ -244,7 +244,7 @@ def _gradients(backend: Any, batches: list[PackedBatch], minibatch: MiniBatch) -
 
 
 def joined(results: list[dict[str, Any]]) -> Arrays:
-    """The whole gradient from all ranks' blocks; what several hold is the same on each."""
+    """Assemble the whole gradient from all ranks' blocks; blocks held by several ranks are equal."""
     whole: Arrays = {}
     for result in results:
         for name, shape, start, column, values in result["gradients"]:
@@ -260,7 +260,7 @@ def joined(results: list[dict[str, Any]]) -> Arrays:
 
 
 def _fused(whole: Arrays) -> Arrays:
-    """Matrices of single experts, ``NAME[e]``, as the checkpoint has them: one tensor, each transposed."""
+    """Stack matrices of single experts, ``NAME[e]``, into one checkpoint tensor, each transposed."""
     found: Arrays = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in whole.items():
@@ -273,7 +273,7 @@ def _fused(whole: Arrays) -> Arrays:
 
 
 def fsdp_gradients(folder: Path, case: Case) -> Arrays:
-    """Of the same mini-batch, by the FSDP backend on one rank, under Hugging Face names."""
+    """Compute the gradient of the same mini-batch with FSDP on one rank, under Hugging Face names."""
     join_default_group(torch.device("cpu"), "127.0.0.1", free_port(), 0, 1, 60)
     try:
         backend = FsdpBackend(case_config(case, 1, "fsdp"), str(folder / case.family), 0, 1)
@@ -288,7 +288,7 @@ def fsdp_gradients(folder: Path, case: Case) -> Arrays:
                     found[hf_name] = part.numpy().copy()
             return 0.0, 0.0
 
-        backend.optimiser.step = capture  # type: ignore[method-assign]
+        backend.optimizer.step = capture  # type: ignore[method-assign]
         batches = batches_of(minibatch, 0)
         backend.update(
             Batches(map(TrainingBatch, batches), len(batches)), n_samples=minibatch.n_samples,
@@ -300,8 +300,8 @@ def fsdp_gradients(folder: Path, case: Case) -> Arrays:
 
 
 def reference_logprobs(folder: Path, family: str, temperature: float) -> dict[str, np.ndarray]:
-    """transformers' own, sample by sample, at the sampled slots."""
-    # Some versions of transformers choose for themselves an attention that leaves the soft cap out.
+    """Compute log-probabilities with transformers, sample by sample, at the sampled slots."""
+    # Some versions of transformers select by default an attention that ignores the soft cap.
     own = "eager" if MODELS[family].get("attn_logit_softcapping") else None
     model = AutoModelForCausalLM.from_pretrained(
         folder / family, dtype=torch.float32, attn_implementation=own

@@ -1,6 +1,6 @@
-"""Sleep that moves tensors on a CPU too, where trainers leave them: what runs on GPUs is then run here.
+"""Offloads tensors on a CPU too, as trainers do on GPUs, so that tests run the same code.
 
-Every sleep adds a line to the file that ``ORHPC_TEST_SLEPT`` names: the bytes that were moved.
+Every sleep appends the number of moved bytes to the file that ``ORHPC_TEST_SLEPT`` names.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from orhpc.train.sleep import residence
 
 
-class Moving(residence.Residence):
-    """Takes tensors' memory away, and gives it back."""
+class Moving(residence.OffloadManager):
+    """Frees tensors' memory, and restores it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.moves = True
 
-    def sleep(self, *tensors: Any) -> residence.Slept:
+    def sleep(self, *tensors: Any) -> residence.OffloadStats:
         slept = super().sleep(*tensors)
         with Path(os.environ["ORHPC_TEST_SLEPT"]).open("a") as file:
             file.write(f"{slept.moved_bytes}\n")
@@ -29,5 +29,5 @@ class Moving(residence.Residence):
 
 
 def install() -> None:
-    """Before a backend is imported."""
-    residence.Residence = Moving  # type: ignore[misc]
+    """Patch the manager; call it before a backend is imported."""
+    residence.OffloadManager = Moving  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Makes megatron-core, which expects CUDA devices everywhere, run on a CPU with gloo.  For tests only.
 
-:func:`install` fakes as little of ``torch.cuda`` as megatron-core touches, and gives each of its
-modules a ``torch`` in which the device ``"cuda"`` is the CPU.  Nothing of the arithmetic, the schedules,
-the collectives or the optimiser is replaced.
+:func:`install` replaces only the parts of ``torch.cuda`` that megatron-core uses, and gives each of its
+modules a ``torch`` in which the device ``"cuda"`` is the CPU.  The arithmetic, the schedules,
+the collectives and the optimizer are not replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _installed = False
 
 
 class _Anything:
-    """A stream, an event, a timer: whatever is asked of it, nothing happens."""
+    """A stream, an event or a timer whose methods do nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -63,7 +63,7 @@ def _on_cpu(make: Any) -> Any:
 
 
 def install() -> None:
-    """Prepare this process; harmless when repeated, and must come before megatron-core is used."""
+    """Prepare this process, before megatron-core is used; safe to call again."""
     global _installed
     if _installed:
         return
@@ -97,7 +97,7 @@ def install() -> None:
 def _import_all(package: str) -> None:
     module = importlib.import_module(package)
     for found in pkgutil.iter_modules(module.__path__):
-        with contextlib.suppress(Exception):  # what needs a GPU's libraries is not used here
+        with contextlib.suppress(Exception):  # modules that need GPU libraries are not used here
             importlib.import_module(f"{package}.{found.name}")
     if package.endswith("transformer"):
         _import_all(f"{package}.moe")
@@ -127,7 +127,7 @@ def _fake_cuda() -> None:
 
 
 def _leave_out_triton() -> None:
-    """Only one module needs it, for something that is not used."""
+    """Stub the only module that imports triton, which is not used here."""
     if importlib.util.find_spec("triton") is None:
         name = "megatron.core.transformer.moe.ops.paged_stash"
         stand_in = types.ModuleType(name)
@@ -156,7 +156,7 @@ def _patch_megatron() -> None:
 
 
 def _allow_uneven_parts() -> None:
-    """NCCL gathers and scatters parts of different length, gloo does not: pad them, or sum and cut."""
+    """Pad gathers and scatters of parts with different length, which NCCL supports and gloo does not."""
     from megatron.core.tensor_parallel import mappings
 
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim

@@ -18,7 +18,7 @@ from orhpc.process.ports import free_ports
 from orhpc.train.checkpoint.export import Exported, export_checkpoint
 from tests.megatron.kit import Case, run_cases, save_model, trained_file
 from tests.model_configs import TINY
-from tests.trainer_kit import quantised_copy, run_ranks
+from tests.trainer_kit import quantized_copy, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,7 +27,7 @@ Results = dict[str, list[dict[str, Any]]]
 LEFT_OUT = {
     # Refused: packed attention does not compute sparse attention.
     "fsdp": {"deepseek-v32"},
-    # Refused, but for the last one, whose layers megatron-core builds with TransformerEngine alone.
+    # Refused, except the last one, whose layers megatron-core builds only with TransformerEngine.
     "megatron": {"deepseek-v32", "gemma3-images", "deepseek-v3-plain-queries"},
 }
 COMMITS = [(backend, family) for backend, out in LEFT_OUT.items() for family in TINY if family not in out]
@@ -39,9 +39,9 @@ SPLIT = {
     "minimax-m2": {"etp": 2},
     "llama4": {"ep": 2},
 }
-"""Layouts in which commits are written, but for one of data parallelism alone."""
+"""Layouts in which commits are written; all others use data parallelism only."""
 THERE = {"qwen3-moe": {"tp": 2}, "deepseek-v3": {"ep": 2}, "mixtral": {"pp": 2}, "llama4": {"tp": 2}}
-"""Layouts other than those, in which commits are read."""
+"""Different layouts, in which commits are read."""
 HALF = ("qwen3-moe", "deepseek-v3")
 
 
@@ -94,7 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def continued(root: Path, models: Path) -> dict[str, Results]:
-    """The next two steps after each commit, by the backend that did not write it."""
+    """Return the next two steps after each commit, by the backend that did not write it."""
     found: dict[str, Results] = {}
     for writer, reader in (("fsdp", "megatron"), ("megatron", "fsdp")):
         cases = []
@@ -118,7 +118,7 @@ def exported(root: Path, models: Path, backend: str, family: str, out: Path, **o
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model, and every parameter and persistent buffer once."""
+    """Load the model; return it with every parameter and persistent buffer once."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
@@ -133,7 +133,7 @@ def test_an_export_is_what_was_trained_bit_for_bit(
     dtype = getattr(torch, kind_of(family))
     report = exported(root, models, backend, family, tmp_path / "out")
     model, found = loaded(tmp_path / "out", dtype)
-    if backend == "megatron":  # checkpoint tensors: what transformers makes of a folder that holds them
+    if backend == "megatron":  # checkpoint tensors, converted by transformers when it loads the folder
         reference = tmp_path / "reference"
         shutil.copytree(models / family, reference)
         save_file(trained, reference / "model.safetensors", {"format": "pt"})
@@ -165,9 +165,9 @@ def test_a_model_larger_than_host_memory_is_compared_file_by_file(
 
 
 def test_a_commit_of_a_model_that_began_in_fp8_is_exported(models: Path, tmp_path: Path) -> None:
-    """The trainer reads blocks with scales, as DeepSeek-V3 is published; commits and exports have none."""
+    """The trainer reads block-scaled weights, as DeepSeek-V3 is published; commits and exports have none."""
     folder, commit, out = tmp_path / "glm4-moe", tmp_path / "commit", tmp_path / "out"
-    quantised_copy(models / "glm4-moe", folder)
+    quantized_copy(models / "glm4-moe", folder)
     launch(1, tmp_path, [Case("glm4-moe", dtype="bfloat16", save=str(commit))])
     settings = ModelSettings(dtype="bfloat16")
     export_checkpoint(commit, out, model_dir=str(folder), settings=settings)
@@ -182,14 +182,14 @@ def test_a_commit_of_a_model_that_began_in_fp8_is_exported(models: Path, tmp_pat
 def test_a_commit_of_another_size_is_not_exported(
     backend: str, root: Path, models: Path, tmp_path: Path
 ) -> None:
-    """Of fewer layers the folder would load, as another model."""
+    """With fewer layers the folder would load, but as another model."""
     other = tmp_path / "model"
     shutil.copytree(models / "qwen3-moe", other)
     content = json.loads((other / "config.json").read_text())
     for key in ("layer_types", "mlp_layer_types"):
         content.pop(key, None)
     (other / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 2}))
-    with pytest.raises(CheckpointError, match="is no checkpoint of"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of"):
         export_checkpoint(
             root / backend / "qwen3-moe", tmp_path / "out", model_dir=str(other), settings=ModelSettings()
         )
@@ -201,9 +201,9 @@ def test_a_commit_of_another_size_is_not_exported(
 def test_a_commit_continues_in_the_other_backend(
     writer: str, family: str, root: Path, continued: dict[str, Results]
 ) -> None:
-    """Loss and gradient need every weight, and the loss after the step both moments of each."""
+    """Loss and gradient depend on every weight, and the loss after the step on both moments of each."""
     wanted = json.loads((root / writer / f"{family}.next.json").read_text())
-    # Of weights in half precision the two backends round sums differently.
+    # With half-precision weights the two backends round sums differently.
     close = 0.05 if family in HALF else 1e-3
     for step, values in zip(next_steps(continued[writer][family]), wanted, strict=True):
         for key in ("loss", "grad_norm", "entropy"):

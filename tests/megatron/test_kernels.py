@@ -1,4 +1,4 @@
-"""The head's Triton kernels against its plain path, by Triton's interpreter where there is no GPU."""
+"""The head's Triton kernels against its plain implementation, in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 

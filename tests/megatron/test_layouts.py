@@ -74,7 +74,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def launch(world: int, folder: Path, cases: list[Case]) -> Results:
-    """Results of every rank, by case: one start of the processes for all of them."""
+    """Results of every rank, by case; the processes start once for all cases."""
     ports = free_ports(len(cases), "127.0.0.1")
     found = run_ranks(run_cases, world, str(folder), cases, ports, timeout_s=600)
     return {case.name: [ranks[i] for ranks in found] for i, case in enumerate(cases)}

@@ -19,7 +19,7 @@ SITE = Path(__file__).parent / "site"
 
 
 def test_a_run_stopped_while_its_trainers_sleep_resumes_in_another_layout(tmp_path: Path) -> None:
-    """They sleep as on GPUs: what they have is not there while the engines serve."""
+    """Trainers offload as on GPUs: their tensors have no memory while the engines serve."""
     slept = tmp_path / "slept"
     slept.touch()
     env = {
@@ -43,11 +43,11 @@ def test_a_run_stopped_while_its_trainers_sleep_resumes_in_another_layout(tmp_pa
     events = list(read_events(rundir.events))
     steps = [e for e in events if e["event"] == "step"]
     assert [e["step"] for e in steps] == [1, 2, 3, 4, 5]
-    # What the engines sampled with is what the trainer computes with, in float32: the sync is exact.
+    # Engines and trainer compute with the same float32 weights: the sync is exact.
     assert all(e["logprob_diff_max"] < 1e-3 for e in steps)
     assert all(e["grad_norm"] > 0 for e in steps)
     assert [e["step"] for e in events if e["event"] == "commit"] == [2, stopped_at, *range(stopped_at + 1, 6)]
-    # Both ranks, before each step's rollouts, and those that were stopped.
+    # Both ranks, before the rollouts of each step, including the interrupted one.
     moved = [int(line) for line in slept.read_text().split()]
     assert len(moved) >= 2 * len(steps)
     assert min(moved) > 0

@@ -1,4 +1,4 @@
-"""The Megatron trainer's comparison with transformers at its start, over its layouts."""
+"""The Megatron trainer's comparison with transformers at startup, in several layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
 
 
 def _build(rank: int, world: int, port: int, folder: str, ports: list[int]) -> list[tuple[str, str]]:
-    """What building says of each case, and what it raises where a soft cap or a scaling is left out."""
+    """Result of building each case, and the error if a soft cap or a scaling is missing."""
     from tests.megatron import shim
 
     shim.install()

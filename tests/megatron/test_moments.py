@@ -25,7 +25,7 @@ BFLOAT16 = {"moments_dtype": "bfloat16"}
 
 
 def _train(rank: int, world: int, port: int, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Body of a rank: perhaps restore, three steps, perhaps a commit after the second."""
+    """Body of a rank: optionally restore, three steps, optionally a commit after the second."""
     from tests.megatron import shim
     from tests.megatron.fused_adam import installed
 
@@ -52,13 +52,13 @@ def _train(rank: int, world: int, port: int, folder: str, plan: dict[str, Any]) 
             trainer.save_begin(plan["save"])
             while trainer.save_poll() is None:
                 pass
-    held = list(backend.optimiser.held())
+    held = list(backend.optimizer.held())
     result["types"] = {kind: {h.tensors[kind].dtype for h in held} for kind in held[0].tensors}
     kept = {t.untyped_storage()._cdata: t.nbytes for h in held for t in h.tensors.values()}
     result["kept"] = sum(kept.values())
     result["plan"] = rank_memory(
         read_shape(folder), trainer_layout(config), trainer_demand(config), 0
-    ).optimiser
+    ).optimizer
     trainer.close()
     return {**result, "norms": norms}
 
@@ -84,22 +84,22 @@ def test_training_goes_on_from_a_commit_of_either_kind(tmp_path: Path) -> None:
     small, whole = {torch.bfloat16}, {torch.float32}
     assert half["types"] == {"model": whole, "exp_avg": small, "exp_avg_sq": small}
     assert full["types"] == dict.fromkeys(half["types"], whole)
-    for found in (full, half):  # the vocabulary of so small a model is padded
+    for found in (full, half):  # the vocabulary of this small model is padded
         assert found["plan"] <= found["kept"] < 1.2 * found["plan"]
-    # bfloat16 rounds moments by up to 0.4 percent; the steps move the norm by more than that.
+    # bfloat16 rounds moments by up to 0.4 percent; the steps change the norm by more than that.
     assert half["norms"] == pytest.approx(full["norms"], rel=0.02)
     assert abs(full["norms"][3] / full["norms"][0] - 1) > 0.05
 
     stored = CheckpointReader(commits["bfloat16"])
     names = {name.split("/")[0] for name in stored.shapes}
     assert names == {"model", "exp_avg", "exp_avg_sq"}
-    # Same kind, same and other layout: weights bit for bit, and the same steps.
+    # Same type of moments, same and different layout: equal weights bit for bit, and the same steps.
     for world, layout, close in ((2, BFLOAT16 | {"ep": 2}, 1e-6), (1, BFLOAT16, 5e-3)):
         again = _run(tmp_path, world, layout=layout, load=str(commits["bfloat16"]), steps=range(2, 4))
         assert again["first"].keys() == half["saved"].keys()
         assert all(np.array_equal(again["first"][name], tensor) for name, tensor in half["saved"].items())
         assert again["norms"] == pytest.approx(half["norms"][2:], rel=close)
-    # Other kind, both ways.
+    # Other type of moments, in both directions.
     for layout, kind, wanted in ((BFLOAT16, "float32", full), ({}, "bfloat16", half)):
         other = _run(tmp_path, 1, layout=layout, load=str(commits[kind]), steps=range(2, 4))
         assert other["norms"] == pytest.approx(wanted["norms"][2:], rel=0.02)

@@ -1,4 +1,4 @@
-"""What a Megatron trainer is made of and can be tested without ranks: padding, refusals, memory."""
+"""Parts of a Megatron trainer that can be tested without ranks: padding, refusals, memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_padding_keeps_every_token_once_and_gives_ranks_equal_shares(
     assert [p for p in places.tolist() if p >= 0] == list(range(sum(lengths)))
     assert len(places) == bounds[-1] and len(places) % (tp * cp * multiple) == 0
     assert all(size % (2 * cp if cp > 1 else 1) == 0 for size in np.diff(bounds))
-    # Every sequence begins its own stretch of slots, so that positions count from 0.
+    # Every sequence has its own run of slots, so that positions count from 0.
     assert [int(places[b]) for b in bounds[: len(lengths)]] == cu[:-1].tolist()
     shares = [own_slots(bounds, cp, rank) for rank in range(cp)]
     assert {len(share) for share in shares} == {len(places) // cp}
@@ -86,7 +86,7 @@ def build(name: str, **changes: Any) -> Build:
     [
         ("deepseek-v32", {}, "cannot build deepseek_v32: sparse attention with an indexer"),
         ("gemma3-images", {}, r"cannot build gemma3: it also sees images; .* \(gemma3_text\) can be built"),
-        ("llama4", {}, "cannot build llama4_text with 2 experts a token"),
+        ("llama4", {}, "cannot build llama4_text with 2 experts per token"),
         ("gemma2", {"use_bidirectional_attention": True}, "cannot build gemma2: its attention is not causal"),
     ],
 )
@@ -159,9 +159,9 @@ def test_stages_hold_as_many_micro_batches_as_are_ahead_and_recompute_one_layer(
     assert memory.activations in {waiting * inputs + layer for waiting in (1, 2, 3, 4)}
 
 
-def test_what_the_host_keeps_of_the_optimiser_is_not_on_the_device() -> None:
+def test_what_the_host_keeps_of_the_optimizer_is_not_on_the_device() -> None:
     shape = shape_of(REAL["Qwen3-8B"][0])
     whole = trainer_memory(shape, Layout(1), Demand(8192, 2, True, 8192, False))
     half = trainer_memory(shape, Layout(1), Demand(8192, 2, True, 8192, False, offloaded=0.5))
-    assert half.optimiser == whole.optimiser // 2
+    assert half.optimizer == whole.optimizer // 2
     assert half.weights == whole.weights

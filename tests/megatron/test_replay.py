@@ -1,4 +1,4 @@
-"""Routing replay in every layout: the recorded experts are used, and results are FSDP's."""
+"""Routing replay in every layout: the recorded experts are used, and results equal FSDP's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def replaying(case: Case, ranks: int, backend: str) -> Config:
 
 
 def step(trainer: TrainerRank, config: Config, family: str) -> dict[str, Any]:
-    """One step, and whether every router handed its tokens to the recorded experts, recomputing too."""
+    """Run one step; check that every router used the recorded experts, also when recomputing."""
     wrong: list[int] = []
     forward: dict[Any, deque[torch.Tensor]] = defaultdict(deque)
     recomputed: list[int] = []
@@ -65,7 +65,7 @@ def step(trainer: TrainerRank, config: Config, family: str) -> dict[str, Any]:
     def check(router: Any, _inputs: Any, output: Any) -> None:
         rows = router.router_replay.rows
         if torch._C._current_autograd_node() is not None:
-            # Also a token whose experts were not recorded: its own choice is not made a second time.
+            # This includes tokens without recorded experts: the recomputation must not choose again.
             recomputed.append(int((output[1] != forward[router].popleft()).sum()))
             return
         forward[router].append(output[1])
@@ -140,7 +140,7 @@ def test_the_recorded_experts_are_used_in_every_layout(
                     case.name,
                     name,
                 )
-            # Devices are busy to an extent between that of an even share and that of their busiest expert.
+            # The load imbalance of devices is between 0 and that of single experts.
             assert ("expert_rank_max_vio" in result) == (case.layout.get("ep", 1) > 1), case.name
             assert 0 < result.get("expert_rank_max_vio", 0.1) < result["expert_max_vio"], case.name
     assert 0 < fsdp["qwen3-moe"]["router_mismatch_fraction"] < 1

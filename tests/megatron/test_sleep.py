@@ -1,4 +1,4 @@
-"""What a Megatron trainer lets go of before it sleeps, and how much of it then lies on the host."""
+"""What a Megatron trainer frees before sleep, and how much of it is in host memory afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orhpc.plan.layout import trainer_layout
 from orhpc.plan.memory import rank_memory, trainer_demand
 from orhpc.train.actor import TrainerRank
 from orhpc.train.checkpoint.shards import CheckpointReader
-from orhpc.train.megatron.scratch_tensors import Leftovers
+from orhpc.train.megatron.scratch_tensors import CachedTensors
 from orhpc.train.sleep.residence import asleep_bytes
 from tests.megatron.kit import Case, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks
@@ -26,12 +26,12 @@ WEIGHTS = "model.safetensors"
 
 
 def _two_steps(rank: int, world: int, port: int, folder: str, sleeps: bool) -> dict[str, Any]:
-    """Body of the one rank: a step, sleep or none, another step."""
+    """Body of the one rank: a step, optionally sleep, another step."""
     from tests.megatron import shim
 
     shim.install()
     config = case_config(Case("qwen3-moe", dtype="bfloat16"), world)
-    # The comparison at the start is a micro-batch too, which would leave its tensors before the first one.
+    # The model check at startup is a micro-batch too, which would create the tensors before the first step.
     unchecked = config.model.model_copy(update={"check": False})
     trainer = TrainerRank(config.model_copy(update={"model": unchecked}), folder, rank, world, 1)
     trainer.connect("127.0.0.1", port, 60)
@@ -45,8 +45,8 @@ def _two_steps(rank: int, world: int, port: int, folder: str, sleeps: bool) -> d
         backend.sleep()
     left = _tensors(dispatchers)
     steps.append(trainer.step([planned(make_samples(8, seed=1), 1)], step=1))
-    # On a GPU all of it is kept; here nothing lies on a device.
-    state = [t for held in backend.optimiser.held() for t in held.tensors.values()]
+    # On a GPU all of these tensors would be offloaded; here no tensor is on a device.
+    state = [t for held in backend.optimizer.held() for t in held.tensors.values()]
     tensors = [*state, *(p.detach() for p in backend._models[0].parameters())]
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     shape = read_shape(folder)
@@ -62,7 +62,7 @@ def _two_steps(rank: int, world: int, port: int, folder: str, sleeps: bool) -> d
 
 
 def _tensors(owners: list[Any]) -> list[int]:
-    """How many tensors each holds."""
+    """Count the tensors that each object holds."""
     return [sum(isinstance(v, torch.Tensor) for v in vars(owner).values()) for owner in owners]
 
 
@@ -75,17 +75,17 @@ def test_nothing_of_the_last_micro_batch_is_held_asleep_and_the_next_step_is_the
     assert slept["left"] == slept["built"]
     assert slept["steps"] == awake["steps"]
     plan, asleep = slept["plan"]
-    # The vocabulary of so small a model is padded by more than a percent.
+    # The vocabulary of this small model is padded by more than one percent.
     assert plan <= slept["kept"] <= asleep
     assert slept["kept"] < 1.2 * plan
 
 
-def test_quantised_weights_are_dropped_and_nothing_else_of_a_layer() -> None:
-    """TransformerEngine's modules have them in a dictionary from their start."""
+def test_quantized_weights_are_dropped_and_nothing_else_of_a_layer() -> None:
+    """TransformerEngine's modules keep quantized weights in a dictionary from construction on."""
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     cache: dict[str, torch.Tensor] = {}
     layers[0]._fp8_workspaces = cache  # type: ignore[assignment]
-    leftovers = Leftovers(layers)
+    leftovers = CachedTensors(layers)
     cache["weight"] = torch.ones(2, 2)
     leftovers.drop()
     assert cache == {}
@@ -94,7 +94,7 @@ def test_quantised_weights_are_dropped_and_nothing_else_of_a_layer() -> None:
 
 
 def _saves(rank: int, world: int, port: int, folder: str, backend: str, moves: bool, spare: bool) -> None:
-    """Body of a rank: two steps, between them sleep, and commits of every moment."""
+    """Body of a rank: two steps with sleep in between, and a commit at every stage."""
     if backend == "megatron":
         from tests.megatron import shim
 
@@ -105,7 +105,7 @@ def _saves(rank: int, world: int, port: int, folder: str, backend: str, moves: b
     trainer = TrainerRank(config, folder, rank, world, 1)
     trainer.connect("127.0.0.1", port, 60)
     trainer.build()
-    trainer.backend._residence.moves = moves  # type: ignore[attr-defined]
+    trainer.backend._offload.moves = moves  # type: ignore[attr-defined]
 
     def save(name: str) -> None:
         (target := Path(folder) / f"{moves}-{spare}" / name).mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def _saves(rank: int, world: int, port: int, folder: str, backend: str, moves: b
         save(f"{step}-asleep")
         trainer.wake()
         saved()
-        save(f"{step}-woken")  # while what nobody waits for comes back
+        save(f"{step}-woken")  # while background copies are still running
         saved()
     trainer.close()
 
@@ -132,12 +132,12 @@ def _saves(rank: int, world: int, port: int, folder: str, backend: str, moves: b
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_commits_are_the_same_awake_asleep_and_of_who_never_slept(tmp_path: Path, backend: str) -> None:
-    """A CPU has nothing to gain from sleep, so it is told to move all the same."""
+    """Sleep has no benefit on a CPU, so offloading is enabled explicitly."""
     save_model(tmp_path, "qwen3-moe")
     weights = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / WEIGHTS).items()}
     save_file(
         weights, tmp_path / WEIGHTS
-    )  # so that no parameter is a view of the file, which cannot be freed
+    )  # so that no parameter is a view of the file, whose memory cannot be freed
     ways = [(False, False), (True, False), (True, True)]
     for moves, spare in ways:
         run_ranks(_saves, 1, str(tmp_path), backend, moves, spare)

@@ -1,4 +1,4 @@
-"""Weight decay of the Megatron trainer reaches the parameters that the FSDP trainer decays, and no others."""
+"""Weight decay of the Megatron trainer applies to the same parameters as that of the FSDP trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.trainer_kit import make_samples, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# A large epsilon keeps updates smooth: Adam otherwise makes whole steps of rounding in small gradients.
+# A large epsilon keeps updates smooth: Adam otherwise amplifies rounding errors of small gradients.
 TRAIN = {"weight_decay": 10.0, "lr": 1e-2, "adam_eps": 1e-3}
 FAMILIES = ["llama-tied-biased", "qwen2", "qwen3-moe", "gemma2", "qwen2-moe"]
 STEPS = 3
@@ -27,7 +27,7 @@ VARIANTS.append(("qwen2", {"moments_dtype": "bfloat16"}, "bfloat16"))
 def _train(
     rank: int, world: int, port: int, folder: str, backend: str, ports: list[int]
 ) -> list[dict[str, np.ndarray]]:
-    """Weights before and after a few steps of each variant, under Hugging Face names."""
+    """Return weights before and after a few steps of each variant, under Hugging Face names."""
     from tests.megatron import shim
     from tests.megatron.fused_adam import installed
 
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 def test_both_backends_train_the_same_weights(
     index: int, trained: dict[str, list[dict[str, np.ndarray]]]
 ) -> None:
-    """Without decay of norms and biases, 26 % of every matrix, and of nothing else, has decayed."""
+    """Except for norms and biases, every matrix, and nothing else, has decayed by 26 %."""
     ours, theirs = (trained[backend][index] for backend in ("megatron", "fsdp"))
     close = 1e-3 if VARIANTS[index][2] == "float32" else 2e-2
     assert ours.keys() == theirs.keys()

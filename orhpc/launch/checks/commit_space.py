@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import ModelError, PreflightError
-from orhpc.plan.run_plan import DEFAULT_DEVICE_GIB, at_once, make_plan, state_bytes
+from orhpc.plan.run_plan import DEFAULT_DEVICE_GIB, commits_on_disk, make_plan, state_bytes
 from orhpc.rundir import RunDir
 
 
@@ -29,11 +29,11 @@ def check(config: Config, rundir: RunDir) -> str:
     except ModelError:  # not here yet, or of a family that nothing is planned of
         return has
     there = min(len(rundir.lineage()), config.checkpoint.keep)
-    wanted = (at_once(config) - there) * one
+    wanted = (commits_on_disk(config) - there) * one
     said = f"{has}, commits take {wanted / 1e9:.1f} GB"
     if free >= wanted:
         return said
-    said += f" ({at_once(config)} of {one / 1e9:.1f} GB at once, {there} of them there)"
+    said += f" ({commits_on_disk(config)} of {one / 1e9:.1f} GB at once, {there} of them there)"
     if there:
         return f"{said}: they will fail"
     raise PreflightError(f"{said}: make room, set run.root to a larger filesystem, or lower checkpoint.keep")

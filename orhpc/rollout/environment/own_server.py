@@ -15,7 +15,7 @@ from typing import Self
 from orhpc.config import EnvironmentSettings
 from orhpc.errors import ConfigError
 from orhpc.process.ports import hold_port
-from orhpc.process.user_code import users_part
+from orhpc.process.user_code import user_frames
 
 _HEAD = "Traceback (most recent call last):"
 
@@ -72,7 +72,7 @@ class OwnServer:
             return
         output = self.log.read_text(errors="replace").rstrip()
         if _HEAD in output:
-            print(users_part(_last_traceback(output)), file=sys.stderr)
+            print(user_frames(_last_traceback(output)), file=sys.stderr)
         last = output.splitlines()[-1] if output else "the environment server exited without output"
         raise ConfigError(last.removeprefix("orhpc: "))
 
@@ -80,7 +80,7 @@ class OwnServer:
         """The latest traceback written to the log since the last call, from the user's first frame on."""
         text = self.log.read_text(errors="replace")
         new, self._read = text[self._read :], len(text)
-        return users_part(_last_traceback(new)) if _HEAD in new else ""
+        return user_frames(_last_traceback(new)) if _HEAD in new else ""
 
 
 def _last_traceback(text: str) -> str:

@@ -1,1 +1,1 @@
-"""Attention over packed sequences: several samples in one row, each seeing only itself."""
+"""Attention over packed sequences: several samples in one row, each attending only to itself."""

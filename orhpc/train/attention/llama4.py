@@ -1,12 +1,12 @@
-"""What transformers' Llama 4 lacks for training on packed sequences, put into its modules.
+"""Adapt transformers' Llama 4 modules for training on packed sequences.
 
-Its attention hands neither its chunk nor the positions within a sequence to attention functions: it takes a
-mask for the one, and counts the tokens of the whole row for the other.  :func:`adapt` says both to
+Its attention passes neither its chunk size nor positions within a sequence to attention functions: chunks are
+encoded in a mask, and positions count over the whole row.  :func:`adapt` passes both to
 :mod:`orhpc.train.attention.packed` instead.
 
-Its router returns scores of all experts, and its experts compute every token, mostly of zeros.  Here the
-router is one like those of the other families, ``(logits, weights, indices)``, so that routing can be
-replayed (:mod:`orhpc.train.fsdp.routing_replay`), and an expert computes its own tokens.  The result
+Its router returns scores of all experts, and its experts compute every token, mostly on zeros.  Here the
+router returns ``(logits, weights, indices)`` like those of other families, so that routing can be
+replayed (:mod:`orhpc.train.fsdp.routing_replay`), and an expert computes only its own tokens.  The result
 is the same.
 """
 
@@ -27,9 +27,9 @@ from orhpc.train.attention.packing import Temperature, Traits
 
 
 def traits_of(config: Any, *, norms: bool) -> tuple[Traits, ...]:
-    """What each layer's attention does, by the family's text config.
+    """Return each layer's attention traits from the family's text config.
 
-    ``norms``: with the norm of queries and keys, which transformers' own module has already made.
+    ``norms``: include the norm of queries and keys, which transformers' own module already applies.
     """
     found: list[Traits] = []
     for index in range(config.num_hidden_layers):
@@ -47,7 +47,7 @@ def traits_of(config: Any, *, norms: bool) -> tuple[Traits, ...]:
 
 
 def adapt(model: nn.Module) -> bool:
-    """Change the modules of a Llama 4 in place; returns whether the model is one.  Harmless when repeated."""
+    """Adapt a Llama 4 in place; return whether the model is one.  Safe to call again."""
     if not isinstance(model, Llama4ForCausalLM):
         return False
     traits = traits_of(model.config, norms=False)
@@ -63,7 +63,7 @@ def adapt(model: nn.Module) -> bool:
 
 
 class Llama4TopKRouter(nn.Linear):
-    """Chooses by logits, and weighs by their sigmoid, each for itself."""
+    """Chooses experts by logits and weights each by the sigmoid of its logit."""
 
     top_k: int
 
@@ -75,7 +75,7 @@ class Llama4TopKRouter(nn.Linear):
 
 
 class RoutedMoe(Llama4TextMoe):
-    """A shared expert, and the chosen ones on inputs that are scaled by their weights."""
+    """A shared expert plus the chosen experts, whose inputs are scaled by their weights."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., hidden]`` to ``[N, hidden]`` and the router's logits."""
@@ -92,7 +92,7 @@ def _routed(experts: Llama4TextExperts, flat_NH: Tensor, weights_NK: Tensor, ind
     counts = torch.bincount(chosen, minlength=experts.num_experts).tolist()
     inputs = flat_NH[order // topk] * weights_NK.flatten()[order, None]
     outputs: list[Tensor] = []
-    # Unbound at once: indexing one after another would make a gradient of all experts for each.
+    # unbind() once: indexing each expert separately would allocate a full gradient for each.
     matrices = zip(experts.gate_up_proj.unbind(), experts.down_proj.unbind(), strict=True)
     for own, (gate_up, down) in zip(inputs.split(counts), matrices, strict=True):
         gate, up = (own @ gate_up).chunk(2, dim=-1)

@@ -1,14 +1,14 @@
-"""Attention over packed sequences that never see each other, for any transformers model.
+"""Attention over packed sequences, which do not attend to each other, for any transformers model.
 
 Registered with transformers' ``AttentionInterface`` under :data:`NAME`.  No mask function is
-registered under that name, which is transformers' way of saying that no mask is to be built: the
-boundaries come from a :class:`Packing`, passed to the model's forward as ``packing=`` and handed
-down to every attention layer, through gradient checkpointing too.
+registered under that name, so transformers builds no mask: the
+boundaries come from a :class:`Packing`, passed to the model's forward as ``packing=`` and passed
+on to every attention layer, also through gradient checkpointing.
 
-On CUDA in half precision, ``torch.nn.attention.varlen`` does the work.  Elsewhere sequences of
+On CUDA in half precision it uses ``torch.nn.attention.varlen``.  Otherwise sequences of
 similar length are stacked, padded at their ends, and run through one causal
-``scaled_dot_product_attention``: no token attends to what comes after it, so padding changes nothing.
-Soft-capped scores, which neither can do, are :mod:`orhpc.train.attention.softcap`'s.
+``scaled_dot_product_attention``: no token attends to later ones, so padding changes nothing.
+Neither supports soft-capped scores; :mod:`orhpc.train.attention.softcap` computes these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WINDOW_BLOCK = 1024
 """Queries at a time under a sliding window, which bounds the mask to block x (block + window)."""
 
 UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "sinks")
-"""What some families hand to attention and this implementation does not do."""
+"""Arguments that some families pass to attention and this implementation does not support."""
 
 
 def packed_attention(
@@ -48,15 +48,15 @@ def packed_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, by transformers' attention-function contract.
+    """Compute attention of one layer, by transformers' attention-function contract.
 
     ``query`` is ``[1, heads, P, d]``, ``key`` and ``value`` ``[1, kv_heads, P, d]``; returns
     ``[1, P, heads, d_v]``.  ``softcap`` bounds the scores, see :mod:`orhpc.train.attention.softcap`.  Raises
-    :class:`~orhpc.errors.ModelError` for anything that it would have to leave out.
+    :class:`~orhpc.errors.ModelError` for any unsupported argument.
     """
     _refuse_unsupported(module, attention_mask, dropout, kwargs)
     if packing is None:
-        raise ModelError(f"{type(module).__name__} does not hand the packing down to its attention layers")
+        raise ModelError(f"{type(module).__name__} does not pass the packing to its attention layers")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelError(f"{type(module).__name__} changes the shape of a packed batch before attention")
     q_PHD, k_PHD, v_PHD = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -83,7 +83,7 @@ def packed_attention(
 
 
 def scaled_queries(q_PHD: Tensor, temperature: Temperature, packing: Packing, positions_P: Tensor) -> Tensor:
-    """``positions_P``: of the queries in ``q_PHD``, always the same ones of one packing."""
+    """Scale queries; ``positions_P``: positions of ``q_PHD``, always the same for one packing."""
     factors_P = packing.kept(temperature, lambda: temperature.factors(positions_P))
     return (q_PHD * factors_P[:, None, None]).to(q_PHD.dtype)
 
@@ -93,18 +93,18 @@ def _refuse_unsupported(
 ) -> None:
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__}: packed attention does not do {name}")
+            raise ModelError(f"{type(module).__name__}: packed attention does not support {name}")
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__}: packed attention takes no mask of the family's own")
+        raise ModelError(f"{type(module).__name__}: packed attention does not support the family's own mask")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ModelError(f"{type(module).__name__}: packed attention is causal, this family's is not")
+        raise ModelError(f"{type(module).__name__}: packed attention is causal; this family's is not")
     if dropout:
         raise ModelError(f"{type(module).__name__}: attention dropout must be 0")
 
 
 @cache
 def _varlen() -> Any:
-    """torch's variable-length attention, or None where this torch has none."""
+    """Return torch's variable-length attention, or None if this release of torch has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -123,7 +123,7 @@ def _varlen_attention(
     known = _varlen_arguments()
     options: dict[str, Any] = {}
     if "window_size" in known:
-        # (left, right) neighbours besides the token itself; -1 is no bound.
+        # (left, right) neighbors in addition to the token itself; -1 is no bound.
         options["window_size"] = (window - 1 if window else -1, 0)
     elif window and window < packing.longest:
         return _stacked_attention(q_PHD, k_PHD, v_PHD, scale, window, packing)
@@ -190,14 +190,14 @@ def _causal(
 
 
 def check_family(model_class: type[PreTrainedModel], config: Any, *, adapted: bool = False) -> None:
-    """Refuse, before anything is loaded, families whose attention is known to be of another kind.
+    """Refuse families with unsupported attention before anything is loaded.
 
-    ``adapted``: its modules say what they do as :class:`Traits`.  Raises
-    :class:`~orhpc.errors.ModelError` naming what is in the way.
+    ``adapted``: its modules define :class:`Traits`.  Raises
+    :class:`~orhpc.errors.ModelError` with the reason.
     """
     name = model_class.__name__
     if not adapted and not getattr(model_class, "_supports_flash_attn", False):
-        # Such a family does not hand its sliding window or its boundaries to attention functions.
+        # Such a family does not pass its sliding window or its boundaries to attention functions.
         raise ModelError(f"{name} cannot be packed: transformers has no flash attention for it")
     known = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if adapted else set())
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -210,5 +210,5 @@ def check_family(model_class: type[PreTrainedModel], config: Any, *, adapted: bo
 
 
 def register() -> None:
-    """Make the implementation known to transformers; harmless when repeated."""
+    """Register the implementation with transformers; safe to call again."""
     AttentionInterface.register(NAME, packed_attention)

@@ -1,4 +1,4 @@
-"""How samples are packed: their bounds in one row, stacks of similar lengths, what a layer asks for."""
+"""How samples are packed: sequence bounds in one row, stacks of similar lengths, attention traits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orhpc.train.pinned import moved
+from orhpc.train.pinned import to_device
 
 Kept = TypeVar("Kept")
 MAX_STACK_WASTE = 0.2
-"""Share of padding up to which sequences of different length are stacked."""
+"""Maximum share of padding when sequences of different length are stacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Stack:
     """Sequences that run through attention together."""
 
     slots: Tensor
-    """int64 ``[n x longest]``: where in the pack each slot of the stack comes from."""
+    """int64 ``[n x longest]``: index in the pack of each slot of the stack."""
     count: int
     longest: int
 
 
 class Packing:
-    """Where the sequences of one pack begin and end; what attention needs of it is worked out once for
-    all layers, when the first one asks."""
+    """Sequence bounds of one pack.  Derived tensors for attention are computed on first use and
+    shared by all layers."""
 
     def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
         """``bounds``: ``S + 1`` increasing positions from 0."""
@@ -44,7 +44,7 @@ class Packing:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 ``[S + 1]``."""
-        return moved(np.array(self.bounds, dtype=np.int32), self.device)
+        return to_device(np.array(self.bounds, dtype=np.int32), self.device)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -52,7 +52,7 @@ class Packing:
 
     @property
     def unstack(self) -> Tensor | None:
-        """int64 ``[P]``: where in the concatenated stacks each slot of the pack went; None when the
+        """int64 ``[P]``: index in the concatenated stacks of each slot of the pack; None if the
         pack is one sequence, or sequences of one length."""
         return self._stacking[1]
 
@@ -73,29 +73,29 @@ class Packing:
                 rows[row] = bounds[s] + steps.clamp(max=lengths[s] - 1)
                 unstack[bounds[s] : bounds[s + 1]] = base + row * longest + steps[: lengths[s]]
             base += rows.numel()
-            stacks.append(Stack(moved(rows.flatten(), device), len(members), longest))
-        return tuple(stacks), moved(unstack, device)
+            stacks.append(Stack(to_device(rows.flatten(), device), len(members), longest))
+        return tuple(stacks), to_device(unstack, device)
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 ``[P]``: each slot's within its sequence."""
-        return moved(torch.cat([torch.arange(length) for length in self.lengths]), self.device)
+        """int64 ``[P]``: position of each slot within its sequence."""
+        return to_device(torch.cat([torch.arange(length) for length in self.lengths]), self.device)
 
     def chunked(self, size: int | None) -> Packing:
-        """Every sequence cut at the multiples of ``size``: attention over that never leaves a chunk."""
+        """Return the packing with sequences cut at multiples of ``size``, for chunked attention."""
         if size is None or self.longest <= size:
             return self
         return self.kept(("chunks", size), lambda: Packing(_cut(self.bounds, size), self.device))
 
     def first_keys(self, window: int | None) -> np.ndarray:
-        """int32 ``[P]`` on the host: the first slot that each slot attends to; it never decreases."""
+        """int32 ``[P]`` on the host: the first slot that each slot attends to; nondecreasing."""
         starts = np.repeat(np.asarray(self.bounds[:-1], np.int32), self.lengths)
         if window is None:
             return starts
         return np.maximum(starts, np.arange(len(starts), dtype=np.int32) - (window - 1))
 
     def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """What ``make`` returned when it was first asked for ``key``."""
+        """Return the cached value of ``key``; call ``make`` on first use."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -117,25 +117,25 @@ class Temperature:
     scale: float
 
     def factors(self, positions: Tensor) -> Tensor:
-        """float32, one a position."""
+        """float32, one per position."""
         steps = torch.floor((positions.float() + 1.0) / self.floor)
         return torch.log1p(steps) * self.scale + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What one layer's attention does that its family does not say to attention functions.
+    """Attention features of one layer that its family does not pass to attention functions.
 
-    A module that has such has it as ``attention_traits``.
+    Modules carry them as ``attention_traits``.
     """
 
     chunk: int | None = None
-    """Tokens attend only to those of their chunk: sequences are cut at the multiples of it."""
+    """Tokens attend only within their chunk: sequences are cut at its multiples."""
     window: int | None = None
-    """Tokens attend to that many keys at most, their own included; read where the family gives no window."""
+    """Tokens attend to at most this many keys, their own included; used if the family passes no window."""
     temperature: Temperature | None = None
     norm_eps: float | None = None
-    """Queries and keys are divided by the root of their mean square, head by head; only read where the
+    """Queries and keys are divided by their root mean square, per head; used only if the
     family's own module does not do it (megatron-core)."""
 
 

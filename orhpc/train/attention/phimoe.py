@@ -1,7 +1,7 @@
-"""What transformers' PhiMoE does not say to attention functions: its sliding window.
+"""Adapt transformers' PhiMoE, which does not pass its sliding window to attention functions.
 
-The model builds a mask of it, and hands neither that nor the length down where the implementation of
-attention makes its own masks.
+The model encodes the window in a mask, but passes neither mask nor window to attention implementations
+that build their own masks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from orhpc.train.attention.packing import Traits
 
 
 def adapt(model: nn.Module) -> None:
-    """Give the attention of a PhiMoE its window as :class:`~orhpc.train.attention.packing.Traits`, in place.
+    """Set the window of a PhiMoE's attention as :class:`~orhpc.train.attention.packing.Traits`, in place.
 
-    Harmless when repeated, and for other families.
+    Safe to call again, and on other families.
     """
     for module in model.modules():
         if isinstance(module, PhimoeAttention) and module.config.sliding_window is not None:

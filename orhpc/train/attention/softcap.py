@@ -1,12 +1,12 @@
 """Packed causal attention whose scores are bounded by a soft cap: ``cap tanh(scale q k / cap)``.
 
-Gemma 2 (arXiv 2408.00118, section 2) bounds its scores so; no flash attention of torch or
-TransformerEngine does.  Each slot of a pack attends to the slots from a first one, which its sequence
-and a sliding window give, up to itself: that interval is all that both ways below know of the packing.
+Gemma 2 (arXiv 2408.00118, section 2) bounds its scores this way; no flash attention of torch or
+TransformerEngine supports it.  Each slot of a pack attends to an interval of slots, from a first one, given
+by its sequence and a sliding window, up to itself; both implementations below need only that interval.
 
-On CUDA in half precision ``torch.nn.attention.flex_attention`` does the work, compiled; its block mask is
-made once for a packing and a window.  Elsewhere blocks of queries meet the keys that any of them sees, and
-are computed again in the backward pass, so that no more than one block's scores exist at a time.
+On CUDA in half precision it uses compiled ``torch.nn.attention.flex_attention``; its block mask is
+computed once per packing and window.  Otherwise blocks of queries are multiplied by all keys they attend to,
+and recomputed in the backward pass, so that only one block's scores exist at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from orhpc.train.pinned import moved
+from orhpc.train.pinned import to_device
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from orhpc.train.attention.packing import Packing
 
 QUERY_BLOCK = 256
-"""Queries at a time where no library does it."""
+"""Queries per block in the fallback implementation."""
 MASK_BLOCK = 128
-"""Slots of one side of a block of flex attention's mask: its default."""
+"""Slots per side of a block in flex attention's mask: its default."""
 
 
 def softcapped_attention(
@@ -44,18 +44,18 @@ def softcapped_attention(
     packing: Packing,
     fused: bool,
 ) -> Tensor:
-    """``[P, heads, d]`` of queries, and of keys and values with as many heads or a divisor of them.
+    """Compute attention of queries ``[P, heads, d]``; keys and values may have fewer heads (GQA).
 
-    ``window``: keys that a token sees at most, itself included.  ``fused``: by flex attention, compiled.
+    ``window``: maximum number of keys per token, itself included.  ``fused``: use compiled flex attention.
     """
-    # A pack of one block, as ranks without a sample have: flex attention would compile other kernels for it.
+    # Skip packs of one block (ranks without a sample): flex attention would compile other kernels for them.
     if fused and packing.bounds[-1] > MASK_BLOCK:
         return flex_attention_of(
             _compiled(), q_PHD, k_PHD, v_PHD, scale=scale, softcap=softcap, window=window, packing=packing
         )
     first_P = packing.first_keys(window)
     total = len(first_P)
-    first = packing.kept(("first", window), partial(moved, first_P, packing.device))
+    first = packing.kept(("first", window), partial(to_device, first_P, packing.device))
     outputs: list[Tensor] = []
     for start in range(0, total, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, total)
@@ -86,9 +86,9 @@ def _block(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Queries from slot ``start`` on, keys from ``low`` on.
+    """Compute queries from slot ``start`` on against keys from ``low`` on.
 
-    Scores in float32, as transformers weighs them; the values' sum in their own type.
+    Scores are float32, as in transformers; the weighted sum of values is in their own type.
     """
     queries, heads, _ = q_QHD.shape
     groups = k_KGD.shape[1]
@@ -110,8 +110,8 @@ def _block(
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Whole or not at all: by itself flex attention would hold all scores of all heads.  Packs of any length
-    # share one kernel from the second length on, windows and packings share it always.
+    # fullgraph, because uncompiled flex attention would hold all scores of all heads.  From the second
+    # length on, packs of any length, window and packing share one kernel.
     return torch.compile(flex_attention, fullgraph=True)
 
 
@@ -126,7 +126,7 @@ def flex_attention_of(
     window: int | None,
     packing: Packing,
 ) -> Tensor:
-    """The same by ``run``: torch's ``flex_attention``, compiled or not."""
+    """Compute the same with ``run``: torch's ``flex_attention``, compiled or not."""
     mask = packing.kept(("mask", window), partial(block_mask, packing, window))
     output = run(
         *(t.transpose(0, 1)[None] for t in (q_PHD, k_PHD, v_PHD)),
@@ -140,7 +140,7 @@ def flex_attention_of(
 
 @cache
 def _capping(softcap: float) -> Callable[..., Tensor]:
-    """One function for one cap: a compiled kernel is kept with it."""
+    """Return one function per cap, because compiled kernels are cached by function."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -149,9 +149,9 @@ def _capping(softcap: float) -> Callable[..., Tensor]:
 
 
 def block_mask(packing: Packing, window: int | None) -> BlockMask:
-    """Which blocks of keys each block of queries meets, and which of them it sees whole.
+    """Return which blocks of keys each block of queries attends to, and which of them completely.
 
-    From the first keys alone: made of the mask itself, block by block, it would take a matrix as large as
+    Computed from the first keys alone: building it from the full mask would need a matrix as large as
     the scores of one head.
     """
     from torch.nn.attention.flex_attention import BlockMask
@@ -160,13 +160,13 @@ def block_mask(packing: Packing, window: int | None) -> BlockMask:
     total = len(first_P)
     begin = np.arange(0, total, MASK_BLOCK)
     rows = torch.arange(len(begin), device=packing.device)
-    # First keys never decrease: a block's first query looks back furthest, its last one least.
-    met = moved(first_P[begin] // MASK_BLOCK, packing.device)
-    last_P = np.append(first_P, total)  # a block beyond the pack's end is never seen whole
-    whole = moved(-(-last_P[np.minimum(begin + MASK_BLOCK - 1, total)] // MASK_BLOCK), packing.device)
+    # First keys never decrease: a block's first query reaches back furthest, its last one least.
+    met = to_device(first_P[begin] // MASK_BLOCK, packing.device)
+    last_P = np.append(first_P, total)  # a block past the pack's end is never fully visible
+    whole = to_device(-(-last_P[np.minimum(begin + MASK_BLOCK - 1, total)] // MASK_BLOCK), packing.device)
     sees = (rows >= met[:, None]) & (rows <= rows[:, None])
     sees_whole = (rows >= whole[:, None]) & (rows < rows[:, None])
-    first = packing.kept(("first", window), partial(moved, first_P, packing.device))
+    first = packing.kept(("first", window), partial(to_device, first_P, packing.device))
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first[query])
@@ -181,7 +181,7 @@ def block_mask(packing: Packing, window: int | None) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of each row are chosen, and the row's indices, the chosen first; int32, with a batch and a
-    head in front."""
+    """Return the number of chosen indices per row, and the row's indices with the chosen first; int32,
+    with leading batch and head dimensions."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

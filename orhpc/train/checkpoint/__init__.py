@@ -1,5 +1,5 @@
-"""Commits of trainer state: written in shards by all ranks, read back under any layout, exported.
+"""Commits of trainer state: written in shards by all ranks, read under any layout, exported.
 
-Consumes: state of a backend.  Produces: files of a commit folder, which :mod:`orhpc.rundir.commits` makes
-final, or a Hugging Face folder.
+Consumes: state of a backend.  Produces: files of a commit folder, which :mod:`orhpc.rundir.commits`
+finalizes, or a Hugging Face folder.
 """

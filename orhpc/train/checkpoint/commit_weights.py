@@ -1,4 +1,4 @@
-"""The weights of a commit as the transformers model has them, with the model folder's buffers."""
+"""The weights of a commit under transformers' names, with the model folder's buffers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class CommitWeights:
     """Every parameter of the model from a commit of either backend, and every persistent buffer.
 
-    Buffers are not trained: they are the model folder's.
+    Buffers are not trained; they come from the model folder.
     """
 
     def __init__(self, commit: str | Path, model_dir: str, settings: ModelSettings) -> None:
-        """Raises CheckpointError when the commit is no commit of this model, ModelError for a bad folder."""
+        """Raises CheckpointError if the commit is not of this model, ModelError for a bad folder."""
         self.model_dir = Path(model_dir)
         self.dtype = DTYPES[settings.dtype]
         self.reader = CheckpointReader(commit)
@@ -36,7 +36,7 @@ class CommitWeights:
 
     def _check(self) -> None:
         layout, reader = self.layout, self.reader
-        about = f"{reader.folder} is no checkpoint of {self.model_dir}"
+        about = f"{reader.folder} is not a checkpoint of {self.model_dir}"
         for name, shape in layout.shapes.items():
             if not layout.has(reader, name):
                 raise CheckpointError(f"{about}: {name} is missing")
@@ -52,22 +52,22 @@ class CommitWeights:
         return {**self.layout.shapes, **self.layout.buffers}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Types that are not :attr:`dtype`: buffers keep the type that the model folder stores."""
+        """Types that differ from :attr:`dtype`: buffers keep the type stored in the model folder."""
         return {name: self._stored(name).dtype for name in self.layout.buffers}
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor of the model, in the type it is exported in."""
+        """Return one tensor of the model, in its export type."""
         if name in self.layout.buffers:
             return self._stored(name)
         return self.layout.whole(self.reader, name, self.dtype)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors under the names of a Hugging Face checkpoint."""
+        """Yield all tensors under the names of a Hugging Face checkpoint."""
         for name in self.shapes():
             yield from self.layout.names.split(name, self.tensor(name)).items()
 
     def as_stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Trained tensors that the commit itself names as a checkpoint does, as they are there."""
+        """Yield trained tensors that the commit stores under checkpoint names, as stored."""
         named = {canonical(part): part for parts in self.layout.parts.values() for part, _ in parts}
         for key in self.reader.shapes:
             kind, _, name = key.partition("/")
@@ -76,14 +76,14 @@ class CommitWeights:
                 yield part, self.reader.whole(key).to(self.dtype)
 
     def _stored(self, name: str) -> Tensor:
-        """A buffer as the model folder has it."""
+        """Return a buffer as stored in the model folder."""
         (part, _), *others = self.layout.parts[name]
         if others:
-            raise CheckpointError(f"buffer {name} is several tensors in {self.model_dir}, not one")
+            raise CheckpointError(f"buffer {name} is stored as several tensors in {self.model_dir}, not one")
         found = self._folder.whole(self._folder_names.get(canonical(part), part))
         if tuple(found.shape) != self.shapes()[name]:
             raise CheckpointError(
-                f"{self.model_dir}: {part} is {list(found.shape)}, not what config.json says"
+                f"{self.model_dir}: {part} is {list(found.shape)}, which differs from config.json"
             )
         return found
 

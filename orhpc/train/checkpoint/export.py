@@ -1,9 +1,9 @@
-"""Hugging Face folders out of the trainer: from live weights, or from a commit of either backend.
+"""Write Hugging Face folders: from live weights, or from a commit of either backend.
 
 python -m orhpc.train.checkpoint.export COMMIT_DIR OUT --model-dir DIR [--dtype bfloat16]
 
 An export of a commit is written to a hidden folder, loaded again and compared with the commit
-(:mod:`orhpc.train.checkpoint.export_check`), and only then renamed: a folder with the export's name is whole.
+(:mod:`orhpc.train.checkpoint.export_check`), and renamed last: a folder with the export's name is complete.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def write_hf_folder(
     buckets: Sequence[BucketSpec],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> list[dict[str, Any]]:
-    """Write weights as safetensors files beside a copy of everything else in ``model_dir``.
+    """Write weights as safetensors files, and copy all other files of ``model_dir``.
 
-    ``tensors`` yields the buckets' tensors in order, under Hugging Face names; one file a bucket.
+    ``tensors`` yields the buckets' tensors in order, under Hugging Face names; one file per bucket.
     Returns ``{"name", "size", "sha256"}`` of each weight file.  Raises CheckpointError when the
-    folder cannot be written; ``tensors`` is then used up all the same, because the other ranks take
+    folder cannot be written; ``tensors`` is consumed even then, because the other ranks take
     part in producing them.
     """
     target = Path(folder)
@@ -90,7 +90,7 @@ def _in_order(specs: Sequence[TensorSpec], stream: Iterator[tuple[str, Tensor]])
     for spec in specs:
         name, tensor = next(stream)
         if name != spec.name:
-            raise ValueError(f"tensor {name} came where {spec.name} was announced")
+            raise ValueError(f"got tensor {name}, expected {spec.name}")
         yield tensor.to("cpu", spec.dtype)
 
 
@@ -107,9 +107,9 @@ def _write_index(target: Path, buckets: Sequence[BucketSpec], written: Sequence[
 
 
 def _copy_rest(model_dir: Path, target: Path, buckets: Sequence[BucketSpec]) -> None:
-    """Copy configuration, tokenizer, chat templates and code; ``config.json`` gets the weights' type.
+    """Copy configuration, tokenizer, chat templates and code; set the weights' type in ``config.json``.
 
-    Of quantised originals ``quantization_config`` is removed, unless the weights written are quantised too.
+    ``quantization_config`` is removed unless the written weights are quantized.
     """
     for path in sorted(model_dir.iterdir()):
         weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
@@ -129,7 +129,7 @@ def _copy_rest(model_dir: Path, target: Path, buckets: Sequence[BucketSpec]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What :func:`export_checkpoint` wrote and compared."""
+    """Result of :func:`export_checkpoint`."""
 
     files: list[dict[str, Any]]
     """``{"name", "size", "sha256"}`` of each weight file."""
@@ -144,12 +144,12 @@ def export_checkpoint(
     settings: ModelSettings,
     host_bytes: int | None = None,
 ) -> Exported:
-    """Convert a commit to a Hugging Face folder, in one process, a tensor at a time, and prove it.
+    """Convert a commit to a Hugging Face folder, in one process, one tensor at a time, and verify it.
 
-    ``model_dir`` is the folder the run started from: it gives the architecture, the tokenizer and what is
-    not trained.  ``host_bytes`` is the host memory that the comparison may use; null: what is available.
+    ``model_dir`` is the folder the run started from: it provides the architecture, the tokenizer and the
+    buffers.  ``host_bytes`` is the host memory that the comparison may use; null: what is available.
     Raises CheckpointError for a bad commit or one of another model, ModelError for a bad folder; after a
-    failure there is no ``out``.
+    failure ``out`` does not exist.
     """
     target = Path(out)
     if target.exists() and any(target.iterdir()):
@@ -173,7 +173,7 @@ def export_checkpoint(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; every failure is one line on standard error."""
+    """Run the command; return the exit code.  Every failure is one line on standard error."""
     parser = argparse.ArgumentParser(prog="python -m orhpc.train.checkpoint.export", description=__doc__)
     parser.add_argument("checkpoint", help="folder of a commit")
     parser.add_argument("out", help="folder to write")

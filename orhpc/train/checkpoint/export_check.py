@@ -1,4 +1,4 @@
-"""Whether an exported folder is the commit, as transformers loads it."""
+"""Verify that an exported folder, loaded by transformers, equals the commit."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
     from orhpc.config import ModelSettings
 
 _SHARE = 0.7
-"""Of the available host memory, which a whole model may take for the comparison."""
+"""Share of the available host memory that a whole model may use for the comparison."""
 _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was compared, bit for bit."""
+    """Result of a bitwise comparison."""
 
     parameters: int
     """Tensors of the commit."""
     buffers: int
     """Persistent buffers, compared with the model folder's."""
     whole: bool
-    """Loaded as one model; otherwise file by file, with names and shapes from a load without storage."""
+    """Whether it was loaded as one model; otherwise files were compared one tensor at a time, and names and
+    shapes come from a load without storage."""
 
     def line(self) -> str:
-        """For users."""
-        way = "as AutoModelForCausalLM loads them" if self.whole else "in its files, one at a time"
+        """Return the message for users."""
+        way = "as AutoModelForCausalLM loads them" if self.whole else "in the files, one tensor at a time"
         more = f" and {self.buffers} untrained buffers with the original" if self.buffers else ""
         return f"compared {self.parameters} tensors with the commit{more}, bit for bit, {way}"
 
@@ -48,10 +49,10 @@ class Comparison:
 def compare(
     folder: Path, weights: CommitWeights, settings: ModelSettings, host_bytes: int | None = None
 ) -> Comparison:
-    """Load an export by transformers and compare every parameter and persistent buffer with the commit.
+    """Load an export with transformers and compare every parameter and persistent buffer with the commit.
 
     A model that does not fit ``host_bytes`` (null: the memory available now) is loaded without storage,
-    which gives missing, unexpected and mismatched names, and its files are compared one tensor at a time.
+    which reveals missing, unexpected and mismatched names, and its files are compared one tensor at a time.
 
     Raises:
         CheckpointError: the folder does not load, or a tensor is missing, superfluous or different.
@@ -61,7 +62,7 @@ def compare(
     model = _loaded(folder, weights, settings, "cpu" if whole else "meta")
     found = dict([*model_parameters(model), *saved_buffers(model)])
     if wrong := sorted(found.keys() ^ weights.shapes().keys()):
-        raise CheckpointError(f"the export is not the model: {', '.join(wrong[:3])}")
+        raise CheckpointError(f"the export differs from the model in: {', '.join(wrong[:3])}")
     if whole:
         for name, tensor in found.items():
             _same(name, tensor.detach(), weights.tensor(name))
@@ -100,7 +101,7 @@ def _same(name: str, found: Tensor, wanted: Tensor) -> None:
     wanted = wanted.to(found.dtype)
     equal = found.shape == wanted.shape and torch.equal(_bits(found), _bits(wanted))
     if not equal:
-        raise CheckpointError(f"the export is not the commit: {name} differs")
+        raise CheckpointError(f"the export differs from the commit: {name}")
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def available_bytes(machine: Path = Path("/proc/meminfo")) -> int:
-    """Host memory that processes can still take, by the kernel's estimate (proc_meminfo(5)); 0: unknown."""
+    """Return the available host memory, by the kernel's estimate (proc_meminfo(5)); 0: unknown."""
     try:
         found = re.search(r"^MemAvailable: +(\d+) kB$", machine.read_text(), re.MULTILINE)
     except OSError:

@@ -1,9 +1,9 @@
 """The two layouts of commits, and reading a commit of one layout as the other.
 
-The FSDP backend names state tensors as the modules of the transformers model hold them: all experts of a
-layer are one tensor.  The Megatron backend names them as the files of the Hugging Face checkpoint do: a
-matrix for each expert.  A :class:`Layout` knows where each checkpoint tensor lies in a module tensor, by
-transformers' own conversion of names and weights (``transformers.core_model_loading``).
+The FSDP backend names state tensors like the modules of the transformers model: all experts of a
+layer are one tensor.  The Megatron backend names them like the files of the Hugging Face checkpoint: one
+matrix per expert.  A :class:`Layout` maps each checkpoint tensor to its block of a module tensor, derived
+from transformers' own conversion of names and weights (``transformers.core_model_loading``).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rectangle of a module tensor that is one checkpoint tensor."""
+    """The rectangle of a module tensor that equals one checkpoint tensor."""
 
     module: str
     """Name of the module tensor."""
     shape: tuple[int, ...]
-    """Of the checkpoint tensor."""
+    """Shape of the checkpoint tensor."""
     index: int | None = None
-    """Which matrix of a module tensor of three dimensions; None: the module tensor is not divided so."""
+    """Index of the matrix in a three-dimensional module tensor; None: the first dimension is not divided."""
     row: int = 0
     column: int = 0
     transposed: bool = False
 
 
-class _Uncopied(TorchDispatchMode):
-    """Lets ``clone`` and ``contiguous`` return their input, so that a part still says where it lies."""
+class _WithoutCopies(TorchDispatchMode):
+    """Makes ``clone`` and ``contiguous`` return views, so that a part's strides show its place."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -52,7 +52,7 @@ class _Uncopied(TorchDispatchMode):
 
 
 def canonical(name: str) -> str:
-    """A checkpoint tensor's name without the prefix that the language part of a larger model has."""
+    """Return a checkpoint tensor's name without the prefix of a larger model's language part."""
     for prefix, head in PREFIXES[1:]:
         if name.startswith(prefix):
             return PREFIXES[0][0] + name.removeprefix(prefix)
@@ -62,7 +62,7 @@ def canonical(name: str) -> str:
 
 
 class Layout:
-    """Module tensors and checkpoint tensors of one model."""
+    """Maps between module tensors and checkpoint tensors of one model."""
 
     def __init__(self, model: PreTrainedModel, names: HfNames) -> None:
         """``model`` is on the meta device."""
@@ -70,7 +70,7 @@ class Layout:
         self.shapes = {name: tuple(p.shape) for name, p in model_parameters(model)}
         self.buffers = {name: tuple(b.shape) for name, b in saved_buffers(model)}
         self.parts: dict[str, list[tuple[str, Place | None]]] = {}
-        """Checkpoint tensors of each module tensor; None where one is no rectangle of it."""
+        """Checkpoint tensors of each module tensor; None for one that is not a rectangle of it."""
         self._places: dict[str, Place | None] = {}
         self._held: _Names | None = None
         for name, shape in {**self.shapes, **self.buffers}.items():
@@ -79,15 +79,15 @@ class Layout:
 
     @classmethod
     def of(cls, model_dir: str, settings: ModelSettings) -> Layout:
-        """Layout of a model folder, whose weights are not read.
+        """Return the layout of a model folder, without reading its weights.
 
-        Raises ModelError for a folder that transformers cannot build a model of, or one whose weights
-        transformers does not convert back to a checkpoint (:meth:`HfNames.check`).
+        Raises ModelError if transformers cannot build a model from the folder, or cannot convert its
+        weights back to a checkpoint (:meth:`HfNames.check`).
         """
-        config = load_model_config(model_dir, settings, quantised=True)
+        config = load_model_config(model_dir, settings, quantized=True)
         for part in (config, config.get_text_config()):
             if getattr(part, "quantization_config", None) is not None:
-                del part.quantization_config  # the trained weights are not quantised
+                del part.quantization_config  # the trained weights are not quantized
         model = empty_model(config, settings, packed=False)
         names = HfNames(model, config)
         names.check()
@@ -122,8 +122,8 @@ class Layout:
     ) -> None:
         """Fill ``out`` with a block of a state tensor that may be named in either layout.
 
-        ``start`` and ``column`` are the block's first row and column.  Raises CheckpointError where the
-        commit has no such tensor in any layout.
+        ``start`` and ``column`` are the block's first row and column.  Raises CheckpointError if the
+        commit has no such tensor in either layout.
         """
         if f"{kind}/{name}" in reader.shapes:
             reader.rows(f"{kind}/{name}", start, out, column)
@@ -133,11 +133,11 @@ class Layout:
             self._checkpoint_block(reader, kind, name, start, out, column)
 
     def _module_rows(self, reader: CheckpointReader, kind: str, name: str, start: int, out: Tensor) -> None:
-        """Rows of a module tensor out of checkpoint tensors."""
+        """Read rows of a module tensor from checkpoint tensors."""
         held = self._names(reader)
         for part, place in self.parts[name]:
             if place is None:
-                raise CheckpointError(f"{reader.folder}: {name} cannot be put together from {part}")
+                raise CheckpointError(f"{reader.folder}: {name} cannot be assembled from {part}")
             if place.index is not None:
                 if start <= place.index < start + len(out):
                     whole = _rectangle(out[place.index - start], place)
@@ -156,7 +156,7 @@ class Layout:
     def _checkpoint_block(
         self, reader: CheckpointReader, kind: str, name: str, start: int, out: Tensor, column: int
     ) -> None:
-        """A block of a checkpoint tensor, or of one expert's matrix ``NAME[e]``, out of a module tensor."""
+        """Read a block of a checkpoint tensor, or of an expert's matrix ``NAME[e]``, from a module tensor."""
         place = self._place(name)
         source = f"{kind}/{place.module}" if place else ""
         if place is None or reader.shapes.get(source) != self.shapes.get(place.module):
@@ -185,7 +185,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A commit's names by what they are without the prefix of a larger model."""
+    """A commit's names, indexed by their form without the prefix of a larger model."""
 
     reader: CheckpointReader
     by_canonical: Mapping[str, str]
@@ -218,13 +218,13 @@ def _rectangle(matrix: Tensor, place: Place) -> Tensor:
 
 def _parts(names: HfNames, module: str, shape: tuple[int, ...]) -> list[tuple[str, Place | None]]:
     whole = torch.empty(shape, device="meta")
-    with _Uncopied():
+    with _WithoutCopies():
         found = names.split(module, whole)
     return [(name, _place_of(module, whole, part)) for name, part in found.items()]
 
 
 def _place_of(module: str, whole: Tensor, part: Tensor) -> Place | None:
-    """Where a view lies in the contiguous tensor that it is a part of; None: it is no rectangle of it."""
+    """Return the place of a view in its contiguous base tensor; None: it is not a rectangle."""
     shape = tuple(part.shape)
     if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
         return None
@@ -245,9 +245,9 @@ def _place_of(module: str, whole: Tensor, part: Tensor) -> Place | None:
 
 
 def load_shards(reader: CheckpointReader, shards: Sequence[Shard], layout: Callable[[], Layout]) -> None:
-    """Fill a rank's shards from a commit of either backend, whatever number of ranks wrote it.
+    """Fill a rank's shards from a commit of either backend and any number of ranks.
 
-    ``layout`` is called where the commit is the other backend's.  Raises CheckpointError for another
+    ``layout`` is called only if the commit is the other backend's.  Raises CheckpointError for another
     model's commit.
     """
     foreign = [shard for shard in shards if shard.name not in reader.shapes]

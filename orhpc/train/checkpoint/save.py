@@ -1,4 +1,4 @@
-"""One rank's part of commits: when its state is copied, who writes it, and who waits for that."""
+"""One rank's part of commits: copy its state, write it in the background, wait for it where needed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from orhpc.train.checkpoint.shards import Snapshot, rng_state
 
 log = logging.getLogger(__name__)
 _GIVE_UP_S = 30.0
-"""A disk that takes longer for one tensor may have it when it comes back."""
+"""Seconds to wait for an abandoned save to end; a stalled disk may need longer for one tensor."""
 
 
 class BackgroundSave:
-    """One save under way in a thread; its failure is told to whoever polls, and to nobody else."""
+    """One save running in a thread; only :meth:`poll` reports its failure."""
 
     def __init__(self, work: Callable[[threading.Event], list[dict[str, Any]]]) -> None:
-        """``work`` is told by the event that nobody wants the save any more."""
+        """``work`` gets an event that is set when the save is no longer wanted."""
         self._work = work
         self._unwanted = threading.Event()
         self._result: list[dict[str, Any]] | None = None
@@ -35,7 +35,7 @@ class BackgroundSave:
     def _run(self) -> None:
         try:
             self._result = self._work(self._unwanted)
-        except Exception as error:  # noqa: BLE001 - handed on, whole, by poll()
+        except Exception as error:  # noqa: BLE001 - raised by poll()
             self._error = error
 
     @property
@@ -43,7 +43,7 @@ class BackgroundSave:
         return self._thread.is_alive()
 
     def poll(self) -> list[dict[str, Any]] | None:
-        """Return the written files, or None while at work; raises CheckpointError when it failed."""
+        """Return the written files, or None while running; raises CheckpointError if the save failed."""
         if self.running:
             return None
         if self._error is not None:
@@ -54,7 +54,7 @@ class BackgroundSave:
         self._thread.join(timeout_s)
 
     def give_up(self, timeout_s: float) -> bool:
-        """Have it end where it stands; returns whether it has within the time."""
+        """Ask the save to end early; return whether it has ended within ``timeout_s``."""
         self._unwanted.set()
         self.wait(timeout_s)
         return not self.running
@@ -73,12 +73,12 @@ class RankSaves:
         self._save: BackgroundSave | None = None
 
     def prepare(self) -> None:
-        """Make memory for the copy, in the background: made when it is needed, a commit would wait for it."""
+        """Allocate memory for the copy in the background, so that the first commit does not wait for it."""
         if self._settings.save_interval is not None and not self._settings.spare_host_memory:
             self._snapshot.prepare(self._backend.shards())
 
     def begin(self, folder: str) -> None:
-        """As :meth:`orhpc.train.actor.TrainerRank.save_begin`."""
+        """See :meth:`orhpc.train.actor.TrainerRank.save_begin`."""
         if self._save is not None and self._save.running:
             raise CheckpointError("a checkpoint is still being written")
         try:
@@ -86,9 +86,9 @@ class RankSaves:
                 self._snapshot.borrow(self._backend.hold_shards(self._ended))
             else:
                 self._snapshot.take(self._backend.shards())
-        except (RuntimeError, OSError, MemoryError) as error:  # memory that is not there, or cannot be locked
-            said = " ".join(str(error).split())
-            raise CheckpointError(f"the state could not be copied to host memory: {said}") from error
+        except (RuntimeError, OSError, MemoryError) as error:  # memory cannot be allocated or locked
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"the state could not be copied to host memory: {reason}") from error
         progress = {**self._backend.progress(), "rng": rng_state()}
         target = Path(folder)
 
@@ -98,22 +98,22 @@ class RankSaves:
         self._save = BackgroundSave(write)
 
     def poll(self) -> list[dict[str, Any]] | None:
-        """As :meth:`orhpc.train.actor.TrainerRank.save_poll`."""
+        """See :meth:`orhpc.train.actor.TrainerRank.save_poll`."""
         if self._save is None:
             raise CheckpointError("no checkpoint is being written")
         return self._save.poll()
 
     def give_up(self) -> bool:
-        """As :meth:`orhpc.train.actor.TrainerRank.save_give_up`."""
+        """See :meth:`orhpc.train.actor.TrainerRank.save_give_up`."""
         return self._save is None or self._save.give_up(_GIVE_UP_S)
 
     def close(self) -> None:
-        """Wait for the save under way."""
+        """Wait for the current save."""
         if self._save is not None:
             self._save.wait()
 
     def _ended(self) -> None:
-        """Wait for the save under way, as long as anybody would take it for a commit."""
+        """Wait for the current save, at most until the driver would give it up."""
         if self._save is not None and self._save.running:
-            log.info("waiting for the commit, which is written from the memory that is needed now")
+            log.info("waiting for the commit, which is being written from host memory needed now")
             self._save.wait(self._settings.save_timeout_s)

@@ -1,9 +1,9 @@
-"""One rank's part of a checkpoint: safetensors shards that say themselves what they hold.
+"""One rank's part of a checkpoint: self-describing safetensors shards.
 
-A shard file carries, in its safetensors metadata, the world size, the training progress and, for
-each tensor, the whole shape and the first row it holds.  Any number of ranks can therefore read a
-checkpoint of any other number, nothing in it is pickled, and any safetensors reader can open it.
-What makes a folder of shards a commit (manifest, rename, lineage) is not decided here.
+The safetensors metadata of a shard file contains the world size, the training progress and, for
+each tensor, its whole shape and the first row in this file.  A checkpoint can therefore be read by any
+number of ranks, contains no pickled data, and can be opened by any safetensors reader.
+:mod:`orhpc.rundir.commits` turns a folder of shards into a commit (manifest, rename, lineage).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch import Tensor
 
 from orhpc.errors import CheckpointError
 from orhpc.train.backend import Shard
-from orhpc.train.pinned import PinnedRoom
+from orhpc.train.pinned import PinnedBuffer
 
 FORMAT = "orhpc-trainer-1"
 SHARD_NAME = re.compile(r"trainer\.(\d{5})-of-(\d{5})\.safetensors")
 WRITE_BYTES = 16 << 20
 """Bytes hashed and written at a time."""
 FLUSH_BYTES = 256 << 20
-"""Bytes after which the disk is told to begin."""
+"""Number of written bytes after which a flush to disk starts."""
 _ALIGNED = 64
-"""Bytes that every tensor's copy begins at a multiple of."""
+"""Alignment in bytes of every tensor's copy."""
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -55,7 +55,7 @@ SAFETENSORS_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a file's header says about one tensor."""
+    """Header entry of one tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -73,11 +73,11 @@ def shard_name(rank: int, world_size: int) -> str:
 def write_safetensors(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Write a safetensors file tensor by tensor, hashing on the way, and flush it to the disk.
+    """Write a safetensors file tensor by tensor, hash it while writing, and flush it to disk.
 
     ``tensors`` yields one CPU tensor for each of ``specs``, in that order; only one needs to exist
-    at a time.  Returns ``{"name", "size", "sha256"}``.  A file that could not be written whole is
-    removed; raises OSError (the disk is full, say).  Format: huggingface.co/docs/safetensors.
+    at a time.  Returns ``{"name", "size", "sha256"}``.  A file that could not be written completely is
+    removed; raises OSError (for example, disk full).  Format: huggingface.co/docs/safetensors.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -103,20 +103,20 @@ def write_safetensors(
 
 
 def _write(file: FileIO, chunks: Iterable[memoryview], hash_chunk: Callable[[memoryview], object]) -> None:
-    """Write, hash and flush, each beside the others: one after another they take the sum of their times."""
+    """Write, hash and flush concurrently; in sequence their times would add up."""
     unflushed = 0
-    with ThreadPoolExecutor(2, thread_name_prefix="checkpoint-io") as beside:
-        flushed = beside.submit(os.fdatasync, file.fileno())
+    with ThreadPoolExecutor(2, thread_name_prefix="checkpoint-io") as pool:
+        flushed = pool.submit(os.fdatasync, file.fileno())
         for chunk in chunks:
-            hashed = beside.submit(hash_chunk, chunk)
+            hashed = pool.submit(hash_chunk, chunk)
             written = 0
             while written < len(chunk):
                 written += file.write(chunk[written:])
             hashed.result()
             unflushed += written
             if unflushed >= FLUSH_BYTES and flushed.done():
-                flushed.result()  # an error is told once to each open file
-                flushed, unflushed = beside.submit(os.fdatasync, file.fileno()), 0
+                flushed.result()  # the kernel reports a write error only once per open file
+                flushed, unflushed = pool.submit(os.fdatasync, file.fileno()), 0
         flushed.result()
     os.fsync(file.fileno())
 
@@ -125,7 +125,7 @@ def _chunks(header: bytes, specs: Sequence[TensorSpec], tensors: Iterable[Tensor
     yield memoryview(len(header).to_bytes(8, "little") + header)
     for spec, tensor in zip(specs, tensors, strict=True):
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-            raise ValueError(f"{spec.name}: {tuple(tensor.shape)} {tensor.dtype} is not what the header says")
+            raise ValueError(f"{spec.name}: {tuple(tensor.shape)} {tensor.dtype} differs from the header")
         data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         for start in range(0, len(data), WRITE_BYTES):
             yield data[start : start + WRITE_BYTES]
@@ -141,26 +141,26 @@ def fsync_folder(folder: Path) -> None:
 
 
 class Snapshot:
-    """A copy of a rank's state in host memory, taken while nothing trains and written while it does.
+    """A copy of a rank's state in host memory, taken between updates and written during training.
 
-    The memory is kept for the next one.
+    The memory is reused for the next copy.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """``device``: where the state lies."""
+        """``device``: of the state."""
         self._device = device
-        self._room = PinnedRoom(device)
+        self._buffer = PinnedBuffer(device)
         self._shards: list[Shard] = []
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Begin to make room for a copy of these."""
-        self._room.prepare(_places(shards)[-1])
+        """Start to allocate memory for a copy of ``shards``."""
+        self._buffer.prepare(_places(shards)[-1])
 
     def take(self, shards: Sequence[Shard]) -> None:
         """Copy all shards; returns when the copy is complete."""
         places = _places(shards)
-        self._shards = []  # what is kept of the last copy may be given up
-        room = self._room.take(places[-1])
+        self._shards = []  # take() may free the memory of the last copy
+        room = self._buffer.take(places[-1])
         copies: list[Shard] = []
         for shard, place in zip(shards, places, strict=False):
             own = shard.tensor.detach()
@@ -172,7 +172,7 @@ class Snapshot:
         self._shards = copies
 
     def borrow(self, shards: Sequence[Shard]) -> None:
-        """Take shards that lie in host memory and stay as they are until they are written."""
+        """Use shards in host memory without a copy; they must stay unchanged until they are written."""
         self._shards = list(shards)
 
     def write(
@@ -185,7 +185,7 @@ class Snapshot:
     ) -> dict[str, Any]:
         """Write this rank's shard file; see :func:`write_safetensors`.
 
-        Raises CheckpointError between two tensors once it is ``unwanted``.
+        Raises CheckpointError between two tensors once ``unwanted`` is set.
         """
         about = {
             "format": FORMAT,
@@ -211,7 +211,7 @@ def _while_wanted(tensors: Iterable[Tensor], unwanted: threading.Event | None) -
 
 
 def _places(shards: Sequence[Shard]) -> list[int]:
-    """Where each shard's copy begins, in bytes, and where the last ends; aligned for every type."""
+    """Offsets in bytes of each shard's copy, aligned for every type, and the total size at the end."""
     sizes = (-(-shard.tensor.nbytes // _ALIGNED) * _ALIGNED for shard in shards)
     return list(itertools.accumulate(sizes, initial=0))
 
@@ -238,7 +238,7 @@ class _Holder:
 
 
 def _overlap(start: int, size: int, held: int, held_size: int) -> tuple[slice, slice] | None:
-    """Where two ranges meet, counted from the start of each."""
+    """Return the overlap of two ranges, as a slice of each."""
     low, high = max(start, held), min(start + size, held + held_size)
     return (slice(low - start, high - start), slice(low - held, high - held)) if low < high else None
 
@@ -246,7 +246,7 @@ def _overlap(start: int, size: int, held: int, held_size: int) -> tuple[slice, s
 class CheckpointReader:
     """All shard files of one checkpoint folder, read as whole tensors or as any rows of them.
 
-    Raises :class:`~orhpc.errors.CheckpointError` for anything missing, torn or contradictory.
+    Raises :class:`~orhpc.errors.CheckpointError` for missing, corrupt or inconsistent files.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -276,7 +276,7 @@ class CheckpointReader:
                 self.shapes[name] = tuple(entry["shape"])
 
     def rows(self, name: str, start: int, out: Tensor, column: int = 0) -> None:
-        """Fill ``out`` with what the whole tensor ``name`` has from row ``start`` and ``column`` on."""
+        """Fill ``out`` with the block of tensor ``name`` that starts at row ``start`` and ``column``."""
         if name not in self.shapes:
             raise CheckpointError(f"{self.folder}: no tensor {name}; it is another model's checkpoint")
         shape = self.shapes[name]
@@ -307,13 +307,13 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[Any]:
-        """A file, opened once: a rank may hold tens of thousands of blocks."""
+        """Open each file once: a rank may hold tens of thousands of blocks."""
         try:
             if path not in self._open:
                 self._open[path] = safe_open(str(path), framework="pt")
             yield self._open[path]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is torn or corrupt: {error}") from error
+            raise CheckpointError(f"{path} is incomplete or corrupt: {error}") from error
 
     def whole(self, name: str) -> Tensor:
         """Return one whole tensor, float32 on the CPU."""
@@ -324,7 +324,7 @@ class CheckpointReader:
         return out
 
     def load(self, shards: Iterable[Shard]) -> None:
-        """Fill a rank's shards, whatever number of ranks wrote the checkpoint."""
+        """Fill a rank's shards from a checkpoint written by any number of ranks."""
         for shard in shards:
             if tuple(shard.shape) != self.shapes.get(shard.name):
                 raise CheckpointError(
@@ -355,11 +355,11 @@ def _reading(path: Path) -> Iterator[Any]:
         with safe_open(str(path), framework="pt") as handle:
             yield handle
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is torn or corrupt: {error}") from error
+        raise CheckpointError(f"{path} is incomplete or corrupt: {error}") from error
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of torch's random generators, as text that JSON holds."""
+    """Return the state of torch's random generators as hexadecimal text, for JSON."""
     state = {"cpu": torch.get_rng_state().numpy().tobytes().hex()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
@@ -367,7 +367,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Undo :func:`rng_state`; a device's state is left out where there is no such device."""
+    """Restore :func:`rng_state`; a GPU's state is skipped if there is no GPU."""
     torch.set_rng_state(_from_hex(state["cpu"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(state["cuda"]))

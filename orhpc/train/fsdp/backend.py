@@ -1,8 +1,8 @@
-"""FSDP2 over a transformers model: the trainer backend of every size that fits without more.
+"""FSDP2 over a transformers model: the default trainer backend.
 
-Master weights and optimiser state are float32 and sharded over all ranks; the forward pass runs in
-``model.dtype``.  One rank that computes in float32 has nothing to shard or to convert, and runs the
-model as it is.
+Master weights and optimizer state are float32 and sharded over all ranks; the forward pass runs in
+``model.dtype``.  A single rank that computes in float32 needs no sharding or conversion and runs the
+model unwrapped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.train.backend import Batches, Role, Shard, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.fsdp.model import DeviceBatch, LogprobModel
-from orhpc.train.fsdp.optim import Optimiser, local
+from orhpc.train.fsdp.optim import Optimizer, local
 from orhpc.train.fsdp.routing_replay import RouterReplay
 from orhpc.train.gather import ELEMENTS, gathered
 from orhpc.train.hf_model import (
@@ -42,7 +42,7 @@ from orhpc.train.hf_model import (
     set_modes,
 )
 from orhpc.train.loss.grpo import MetricSums, packed_loss
-from orhpc.train.sleep.residence import Residence, Slept
+from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class FsdpBackend:
-    """One rank; see :class:`orhpc.train.backend.Backend` for what each method promises."""
+    """One rank; see :class:`orhpc.train.backend.Backend` for the contract of each method."""
 
     def __init__(self, config: Config, model_dir: str, rank: int, world_size: int) -> None:
         self.config = config
@@ -62,7 +62,7 @@ class FsdpBackend:
         self.dtype = DTYPES[config.model.dtype]
         self.data_rank = rank
         self.reports = True
-        self._residence = Residence(self.device)
+        self._offload = OffloadManager(self.device)
 
     # --- building -----------------------------------------------------------------------------
 
@@ -79,8 +79,8 @@ class FsdpBackend:
         self._hf_names.check()
         self.policy, self._shapes = self._load(trained=True)
         self.reference = self._load(trained=False)[0] if self.config.algorithm.use_kl_loss else None
-        self.optimiser = Optimiser(dict(self._named(self.policy)), self.config.train)
-        # Noted now: a step that failed midway may leave parameters gathered.
+        self.optimizer = Optimizer(dict(self._named(self.policy)), self.config.train)
+        # Recorded now, because a step that failed midway may leave parameters gathered.
         self._starts = {n: self._rows(p, self._shapes[n])[0] for n, p in self._named(self.policy)}
         return {"parameters": sum(torch.Size(shape).numel() for shape in self._shapes.values())}
 
@@ -88,7 +88,7 @@ class FsdpBackend:
         return load_model_config(self.model_dir, self.config.model)
 
     def _load(self, *, trained: bool) -> tuple[LogprobModel, dict[str, tuple[int, ...]]]:
-        """Load one role.  The policy is float32, the frozen reference of the model's type."""
+        """Load one role.  The policy is float32; the frozen reference has the model's type."""
         stored = torch.float32 if trained else self.dtype
         if self.world_size == 1 and stored == self.dtype:
             hf = load_model(self.model_dir, self._model_config(), self.config.model, stored)
@@ -97,7 +97,7 @@ class FsdpBackend:
             return model, {name: tuple(p.shape) for name, p in self._named(model)}
         source = None
         if self.rank == 0:
-            # In the type it is stored in: the master weights then are the checkpoint's exactly.
+            # In the stored type, so that the master weights equal the checkpoint exactly.
             source = load_model(self.model_dir, self._model_config(), self.config.model, "auto")
         hf = empty_model(self._model_config(), self.config.model, stored)
         shapes = {name: tuple(p.shape) for name, p in model_parameters(hf)}
@@ -113,10 +113,10 @@ class FsdpBackend:
             hf,
             temperature=self.config.rollout.temperature,
             chunk=self.config.train.logprob_chunk_tokens,
-            # Never in the reference: it has routed for itself since before any engine sampled.
+            # Never in the reference: it must not depend on the engines' routing.
             routers=self._routers(hf) if trained else None,
         )
-        set_modes(model)  # once and for all: every pass of a step computes the same
+        set_modes(model)  # once, so that every pass of a step computes the same
         return model.requires_grad_(trained)
 
     def _routers(self, hf: PreTrainedModel) -> RouterReplay | None:
@@ -134,19 +134,19 @@ class FsdpBackend:
         for module in list(model.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh, mp_policy=precision)
-        # By default the root stays whole after a forward pass without a backward one; whoever then
-        # holds its parameters (optimiser, export, save) would hold memory that is about to be freed.
+        # By default the root stays gathered after a forward pass without a backward pass; then optimizer,
+        # export and save would hold references to memory that is about to be freed.
         fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
     def _fill(
         self, model: LogprobModel, source: PreTrainedModel | None, shapes: dict[str, tuple[int, ...]]
     ) -> None:
-        """Give the sharded model its weights: rank 0 sends each whole, every rank keeps its rows."""
+        """Load the sharded model's weights: rank 0 broadcasts each whole, every rank keeps its rows."""
         names = {id(p): name for name, p in model.named_parameters()}
         tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         model.to_empty(device=self.device)
         for name, first in tied.items():
-            if name != first:  # to_empty has made two parameters of one
+            if name != first:  # to_empty has split a tied parameter into two
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
         whole = {} if source is None else dict(source.named_parameters())
@@ -159,7 +159,7 @@ class FsdpBackend:
             start, part = self._rows(parameter, shapes[name])
             part.copy_(full[start : start + len(part)])
         buffers = {} if source is None else dict(source.named_buffers())
-        # Sorted: Gemma's rotary buffers, for one, are registered in the order of a set.
+        # Sorted, because some models (Gemma's rotary buffers) register buffers in the order of a set.
         for name, buffer in sorted(model.hf.named_buffers(), key=lambda item: item[0]):
             if source is not None:
                 buffer.copy_(buffers[name])
@@ -168,7 +168,7 @@ class FsdpBackend:
         _restore_plain_tensors(model)
 
     def _rows(self, parameter: Tensor, shape: tuple[int, ...]) -> tuple[int, Tensor]:
-        """First row held by this rank, and its rows: FSDP2 shards the first dimension in even chunks."""
+        """Return this rank's first row and its rows: FSDP2 shards the first dimension in even chunks."""
         part = local(parameter)
         if tuple(part.shape) == shape:
             return 0, part
@@ -200,19 +200,19 @@ class FsdpBackend:
     ) -> Update:
         metrics = MetricSums()
         if self.policy.routers is not None:
-            self.policy.routers.forget()  # what an update that was abandoned has counted
+            self.policy.routers.forget()  # counts of an abandoned update
         try:
             for training in batches:
                 between()
                 metrics.add(self._accumulate(training, n_samples, n_tokens))
         except BaseException:
-            self.optimiser.clear()
+            self.optimizer.clear()
             raise
         if self.policy.routers is not None:
             metrics.add(self.policy.routers.metrics())
-        self._residence.changing()
+        self._offload.changing()
         started = time.perf_counter()
-        norm, lr = self.optimiser.step(metrics.sums["loss"])
+        norm, lr = self.optimizer.step(metrics.sums["loss"])
         return Update(metrics, norm, lr, time.perf_counter() - started)
 
     def _accumulate(self, training: TrainingBatch, n_samples: int, n_tokens: int) -> MetricSums:
@@ -221,14 +221,14 @@ class FsdpBackend:
         logprobs_P, entropy_P = self.policy(batch, entropy_gradient=settings.entropy_coef != 0)
         inputs = training.loss_inputs(batch, logprobs_P, entropy_P)
         loss, metrics = packed_loss(inputs, settings, n_samples=n_samples, n_tokens=n_tokens)
-        # The normaliser already counts all ranks; FSDP averages gradients, so it is taken out again.
+        # The loss is normalized over all ranks, but FSDP averages gradients: undo the average.
         (loss * self.world_size).backward()
         return metrics
 
     # --- weights and state --------------------------------------------------------------------
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of everything a checkpoint holds, by its name in memory: parameters, and buffers
+        """Whole shape of every tensor in a checkpoint, by its name in memory: parameters, and buffers
         such as the routers' correction biases of DeepSeek-V3, GLM-4-MoE and MiniMax-M2."""
         buffers = {name: tuple(b.shape) for name, b in saved_buffers(self.policy.hf)}
         return {**self._shapes, **buffers}
@@ -261,56 +261,56 @@ class FsdpBackend:
         yield group
 
     def _whole(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters as the model computes with them, out of what each rank holds (collective)."""
+        """Gather whole parameters in the model's type from each rank's rows (collective)."""
         if self.world_size > 1:
             return gathered(rows, self._shapes, self.dtype, self.world_size)
         return {name: whole.to(self.dtype) for name, whole in rows.items()}
 
     def shards(self) -> list[Shard]:
-        self._residence.settle()
-        return [replace(s, tensor=self._residence.view(s.tensor)) for s in self._shards_by_reference()]
+        self._offload.settle()
+        return [replace(s, tensor=self._offload.view(s.tensor)) for s in self._shards_by_reference()]
 
     def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
-        self._residence.hold(self._resharded(), self.optimiser.tensors(), readers_done)
-        return [replace(s, tensor=self._residence.on_host(s.tensor)) for s in self._shards_by_reference()]
+        self._offload.hold(self._resharded(), self.optimizer.tensors(), readers_done)
+        return [replace(s, tensor=self._offload.on_host(s.tensor)) for s in self._shards_by_reference()]
 
     def _shards_by_reference(self) -> list[Shard]:
         result: list[Shard] = []
         for name, _ in self._named(self.policy):
             start, shape = self._starts[name], self._shapes[name]
-            for kind, tensor in self.optimiser.local_state(name).items():
+            for kind, tensor in self.optimizer.local_state(name).items():
                 result.append(Shard(f"{kind}/{name}", tensor, shape, start))
         return result
 
     def progress(self) -> dict[str, Any]:
-        return {"optimiser_steps": self.optimiser.steps}
+        return {"optimiser_steps": self.optimizer.steps}
 
     def intact(self) -> bool:
-        return self.optimiser.intact
+        return self.optimizer.intact
 
     def set_progress(self, progress: dict[str, Any]) -> None:
-        self._residence.changing()
-        self.optimiser.set_steps(int(progress["optimiser_steps"]))
+        self._offload.changing()
+        self.optimizer.set_steps(int(progress["optimiser_steps"]))
 
     # --- memory -------------------------------------------------------------------------------
 
     def prepare_sleep(self, size: int) -> None:
-        self._residence.prepare(size)
+        self._offload.prepare(size)
 
     def release_gradients(self) -> None:
-        """Gradients are freed by every step; what is left is memory that no tensor has."""
-        if self._residence.moves:
-            self._residence.drop([])
-            self._residence.begin(self._resharded(), self.optimiser.tensors())
+        """Return cached memory to the device; every step frees its gradients already."""
+        if self._offload.moves:
+            self._offload.drop([])
+            self._offload.begin(self._resharded(), self.optimizer.tensors())
 
-    def sleep(self) -> Slept:
-        """Move parameters and optimiser state to pinned host memory; on a CPU there is nothing to do."""
-        if not self._residence.moves or self._residence.asleep:
-            return Slept()
-        return self._residence.sleep(self._resharded(), self.optimiser.tensors())
+    def sleep(self) -> OffloadStats:
+        """Move parameters and optimizer state to pinned host memory; on a CPU do nothing."""
+        if not self._offload.moves or self._offload.asleep:
+            return OffloadStats()
+        return self._offload.sleep(self._resharded(), self.optimizer.tensors())
 
     def _resharded(self) -> list[Tensor]:
-        """All weights, each rank's share."""
+        """Reshard all models and return this rank's shards of their weights."""
         models = [self.policy] if self.reference is None else [self.policy, self.reference]
         tensors: list[Tensor] = []
         for model in models:
@@ -320,12 +320,12 @@ class FsdpBackend:
         return tensors
 
     def wake(self) -> None:
-        self._residence.wake()
+        self._offload.wake()
 
     def close(self) -> None:
-        if (residence := self.__dict__.pop("_residence", None)) is not None:
-            residence.close()
-        for name in ("policy", "reference", "optimiser"):
+        if (offload := self.__dict__.pop("_offload", None)) is not None:
+            offload.close()
+        for name in ("policy", "reference", "optimizer"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -338,14 +338,14 @@ def _checkpoint_activations(hf: PreTrainedModel) -> None:
 
 
 def _restore_plain_tensors(model: nn.Module) -> None:
-    """Materialise tensors that a module keeps outside its buffers: ``original_X``, a copy of ``X``.
+    """Materialize tensors that a module keeps outside its buffers: ``original_X``, a copy of ``X``.
 
-    Older transformers keep the rotary frequencies' first values so.
+    Older releases of transformers keep the initial rotary frequencies this way.
     """
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Tensor) and value.is_meta:
                 source = getattr(module, name.removeprefix("original_"), None)
                 if not isinstance(source, Tensor) or source.is_meta:
-                    raise ModelError(f"{type(module).__name__}.{name} cannot be loaded: it is no buffer")
+                    raise ModelError(f"{type(module).__name__}.{name} cannot be loaded: it is not a buffer")
                 setattr(module, name, source.clone())

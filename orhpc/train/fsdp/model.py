@@ -1,4 +1,4 @@
-"""A transformers model as the trainer uses it: loading, the packed forward pass, Hugging Face names."""
+"""A transformers model as the trainer uses it: the packed forward pass that returns log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orhpc.train.batch import PackedBatch
 from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay
 from orhpc.train.hf_model import logit_scaling_of
 from orhpc.train.loss.head import token_logprobs
-from orhpc.train.pinned import moved
+from orhpc.train.pinned import to_device
 
 if TYPE_CHECKING:
     pass
@@ -33,7 +33,7 @@ class DeviceBatch:
     position_ids_P: Tensor
     packing: Packing
     rows_R: Tensor
-    """Slots whose target was sampled: the head sees no others."""
+    """Slots whose target was sampled; the head computes only these."""
     targets_R: Tensor
     mask_P: Tensor
     segments_P: Tensor
@@ -41,22 +41,22 @@ class DeviceBatch:
     rollout_logprobs_P: Tensor
     advantages_P: Tensor
     routed: RoutedRows | None = None
-    """Expert routes recorded at sampling time, where they were fetched."""
+    """Expert routes recorded at sampling time, if they were fetched."""
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> DeviceBatch:
         rows_R = np.nonzero(batch.loss_mask_P)[0]
         return cls(
-            input_ids_P=moved(batch.input_ids_P, device),
-            position_ids_P=moved(batch.position_ids_P, device),
+            input_ids_P=to_device(batch.input_ids_P, device),
+            position_ids_P=to_device(batch.position_ids_P, device),
             packing=Packing(batch.cu_seqlens.tolist(), device),
-            rows_R=moved(rows_R, device),
-            targets_R=moved(batch.targets_P[rows_R], device),
-            mask_P=moved(batch.loss_mask_P, device),
-            segments_P=moved(batch.segments_P, device),
+            rows_R=to_device(rows_R, device),
+            targets_R=to_device(batch.targets_P[rows_R], device),
+            mask_P=to_device(batch.loss_mask_P, device),
+            segments_P=to_device(batch.segments_P, device),
             n_segments=len(batch.cu_seqlens) - 1,
-            rollout_logprobs_P=moved(batch.rollout_logprobs_P, device),
-            advantages_P=moved(batch.advantages_P, device),
+            rollout_logprobs_P=to_device(batch.rollout_logprobs_P, device),
+            advantages_P=to_device(batch.advantages_P, device),
             routed=RoutedRows.of(batch, device),
         )
 
@@ -64,7 +64,7 @@ class DeviceBatch:
 class LogprobModel(nn.Module):
     """Decoder and head in one module, whose forward returns log-probabilities instead of logits.
 
-    One module, because the head's weight has to be whole while it is used: under FSDP that is so
+    They are one module because the head's weight must be gathered while it is used, which FSDP does only
     inside the root module's forward and backward.
     """
 
@@ -83,7 +83,7 @@ class LogprobModel(nn.Module):
     def forward(self, batch: DeviceBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return ``logprobs_P`` and ``entropy_P``, float32, 0 where the mask is False."""
         if self.routers is not None:
-            # A pass without gradient comes before the update's own, over the same tokens.
+            # Passes without gradient are not counted: they see the same tokens as the update.
             self.routers.start(batch.routed, counted=torch.is_grad_enabled())
         hidden_PH = self._hidden(batch.input_ids_P, batch.position_ids_P, batch.packing)
         head = self._head()
@@ -109,7 +109,7 @@ class LogprobModel(nn.Module):
 
     def _hidden(self, ids_P: Tensor, positions_P: Tensor, packing: Packing) -> Tensor:
         body = self.hf.base_model
-        if body is self.hf:  # Llama 4's text model, which does not say where its body is
+        if body is self.hf:  # Llama 4's text model does not set base_model_prefix
             body = self.hf.model
         output = body(input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False)
         return output.last_hidden_state[0]

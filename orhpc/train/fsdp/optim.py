@@ -1,4 +1,4 @@
-"""AdamW over float32 master weights: schedule, global-norm clipping, and agreement on finiteness."""
+"""AdamW over float32 master weights: schedule, global-norm clipping, collective check for NaN and inf."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def local(tensor: Tensor) -> Tensor:
     return to_local() if to_local is not None else detached
 
 
-class Optimiser:
+class Optimizer:
     """AdamW on this rank's shards.
 
-    It works on the plain local tensors behind the sharded parameters, so that the same fused kernel
-    runs whether they are sharded or not.  Weight decay applies to matrices, not to biases and norms.
+    It works on the plain local tensors of the sharded parameters, so that the same fused kernel
+    runs with and without sharding.  Weight decay applies to matrices, not to biases and norms.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainSettings) -> None:
         self.settings = settings
         self.steps = 0
         self.intact = True
-        """Whether the state is that after :attr:`steps` steps: not while one is taken, or after it failed."""
+        """Whether the state is that after :attr:`steps` steps; False during a step and after a failed one."""
         self._parameters = dict(parameters)
         self._locals = {name: nn.Parameter(local(p)) for name, p in self._parameters.items()}
-        # A rank may hold no row of a small parameter.
+        # A rank may hold no rows of a small parameter.
         held = {name: p for name, p in self._locals.items() if p.numel()}
         decayed = [p for p in held.values() if p.ndim > 1]
         plain = [p for p in held.values() if p.ndim <= 1]
@@ -60,7 +60,7 @@ class Optimiser:
             }
 
     def local_state(self, name: str) -> dict[str, Tensor]:
-        """Return the parameter's shard and both moments, by reference; empty where no row is held."""
+        """Return the parameter's shard and both moments, by reference; empty if this rank holds no rows."""
         parameter = self._locals[name]
         if not parameter.numel():
             empty = parameter.detach()
@@ -69,7 +69,7 @@ class Optimiser:
         return {"model": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     def set_steps(self, steps: int) -> None:
-        """Continue after ``steps`` optimiser steps: fixes the schedule and Adam's bias correction."""
+        """Continue after ``steps`` optimizer steps: sets the schedule and Adam's bias correction."""
         self.steps = steps
         for state in self._adamw.state.values():
             state["step"].fill_(float(steps))
@@ -84,8 +84,8 @@ class Optimiser:
     def step(self, loss: Tensor) -> tuple[float, float]:
         """Clip and step; return the global gradient norm before clipping and the learning rate.
 
-        ``loss`` is this rank's sum.  One sum over ranks carries both the squared norm and the
-        losses, so all ranks come to the same verdict before any has stepped.  Raises
+        ``loss`` is this rank's sum.  One all-reduce carries both the squared norm and the
+        losses, so all ranks reach the same decision before any has stepped.  Raises
         :class:`~orhpc.errors.NonFinite` on all of them when either is NaN or infinite.
         """
         for name, p in self._parameters.items():
@@ -100,7 +100,7 @@ class Optimiser:
         if not bool(verdict.isfinite().all()):
             self.clear()
             raise NonFinite(
-                f"optimiser step {self.steps}: loss {float(verdict[1]):.4g}, "
+                f"optimizer step {self.steps}: loss {float(verdict[1]):.4g}, "
                 f"gradient norm {math.sqrt(float(verdict[0])):.4g}; no rank has stepped"
             )
         norm = math.sqrt(float(verdict[0]))
@@ -118,5 +118,5 @@ class Optimiser:
         return norm, lr
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor of the optimiser's own that lies on the device."""
+        """Return every tensor of the optimizer state on the device."""
         return [t for state in self._adamw.state.values() for t in state.values()]

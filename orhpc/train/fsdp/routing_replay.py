@@ -1,14 +1,14 @@
-"""Routing replay in a transformers model: the trainer's tokens go to the experts that the engine chose.
+"""Routing replay in a transformers model: the trainer routes tokens to the experts that the engine chose.
 
-A mixture-of-experts model whose trainer routes a token elsewhere than its engine did is another policy
-than the one that sampled (Zheng et al. 2025, "Stabilizing MoE reinforcement learning by aligning training
-and inference routers", arXiv:2510.11370).  Here every router keeps its own logits, and so its gradient; only
-the choice is replaced, and the weights are gathered at the recorded experts.
+If the trainer of a mixture-of-experts model routes tokens differently from the engine, the trained policy
+differs from the sampled one (Zheng et al. 2025, "Stabilizing MoE reinforcement learning by aligning training
+and inference routers", arXiv:2510.11370).  Every router keeps its own logits, and so its gradient; only
+the choice is replaced, and the weights are computed for the recorded experts.
 
 In transformers 5 every family's router is a module ``*TopKRouter`` that returns
-``(logits, weights, indices)``, so one forward hook does it, and recomputation under gradient checkpointing
+``(logits, weights, indices)``, so one forward hook suffices; recomputation under gradient checkpointing
 runs through the same hook with the same rows.  Some routers of earlier releases (5.12's of DeepSeek-V3 and
-GLM-4.5) return logits alone, and the block around them chooses; there a hook before its experts does it.
+GLM-4.5) return logits alone, and the enclosing block chooses; there a pre-hook on its experts is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from orhpc.wire.routes import RouteShape
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
 _LAYER_INDEX = re.compile(r"\.layers\.(\d+)\.")
 _FORM_TOLERANCE = 1e-4
-"""Relative difference of float32 weights that rounding explains; other formulas differ by far more."""
+"""Relative rounding error of float32 weights; other formulas differ by far more."""
 _PROBE_TOKENS = 64
 
 
@@ -44,18 +44,18 @@ class RoutedRows:
     """The recorded routes of one packed micro-batch, on the model's device."""
 
     experts_PLK: Tensor
-    """uint8 or int16 ``[P, layers, topk]``; dense layers' are never read."""
+    """uint8 or int16 ``[P, layers, topk]``; entries of dense layers are never read."""
     known_P: Tensor
     """Bool: the slot's routes were recorded.  A sample's last token was never computed by the engine."""
     n_known: int
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> RoutedRows | None:
-        """Those of a packed micro-batch; None where they were not fetched."""
+        """Return the routes of a packed micro-batch; None if they were not fetched."""
         if batch.routes_PLK is None:
             return None
         routes = batch.routes_PLK
-        # Few operations know torch's uint16; an expert's index fits int16.
+        # Few torch operations support uint16; an expert's index fits int16.
         experts = torch.from_numpy(routes if routes.dtype == np.uint8 else routes.astype(np.int16))
         known_P = batch.routes_known_P
         return cls(experts.to(device), torch.from_numpy(known_P).to(device), int(known_P.sum()))
@@ -65,20 +65,20 @@ WeightForm = Callable[[Tensor, Tensor], Tensor]
 """From logits ``[N, E]`` and indices ``[N, K]`` to the experts' weights ``[N, K]``."""
 
 
-def _form(logits: Tensor, indices: Tensor, *, sigmoid: bool, normalise: bool, factor: float) -> Tensor:
+def _form(logits: Tensor, indices: Tensor, *, sigmoid: bool, normalize: bool, factor: float) -> Tensor:
     scores = logits.float().sigmoid() if sigmoid else logits.softmax(-1, dtype=torch.float32)
     weights = scores.gather(-1, indices)
-    if normalise:
+    if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights if factor == 1.0 else weights * factor
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Sums over the forward passes since they were last taken; on the device, to wait for nothing."""
+    """Sums over forward passes since the last report; kept on the device to avoid synchronization."""
 
     pairs: int = 0
-    """Known tokens times routers."""
+    """Number of (token, router) pairs with recorded routes."""
     rerouted_pairs: list[Tensor] = field(default_factory=list)
     tokens: int = 0
     rerouted_tokens: list[Tensor] = field(default_factory=list)
@@ -87,20 +87,20 @@ class _Counts:
 class RouterReplay:
     """All routers of one model.
 
-    :meth:`start` says what the next forward pass (and its recomputation) replays.  With
-    ``replay=False`` the routers choose themselves and only the difference is counted.
+    :meth:`start` sets the routes that the next forward pass (and its recomputation) replays.  With
+    ``replay=False`` the routers choose themselves and only the differences are counted.
     """
 
     def __init__(self, model: PreTrainedModel, *, replay: bool) -> None:
         self._replay = replay
         self._rows: RoutedRows | None = None
         self._forms: dict[int, WeightForm] = {}
-        """By layer: read from the family's own router when this object is made."""
+        """By layer: derived from the family's own router at construction."""
         self._same_MP: Tensor | None = None
-        """Of a pass that is counted: by router, whether it chose the recorded experts by itself."""
+        """For a counted pass: by router and token, whether the router itself chose the recorded experts."""
         self._counts = _Counts()
         self._logits: dict[int, Tensor] = {}
-        """By layer, of a router that returned nothing else, until its experts are called."""
+        """By layer, for a router that returned logits alone, until its experts are called."""
         shape = RouteShape.of_config(model.config.to_dict())
         self._loads = ExpertLoads(shape.layers, shape.experts) if shape else ExpertLoads(0, 0)
         self.layers: list[int] = []
@@ -122,7 +122,7 @@ class RouterReplay:
                 self.layers.append(layer)
 
     def start(self, rows: RoutedRows | None, *, counted: bool = True) -> None:
-        """Set what the routers replay from now on; None leaves them alone.
+        """Set the routes that the routers replay from now on; None disables the replay.
 
         ``counted``: whether the pass is part of :meth:`metrics`.
         """
@@ -154,8 +154,8 @@ class RouterReplay:
         self._loads.forget()
 
     def metrics(self) -> MetricSums:
-        """Take the sums since the last call: tokens (and tokens times routers) that would have gone to other
-        experts than the recorded ones, and of how many; and what each expert of each layer took."""
+        """Return and reset the sums: tokens (and tokens times routers) routed to other experts than the
+        recorded ones, their total numbers, and the load of each expert of each layer."""
         self._close_pass()
         counts, loads_LE = self._counts, self._loads.counts()
         self.forget()
@@ -197,12 +197,12 @@ class RouterReplay:
     def _replayed(
         self, index: int, layer: int, logits: Tensor, weights: Tensor, own: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Weights and experts in the place of a router's own; None: its own."""
+        """Return weights and experts that replace a router's own; None keeps its own."""
         rows = self._rows
         assert rows is not None
         if len(own) != len(rows.known_P):
             raise RoutesMissing(f"routes of {len(rows.known_P)} tokens for a forward pass of {len(own)}")
-        # Recomputation is of a pass already counted.
+        # A recomputed pass is already counted.
         recomputing = torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
         same_MP = None if recomputing else self._same_MP
         if same_MP is None and not self._replay:
@@ -213,26 +213,26 @@ class RouterReplay:
             self._loads.add(layer, recorded if self._replay else own, rows.known_P)
         if not self._replay:
             return None
-        # The weights anew in every row: then nothing of the router's own has a gradient to compute.
+        # Compute the weights of every row here: then the router's own weights need no gradient.
         chosen = torch.where(rows.known_P[:, None], recorded, own)
         return self._forms[layer](logits, chosen).to(weights.dtype), chosen
 
 
 @torch.no_grad()
 def weight_form(router: nn.Module, block: nn.Module, hidden: int) -> WeightForm:
-    """Find how a family's router makes weights ``[N, K]`` of its logits ``[N, E]``.
+    """Find how a family's router computes weights ``[N, K]`` from its logits ``[N, E]``.
 
-    A copy of the router, with random parameters, computes random inputs ``[N, hidden]``.  Its answer depends
-    on the family's code and config alone; the model's own parameters could leave the form undecided, because
-    router logits near zero have the same weights under softmax and sigmoid.
+    A copy of the router, with random parameters, runs on random inputs ``[N, hidden]``.  The result depends
+    only on the family's code and config; the model's own parameters could leave the form ambiguous, because
+    logits near zero have the same weights under softmax and sigmoid.
 
-    ``block``: the module that contains the router; it chooses the experts where the router returns logits
-    only.  Raises ModelError for a router that none of the forms of :func:`form_of` describes.
+    ``block``: the module that contains the router; it chooses the experts if the router returns only logits.
+    Raises ModelError for a router that matches none of the forms of :func:`form_of`.
     """
     kind = type(router).__name__
     generator = torch.Generator().manual_seed(1)
-    probe = _randomised(copy.deepcopy(router), hidden, generator)
-    # Logits of standard deviation 2, for which the forms differ widely.
+    probe = _randomized(copy.deepcopy(router), hidden, generator)
+    # Logits with standard deviation 2, for which the forms differ widely.
     inputs_NH = 2 * torch.randn(_PROBE_TOKENS, hidden, generator=generator)
     try:
         if len(_required(router)) == 1 and not isinstance(output := probe(inputs_NH), Tensor):
@@ -256,7 +256,7 @@ def _required(module: nn.Module) -> list[str]:
     return [p.name for p in found if p.default is p.empty and p.kind not in variable]
 
 
-def _randomised(module: nn.Module, hidden: int, generator: torch.Generator) -> nn.Module:
+def _randomized(module: nn.Module, hidden: int, generator: torch.Generator) -> nn.Module:
     module = module.to_empty(device="cpu").float().eval()
     for tensor in [*module.parameters(), *module.buffers()]:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) / hidden**0.5)
@@ -264,7 +264,7 @@ def _randomised(module: nn.Module, hidden: int, generator: torch.Generator) -> n
 
 
 class _Recorder(nn.Module):
-    """In the place of a block's other modules: keeps its inputs, and returns zeros."""
+    """Replaces a block's other modules: records its inputs and returns zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,12 +278,12 @@ class _Recorder(nn.Module):
 def _through_block(
     block: nn.Module, router: nn.Module, probe: nn.Module, inputs_NH: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, weights and indices, where the router needs the block around it, or the block chooses."""
+    """Return logits, weights and indices of a router that needs its block, or whose block chooses."""
     twin = copy.copy(block)
     modules = {name: probe if m is router else _Recorder() for name, m in block._modules.items()}
     twin._modules = {}
     twin._parameters, twin._buffers = copy.deepcopy(block._parameters), copy.deepcopy(block._buffers)
-    twin = _randomised(twin, inputs_NH.shape[1], generator)
+    twin = _randomized(twin, inputs_NH.shape[1], generator)
     twin._modules = modules  # type: ignore[assignment]
     logits: list[Tensor] = []
     probe.register_forward_hook(lambda _m, _i, out: logits.append(out if isinstance(out, Tensor) else out[0]))
@@ -295,16 +295,16 @@ def _through_block(
 
 
 def form_of(kind: str, logits: Tensor, weights: Tensor, indices: Tensor, factor: float) -> WeightForm:
-    """The form that reproduces the weights ``[N, K]`` of a router of class ``kind``.
+    """Return the form that reproduces the weights ``[N, K]`` of a router of class ``kind``.
 
-    Softmax or sigmoid scores, normalised over the chosen experts or not, times the family's scaling factor.
-    Raises ModelError where none of them does.
+    Softmax or sigmoid scores, optionally normalized over the chosen experts, times the family's scaling
+    factor.  Raises ModelError if no form matches.
     """
     for sigmoid in (False, True):
-        for normalise in (True, False):
-            form = partial(_form, sigmoid=sigmoid, normalise=normalise, factor=factor)
+        for normalize in (True, False):
+            form = partial(_form, sigmoid=sigmoid, normalize=normalize, factor=factor)
             if torch.allclose(form(logits, indices), weights.float(), rtol=_FORM_TOLERANCE, atol=1e-6):
                 return form
     raise ModelError(
-        f"routing replay: how {kind} weighs its experts is not known; set train.routing_replay: false"
+        f"routing replay: the formula of {kind}'s expert weights is unknown; set train.routing_replay: false"
     )

@@ -1,1 +1,1 @@
-"""From log-probabilities and rewards to a loss: advantages, ratios, masks, the language-model head."""
+"""Advantages, importance ratios, policy losses and the language-model head."""

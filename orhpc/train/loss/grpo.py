@@ -1,9 +1,9 @@
-"""Losses of GRPO and its relatives: pure tensor math on the tokens of a packed micro-batch.
+"""Losses of GRPO and its variants: pure tensor math on the tokens of a packed micro-batch.
 
 Every function takes ``[P]`` tensors over the token slots of one packed micro-batch.  Slot ``i``
-stands for the prediction of token ``i + 1`` of the same sample; ``mask_P`` is True where that token
-was sampled by the policy.  Nothing here knows about ranks: normalisers are counted over the whole
-global mini-batch by the caller, so that the sum of all micro-batches' losses is the loss.
+predicts token ``i + 1`` of the same sample; ``mask_P`` is True where that token
+was sampled by the policy.  This module does not know about ranks: the caller counts normalizers over the
+whole global mini-batch, so that the micro-batches' losses sum to the loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before the exponential: e^20 is far outside every clip bound, and
-the exponential of a larger one would overflow float32 into a NaN gradient."""
+larger values would overflow float32 and give NaN gradients."""
 
 KLType = Literal["k1", "k2", "k3", "k3_clamped"]
 
@@ -54,7 +54,7 @@ def grpo_loss(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the clipped policy loss of each token and where the clipped branch was the larger one.
+    """Return the clipped policy loss of each token, and a mask of tokens where clipping raised the loss.
 
     ``L = max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A)``: PPO's clipped surrogate
     (arXiv:1707.06347, eq. 7) with the two bounds of DAPO (arXiv:2503.14476, eq. 10).  With dual clip
@@ -73,10 +73,10 @@ def grpo_loss(
 def cispo_loss(
     logprobs_P: Tensor, log_ratio_P: Tensor, advantages_P: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return CISPO's loss of each token and where its weight was clipped.
+    """Return CISPO's loss of each token, and a mask of tokens whose weight was clipped.
 
     ``L = -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log p`` (MiniMax-M1, arXiv:2506.13585, eq. 4-5):
-    the ratio only weighs the token, so that no token loses its gradient.
+    the ratio is a constant weight, so every token keeps its gradient.
     """
     ratio_P = _ratio(log_ratio_P).detach()
     weight_P = ratio_P.clamp(1 - eps_low, 1 + eps_high)
@@ -86,8 +86,8 @@ def cispo_loss(
 def gspo_log_ratio(log_ratio_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_segments: int) -> Tensor:
     """Return every token's sequence-level log-ratio: the mean over its sample's sampled tokens.
 
-    ``log s_i = mean_t(log r_it)`` (GSPO, arXiv:2507.18071, eq. 7).  ``segments_P`` numbers the
-    samples of the pack from 0 to ``n_segments - 1``.
+    ``log s_i = mean_t(log r_it)`` (GSPO, arXiv:2507.18071, eq. 7).  ``segments_P`` gives each slot's
+    sample index, from 0 to ``n_segments - 1``.
     """
     sums_S = log_ratio_P.new_zeros(n_segments).index_add(
         0, segments_P, torch.where(mask_P, log_ratio_P, torch.zeros_like(log_ratio_P))
@@ -98,11 +98,11 @@ def gspo_log_ratio(log_ratio_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_se
 def correction_weights(
     log_rho_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_segments: int, settings: CorrectionSettings
 ) -> Tensor:
-    """Return what multiplies each token's loss because the engine's policy, not the trainer's, sampled it.
+    """Return loss weights that correct for the difference between the engine's policy and the trainer's.
 
-    ``log_rho_P``: the trainer's log-probabilities at the start of the step less the engine's; without
-    gradient.  By ``level``, ``rho`` is the token's ratio; ``sequence``: the product over its sample's
-    sampled tokens; ``geometric``: that product's geometric mean.  Then by ``mode``:
+    ``log_rho_P``: the trainer's log-probabilities at the start of the step minus the engine's; without
+    gradient.  ``level`` defines ``rho``: ``token``: the token's ratio; ``sequence``: the product over its
+    sample's sampled tokens; ``geometric``: the geometric mean of these.  ``mode`` maps ``rho`` to the weight:
 
     truncate: ``min(rho, high)``: truncated importance sampling, TIS (Yao et al. 2025, "Your efficient RL
         framework secretly brings you off-policy RL training").
@@ -112,8 +112,8 @@ def correction_weights(
         (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
         training-inference mismatch").
 
-    With ``veto``, all tokens of a sample weigh 0 when one of them has a token ratio below it (the same).
-    Samples have to be whole in the pack.
+    With ``veto``, all tokens of a sample get weight 0 if any token's ratio is below it (same source).
+    The pack must contain whole samples.
     """
     log_rho_P = torch.where(mask_P, log_rho_P.detach(), torch.zeros_like(log_rho_P))
     level_P = log_rho_P
@@ -140,12 +140,12 @@ def correction_weights(
 
 
 def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, kind: KLType) -> Tensor:
-    """Return each token's estimate of KL(policy || reference) (Schulman 2020, "Approximating KL").
+    """Return each token's estimate of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
 
     With ``d = log p - log p_ref``: k1 is ``d``; k2 ``d^2 / 2``; k3 ``exp(-d) + d - 1``; k3_clamped
-    bounds ``d`` to +-20 and the estimate to 10, so that one token cannot carry a step.  Below ``d = -20``
-    k3 goes on along its exponential's tangent: value and gradient stay finite (the exponential overflows
-    float32 at -89) and the gradient keeps its sign; above, nothing changes.
+    clamps ``d`` to +-20 and the estimate to 10, so that one token cannot dominate a step.  Below ``d = -20``
+    k3 continues along the exponential's tangent: value and gradient stay finite (the exponential overflows
+    float32 at -89) and the gradient keeps its sign; above, k3 is exact.
     """
     difference_P = logprobs_P - reference_P
     if kind == "k1":
@@ -161,7 +161,7 @@ def kl_estimate(logprobs_P: Tensor, reference_P: Tensor, kind: KLType) -> Tensor
 
 
 def _tokens_of_segments(mask_P: Tensor, segments_P: Tensor, n_segments: int) -> Tensor:
-    """Sampled tokens of each sample, at least 1: a sample without any weighs nothing anyway."""
+    """Count each sample's sampled tokens; at least 1, because samples without any have weight 0 anyway."""
     counts_S = torch.zeros(n_segments, dtype=torch.float32, device=mask_P.device)
     return counts_S.index_add(0, segments_P, mask_P.to(torch.float32)).clamp(min=1)
 
@@ -171,24 +171,24 @@ def token_weights(
     segments_P: Tensor,
     n_segments: int,
     *,
-    normalise: Literal["sample", "token", "constant"],
+    normalize: Literal["sample", "token", "constant"],
     n_samples: int,
     n_tokens: int,
     length: int | None = None,
 ) -> Tensor:
-    """Return what each token's loss is multiplied by, ``[P]``.
+    """Return the weight of each token's loss, ``[P]``.
 
-    ``sample``: ``1 / (n_samples x tokens of its sample)``, the mean over samples of each one's
+    ``sample``: ``1 / (n_samples x tokens of its sample)``, the mean over samples of each sample's
     token mean (arXiv:2402.03300, eq. 3).  ``token``: ``1 / n_tokens`` (arXiv:2503.14476, eq. 8).
-    Either sums to 1 over the global mini-batch.  ``constant``: ``1 / (n_samples x length)``, so that no
-    token weighs less because its sample is long (Dr.GRPO, arXiv:2503.20783, section 3.2).
+    Both sum to 1 over the global mini-batch.  ``constant``: ``1 / (n_samples x length)``, so that
+    a token's weight does not depend on its sample's length (Dr.GRPO, arXiv:2503.20783, section 3.2).
     ``n_samples`` and ``n_tokens`` count the whole mini-batch over all ranks.
     """
     mask_float_P = mask_P.to(torch.float32)
-    if normalise == "constant":
+    if normalize == "constant":
         assert length is not None
         return mask_float_P / (max(n_samples, 1) * length)
-    if normalise == "token":
+    if normalize == "token":
         return mask_float_P / max(n_tokens, 1)
     per_sample_S = _tokens_of_segments(mask_P, segments_P, n_segments) * max(n_samples, 1)
     return mask_float_P / per_sample_S[segments_P]
@@ -196,19 +196,19 @@ def token_weights(
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What the loss of one packed micro-batch is computed from; ``[P]`` float32 unless said."""
+    """Inputs of the loss of one packed micro-batch; ``[P]`` float32 unless noted."""
 
     logprobs_P: Tensor
-    """Under the current parameters, with gradient."""
+    """Of the current parameters, with gradient."""
     old_logprobs_P: Tensor | None
-    """Under the parameters at the start of the step; None: the current ones, without gradient."""
+    """Of the parameters at the start of the step; None: the current ones, without gradient."""
     rollout_logprobs_P: Tensor
     """From the engine, at sampling time."""
     advantages_P: Tensor
     mask_P: Tensor
     """Bool: the slot's target was sampled by the policy."""
     segments_P: Tensor
-    """int64: number of the slot's sample in the pack."""
+    """int64: index of the slot's sample in the pack."""
     n_segments: int
     entropy_P: Tensor
     """Entropy of the temperature-scaled distribution, in nats."""
@@ -220,12 +220,12 @@ class MetricSums:
     """Metrics as sums and maxima over tokens, so that micro-batches and ranks add up exactly."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Of any shape, the same on every rank."""
+    """Of any shape; shapes are equal on all ranks."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Scalars."""
 
     def add(self, other: MetricSums) -> None:
-        """Take in the metrics of another micro-batch."""
+        """Add the metrics of another micro-batch."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         for name, value in other.maxima.items():
@@ -235,7 +235,7 @@ class MetricSums:
 def packed_loss(
     inputs: LossInputs, settings: AlgorithmSettings, *, n_samples: int, n_tokens: int
 ) -> tuple[Tensor, MetricSums]:
-    """Compose the loss of one packed micro-batch, already divided by the global normaliser.
+    """Compute the loss of one packed micro-batch, already divided by the global normalizer.
 
     Returns the scalar to differentiate, and sums over its sampled tokens (``tokens`` is their
     count): ``policy_loss``, ``clipped``, ``entropy``, ``ratio``, ``kl``, ``correction_weight``,
@@ -266,7 +266,7 @@ def packed_loss(
         mask_P,
         inputs.segments_P,
         inputs.n_segments,
-        normalise=settings.normalise_loss,
+        normalize=settings.normalise_loss,
         n_samples=n_samples,
         n_tokens=n_tokens,
         length=settings.normalise_length,
@@ -286,11 +286,11 @@ def packed_loss(
 
 
 def mismatch(log_rho_P: Tensor, mask_P: Tensor) -> MetricSums:
-    """How far the engine's policy, which sampled, is from the trainer's: sums over sampled tokens.
+    """Measure the difference between the engine's policy and the trainer's: sums over sampled tokens.
 
-    ``log_rho_P`` is the trainer's log-probability less the engine's.  The tokens are samples of the engine's
+    ``log_rho_P`` is the trainer's log-probability minus the engine's.  The tokens are samples of the engine's
     policy, so ``-log_rho`` and its k3 form estimate KL(rollout || train) (:func:`kl_estimate`); the sums of
-    ``rho`` and ``rho^2`` give the effective sample size (Kish 1965); extreme is a ratio beyond 2 or 1/2.
+    ``rho`` and ``rho^2`` give the effective sample size (Kish 1965); extreme is a ratio above 2 or below 1/2.
     """
     sums = {
         "logprob_diff": log_rho_P.abs(),
@@ -309,7 +309,7 @@ def mismatch(log_rho_P: Tensor, mask_P: Tensor) -> MetricSums:
 def _policy_loss(
     inputs: LossInputs, old_P: Tensor, settings: AlgorithmSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, clip indicator and log-ratio of each token under the configured objective."""
+    """Return loss, clip indicator and log-ratio of each token under the configured objective."""
     log_ratio_P = inputs.logprobs_P - old_P
     eps_high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
     if settings.loss == "cispo":
@@ -335,6 +335,6 @@ def _masked_sum(values_P: Tensor, mask_P: Tensor) -> Tensor:
 
 
 def _masked_max(values_P: Tensor, mask_P: Tensor) -> Tensor:
-    """Largest value at the mask, or 0; values are not negative."""
+    """Return the largest of the nonnegative values where the mask is True, or 0."""
     values_P = values_P.detach().double()
     return torch.where(mask_P, values_P, torch.zeros_like(values_P)).amax()

@@ -1,8 +1,8 @@
 """Log-probability and entropy of target tokens, without a ``[tokens, vocabulary]`` tensor.
 
-Logits exist for one chunk of rows at a time and are computed again in the backward pass, unless one
+Logits exist for one chunk of rows at a time and are recomputed in the backward pass, unless one
 chunk holds all rows: then they are kept, which costs the same memory and saves a matrix product.
-Rows whose target nobody sampled are never sent here.
+Callers pass only rows whose target was sampled.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 CACHE_ELEMENTS = 1 << 20
-"""Elements that element-wise work on a CPU takes at a time, so that they stay in its cache."""
+"""Elements per block of element-wise work on a CPU, so that a block fits its cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitScaling:
-    """What happens between the head's matrix product and the softmax."""
+    """Transformation of logits between the head's matrix product and the softmax."""
 
     scale: float = 1.0
-    """The family's own factor on logits."""
+    """The family's factor on logits."""
     softcap: float | None = None
-    """``c tanh(logit / c)``, after the factor."""
+    """``c tanh(logit / c)``, applied after the factor."""
     temperature: float = 1.0
-    """Logits are divided by it, last."""
+    """Divisor of logits, applied last."""
 
     def apply_(self, logits: Tensor) -> Tensor:
         """Scale float32 logits in place."""
@@ -37,7 +37,7 @@ class LogitScaling:
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def gradient_(self, grad: Tensor, scaled: Tensor) -> Tensor:
-        """Turn the gradient of scaled logits into that of the raw ones, in place."""
+        """Convert the gradient of scaled logits into that of raw logits, in place."""
         if self.softcap is not None:
             tanh = scaled * (self.temperature / self.softcap)
             grad.mul_(1 - tanh.square_())
@@ -47,13 +47,13 @@ class LogitScaling:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """Which rows of the vocabulary this rank holds, where several share it."""
+    """The rows of the vocabulary on this rank, if several ranks share it."""
 
     start: int
     rows: int
-    """Real ones; what the weight holds beyond them is padding."""
+    """Number of real rows; further rows of the weight are padding."""
     group: Any
-    """Of the ranks that hold the others; None: this rank holds all."""
+    """Group of the ranks that share the vocabulary; None: this rank holds all of it."""
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -76,27 +76,27 @@ class _ChunkedLogprobs(torch.autograd.Function):
         local_R = targets_R if part is None else targets_R - part.start
         logprobs_R = torch.empty(rows, dtype=torch.float32, device=hidden_RH.device)
         entropy_R = torch.empty_like(logprobs_R)
-        log_normaliser_R = torch.empty_like(logprobs_R)
+        log_normalizer_R = torch.empty_like(logprobs_R)
         kept: Tensor | None = None
         for start in range(0, rows, chunk):
             at = slice(start, min(start + chunk, rows))
             logits = torch.nn.functional.linear(hidden_RH[at], own_VH, bias_V)
             logits, statistics = _statistics(logits, local_R[at], scaling)
             lse, entropy_R[at], target = _combined(statistics, None if part is None else part.group)
-            log_normaliser_R[at] = lse
+            log_normalizer_R[at] = lse
             logprobs_R[at] = target - lse
             kept = logits if rows <= chunk else None
             del logits
         needs_grad = any(ctx.needs_input_grad[:3])
         ctx.save_for_backward(
-            hidden_RH, weight_VH, bias_V, local_R, log_normaliser_R, entropy_R, kept if needs_grad else None
+            hidden_RH, weight_VH, bias_V, local_R, log_normalizer_R, entropy_R, kept if needs_grad else None
         )
         ctx.scaling, ctx.chunk, ctx.part = scaling, chunk, part
         return logprobs_R, entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_RH, weight_VH, bias_V, local_R, log_normaliser_R, entropy_R, kept = ctx.saved_tensors
+        hidden_RH, weight_VH, bias_V, local_R, log_normalizer_R, entropy_R, kept = ctx.saved_tensors
         rows = hidden_RH.shape[0]
         own_VH = weight_VH if ctx.part is None else weight_VH[: ctx.part.rows]
         grad_hidden = torch.empty_like(hidden_RH)
@@ -110,7 +110,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     torch.nn.functional.linear(hidden_RH[at], own_VH, bias_V), ctx.scaling
                 )
             own_grads = tuple(None if g is None else g[at] for g in grads)
-            _gradient_(logits, local_R[at], log_normaliser_R[at], entropy_R[at], own_grads, ctx.scaling)
+            _gradient_(logits, local_R[at], log_normalizer_R[at], entropy_R[at], own_grads, ctx.scaling)
             grad_logits = logits.to(weight_VH.dtype)
             del logits
             torch.mm(grad_logits, own_VH, out=grad_hidden[at])
@@ -118,17 +118,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if bias_V is not None:
                 summed = grad_logits.float().sum(0)
                 grad_bias = summed if grad_bias is None else grad_bias + summed
-        # Without rows the gradients are zeros, not absent: sharded ranks reduce them together.
+        # Without rows the gradients are zeros, not None: ranks reduce them together.
         if bias_V is not None:
             grad_bias = torch.zeros_like(bias_V) if grad_bias is None else grad_bias.to(bias_V.dtype)
         return grad_hidden, _as_whole(grad_own, weight_VH), grad_bias, None, None, None, None
 
 
 def _statistics(logits: Tensor, targets: Tensor, scaling: LogitScaling) -> tuple[Tensor, Tensor]:
-    """Statistics of each row, ``[4, R]``, and the logits as the backward pass takes them.
+    """Return statistics of each row, ``[4, R]``, and the logits in the form the backward pass needs.
 
-    Largest scaled logit, sum of exponentials below it, that sum weighted by logit less largest, and the
-    target's logit (0 where the target is none of the columns).
+    Largest scaled logit, sum of exponentials relative to it, that sum weighted by logit minus largest, and
+    the target's logit (0 if the target is not among the columns).
     """
     if logits.is_cuda:
         from orhpc.train.loss.logit_kernels import row_statistics
@@ -153,7 +153,7 @@ def _statistics(logits: Tensor, targets: Tensor, scaling: LogitScaling) -> tuple
 
 
 def _combined(statistics: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Log of the softmax's denominator, entropy in nats, and the target's logit, over all parts."""
+    """Return log of the softmax's denominator, entropy in nats, and the target's logit, over all parts."""
     peak, sums = statistics[0], statistics[1:]
     if group is not None:
         highest = peak.clone()
@@ -169,7 +169,7 @@ def _combined(statistics: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _raw_or_scaled(logits: Tensor, scaling: LogitScaling) -> Tensor:
-    """Logits as :func:`_statistics` leaves them: the kernels take raw ones."""
+    """Return logits as :func:`_statistics` does: raw for the CUDA kernels, scaled on a CPU."""
     if logits.is_cuda:
         return logits
     z = logits.float()
@@ -181,21 +181,21 @@ def _raw_or_scaled(logits: Tensor, scaling: LogitScaling) -> Tensor:
 def _gradient_(
     logits: Tensor,
     targets: Tensor,
-    log_normaliser: Tensor,
+    log_normalizer: Tensor,
     entropy: Tensor,
     grads: tuple[Tensor | None, ...],
     scaling: LogitScaling,
 ) -> None:
-    """Overwrite logits with the gradient of the raw ones."""
+    """Overwrite logits with the gradient of the raw logits."""
     if logits.is_cuda:
         from orhpc.train.loss.logit_kernels import gradient_
 
-        gradient_(logits, targets, log_normaliser, entropy, grads[0], grads[1], scaling)
+        gradient_(logits, targets, log_normalizer, entropy, grads[0], grads[1], scaling)
         return
     for block in _blocks(logits):
         first, second = (None if g is None else g[block] for g in grads)
         _logit_gradient_(
-            logits[block], targets[block], log_normaliser[block], entropy[block], first, second, scaling
+            logits[block], targets[block], log_normalizer[block], entropy[block], first, second, scaling
         )
 
 
@@ -209,7 +209,7 @@ def _as_whole(grad_own: Tensor | None, weight_VH: Tensor) -> Tensor:
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Rows small enough for a CPU's cache."""
+    """Return blocks of rows that fit a CPU's cache."""
     rows, columns = logits.shape
     step = max(1, CACHE_ELEMENTS // max(1, columns))
     return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
@@ -218,18 +218,18 @@ def _blocks(logits: Tensor) -> list[slice]:
 def _logit_gradient_(
     z: Tensor,
     targets: Tensor,
-    log_normaliser: Tensor,
+    log_normalizer: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
     scaling: LogitScaling,
 ) -> None:
-    """Overwrite scaled logits with the gradient of the raw ones.
+    """Overwrite scaled logits with the gradient of the raw logits.
 
     ``d logp / d z_j = [j is target] - p_j`` and ``d H / d z_j = -p_j (log p_j + H)``.
     """
     scaled = z.clone() if scaling.softcap is not None else z
-    z.sub_(log_normaliser[:, None])
+    z.sub_(log_normalizer[:, None])
     if grad_entropy is None:
         z.exp_()
         if grad_logprob is not None:
@@ -249,7 +249,7 @@ def _logit_gradient_(
 
 
 def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, only_chunk: bool) -> Tensor:
-    """Add one chunk's share of the weight's gradient; in float32 when there are several."""
+    """Add one chunk's contribution to the weight's gradient; in float32 if there are several chunks."""
     share = grad_logits.t() @ hidden
     if only_chunk:
         return share
@@ -270,12 +270,12 @@ def token_logprobs(
     """Return ``log softmax(scaled logits)[target]`` and the distribution's entropy, float32 ``[R]``.
 
     ``hidden_RH`` and ``weight_VH`` ``[V, H]`` are in the model's type; the softmax is in float32.
-    ``chunk`` rows of logits exist at a time.  The entropy has a gradient only when asked for.
+    ``chunk`` rows of logits exist at a time.  The entropy has a gradient only with ``entropy_gradient``.
 
-    ``part``: the ranks of a group hold a part of the vocabulary each, and the whole ``hidden_RH``
-    (collective).  No rank sees another's logits: of each row they agree on the largest logit, the
-    softmax's denominator, the weighted sum that the entropy needs, and the target's logit.  The gradient
-    of ``hidden_RH`` is then this rank's summand: the caller adds them up.
+    ``part``: each rank of a group holds a part of the vocabulary, and the whole ``hidden_RH``
+    (collective).  Ranks do not exchange logits: for each row they reduce the largest logit, the
+    softmax's denominator, the weighted sum for the entropy, and the target's logit.  The gradient
+    of ``hidden_RH`` is then this rank's contribution; the caller sums over ranks.
     """
     logprobs_R, entropy_R = _ChunkedLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         hidden_RH, weight_VH, bias_V, targets_R, scaling, chunk, part

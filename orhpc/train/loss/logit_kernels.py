@@ -1,10 +1,10 @@
-"""Softmax statistics of logits, and their gradient, in one pass over them each; Triton, for CUDA.
+"""Triton kernels for CUDA: softmax statistics of logits, and their gradient, in one pass each.
 
-A row of the vocabulary is read once, in the type that the matrix product wrote it in; everything is
-computed in float32.  The gradient overwrites the logits.
+A row of logits is read once, in the output type of the matrix product; all computation is in
+float32.  The gradient overwrites the logits.
 """
 
-# Triton comes with CUDA builds of torch alone, and its kernels are no Python functions to a type checker.
+# Triton comes only with CUDA builds of torch, and type checkers do not see its kernels as Python functions.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 BLOCK = 4096
 WARPS = 8
 DEEP = 2
-"""Loads of 16 bytes that a thread has under way in the statistics' loop."""
+"""16-byte loads in flight per thread in the statistics' loop."""
 WIDE = 8
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _scaled(x, scale, cap, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
-    """Family's factor and temperature; with a cap, ``cap tanh(x scale)``."""
+    """Apply the family's factor and temperature; with a cap, ``cap tanh(x scale)``."""
     z = x * scale
     if CAPPED:
         e = tl.exp(2.0 * z)
@@ -35,13 +35,13 @@ def _scaled(x, scale, cap, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 @triton.jit
-def _taken_in(x, peak, total, weighted, scale, cap, inside, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
-    """Each thread's own statistics (powers of two) with one more tile, of which it holds axes 0 and 2."""
+def _accumulate_tile(x, peak, total, weighted, scale, cap, inside, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
+    """Update each thread's statistics (in powers of two) with one tile, of which it holds axes 0 and 2."""
     z = tl.where(inside, _scaled(x.to(tl.float32), scale, cap, CAPPED) * LOG2_E, -1.0e30)
     higher = tl.maximum(peak, tl.max(tl.max(z, 2), 0))
     shifted = z - higher[None, :, None]
     e = tl.exp2(shifted)
-    # Of what has been summed, every term's z - peak grows by the peaks' difference.
+    # For the terms summed so far, z - peak changes by the difference of the peaks.
     shrunk = tl.exp2(peak - higher)
     weighted = shrunk * (weighted + total * (peak - higher)) + tl.sum(tl.sum(e * shifted, 2), 0)
     return higher, total * shrunk + tl.sum(tl.sum(e, 2), 0), weighted
@@ -65,7 +65,7 @@ def _statistics(  # noqa: ANN202
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
     size: tl.constexpr = DEEP * THREADS * WIDE
-    # Threads meet only once a row: within the loop each keeps a largest logit and sums of its own.
+    # Threads synchronize only once per row: within the loop each keeps its own maximum and sums.
     deep = tl.arange(0, DEEP)[:, None, None] * (THREADS * WIDE)
     at = deep + tl.arange(0, THREADS)[None, :, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
     peak = tl.full([THREADS], -1.0e30, tl.float32)
@@ -74,11 +74,11 @@ def _statistics(  # noqa: ANN202
     whole = columns // size * size
     for start in range(0, whole, size):
         x = tl.load(base + start + at)
-        peak, total, weighted = _taken_in(x, peak, total, weighted, scale, cap, at >= 0, CAPPED)
+        peak, total, weighted = _accumulate_tile(x, peak, total, weighted, scale, cap, at >= 0, CAPPED)
     if whole < columns:
         inside = whole + at < columns
         x = tl.load(base + whole + at, mask=inside, other=0.0)
-        peak, total, weighted = _taken_in(x, peak, total, weighted, scale, cap, inside, CAPPED)
+        peak, total, weighted = _accumulate_tile(x, peak, total, weighted, scale, cap, inside, CAPPED)
     higher = tl.max(peak, 0)
     shrunk = tl.exp2(peak - higher)
     weighted = tl.sum(shrunk * (weighted + total * (peak - higher)), 0)
@@ -96,7 +96,7 @@ def _statistics(  # noqa: ANN202
 def _gradient(  # noqa: ANN202
     logits,  # noqa: ANN001
     targets,  # noqa: ANN001
-    normaliser,  # noqa: ANN001
+    normalizer,  # noqa: ANN001
     entropy,  # noqa: ANN001
     grad_logprob,  # noqa: ANN001
     grad_entropy,  # noqa: ANN001
@@ -113,7 +113,7 @@ def _gradient(  # noqa: ANN202
     base = logits + row.to(tl.int64) * stride
     x = tl.load(base + at, mask=at < columns, other=0.0).to(tl.float32)
     z = _scaled(x, scale, cap, CAPPED)
-    log_p = z - tl.load(normaliser + row)
+    log_p = z - tl.load(normalizer + row)
     p = tl.exp(log_p)
     g = tl.load(grad_logprob + row)
     grad = tl.where(at == tl.load(targets + row), g, 0.0) - g * p
@@ -126,15 +126,15 @@ def _gradient(  # noqa: ANN202
 
 
 def _factors(scale: float, softcap: float | None, temperature: float) -> tuple[float, float]:
-    """What the kernels multiply by, and the cap after the temperature."""
+    """Return the kernels' factor, and the cap after the temperature."""
     if softcap is None:
         return scale / temperature, 1.0
     return scale / softcap, softcap / temperature
 
 
 def row_statistics(logits: Tensor, targets: Tensor, scaling: Any) -> Tensor:
-    """``[4, R]`` float32: largest scaled logit, sum of exponentials below it, that sum weighted by the
-    scaled logit less the largest, and the target's scaled logit (0 where it is none of the columns)."""
+    """Return ``[4, R]`` float32: largest scaled logit, sum of exponentials relative to it, that sum weighted
+    by scaled logit minus largest, and the target's scaled logit (0 if it is not among the columns)."""
     rows, columns = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -149,20 +149,20 @@ def row_statistics(logits: Tensor, targets: Tensor, scaling: Any) -> Tensor:
 def gradient_(
     logits: Tensor,
     targets: Tensor,
-    normaliser: Tensor,
+    normalizer: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
     scaling: Any,
 ) -> None:
-    """Overwrite raw logits with their gradient."""
+    """Overwrite raw logits with the gradient of the loss."""
     rows, columns = logits.shape
     if not rows or not columns:
         return
-    first = torch.zeros_like(normaliser) if grad_logprob is None else grad_logprob.contiguous()
+    first = torch.zeros_like(normalizer) if grad_logprob is None else grad_logprob.contiguous()
     second = first if grad_entropy is None else grad_entropy.contiguous()
     factor, cap = _factors(scaling.scale, scaling.softcap, scaling.temperature)
     _gradient[(rows, triton.cdiv(columns, BLOCK))](
-        logits, targets, normaliser, entropy, first, second, logits.stride(0), columns, factor, cap,
+        logits, targets, normalizer, entropy, first, second, logits.stride(0), columns, factor, cap,
         CAPPED=scaling.softcap is not None, ENTROPY=grad_entropy is not None, SIZE=BLOCK, num_warps=WARPS,
     )  # fmt: skip

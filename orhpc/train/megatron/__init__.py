@@ -1,8 +1,8 @@
-"""The Megatron trainer: megatron-core's model, optimiser and schedules under the trainer's interface.
+"""The Megatron trainer: megatron-core's model, optimizer and schedules behind the trainer's interface.
 
-``backend`` puts the parts together; ``families`` says what a model's ``config.json`` means in
-megatron-core's words, ``model`` builds it, ``layers`` and ``attention`` have what some families' layers
-do beyond megatron-core's, ``plain`` has the modules it is built of where TransformerEngine is not,
+``backend`` assembles the parts; ``families`` translates a model's ``config.json`` to
+megatron-core's settings, ``model`` builds it, ``layers`` and ``attention`` add features of some families
+that megatron-core lacks, ``plain`` has replacements for TransformerEngine's modules,
 ``packing`` cuts a micro-batch to a rank's share, ``schedule`` runs micro-batches through the pipeline,
-``optim`` steps, ``export`` gathers weights, ``state`` names what a checkpoint holds.
+``optim`` steps, ``export`` gathers weights, ``state`` maps optimizer state to checkpoint tensors.
 """

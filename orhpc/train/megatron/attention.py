@@ -1,7 +1,7 @@
-"""Attention over a pack by our own functions, where megatron-core's or TransformerEngine's cannot do it.
+"""Packed attention with our own functions, where megatron-core's and TransformerEngine's do not support it.
 
-That is all attention where there is no TransformerEngine, and soft-capped scores everywhere.  What Llama 4
-does to queries, keys and boundaries stands around either (:class:`TraitAttention`).
+It computes all attention without TransformerEngine, and soft-capped scores everywhere.  Llama 4's changes
+to queries, keys and boundaries wrap either implementation (:class:`TraitAttention`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from orhpc.train.megatron.packing import own_slots
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """megatron-core's description of a pack, with ours beside it."""
+    """megatron-core's description of a pack, with our own in addition."""
 
     packing: Packing | None = None
     positions: Tensor | None = None
-    """int64: of this rank's slots, each within its sequence."""
+    """int64: position of each of this rank's slots within its sequence."""
 
     @classmethod
     def of(cls, packing: Packing, positions: Tensor | None) -> PackedParams:
@@ -47,8 +47,8 @@ class PackedParams(PackedSeqParams):
             cu_seqlens_kv_padded=bounds,
             max_seqlen_q=packing.longest,
             max_seqlen_kv=packing.longest,
-            # Padding belongs to sequences here; not told so, TransformerEngine compares the two lists of
-            # bounds on the device in every layer, and the host waits for it.
+            # Padding belongs to sequences here.  Without this flag TransformerEngine compares the two lists
+            # of bounds on the device in every layer, and the host waits for the result.
             pad_between_seqs=False,
             packing=packing,
             positions=positions,
@@ -110,9 +110,9 @@ class PackedAttention(MegatronModule):
     def _whole(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All context-parallel ranks' slots in the order of the pack, and which of them are this rank's.
+        """Gather all context-parallel ranks' slots in pack order; return them and this rank's indices.
 
-        Every rank then computes all of the attention: for exactness where there is no other, not for speed.
+        Every rank then computes the whole attention, which is slow but exact; no other way exists here.
         """
         group: Any = parallel_state.get_context_parallel_group()
         order, shares = packing.kept(("ranks", self.ways), partial(_order, packing, self.ways))
@@ -124,10 +124,10 @@ class PackedAttention(MegatronModule):
 
 
 class TraitAttention(MegatronModule):
-    """Another core attention, with what some layers do that megatron-core has no setting for.
+    """Wraps a core attention with layer features for which megatron-core has no setting.
 
     Norms come after rotary positions, as in the family's own module; megatron-core's would come before
-    them, and in layers without such positions too.
+    them, also in layers without such positions.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class TraitAttention(MegatronModule):
             query, key = (rms_norm(t, t.shape[-1:], eps=traits.norm_eps) for t in (query, key))
         if traits.temperature is not None:
             query = scaled_queries(query, traits.temperature, packing, positions)
-        # Context parallelism, which cuts whole sequences, is refused where one could be longer than a chunk.
+        # With context parallelism, sequences longer than a chunk are refused (families.spans).
         chunks = packing.chunked(traits.chunk) if self.ways == 1 else packing
         if chunks is not packing:
             params = packing.kept(("parameters", traits.chunk), lambda: PackedParams.of(chunks, None))
@@ -171,7 +171,7 @@ class TraitAttention(MegatronModule):
 
 
 def _order(packing: Packing, ways: int) -> tuple[Tensor, list[Tensor]]:
-    """Where in the ranks' slots, one rank after another, each slot of the pack stands; and each rank's."""
+    """Return each pack slot's index in the concatenated slots of all ranks, and each rank's own slots."""
     bounds = np.asarray(packing.bounds)
     shares = [torch.from_numpy(own_slots(bounds, ways, rank)) for rank in range(ways)]
     order = torch.cat(shares).argsort()

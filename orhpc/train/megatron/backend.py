@@ -1,4 +1,4 @@
-"""One rank of the Megatron trainer; see :class:`orhpc.train.backend.Backend` for what it promises."""
+"""One rank of the Megatron trainer; see :class:`orhpc.train.backend.Backend` for the contract."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from orhpc.train.megatron.model import (
     start_groups,
     transformer_config,
 )
-from orhpc.train.megatron.optim import MegatronOptimiser, wrap
+from orhpc.train.megatron.optim import MegatronOptimizer, wrap
 from orhpc.train.megatron.packing import RankBatch
 from orhpc.train.megatron.routing_replay import StageReplay, refuse_dense
 from orhpc.train.megatron.schedule import Head, Pipeline
-from orhpc.train.megatron.scratch_tensors import Leftovers
+from orhpc.train.megatron.scratch_tensors import CachedTensors
 from orhpc.train.megatron.state import state_shards
-from orhpc.train.sleep.residence import Residence, Slept
+from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 from orhpc.train.stopping import MESSAGE
 from orhpc.train.weights.fp8 import check_scales
 
@@ -61,7 +61,7 @@ class MegatronBackend:
         self.data_rank = place.dp
         self.reports = place.tp == 0 and place.cp == 0 and place.pp == config.megatron.pp - 1
         self.world_size = world_size
-        self._residence = Residence(self.device)
+        self._offload = OffloadManager(self.device)
 
     # --- building -----------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class MegatronBackend:
             check_scales(power_of_two=config.engine.power_of_two_scales)
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        self._hf_config = load_model_config(self.model_dir, config.model, quantised=True)
+        self._hf_config = load_model_config(self.model_dir, config.model, quantized=True)
         folder = HfFolder(self.model_dir)
         shape = folder.language_part(read_shape(self.model_dir))
         folder.check(shape)
@@ -82,23 +82,23 @@ class MegatronBackend:
         )
         start_groups(config)
         chunks = self._chunks(shape, folder, trained=True)
-        # The optimiser's buffers take over the parameters, with what has been loaded into them.
+        # The optimizer's buffers take over the parameters, including their loaded values.
         wrapped = wrap(chunks, chunks[0].model.config, config)
         self._routers: StageReplay | None = None
         if config.routes_wanted:
             refuse_dense(shape.experts)
             self._routers = StageReplay(chunks, replay=config.train.routing_replay)
-        # Never in the reference: it has routed for itself since before any engine sampled.
+        # Never in the reference: it must not depend on the engines' routing.
         self._policy = self._pipeline(wrapped, shape, self._routers)
         self._exporter = Exporter(chunks, self._mapping, m, self.dtype)
-        self.optimiser = MegatronOptimiser(wrapped, config, self.dtype)
+        self.optimizer = MegatronOptimizer(wrapped, config, self.dtype)
         self._models: list[nn.Module] = list(wrapped)
         self._reference: Pipeline | None = None
         if config.algorithm.use_kl_loss:
             frozen = [chunk.model for chunk in self._chunks(shape, folder, trained=False)]
             self._models += frozen
             self._reference = self._pipeline(frozen, shape)
-        self._leftovers = Leftovers(self._models)
+        self._cached_tensors = CachedTensors(self._models)
         self._targets = self._parameter_targets(chunks)
         self._no_metrics = self._metrics_of_nothing()
         return {"parameters": shape.parameters}
@@ -109,7 +109,7 @@ class MegatronBackend:
         chunks = build_chunks(build, mcore, shape, self.config.megatron, self.device)
         load_chunks(chunks, self._mapping, folder)
         for chunk in chunks:
-            # Always in training mode, without any dropout: every pass of a step computes the same.
+            # Always in training mode, without dropout: every pass of a step computes the same.
             chunk.model.train().requires_grad_(trained)
         return chunks
 
@@ -139,7 +139,7 @@ class MegatronBackend:
         return found
 
     def _metrics_of_nothing(self) -> MetricSums:
-        """Zeros under the names that the loss reports, for ranks that compute none."""
+        """Zeros under the names that the loss reports, for ranks that compute no loss."""
         zeros = torch.zeros(1, device=self.device)
         inputs = LossInputs(
             logprobs_P=zeros,
@@ -182,20 +182,20 @@ class MegatronBackend:
                 metrics.add(found)
             return value
 
-        self.optimiser.clear()
+        self.optimizer.clear()
         try:
             if self._policy.train(batches, loss, between):
                 raise StopRequested(MESSAGE)
         except BaseException:
-            self.optimiser.clear()
+            self.optimizer.clear()
             if self._routers is not None:
                 self._routers.forget()
             raise
         if self._routers is not None:
             metrics.add(self._routers.metrics())
-        self._residence.changing()
+        self._offload.changing()
         started = time.perf_counter()
-        norm, lr = self.optimiser.step(metrics.sums["loss"])
+        norm, lr = self.optimizer.step(metrics.sums["loss"])
         return Update(metrics, norm, lr, time.perf_counter() - started)
 
     # --- weights and state --------------------------------------------------------------------
@@ -214,59 +214,67 @@ class MegatronBackend:
         return self._exporter.export(names)
 
     def shards(self) -> list[Shard]:
-        self._residence.settle()
-        return self._shards(self._residence.view)
+        self._offload.settle()
+        return self._shards(self._offload.view)
 
     def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
-        self._residence.hold(self._weights(), self.optimiser.tensors(), readers_done)
-        return self._shards(self._residence.on_host)
+        self._offload.hold(self._weights(), self.optimizer.tensors(), readers_done)
+        return self._shards(self._offload.on_host)
 
     def _shards(self, place: Callable[[Tensor], Tensor]) -> list[Shard]:
-        """``place`` finds whole tensors: a tensor without memory cannot be cut."""
+        """``place`` returns whole tensors, because a tensor without memory cannot be sliced."""
         held = (
             replace(state, tensors={kind: place(flat) for kind, flat in state.tensors.items()})
-            for state in self.optimiser.held()
+            for state in self.optimizer.held()
         )
         return state_shards(held, self._targets, self._mapping.shape)
 
     def progress(self) -> dict[str, Any]:
-        return {"optimiser_steps": self.optimiser.steps}
+        return {"optimiser_steps": self.optimizer.steps}
 
     def intact(self) -> bool:
-        return self.optimiser.intact
+        return self.optimizer.intact
 
     def set_progress(self, progress: dict[str, Any]) -> None:
-        self._residence.changing()
-        self.optimiser.take_up(int(progress["optimiser_steps"]))
+        self._offload.changing()
+        self.optimizer.take_up(int(progress["optimiser_steps"]))
 
     # --- memory -------------------------------------------------------------------------------
 
     def prepare_sleep(self, size: int) -> None:
-        self._residence.prepare(size)
+        self._offload.prepare(size)
 
     def release_gradients(self) -> None:
-        self._leftovers.drop()
-        if self._residence.moves:
-            self._residence.drop(self.optimiser.gradient_buffers())
-            self._residence.begin(self._weights(), self.optimiser.tensors())
+        self._cached_tensors.drop()
+        if self._offload.moves:
+            self._offload.drop(self.optimizer.gradient_buffers())
+            self._offload.begin(self._weights(), self.optimizer.tensors())
 
-    def sleep(self) -> Slept:
-        """Move weights and optimiser state to pinned host memory, and give gradients' memory back."""
+    def sleep(self) -> OffloadStats:
+        """Move weights and optimizer state to pinned host memory, and free the gradients' memory."""
         self.release_gradients()
-        if not self._residence.moves or self._residence.asleep:
-            return Slept()
-        return self._residence.sleep(self._weights(), self.optimiser.tensors())
+        if not self._offload.moves or self._offload.asleep:
+            return OffloadStats()
+        return self._offload.sleep(self._weights(), self.optimizer.tensors())
 
     def _weights(self) -> list[Tensor]:
         return [p.detach() for model in self._models for p in model.parameters()]
 
     def wake(self) -> None:
-        self._residence.wake()
+        self._offload.wake()
 
     def close(self) -> None:
-        if (residence := self.__dict__.pop("_residence", None)) is not None:
-            residence.close()
-        for name in ("_policy", "_reference", "optimiser", "_exporter", "_targets", "_models", "_leftovers"):
+        if (offload := self.__dict__.pop("_offload", None)) is not None:
+            offload.close()
+        for name in (
+            "_policy",
+            "_reference",
+            "optimizer",
+            "_exporter",
+            "_targets",
+            "_models",
+            "_cached_tensors",
+        ):
             self.__dict__.pop(name, None)
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()

@@ -1,8 +1,8 @@
-"""Gathering weights: from every rank's parts to whole tensors under Hugging Face names, on every rank.
+"""Gather weights: from every rank's parts to whole tensors under Hugging Face names, on every rank.
 
-A call takes a bucket of names.  What one rank of a tensor-parallel group holds of the bucket travels
-as one flat tensor: first within the group, then from the expert-parallel rank and the pipeline
-stage that hold it to the others.
+Each call takes a bucket of names.  A tensor-parallel rank's parts of the bucket are sent
+as one flat tensor: first within the group, then from the owning expert-parallel rank and pipeline
+stage to the others.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from orhpc.train.megatron.model import Chunk, chunk_layers, held_tensors
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """Which ranks hold a target."""
+    """The ranks that hold a target."""
 
     stage: int
     expert_rank: int | None
-    """Expert-parallel rank; None: all of the stage's."""
+    """Expert-parallel rank; None: all ranks of the stage."""
 
 
 class Exporter:
-    """Whole weights of one role's chunks."""
+    """Exports whole weights of one role's chunks."""
 
     def __init__(
         self, chunks: Sequence[Chunk], mapping: HfMapping, settings: MegatronSettings, dtype: torch.dtype
@@ -53,14 +53,14 @@ class Exporter:
         }
 
     def held(self) -> Mapping[str, Tensor]:
-        """This rank's parts by the name in the whole model."""
+        """Return this rank's parts by their name in the whole model."""
         return self._held
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._mapping.shapes()
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Types that are not the model's own: routers' correction biases stay in float32."""
+        """Types that differ from the model's: routers' correction biases stay in float32."""
         return {n: torch.float32 for n in self._mapping.units() if n.endswith("router.expert_bias")}
 
     def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -75,7 +75,7 @@ class Exporter:
                 yield from self._collected(name, parts)
 
     def _collected(self, name: str, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """A unit of several targets may come in several runs: it is whole with the last."""
+        """Collect a unit's targets, which may come in several runs, and yield it once complete."""
         group = self._mapping.units()[name]
         waiting = self._waiting.setdefault(name, [])
         waiting += parts
@@ -85,7 +85,7 @@ class Exporter:
             yield from self._mapping.split(name, whole).items()
 
     def _kind(self, target: Target) -> tuple[Any, ...]:
-        """Targets of one kind travel together."""
+        """Return the key by which targets are grouped for one transfer."""
         return self._owner(target), target.expert is not None, self._type(target)
 
     def _owner(self, target: Target) -> _Owner:
@@ -102,7 +102,7 @@ class Exporter:
         return torch.float32 if target.name.endswith("router.expert_bias") else self._dtype
 
     def _gathered(self, targets: Sequence[Target]) -> list[Tensor]:
-        """Whole tensors of targets that the same ranks hold."""
+        """Return whole tensors of targets with the same owners."""
         owner, dtype = self._owner(targets[0]), self._type(targets[0])
         expert = targets[0].expert is not None
         if expert:

@@ -1,7 +1,7 @@
-"""What a model's ``config.json`` means in megatron-core's words: one function a group of families.
+"""Translate a model's ``config.json`` to megatron-core's settings, one function per group of families.
 
-Every value that megatron-core's TransformerConfig needs of the model itself comes from here; what
-it needs of the layout and the machine stands in :mod:`orhpc.train.megatron.model`.
+This module sets all TransformerConfig values that depend on the model; those that depend
+on the layout and the machine are set in :mod:`orhpc.train.megatron.model`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_BUILT = {
     "gemma3": "it also sees images; its language part alone (gemma3_text) can be built",
     "llama4": "it also sees images; its language part alone (llama4_text) can be built",
 }
-"""Families that only the FSDP backend trains, and what is missing."""
+"""Families that only the FSDP backend trains, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,31 +41,31 @@ class Build:
     values: Values
     """Fields of TransformerConfig."""
     latent: bool
-    """MLATransformerConfig instead."""
+    """Whether to use MLATransformerConfig."""
     windows: tuple[int | None, ...]
-    """Keys a token sees at most, layer by layer; None: all before it."""
+    """Maximum keys per token, by layer; None: unlimited."""
     sandwich: bool
-    """Attention's and the MLP's outputs are normalised too."""
+    """Whether outputs of attention and MLP are normalized too."""
     inverse_frequencies: torch.Tensor
-    """Of rotary positions, as the family's own module in transformers computes them."""
+    """Of rotary positions, as computed by the family's own module in transformers."""
     rotary_share: float
-    """Of a head's elements that are rotated."""
+    """Share of a head's elements that are rotated."""
     near_frequencies: torch.Tensor | None = None
-    """In layers that see a window, where theirs are others."""
+    """Inverse frequencies of sliding-window layers, if they differ."""
     embedding_scale: float = 1.0
     softcap: float | None = None
-    """Bound of attention's scores."""
+    """Bound of attention scores."""
     traits: tuple[Traits, ...] = ()
-    """Of each layer's attention, where there are any."""
+    """Of each layer's attention; empty: none."""
     latent_eps: float | None = None
-    """Epsilon of the norms of latents, where it is not that of the other norms."""
+    """Epsilon of latent norms, if it differs from that of other norms."""
 
 
 def build_of(config: Any, shape: ModelShape) -> Build:
     """Translate a transformers config.
 
     Raises:
-        ModelError: the family, or one of its settings, cannot be built of megatron-core's modules.
+        ModelError: megatron-core's modules do not support the family or one of its settings.
     """
     family = shape.family.name
     if family in NOT_BUILT:
@@ -91,7 +91,7 @@ def build_of(config: Any, shape: ModelShape) -> Build:
     if latent:
         values |= _latent(config, shape)
     else:
-        # Queries and keys would both be scaled: so are their products.
+        # Rotary scaling multiplies both queries and keys, so scores get its square.
         per_head = getattr(config, "query_pre_attn_scalar", None) or shape.head_dim
         values["softmax_scale"] = scaling**2 / per_head**0.5
     return Build(
@@ -103,7 +103,7 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         rotary_share=share,
         near_frequencies=near,
         embedding_scale=shape.hidden**0.5 if gemma else 1.0,
-        # Gemma 3's config has the setting too, and its attention does not use it.
+        # Gemma 3's config has this setting too, but its attention ignores it.
         softcap=config.attn_logit_softcapping if family == "gemma2" else None,
         traits=traits,
         latent_eps=_latent_eps(config) if latent else None,
@@ -111,11 +111,11 @@ def build_of(config: Any, shape: ModelShape) -> Build:
 
 
 def spans(build: Build, config: Config) -> Values:
-    """How far layers see, in megatron-core's words.
+    """Translate the layers' attention spans to megatron-core's settings.
 
     Raises:
-        ConfigError: the layout cannot divide attention of that kind.
-        ModelError: megatron-core has no word for it.
+        ConfigError: the layout cannot divide this kind of attention.
+        ModelError: megatron-core does not support it.
     """
     cp = config.megatron.cp
     longest = config.rollout.max_total_tokens
@@ -130,7 +130,7 @@ def spans(build: Build, config: Config) -> Values:
         return {}
     if len(windows) > 1:
         raise ModelError(
-            f"train.backend=megatron: windows of {sorted(windows)} tokens, where one length is known"
+            f"train.backend=megatron: windows of {sorted(windows)} tokens; only one length is supported"
         )
     if cp > 1 and build.softcap is None:  # our own attention gathers the sequence
         raise ConfigError("megatron.cp: attention within a sliding window cannot be divided over ranks")
@@ -146,7 +146,7 @@ def _common(config: Any, shape: ModelShape) -> Values:
     if any(biases[1:]) and not all(biases):
         raise ModelError(
             f"train.backend=megatron cannot build {family}: it has biases on some matrices; megatron-core "
-            "has them on all, on queries, keys and values, or on none"
+            "supports biases on all, on queries, keys and values, or on none"
         )
     return {
         "num_layers": len(shape.layers),
@@ -189,13 +189,13 @@ def _experts(config: Any, shape: ModelShape) -> Values:
     if on_input and shape.experts_per_token > 1:
         raise ModelError(
             f"train.backend=megatron cannot build {shape.family.name} with {shape.experts_per_token} experts "
-            "a token: megatron-core scales their input where there is one alone"
+            "per token: megatron-core scales expert inputs only with one expert per token"
         )
-    normalised = bool(getattr(config, "norm_topk_prob", True))
-    if sigmoid and not normalised and shape.experts_per_token > 1:
+    normalized = bool(getattr(config, "norm_topk_prob", True))
+    if sigmoid and not normalized and shape.experts_per_token > 1:
         raise ModelError(
             f"train.backend=megatron cannot build {shape.family.name} with norm_topk_prob false: "
-            "megatron-core normalises sigmoid scores"
+            "megatron-core normalizes sigmoid scores"
         )
     values: Values = {
         "num_moe_experts": shape.experts,
@@ -203,8 +203,8 @@ def _experts(config: Any, shape: ModelShape) -> Values:
         "moe_ffn_hidden_size": shape.expert_ffn,
         "moe_layer_freq": [int(layer.experts) for layer in shape.layers],
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
-        # Softmax over the chosen alone is softmax over all, normalised over the chosen.
-        "moe_router_pre_softmax": not sigmoid and not normalised,
+        # Softmax over the chosen experts equals softmax over all, normalized over the chosen.
+        "moe_router_pre_softmax": not sigmoid and not normalized,
         "moe_router_enable_expert_bias": corrected,
         "moe_apply_probs_on_input": on_input,
         "moe_router_bias_update_rate": 0.0,
@@ -229,7 +229,7 @@ def _experts(config: Any, shape: ModelShape) -> Values:
 
 
 def _latent(config: Any, shape: ModelShape) -> Values:
-    """Multi-head latent attention; YaRN's factor on attention logits is DeepSeek-V3's, by its mscale."""
+    """Settings of multi-head latent attention; YaRN scales attention logits by mscale, as in DeepSeek-V3."""
     scaling: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     plain = scaling.get("rope_type", "default") == "default"
     return {
@@ -247,7 +247,7 @@ def _latent(config: Any, shape: ModelShape) -> Values:
 
 
 def _latent_eps(config: Any) -> float:
-    """The families' classes build norms of latents without the config's epsilon, so with their default."""
+    """Return the epsilon of latent norms: the families' classes use their default, not the config's."""
     model: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
     code = vars(sys.modules[model.__module__])
     norms = [kind for name, kind in code.items() if name.endswith("RMSNorm")]
@@ -257,8 +257,8 @@ def _latent_eps(config: Any) -> float:
 
 
 def _rotary(config: Any) -> tuple[torch.Tensor, float, torch.Tensor | None]:
-    """Inverse frequencies and scaling of the family's own rotary module, whatever its kind; and the
-    frequencies of layers that see a window, where they are others."""
+    """Return inverse frequencies and scaling of the family's own rotary module, of any kind, and the
+    frequencies of sliding-window layers if they differ."""
     model: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
     code = sys.modules[model.__module__]
     kinds = [

@@ -4,9 +4,9 @@
     for name, tensor in mapping.load(checkpoint, part, tp_rank=1): ...       # one rank's parameters
     mapping.split(name, whole)                                               # back, under HF names
 
-Every Megatron parameter is a row of pieces of checkpoint tensors, joined along one dimension and cut
-into equal parts by tensor parallelism (:class:`Target`).  Loading reads just the pieces that fall
-into a rank's part; export joins the ranks' parts and takes the pieces apart again.  The rules are in
+Every Megatron parameter is a sequence of pieces of checkpoint tensors, joined along one dimension and divided
+into equal parts by tensor parallelism (:class:`Target`).  Loading reads only the pieces of a
+rank's part; export joins the ranks' parts and splits them into pieces again.  The rules are in
 :mod:`orhpc.train.megatron.names`.
 """
 
@@ -32,7 +32,7 @@ class Piece:
     start: int
     stop: int
     expert: int | None = None
-    """Of a tensor of all experts, ``[experts, in, out]``: this expert's matrix, transposed."""
+    """Index in a tensor of all experts, ``[experts, in, out]``; the piece is that matrix, transposed."""
 
     @property
     def length(self) -> int:
@@ -41,39 +41,39 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One Megatron parameter, whole: what all ranks of a tensor-parallel group hold together."""
+    """One whole Megatron parameter, joined over all ranks of a tensor-parallel group."""
 
     template: str
-    """Name with ``{layer}`` and ``{e}`` where the layer's and the expert's index stand."""
+    """Name with ``{layer}`` and ``{e}`` for the layer's and the expert's index."""
     shape: tuple[int, ...]
     dim: int
-    """Along which pieces are joined, and cut."""
+    """Dimension along which pieces are joined, and parts are cut."""
     ways: int
-    """Equal parts that it is cut into; 1 where every rank holds it whole."""
+    """Number of equal parts; 1 if every rank holds the whole."""
     pieces: tuple[Piece, ...]
-    """In order; what they leave of the shape is padding."""
+    """In order; the remainder of the shape is padding."""
     layer: int | None = None
     expert: int | None = None
 
     @property
     def name(self) -> str:
-        """In the whole model."""
+        """Name in the whole model."""
         return self.named(0, 0)
 
     def named(self, first_layer: int, first_expert: int) -> str:
-        """In a model chunk that begins with this layer and this expert."""
+        """Name in a model chunk that begins with this layer and this expert."""
         layer = "" if self.layer is None else str(self.layer - first_layer)
         expert = "" if self.expert is None else str(self.expert - first_expert)
         return self.template.replace("{layer}", layer).replace("{e}", expert)
 
     def local_shape(self) -> tuple[int, ...]:
-        """Of one part."""
+        """Shape of one part."""
         size = list(self.shape)
         size[self.dim] //= self.ways
         return tuple(size)
 
     def part(self, source: Source, index: int) -> Tensor:
-        """Read part ``index``; nothing else of the checkpoint is read."""
+        """Read part ``index``, and nothing else of the checkpoint."""
         index = index if self.ways > 1 else 0
         size = self.shape[self.dim] // self.ways
         low, high = index * size, (index + 1) * size
@@ -93,7 +93,7 @@ class Target:
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join what the ranks of a group hold, in rank order."""
+        """Join the parts of a group's ranks, in rank order."""
         if self.ways == 1:
             return parts[0]
         if len(parts) != self.ways:
@@ -108,27 +108,27 @@ class Target:
 
 
 class Source(Protocol):
-    """A checkpoint that parts of tensors can be read from."""
+    """A checkpoint from which parts of tensors can be read."""
 
     def read(self, piece: Piece, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (``dim`` 0) or columns (1) ``start .. stop - 1`` of the piece's tensor.
+        """Read rows (``dim`` 0) or columns (1) ``start .. stop - 1`` of the piece's tensor.
 
-        Raises ModelError when there is no such tensor, or one of another shape.
+        Raises ModelError if the tensor is missing or has another shape.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What one rank holds of the model, but for tensor parallelism."""
+    """What one rank holds of the model, before tensor parallelism."""
 
     layers: range
     first: bool = True
-    """Has the embedding."""
+    """Whether it has the embedding."""
     last: bool = True
-    """Has the final norm and the head."""
+    """Whether it has the final norm and the head."""
     experts: range | None = None
-    """Expert parallelism's share; null: all."""
+    """Experts of this expert-parallel rank; null: all."""
 
 
 class HfMapping:
@@ -145,14 +145,14 @@ class HfMapping:
     ) -> None:
         """``vocabulary``: the embedding's rows, padding included; null: without padding.
 
-        Raises ModelError where the family has a tensor that no rule is for, or ``tp`` does not
+        Raises ModelError if no rule covers a tensor of the family, or ``tp`` does not
         divide a dimension.
         """
         self.shape, self.naming, self.tp, self.etp = shape, naming, tp, etp
         self.vocabulary = vocabulary or shape.vocabulary
         self._by_name: dict[str, tuple[Target, ...]] | None = None
 
-    # --- what there is ------------------------------------------------------------------------
+    # --- targets ------------------------------------------------------------------------------
 
     def targets(self, part: ModelPart) -> Iterator[Target]:
         """Parameters of one rank's part of the model, in a fixed order."""
@@ -219,7 +219,7 @@ class HfMapping:
         return target
 
     def _grouped(self, names: list[str]) -> list[tuple[str, int, int]]:
-        """Megatron's order of queries, keys and values: each group's queries, its key, its value."""
+        """Return Megatron's order of queries, keys and values: by group its queries, its key, its value."""
         shape = self.shape
         queries = shape.heads // shape.kv_heads * shape.head_dim
         sizes = (queries, shape.head_dim, shape.v_head_dim)
@@ -241,12 +241,12 @@ class HfMapping:
             rank = tp_rank if target.expert is None else etp_rank
             yield target.named(first_layer, first_expert), target.part(source, rank)
 
-    # --- back to one --------------------------------------------------------------------------
+    # --- to a checkpoint ----------------------------------------------------------------------
 
     def units(self) -> dict[str, tuple[Target, ...]]:
-        """All parameters of the model by name, together where a checkpoint's tensor needs several.
+        """Return all parameters of the model by name, grouped if a checkpoint tensor needs several.
 
-        That is so where all experts are one tensor in the checkpoint; the name is the first one's.
+        That is the case where a checkpoint stores all experts in one tensor; the name is the first one's.
         """
         if self._by_name is None:
             groups: dict[str, list[Target]] = {}
@@ -259,14 +259,14 @@ class HfMapping:
         return self._by_name
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every unit, by name; of several targets with their number in front."""
+        """Whole shape of every unit, by name; units of several targets are stacked in a first dimension."""
         return {
             name: group[0].shape if len(group) == 1 else (len(group), *group[0].shape)
             for name, group in self.units().items()
         }
 
     def split(self, name: str, whole: Tensor) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors that a whole unit of :meth:`shapes` holds."""
+        """Return the checkpoint tensors contained in a whole unit of :meth:`shapes`."""
         group = self.units()[name]
         first = group[0]
         several = whole.unbind(0) if len(group) > 1 else (whole,)
@@ -279,7 +279,7 @@ class HfMapping:
 
 
 def _gated(names: list[str], rows: list[int], ways: int) -> list[tuple[str, int, int]]:
-    """Each rank's part of the gate, then its part of the up projection, rank by rank."""
+    """Return each rank's part of the gate, then its part of the up projection, rank by rank."""
     width = rows[0] if len(names) == 2 else rows[0] // 2
     if width % ways:
         raise ModelError(f"layout: {names[0]}: a width of {width} cannot be cut into {ways}")

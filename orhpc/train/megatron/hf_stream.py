@@ -1,4 +1,4 @@
-"""Safetensors folders read a slice at a time: no process ever holds a whole model."""
+"""Read safetensors folders slice by slice, so that no process ever holds a whole model."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from orhpc.train.megatron.hf_mapping import Piece
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
-"""What the name of a block-wise FP8 weight's scales ends with (DeepSeek-V3's format)."""
-QUANTISED = (".weight_scale", ".qweight", ".weight_packed", "_blocks")
-"""What tensors of other quantised formats end with."""
+"""Suffix of the scales of a block-wise FP8 weight (DeepSeek-V3's format)."""
+QUANTIZED = (".weight_scale", ".qweight", ".weight_packed", "_blocks")
+"""Suffixes of tensors in other quantized formats."""
 PREFIXES = (
     ("model.", "lm_head.weight"),
     ("language_model.model.", "language_model.lm_head.weight"),
     ("model.language_model.", "lm_head.weight"),
 )
-"""Where checkpoints of one family keep the language part, and its head."""
+"""Name prefix of the language part in checkpoints of a family, and the name of its head."""
 
 
 class HfFolder:
     """The weights of one model folder; :class:`orhpc.train.megatron.hf_mapping.Source`."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ModelError for a folder without safetensors, a torn one, or weights in a quantised
+        """Raises ModelError for a folder without safetensors, an incomplete one, or weights in a quantized
         format other than block-wise FP8."""
         self.folder = Path(folder)
         self.files = _files(self.folder)
-        if packed := next((n for n in self.files if n.endswith(QUANTISED)), None):
-            raise ModelError(f"model.path: {folder} holds quantised weights ({packed}) in an unknown format")
+        if packed := next((n for n in self.files if n.endswith(QUANTIZED)), None):
+            raise ModelError(f"model.path: {folder} holds quantized weights ({packed}) in an unknown format")
         scaled = any(n.endswith(SCALE) for n in self.files)
         self.block = _block_size(self.folder) if scaled else None
         self._open: dict[str, Any] = {}
 
     def language_part(self, shape: ModelShape) -> ModelShape:
-        """The shape with the tensor names that this folder uses.
+        """Return the shape with the tensor names of this folder.
 
-        Raises ModelError when it has no embedding under any known name.
+        Raises ModelError if it has no embedding under any known name.
         """
         for prefix, head in PREFIXES:
             if f"{prefix}embed_tokens.weight" in self.files:
@@ -54,7 +54,7 @@ class HfFolder:
         raise ModelError(f"model.path: {self.folder}: no embed_tokens.weight among its tensors")
 
     def check(self, shape: ModelShape) -> None:
-        """Raises ModelError when a tensor that the model needs is missing or has another shape."""
+        """Raise ModelError if a tensor that the model needs is missing or has another shape."""
         wanted = {name: size for t in shape.tensors() for name, size in t.each()}
         missing = [name for name in wanted if name not in self.files]
         if missing:
@@ -71,9 +71,9 @@ class HfFolder:
         view = self._slice(piece.name)
         size = view.get_shape()
         axis = dim if piece.expert is None else 2 - dim
-        if axis >= len(size) or stop > size[axis]:  # beyond its end a slice would only be shorter
+        if axis >= len(size) or stop > size[axis]:  # a slice past the end would be silently shorter
             raise ModelError(
-                f"model.path: {self.folder}: {piece.name} is {size}, which is not what config.json says"
+                f"model.path: {self.folder}: {piece.name} is {size}, which differs from config.json"
             )
         if piece.expert is None:
             found = view[start:stop] if dim == 0 else view[:, start:stop]
@@ -83,15 +83,15 @@ class HfFolder:
         return found[0].t()
 
     def whole(self, name: str) -> Tensor:
-        """One whole tensor, of a block-wise FP8 matrix its float32 values.
+        """Return one whole tensor; for a block-wise FP8 matrix its float32 values.
 
-        Raises ModelError when there is none of this name.
+        Raises ModelError if the tensor is missing.
         """
         part = self._slice(name)[...] if not self._slice(name).get_shape() else self._slice(name)[:]
         return self._restored(name, part, 0, 0) if part.ndim == 2 else part
 
     def _restored(self, name: str, part: Tensor, dim: int, start: int) -> Tensor:
-        """Float32 values of a part of an FP8 matrix, whose blocks have a scale each; others as they are."""
+        """Return float32 values of a part of an FP8 matrix with block scales; other tensors unchanged."""
         if self.block is None or f"{name}{SCALE}" not in self.files:
             return part
         first = (start, 0) if dim == 0 else (0, start)
@@ -115,20 +115,20 @@ class HfFolder:
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
-    """Rows and columns of a block with one scale: ``weight_block_size`` of ``config.json``."""
+    """Return rows and columns of a block: ``weight_block_size`` of ``config.json``."""
     try:
         about = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
         rows, columns = about["weight_block_size"]
         method = about["quant_method"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path: {folder}: config.json says no FP8 block size: {error!r}") from error
+        raise ModelError(f"model.path: {folder}: config.json has no FP8 block size: {error!r}") from error
     if method != "fp8" or not all(isinstance(n, int) and n > 0 for n in (rows, columns)):
-        raise ModelError(f"model.path: {folder}: {method} in blocks of {rows} x {columns} is not known")
+        raise ModelError(f"model.path: {folder}: {method} in blocks of {rows} x {columns} is not supported")
     return rows, columns
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """File of every tensor."""
+    """Return the file of every tensor."""
     try:
         if (folder / INDEX).is_file():
             weights: Any = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map")

@@ -1,8 +1,8 @@
-"""What some families' layers have and megatron-core's do not, put around its own modules.
+"""Layer features of some families that megatron-core lacks, wrapped around its modules.
 
-GLM-4 and Gemma also normalise what attention and the MLP return; Gemma rotates by other frequencies in
-the layers that see a window; Gemma 2 bounds attention's scores; Llama 4 attends in chunks, and scales
-queries by position; MiniMax-M2 normalises queries and keys over all heads at once.
+GLM-4 and Gemma also normalize the outputs of attention and MLP; Gemma uses other rotary frequencies in
+sliding-window layers; Gemma 2 bounds attention scores; Llama 4 attends in chunks, and scales
+queries by position; MiniMax-M2 normalizes queries and keys over all heads together.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from orhpc.train.attention.packing import Traits
 from orhpc.train.megatron.attention import PackedAttention, TraitAttention
 
 Added = tuple[Tensor, Tensor | None]
-"""What a sub-layer returns: its output and a bias still to be added."""
+"""Output of a sub-layer, and a bias still to be added."""
 Builder = Callable[..., nn.Module]
 
 
 class FamilyLayer(TransformerLayer):
-    """A layer whose two outputs are normalised before they are added to the residual."""
+    """A layer whose two outputs are normalized before they are added to the residual."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class FamilyLayer(TransformerLayer):
         near_frequencies: Tensor | None,
         **kwargs: Any,
     ) -> None:
-        """``near_frequencies``: of rotary positions, in layers that see a window; null: as everywhere."""
+        """``near_frequencies``: rotary frequencies of sliding-window layers; null: the same as elsewhere."""
         super().__init__(config, submodules, *args, **kwargs)
         size, eps = config.hidden_size, config.layernorm_epsilon
         self.post_self_attn_layernorm = post_norm(config=config, hidden_size=size, eps=eps)
         self.post_mlp_layernorm = post_norm(config=config, hidden_size=size, eps=eps)
-        self.self_attn_bda = _normalised(self.self_attn_bda, self.post_self_attn_layernorm)
-        self.mlp_bda = _normalised(self.mlp_bda, self.post_mlp_layernorm)
+        self.self_attn_bda = _normalized(self.self_attn_bda, self.post_self_attn_layernorm)
+        self.mlp_bda = _normalized(self.mlp_bda, self.post_mlp_layernorm)
         window, kinds = config.window_size, config.window_attn_skip_freq
         near = is_layer_window_attention(window, kinds, self.layer_number)  # type: ignore[arg-type]
         self._frequencies = near_frequencies if near else None
@@ -66,8 +66,8 @@ class FamilyLayer(TransformerLayer):
         return super()._forward_attention(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
-def _normalised(add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
-    """megatron-core's addition of a bias and the residual, of the normalised output."""
+def _normalized(add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
+    """Wrap megatron-core's addition of a bias and the residual: normalize the output first."""
 
     def made(training: bool, fused: bool) -> Callable[..., Tensor]:
         plain = add(training, fused)
@@ -83,7 +83,7 @@ def _normalised(add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
 
 
 def _angles(frequencies: Tensor, like: Tensor) -> Tensor:
-    """Rotary angles ``[positions, 1, 1, rotated]`` of as many positions as ``like`` has."""
+    """Return rotary angles ``[positions, 1, 1, rotated]`` for as many positions as ``like`` has."""
     at = torch.arange(len(like), device=like.device, dtype=torch.float32)
     half = torch.outer(at, frequencies.to(like.device))
     return torch.cat([half, half], -1)[:, None, None, :].to(like.dtype)
@@ -92,17 +92,17 @@ def _angles(frequencies: Tensor, like: Tensor) -> Tensor:
 class HeadsNorm(nn.Module):
     """RMSNorm over all heads of queries, or of keys, which tensor parallelism divides.
 
-    Every rank holds the whole weight and uses its heads' part: megatron-core sums the gradients of what is
-    called ``q_layernorm`` or ``k_layernorm`` over tensor-parallel ranks.
+    Every rank holds the whole weight and uses its heads' part: megatron-core sums the gradients of modules
+    named ``q_layernorm`` or ``k_layernorm`` over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
-        """``heads``: of all ranks; ``hidden_size``: of one."""
+        """``heads``: over all ranks; ``hidden_size``: of one head."""
         super().__init__()
         self.ways = config.tensor_model_parallel_size
         if heads % self.ways:
             raise ConfigError(
-                f"megatron.tp: {self.ways} does not divide {heads} heads, which the model normalises together"
+                f"megatron.tp: {self.ways} does not divide {heads} heads, which the model normalizes together"
             )
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.width, self.eps = heads * hidden_size, eps
@@ -114,7 +114,7 @@ class HeadsNorm(nn.Module):
         squares = wide.square().sum(-1, keepdim=True)
         own = self.weight
         if self.ways > 1:
-            # Every rank's heads depend on the sum: so its gradient is summed, too.
+            # Every rank's heads depend on the sum, so its gradient is summed over ranks too.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
             own = own.chunk(self.ways)[parallel_state.get_tensor_model_parallel_rank()]
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
@@ -130,11 +130,11 @@ def with_family_layers(
     softcap: float | None,
     traits: Sequence[Traits],
 ) -> TransformerBlockSubmodules:
-    """Put them into a block's specification.
+    """Add family features to a block's specification.
 
-    ``post_norm``: outputs are normalised.  ``heads``: of queries and of keys that are normalised together;
-    null: head by head, or not at all.  ``softcap``: bound of attention's scores.  ``traits``: of
-    each layer's attention; empty: there are none.
+    ``post_norm``: normalize outputs.  ``heads``: numbers of query and of key heads that are normalized
+    together; null: per head, or not at all.  ``softcap``: bound of attention scores.  ``traits``: of
+    each layer's attention; empty: none.
     """
     specs = list(block.layer_specs or [])
     if softcap is not None:
@@ -144,7 +144,7 @@ def with_family_layers(
             _attending(spec, lambda of: partial(TraitAttention, inner=of, traits=traits)) for spec in specs
         ]
     if heads is not None:
-        specs = [_normalising_heads(spec, heads) for spec in specs]
+        specs = [_normalizing_heads(spec, heads) for spec in specs]
     if post_norm:
         params = {"post_norm": block.layer_norm, "near_frequencies": near_frequencies}
         specs = [replace(spec, module=FamilyLayer, params={**spec.params, **params}) for spec in specs]
@@ -152,7 +152,7 @@ def with_family_layers(
 
 
 def _attending(spec: ModuleSpec, change: Callable[[Builder], Builder]) -> ModuleSpec:
-    """``change``: from what builds the attention itself to what builds another."""
+    """Replace the core attention; ``change`` maps its builder to a new one."""
     layer: Any = spec.submodules
     attention: ModuleSpec = layer.self_attention
     inner: Any = attention.submodules
@@ -160,7 +160,7 @@ def _attending(spec: ModuleSpec, change: Callable[[Builder], Builder]) -> Module
     return replace(spec, submodules=replace(layer, self_attention=replace(attention, submodules=inner)))
 
 
-def _normalising_heads(spec: ModuleSpec, heads: tuple[int, int]) -> ModuleSpec:
+def _normalizing_heads(spec: ModuleSpec, heads: tuple[int, int]) -> ModuleSpec:
     layer: Any = spec.submodules
     attention: ModuleSpec = layer.self_attention
     inner: Any = attention.submodules

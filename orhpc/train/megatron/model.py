@@ -1,4 +1,4 @@
-"""megatron-core's model: the one place where it is configured and built."""
+"""Configure and build megatron-core's model."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from orhpc.config.megatron import MegatronSettings
 
 VOCABULARY_MULTIPLE = 8
-"""Rows of a rank's part of the embedding are a multiple of it, for the matrix units' sake."""
+"""Rows of a rank's part of the embedding are a multiple of this, for efficient matrix products."""
 
 GROUPED_GEMM = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-"""Where it is 1 TransformerEngine multiplies by all experts of a layer in one kernel, on Hopper in bfloat16:
-to launch one an expert is what a step waits for.  Whoever sets it decides."""
+"""If 1, TransformerEngine multiplies by all experts of a layer in one kernel, on Hopper in bfloat16;
+one launch per expert would dominate a step.  A value already in the environment is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of the model on this rank: all of a pipeline stage, or one of its interleaved parts."""
+    """One piece of the model on this rank: a pipeline stage, or one of its interleaved parts."""
 
     model: GPTModel
     part: ModelPart
 
 
 def start_groups(config: Config) -> None:
-    """Make megatron-core's process groups out of the default one."""
+    """Create megatron-core's process groups from the default one."""
     m = config.megatron
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=m.tp,
@@ -64,7 +64,7 @@ def start_groups(config: Config) -> None:
 
 
 def _timeout_minutes() -> int:
-    """The default group's, which every collective shares."""
+    """Return the default group's timeout, which every collective shares."""
     group: Any = torch.distributed.distributed_c10d._get_default_group()
     seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return max(1, math.ceil(seconds / 60))
@@ -73,10 +73,10 @@ def _timeout_minutes() -> int:
 def transformer_config(
     build: Build, shape: ModelShape, config: Config, dtype: torch.dtype
 ) -> TransformerConfig:
-    """megatron-core's config of one model in one layout.
+    """Return megatron-core's config of one model in one layout.
 
     Raises:
-        ConfigError: ``megatron.extra`` names a field that there is not, or one that we set.
+        ConfigError: ``megatron.extra`` names an unknown field, or one that is set elsewhere.
         ModelError: megatron-core refuses the combination.
     """
     kind = MLATransformerConfig if build.latent else TransformerConfig
@@ -116,11 +116,11 @@ def _layout(m: MegatronSettings, shape: ModelShape) -> dict[str, Any]:
         "expert_tensor_parallel_size": m.etp,
         "variable_seq_lengths": m.pp > 1,
         "deallocate_pipeline_outputs": m.pp > 1,
-        # Interleaved stages send forward and backward at once; of two stages each is the other's
-        # successor and predecessor, and a batch of messages would mix the two up.
+        # Interleaved stages send forward and backward at once; with two stages, each is the other's
+        # successor and predecessor, and a batch of messages would confuse the two directions.
         "overlap_p2p_comm": m.vpp > 1,
         "batch_p2p_comm": m.vpp == 1,
-        # The loss is divided by the whole mini-batch's normaliser: gradients are summed over ranks.
+        # The loss is divided by the whole mini-batch's normalizer, so gradients are summed over ranks.
         "calculate_per_token_loss": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -136,7 +136,7 @@ def _layout(m: MegatronSettings, shape: ModelShape) -> dict[str, Any]:
 
 
 def chunk_layers(shape: ModelShape, m: MegatronSettings) -> list[range]:
-    """Layers of every chunk, in the order in which they are visited: chunk ``v x pp + stage``."""
+    """Return the layers of every chunk, in execution order: chunk ``v x pp + stage``."""
     return stages(shape, m.pp * m.vpp)
 
 
@@ -146,8 +146,8 @@ def _machine(engine: bool, build: Build) -> dict[str, Any]:
         "perform_initialization": False,
         "use_cpu_initialization": not engine,
         "bias_activation_fusion": engine and build.values["activation_func"] is functional.silu,
-        # No dropout and no biases: it is one addition.  Compiled, every other packed length would be another
-        # program, until torch gives up after eight.
+        # Without dropout and biases it is one addition.  Compiled, every packed length would need another
+        # compilation, until torch stops after eight.
         "bias_dropout_fusion": False,
         "apply_rope_fusion": engine and not build.latent and not build.values["rotary_interleaved"],
         "moe_grouped_gemm": engine and "num_moe_experts" in build.values,
@@ -157,10 +157,10 @@ def _machine(engine: bool, build: Build) -> dict[str, Any]:
 
 
 def _precision(config: Config) -> dict[str, Any]:
-    """FP8 in the blocks that the engines' weights are quantised in; the decoder's linear layers alone.
+    """Return FP8 settings: the engines' weight blocks, for the decoder's linear layers only.
 
-    Set also when it is off, so that nothing else can switch it on: megatron-core's plain layers, or a
-    recipe of other blocks, would not be what the engines compute.
+    They are set also when FP8 is off, so that ``megatron.extra`` cannot enable it: megatron-core's plain
+    layers, or a recipe with other blocks, would compute something else than the engines.
     """
     if config.precision != "fp8":
         return {"fp8": None}
@@ -186,7 +186,7 @@ def padded_vocabulary(shape: ModelShape, m: MegatronSettings) -> int:
 
 
 def own_parts(shape: ModelShape, m: MegatronSettings) -> list[ModelPart]:
-    """What this rank holds, a part for each of its chunks."""
+    """Return this rank's part of the model for each of its chunks."""
     cuts = chunk_layers(shape, m)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     index = parallel_state.get_expert_model_parallel_rank()
@@ -199,7 +199,7 @@ def own_parts(shape: ModelShape, m: MegatronSettings) -> list[ModelPart]:
 def build_chunks(
     build: Build, mcore: TransformerConfig, shape: ModelShape, m: MegatronSettings, device: torch.device
 ) -> list[Chunk]:
-    """Build this rank's part of the model, its weights still without values."""
+    """Build this rank's part of the model, with uninitialized weights."""
     os.environ.setdefault(GROUPED_GEMM, "1")
     chunks: list[Chunk] = []
     for index, part in enumerate(own_parts(shape, m)):
@@ -236,17 +236,17 @@ def build_chunks(
         if build.latent_eps is not None:
             _set_latent_eps(model, build.latent_eps)
         if mcore.fp8:
-            _check_quantised(model.decoder)
+            _check_quantized(model.decoder)
         if part.first and build.embedding_scale != 1.0:
             model.embedding.register_forward_hook(partial(_scaled, build.embedding_scale))
         chunks.append(Chunk(model.to(device), part))
     return chunks
 
 
-def _check_quantised(decoder: nn.Module) -> None:
-    """Refuse layers that would compute unquantised where FP8 was asked for.
+def _check_quantized(decoder: nn.Module) -> None:
+    """Refuse layers that would compute in higher precision although FP8 was requested.
 
-    Only TransformerEngine's linear layers look at the recipe; routers and gates are never quantised.
+    Only TransformerEngine's linear layers use the recipe; routers and gates are never quantized.
     """
     from transformer_engine.pytorch.module.base import (  # pyright: ignore[reportMissingImports]
         TransformerEngineBaseModule,
@@ -256,16 +256,16 @@ def _check_quantised(decoder: nn.Module) -> None:
         kept = ".router." in name or name.endswith("gate_weight")
         owner = decoder.get_submodule(name.rpartition(".")[0])
         if parameter.dim() > 1 and not kept and not isinstance(owner, TransformerEngineBaseModule):
-            raise ModelError(f"precision: fp8 would leave {name} ({type(owner).__name__}) unquantised")
+            raise ModelError(f"precision: fp8 would leave {name} ({type(owner).__name__}) unquantized")
 
 
 def _scaled(scale: float, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """In the embedding's type, as transformers rounds it."""
+    """Scale in the embedding's type, to round as transformers does."""
     return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
 
 
 def _set_latent_eps(model: GPTModel, eps: float) -> None:
-    """megatron-core has one epsilon for all norms; those of latents may be fused with what follows them."""
+    """Set the epsilon of latent norms, which may be fused with the next layer; megatron-core has only one."""
     for module in model.modules():
         if hasattr(module, "kv_layernorm"):
             names = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
@@ -293,10 +293,10 @@ def _set_frequencies(model: GPTModel, frequencies: torch.Tensor, device: torch.d
 
 @torch.no_grad()
 def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> None:
-    """Read this rank's weights, one parameter at a time: no rank ever holds more than its share.
+    """Read this rank's weights, one parameter at a time, so that no rank ever holds more than its share.
 
     Raises:
-        ModelError: a tensor is missing or of another shape, or a parameter would be left without values.
+        ModelError: a tensor is missing or has another shape, or no rule loads a parameter.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     etp_rank: Any = parallel_state.get_expert_tensor_parallel_rank()
@@ -305,7 +305,7 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
         for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
             target = held.pop(name, None)
             if target is None:
-                raise ModelError(f"megatron-core's model has no {name}: a rule of megatron_names.py is wrong")
+                raise ModelError(f"megatron-core's model has no {name}: a rule in megatron/names.py is wrong")
             if target.shape != values.shape:
                 raise ModelError(
                     f"megatron-core's {name} is {list(target.shape)}, the checkpoint's {list(values.shape)}"
@@ -316,7 +316,7 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
 
 
 def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, and the routers' correction biases, by name."""
+    """Return parameters, and the routers' correction biases, by name."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     found |= {name: b for name, b in model.named_buffers() if name.endswith("router.expert_bias")}
     return found

@@ -1,7 +1,7 @@
-"""Which Megatron-core parameter is made of which Hugging Face tensors: the rules, a family at a time.
+"""Rules that map Hugging Face tensors to megatron-core parameters, by family.
 
-Left the name in a megatron-core model, right the checkpoint's tensors, and how tensor parallelism
-cuts them.  The mechanics are in :mod:`orhpc.train.megatron.hf_mapping`.
+A rule has the name in a megatron-core model, the checkpoint's tensors, and how tensor parallelism
+divides them.  :mod:`orhpc.train.megatron.hf_mapping` applies the rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orhpc.models.families import Family
 
 
 class Cut(Enum):
-    """How a parameter is cut into the parts that ranks hold."""
+    """How a parameter is divided over ranks."""
 
     COPIED = "held whole by every rank"
     ROWS = "rows: a column-parallel matrix, whose output is divided"
@@ -29,22 +29,22 @@ class Rule:
     """One parameter of a layer."""
 
     target: str
-    """Below the layer's module; ``{e}`` stands for an expert's index."""
+    """Name within the layer; ``{e}`` stands for an expert's index."""
     sources: tuple[str, ...]
-    """Below the checkpoint's layer, in the order in which they are joined."""
+    """Names within the checkpoint's layer, in the order in which they are joined."""
     cut: Cut
     expert: bool = False
-    """Divided by expert and expert-tensor parallelism."""
+    """Whether it is divided by expert and expert-tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What the modules of the Megatron model are."""
+    """Which modules the Megatron model uses."""
 
     fused_norms: bool
-    """TransformerEngine's layers, which hold the norm before a matrix product themselves."""
+    """TransformerEngine's layers, which include the norm before a matrix product."""
     grouped_experts: bool
-    """One module of all local experts; otherwise a module each."""
+    """One module for all local experts; otherwise one module each."""
 
 
 _NORM_ROLES = {
@@ -52,7 +52,7 @@ _NORM_ROLES = {
         "input_layernorm": "input",
         "post_attention_layernorm": "pre_mlp",
     },
-    # Gemma and GLM-4 also normalise what attention and MLP return; megatron-core has no name for it.
+    # Gemma and GLM-4 also normalize the outputs of attention and MLP; megatron-core has no name for that.
     (
         "input_layernorm",
         "post_attention_layernorm",
@@ -82,7 +82,7 @@ _PLAIN_NORMS = {
     "post_attention": "post_self_attn_layernorm.weight",
     "post_mlp": "post_mlp_layernorm.weight",
 }
-"""The two ``post`` ones are modules that our own layer adds."""
+"""The two ``post`` norms are modules of :class:`orhpc.train.megatron.layers.FamilyLayer`."""
 _INDEXER = {
     "linear_wq_b.weight": "wq_b.weight",
     "linear_wk.weight": "wk.weight",
@@ -90,11 +90,11 @@ _INDEXER = {
     "k_norm.bias": "k_norm.bias",
     "linear_weights_proj.weight": "weights_proj.weight",
 }
-"""Of DeepSeek-V3.2's sparse attention; megatron-core holds it whole on every rank."""
+"""DeepSeek-V3.2's sparse attention; megatron-core holds it whole on every rank."""
 
 
 def layer_rules(shape: ModelShape, index: int, naming: Naming) -> Iterator[Rule]:
-    """Rules of one layer; those whose sources the checkpoint does not have do not apply."""
+    """Yield the rules of one layer; a rule applies only if the checkpoint has its sources."""
     latent, moe = shape.kv_rank is not None, shape.layers[index].experts
     yield from _norms(shape.family, naming, latent=latent, moe=moe)
     yield from _latent(naming) if latent else _attention(shape)

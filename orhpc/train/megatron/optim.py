@@ -1,10 +1,10 @@
-"""megatron-core's distributed optimiser: schedule, clipping, and agreement on finiteness.
+"""megatron-core's distributed optimizer: schedule, clipping, and a collective check for NaN and inf.
 
 Gradients are summed in float32 and scattered over the ranks that hold the same part of the model,
-while the backward pass goes on; each rank keeps master weights and moments of its share only.
+during the backward pass; each rank keeps master weights and moments of its share only.
 
-Master weights belong to megatron-core, or with moments in bfloat16 to TransformerEngine's FusedAdam, or
-with an optimiser in host memory to the one that divides the parameters between host and device.
+Master weights belong to megatron-core; with moments in bfloat16 to TransformerEngine's FusedAdam; with
+CPU offload to the optimizer that divides the parameters between host and device.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from orhpc.config import Config
 
 KINDS = {"model": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Our names of a parameter's state, and megatron-core's."""
+"""Our names of a parameter's state, mapped to megatron-core's."""
 
 
 def wrap(chunks: Sequence[Chunk], mcore: TransformerConfig, config: Config) -> list[DistributedDataParallel]:
-    """Give the chunks buffers for gradients, and the collectives that reduce them."""
+    """Add gradient buffers, and the collectives that reduce them, to the chunks."""
     wrapped: list[DistributedDataParallel] = []
     for index, chunk in enumerate(chunks):
         settings = DistributedDataParallelConfig(
@@ -49,24 +49,24 @@ def wrap(chunks: Sequence[Chunk], mcore: TransformerConfig, config: Config) -> l
             overlap_grad_reduce=config.megatron.overlap,
             use_distributed_optimizer=True,
         )
-        # Buckets are for overlap with the backward pass; later chunks' are reduced whole.
+        # Buckets serve overlap with the backward pass; gradients of later chunks are reduced whole.
         model = DistributedDataParallel(mcore, settings, chunk.model, disable_bucketing=index > 0)
         wrapped.append(model)
-    mcore.finalize_model_grads_func = _finalise
+    mcore.finalize_model_grads_func = _finalize
     if config.megatron.overlap:
         no_sync: Any = [model.no_sync for model in wrapped]
         mcore.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
 
 
-def _finalise(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Finish the reductions; the loss is already divided by the mini-batch's normaliser."""
+def _finalize(models: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Finish the reductions; the loss is already divided by the mini-batch's normalizer."""
     finalize_model_grads(models, None, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """Elements ``start .. stop - 1`` of one flattened parameter, and what this rank keeps of them."""
+    """Elements ``start .. stop - 1`` of one flattened parameter, and this rank's state of them."""
 
     parameter: nn.Parameter
     start: int
@@ -75,7 +75,7 @@ class HeldState:
     """By :data:`KINDS`; flat."""
 
 
-class MegatronOptimiser:
+class MegatronOptimizer:
     """AdamW on this rank's share."""
 
     def __init__(
@@ -85,7 +85,7 @@ class MegatronOptimiser:
         self.settings = train
         self.steps = 0
         self.intact = True
-        """As :attr:`orhpc.train.fsdp.optim.Optimiser.intact`."""
+        """See :attr:`orhpc.train.fsdp.optim.Optimizer.intact`."""
         self._wrapped = list(wrapped)
         share = config.megatron.offload_optimizer
         moments = DTYPES[config.megatron.moments_dtype]
@@ -107,7 +107,7 @@ class MegatronOptimiser:
                 optimizer_offload_fraction=share,
                 overlap_cpu_optimizer_d2h_h2d=share > 0,
                 use_precision_aware_optimizer=share > 0 or moments != torch.float32,
-                store_param_remainders=False,  # whole master weights: a checkpoint takes them as they lie
+                store_param_remainders=False,  # checkpoints need whole master weights
                 exp_avg_dtype=moments,
                 exp_avg_sq_dtype=moments,
             ),
@@ -139,7 +139,7 @@ class MegatronOptimiser:
         if not bool(verdict.isfinite().all()):
             self.clear()
             raise NonFinite(
-                f"optimiser step {self.steps}: loss {float(verdict[1]):.4g}, gradient norm {norm:.4g}; "
+                f"optimizer step {self.steps}: loss {float(verdict[1]):.4g}, gradient norm {norm:.4g}; "
                 "no rank has stepped"
             )
         lr = learning_rate(self.settings, self.steps)
@@ -159,7 +159,7 @@ class MegatronOptimiser:
         return norm, lr
 
     def held(self) -> Iterator[HeldState]:
-        """This rank's share of every parameter, by reference."""
+        """Yield this rank's share of every parameter, by reference."""
         for part in self._parts:
             for parameter in part.model_param_group_index_map:
                 span = part._get_model_param_range_map(parameter)["param"]
@@ -172,7 +172,7 @@ class MegatronOptimiser:
 
     @torch.no_grad()
     def take_up(self, steps: int) -> None:
-        """Continue after ``steps`` steps, from what has been written into :meth:`held`."""
+        """Continue after ``steps`` steps, with the state that was written into :meth:`held`."""
         self.steps = steps
         for part in self._parts:
             inner: Any = part.optimizer
@@ -187,21 +187,21 @@ class MegatronOptimiser:
             model.start_param_sync(force_sync=True)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that lies on the device: master weights and moments."""
+        """Return master weights and moments that are on the device."""
         every = ((held.parameter, t) for held in self.held() for t in held.tensors.values())
         return [t for parameter, t in every if t.device == parameter.device]
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Sums of gradients: between steps they hold nothing."""
+        """Return the gradient buffers; their contents are not needed between steps."""
         wrapped: list[Any] = list(self._wrapped)  # their ``buffers`` hides Module's of that name
         return [b.grad_data for model in wrapped for b in (*model.buffers, *model.expert_parallel_buffers)]
 
 
 def _set_weight_decay(part: DistributedOptimizer, weight_decay: float) -> None:
-    """Decay matrices only, as :class:`orhpc.train.fsdp.optim.Optimiser` does.
+    """Decay matrices only, like :class:`orhpc.train.fsdp.optim.Optimizer`.
 
     megatron-core marks the groups of biases and of 1-D parameters with ``wd_mult: 0``, but only its
-    OptimizerParamScheduler, which is not used here, multiplies by it: the optimizer itself would decay all
+    OptimizerParamScheduler, which is not used here, applies it: the optimizer itself would decay all
     groups alike.
     """
     for group in part.param_groups:
@@ -209,11 +209,11 @@ def _set_weight_decay(part: DistributedOptimizer, weight_decay: float) -> None:
 
 
 def _start_state(part: DistributedOptimizer) -> None:
-    """Make the moments now: a checkpoint may be loaded, or written, before the first step."""
+    """Create the moments now: a checkpoint may be loaded, or written, before the first step."""
     inner: Any = part.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         _start_state_on_host(part, inner)
-    elif _keeps_masters(part):  # megatron-core's own function lacks an argument that FusedAdam wants
+    elif _keeps_masters(part):  # megatron-core's own function omits a required argument of FusedAdam
         for group in inner.param_groups:
             for shard in group["params"]:
                 inner.initialize_state(shard, store_param_remainders=False)
@@ -225,10 +225,10 @@ def _start_state(part: DistributedOptimizer) -> None:
 
 
 def _start_state_on_host(part: DistributedOptimizer, inner: HybridDeviceOptimizer) -> None:
-    """A step of length 0 on the gradients' sums, which are 0 yet.
+    """Create state by a step with learning rate 0 on the gradient buffers, which are still 0.
 
-    Its own ``dummy_step`` is a true one, on random gradients; any others would take memory of their own, and
-    in float32 until the first true step.
+    HybridDeviceOptimizer's ``dummy_step`` is a real step on random gradients; separate gradients would take
+    additional memory, in float32 until the first real step.
     """
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
@@ -241,35 +241,36 @@ def _start_state_on_host(part: DistributedOptimizer, inner: HybridDeviceOptimize
     _set_steps(inner, 0)
 
 
-def _set_steps(optimiser: Any, steps: int) -> None:
-    """Count as if so many had been made; torch counts by parameter, TransformerEngine by group."""
-    if isinstance(optimiser, HybridDeviceOptimizer):
-        # What its own groups say is written over the parts' before every step: a count would stand still.
-        for each in optimiser.sub_optimizers:
+def _set_steps(optimizer: Any, steps: int) -> None:
+    """Set the step count to ``steps``; torch counts by parameter, TransformerEngine by group."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        # Its own groups overwrite those of the sub-optimizers before every step: setting a count there
+        # would freeze it.
+        for each in optimizer.sub_optimizers:
             _set_steps(each, steps)
         return
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["step"] = steps
-    for state in optimiser.state.values():
+    for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"].fill_(float(steps))
 
 
 def _copy_masters(masters: Mapping[Tensor, Tensor]) -> None:
-    """Weights from their masters: an optimiser that keeps those does it in its steps alone."""
+    """Copy master weights to weights; optimizers that keep their own masters do this only in a step."""
     for weight, master in masters.items():
         if master is not weight:
             weight.data.copy_(master.data)
 
 
 def _keeps_masters(part: DistributedOptimizer) -> bool:
-    """Whether FusedAdam has the master weights, and not megatron-core."""
+    """Whether FusedAdam, not megatron-core, has the master weights."""
     decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     return decoupled and not isinstance(part.optimizer, HybridDeviceOptimizer)
 
 
 def _kept_by_fused_adam(part: DistributedOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """State by :data:`KINDS`, by reference: megatron-core would give a float32 copy of bfloat16."""
+    """Return state by :data:`KINDS`, by reference; megatron-core would return a float32 copy of bfloat16."""
     group, index = part.model_param_group_index_map[parameter]
     shard = part.optimizer.param_groups[group]["params"][index]
     state = part.optimizer.state[shard]
@@ -277,11 +278,11 @@ def _kept_by_fused_adam(part: DistributedOptimizer, parameter: nn.Parameter) -> 
 
 
 def _master(shard: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """FusedAdam steps float32 parameters themselves."""
+    """Return the master weight; FusedAdam updates float32 parameters directly."""
     return shard if shard.dtype == torch.float32 else state["master_param"]
 
 
 def _need_fused_adam() -> None:
-    """Raises ConfigError without TransformerEngine."""
+    """Raise ConfigError if TransformerEngine is missing."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError("megatron.moments_dtype: bfloat16 needs TransformerEngine, which is not installed")

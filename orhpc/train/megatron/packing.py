@@ -1,9 +1,9 @@
-"""One rank's share of a packed micro-batch: padding, and the cut of context parallelism.
+"""One rank's share of a packed micro-batch: padding, and division by context parallelism.
 
 Under context parallelism every sequence is cut into ``2 cp`` equal pieces and rank ``r`` holds
 pieces ``r`` and ``2 cp - 1 - r``, which gives all ranks the same work under a causal mask
-(megatron-core's and TransformerEngine's convention for packed input).  Padding stands at the end of
-sequences, where no real token attends to it, and in one sequence of its own behind the last.
+(megatron-core's and TransformerEngine's convention for packed input).  Padding is at the end of
+sequences, where no real token attends to it, and in an additional sequence after the last.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from orhpc.train.attention.packing import Packing
 from orhpc.train.batch import PackedBatch
-from orhpc.train.pinned import moved
+from orhpc.train.pinned import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """A micro-batch as one rank computes it.  ``_L`` counts this rank's slots, ``_P`` the pack's own."""
+    """A micro-batch as one rank computes it.  ``_L`` is over this rank's slots, ``_P`` over the pack's."""
 
     input_ids_L: Tensor
     position_ids_L: Tensor
     packing: Packing
-    """Of the padded sequences, whole."""
+    """Of the whole padded sequences."""
     places_L: np.ndarray
-    """On the host: where in the pack each of this rank's slots comes from; -1: padding."""
+    """On the host: index in the pack of each of this rank's slots; -1: padding."""
     rows_R: Tensor
-    """Slots of this rank whose target was sampled, in order: the head sees no others."""
+    """Slots of this rank whose target was sampled, in order; the head computes only these."""
     targets_R: Tensor
     places_R: Tensor
-    """Where in the pack each of ``rows_R`` stands."""
+    """Index in the pack of each of ``rows_R``."""
     total: int
-    """Slots of the pack, P."""
+    """Number of slots of the pack, P."""
     mask_P: Tensor
     segments_P: Tensor
     n_segments: int
@@ -48,9 +48,9 @@ class RankBatch:
 def rank_batch(
     batch: PackedBatch, device: torch.device, *, tp: int, cp: int, cp_rank: int, multiple: int = 1
 ) -> RankBatch:
-    """Pad a micro-batch for a layout and cut out the share of context-parallel rank ``cp_rank``.
+    """Pad a micro-batch for a layout and return the share of context-parallel rank ``cp_rank``.
 
-    ``multiple``: what divides the slots of every rank.
+    ``multiple``: the number of slots of every rank is a multiple of this.
     """
     places, cu = padded_places(batch.cu_seqlens, tp=tp, cp=cp, multiple=multiple)
     own = own_slots(cu, cp, cp_rank)
@@ -63,7 +63,7 @@ def rank_batch(
     places_R = places_L[rows_R]
 
     def move(values: np.ndarray) -> Tensor:
-        return moved(values, device)
+        return to_device(values, device)
 
     return RankBatch(
         input_ids_L=move(ids_L.astype(np.int64)),
@@ -85,10 +85,10 @@ def rank_batch(
 def padded_places(
     cu_seqlens: np.ndarray, *, tp: int, cp: int, multiple: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where in the pack each padded slot comes from (-1: padding), and the padded bounds.
+    """Return the index in the pack of each padded slot (-1: padding), and the padded bounds.
 
-    Each sequence is a multiple of ``2 cp`` long and the whole of ``tp cp multiple`` (``2 cp`` where ``cp`` is
-    above 1): every rank gets as many slots, and tensor parallelism can divide them.
+    Each sequence length is a multiple of ``2 cp`` and the total of ``tp cp multiple`` (``2 cp`` only if
+    ``cp`` > 1): every rank gets as many slots, and tensor parallelism can divide them.
     """
     piece = 2 * cp if cp > 1 else 1
     lengths = np.diff(cu_seqlens)
@@ -104,7 +104,7 @@ def padded_places(
 
 
 def own_slots(bounds: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
-    """Padded slots that a context-parallel rank holds, in its order."""
+    """Return the padded slots that a context-parallel rank holds, in its order."""
     if cp == 1:
         return np.arange(bounds[-1])
     parts: list[np.ndarray] = []

@@ -1,7 +1,7 @@
-"""Modules of a megatron-core model where there is no TransformerEngine: a CPU, above all.
+"""Modules of a megatron-core model without TransformerEngine, mainly for CPUs.
 
 megatron-core's own plain norm refuses sequence parallelism and its plain attention refuses packed
-input; :class:`PlainNorm` and :class:`~orhpc.train.megatron.attention.PackedAttention` take their places
+input; :class:`PlainNorm` and :class:`~orhpc.train.megatron.attention.PackedAttention` replace them
 in its plain layer specification.
 """
 
@@ -28,7 +28,7 @@ class PlainNorm(nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        # Ranks see a part of the sequence each: their gradients are summed.
+        # Each rank sees a part of the sequence: gradients are summed over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
@@ -41,7 +41,7 @@ class PlainNorm(nn.Module):
 
 
 class SharedLinear(nn.Module):
-    """A matrix product that every tensor-parallel rank computes whole, of its part of the sequence."""
+    """A linear layer that every tensor-parallel rank computes whole, on its part of the sequence."""
 
     def __init__(self, config: TransformerConfig, rows: int, columns: int) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ class SharedLinear(nn.Module):
 
 
 def share_latent_projections(model: nn.Module, config: Any) -> None:
-    """Hold the projections into latents whole on every rank, as TransformerEngine's layers do.
+    """Replace projections into latents by layers whole on every rank, as in TransformerEngine's layers.
 
-    megatron-core's plain layers cut them, and then lose a part of the gradient: the rotary part of the
-    keys serves the heads of all ranks, and its gradient is not summed over them (seen with 0.19.2).
+    megatron-core's plain layers divide them, and lose a part of the gradient: the rotary part of the
+    keys serves the heads of all ranks, but its gradient is not summed over them (observed with 0.19.2).
     """
     if not getattr(config, "multi_latent_attention", False):
         return

@@ -1,12 +1,12 @@
-"""Routing replay in megatron-core: each router of a pipeline stage takes the experts that the engine took.
+"""Routing replay in megatron-core: each router of a pipeline stage uses the experts that the engine chose.
 
-megatron-core asks an object in ``router.router_replay`` for the top k; ours stands there in the place of
-its own ``RouterReplay``, which keeps one list for the process and has to be told before every pass what is
-about to happen.  A router here is told the routes of each micro-batch as its forward pass begins;
-recomputation, which 1F1B runs several micro-batches later and in the same order, takes them from a queue.
+megatron-core asks an object in ``router.router_replay`` for the top k.  Ours replaces
+its own ``RouterReplay``, which keeps one list per process and must be notified before every pass.
+Here each router gets the routes of a micro-batch when its forward pass begins;
+recomputation, which 1F1B runs several micro-batches later in the same order, takes them from a queue.
 
-Each rank is given the rows of its own slots (context parallelism), of its slice of them (sequence
-parallelism), and of its own layers (pipeline parallelism), and nothing else.
+Each rank gets only the rows of its own slots (context parallelism), of its slice of them (sequence
+parallelism), and of its own layers (pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from orhpc.train.batch import PackedBatch
 from orhpc.train.expert_choices import ExpertLoads, chose_recorded
 from orhpc.train.loss.grpo import MetricSums
 from orhpc.train.megatron.model import Chunk
-from orhpc.train.pinned import moved
+from orhpc.train.pinned import to_device
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
 class _Rows:
-    """One router's routes of one micro-batch, ``_N`` counting the rank's own rows."""
+    """One router's routes of one micro-batch; ``_N`` is over the rank's own rows."""
 
     experts_NK: Tensor
     known_N: Tensor
     same_N: Tensor | None
-    """Bool, written by the forward pass: the router chose the recorded experts by itself.  None in a pass
-    that is not counted."""
+    """Bool, written by the forward pass: whether the router itself chose the recorded experts.  None in a
+    pass that is not counted."""
     used_NK: Tensor | None = None
-    """What the forward pass replayed, for its recomputation: recorded experts, its own where none are."""
+    """Experts used in the forward pass, for its recomputation: recorded ones, the router's own if unknown."""
 
 
 @dataclass(slots=True)
 class _Router:
-    """What megatron-core asks for the top k; the name of the method is its."""
+    """Object that megatron-core asks for the top k; the method's name is megatron-core's."""
 
     layer: int
     """Index in the whole model."""
@@ -91,16 +91,16 @@ class _Router:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """One micro-batch in one chunk."""
+    """Counts of one micro-batch in one chunk."""
 
     same_MN: Tensor
-    """Of the chunk's routers: whether each chose the recorded experts by itself."""
+    """By router of the chunk: whether it chose the recorded experts itself."""
     known_N: Tensor
     n_known: int
 
 
 class StageReplay:
-    """All routers of one rank's chunks of the policy.  With ``replay`` off they only count."""
+    """All routers of one rank's chunks of the policy.  With ``replay=False`` they only count."""
 
     def __init__(self, chunks: Iterable[Chunk], *, replay: bool) -> None:
         self._routers: dict[nn.Module, list[_Router]] = {}
@@ -108,22 +108,22 @@ class StageReplay:
         chunks = list(chunks)
         held = sorted(layer for chunk in chunks for layer in chunk.part.layers)
         self._columns = {layer: column for column, layer in enumerate(held)}
-        """Where each layer stands in what this stage is sent."""
+        """Column of each layer in the routes that this stage receives."""
         mcore = chunks[0].model.config
         self._loads = ExpertLoads(mcore.num_layers, mcore.num_moe_experts or 0)
         for chunk in chunks:
             if chunk.model.config.moe_router_fusion:
                 raise ConfigError(
-                    "megatron.extra.moe_router_fusion: a fused router chooses by itself, so routes can "
-                    "neither be replayed nor compared"
+                    "megatron.extra.moe_router_fusion: a fused router cannot replay or compare routes; "
+                    "remove the setting"
                 )
             self._routers[chunk.model] = _routers_of(chunk, replay, self._loads)
         self.forget()
 
     def start(self, model: nn.Module, batch: PackedBatch, places_L: np.ndarray, device: torch.device) -> None:
-        """Say which micro-batch the next forward pass of a chunk computes.
+        """Set the micro-batch that the next forward pass of a chunk computes.
 
-        ``places_L``: where in the pack each of this rank's slots comes from, -1 for padding.
+        ``places_L``: index in the pack of each of this rank's slots, -1 for padding.
         """
         while model not in self._routers:  # megatron-core's wrappers for data parallelism and half precision
             model = model.module  # type: ignore[assignment]
@@ -134,10 +134,10 @@ class StageReplay:
         real = own >= 0
         at = np.where(real, own, 0)
         known = real & batch.routes_known_P[at]
-        known_N = moved(known, device)
+        known_N = to_device(known, device)
         experts_NMK = _own_routes(batch, at, [self._columns[router.layer] for router in routers])
-        experts = None if experts_NMK is None else moved(experts_NMK, device)
-        # A pass without gradient comes before the update's own, over the same tokens.
+        experts = None if experts_NMK is None else to_device(experts_NMK, device)
+        # Passes without gradient are not counted: they see the same tokens as the update.
         same_MN = None
         if torch.is_grad_enabled():
             same_MN = torch.ones((len(routers), size), dtype=torch.bool, device=device)
@@ -149,7 +149,7 @@ class StageReplay:
             router.in_flight.append(rows)
 
     def forget(self) -> None:
-        """Drop the routes and counts of all micro-batches: a pass over them is over, or was abandoned."""
+        """Drop the routes and counts of all micro-batches, after a pass or an abandoned update."""
         self._loads.forget()
         for model, routers in self._routers.items():
             self._counted[model] = []
@@ -158,9 +158,9 @@ class StageReplay:
                 router.in_flight.clear()
 
     def metrics(self) -> MetricSums:
-        """Take the sums since :meth:`forget` (collective), as the FSDP trainer does.
+        """Return and reset the sums since :meth:`forget` (collective), as in the FSDP trainer.
 
-        A token's routers are spread over the stages of the pipeline, so the last one counts tokens.
+        A token's routers are spread over the pipeline stages, so only the last stage counts tokens.
         """
         differs = {
             model: [~of.same_MN & of.known_N for of in counted] for model, counted in self._counted.items()
@@ -203,21 +203,21 @@ def _routers_of(chunk: Chunk, replay: bool, loads: ExpertLoads) -> list[_Router]
 
 
 def _own_routes(batch: PackedBatch, at: np.ndarray, columns: Sequence[int]) -> np.ndarray | None:
-    """Rows ``at`` of the pack, of some layers; None for a micro-batch without samples."""
+    """Return rows ``at`` of the pack for some layers; None for a micro-batch without samples."""
     routes = batch.routes_PLK
     if routes is None or not columns:
         return None
     if max(columns) >= routes.shape[1]:
-        raise RoutesMissing(f"expert routes of {routes.shape[1]} layers, where this stage computes more")
+        raise RoutesMissing(f"expert routes of {routes.shape[1]} layers, but this stage computes more")
     first, behind = columns[0], columns[-1] + 1
-    # The layers first, as a view where they follow each other: the rows are then copied once.
+    # Select layers first, as a view if they are consecutive: the rows are then copied only once.
     whole = list(columns) == list(range(first, behind))
     own = (routes[:, first:behind] if whole else routes[:, list(columns)])[at]
-    # Few operations know torch's uint16; an expert's index fits int16.
+    # Few torch operations support uint16; an expert's index fits int16.
     return own if own.dtype == np.uint8 else own.astype(np.int16)
 
 
 def refuse_dense(experts: int) -> None:
-    """Raises ModelError when there is no router in the whole model."""
+    """Raise ModelError if the model has no router."""
     if not experts:
         raise ModelError("the model is dense: it has no router whose choices could be replayed")

@@ -1,4 +1,4 @@
-"""Micro-batches through the pipeline: megatron-core's schedules driving the trainer's own losses."""
+"""Run micro-batches through the pipeline: megatron-core's schedules with the trainer's losses."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from orhpc.train.megatron.packing import RankBatch, rank_batch
 from orhpc.train.megatron.routing_replay import StageReplay
 
 FP8_MULTIPLE = 16
-"""Rows of an FP8 matrix product are a multiple of it."""
+"""Rows of an FP8 matrix product must be a multiple of this."""
 
 Loss = Callable[[Tensor, Tensor, TrainingBatch, RankBatch], Tensor]
-"""From log-probabilities and entropy, ``[P]`` each, to the scalar to differentiate."""
+"""Maps log-probabilities and entropy, ``[P]`` each, to the scalar to differentiate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How the last stage turns hidden states into log-probabilities."""
+    """How the last stage computes log-probabilities from hidden states."""
 
     part: VocabularyPart
     scaling: LogitScaling
@@ -43,14 +43,14 @@ class Pipeline:
     """One role's model on this rank, ready to run."""
 
     models: Sequence[nn.Module]
-    """Chunks of this stage, in the order in which they are visited."""
+    """Chunks of this stage, in execution order."""
     head: Head
     device: torch.device
     routers: StageReplay | None = None
-    """Where expert routes were recorded."""
+    """Set if expert routes were recorded."""
 
     def logprobs(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
-        """Log-probabilities of every micro-batch, without gradient; None on earlier stages."""
+        """Return log-probabilities of every micro-batch, without gradient; None on earlier stages."""
         found: list[Tensor] = []
 
         def keep(logprobs_P: Tensor, *_: Any) -> Tensor:
@@ -64,7 +64,7 @@ class Pipeline:
         return [*found[: len(batches)]] if found else [None] * len(batches)
 
     def train(self, batches: Batches[TrainingBatch], loss: Loss, between: StopCheck) -> bool:
-        """Accumulate the gradients of every micro-batch; returns whether all ranks agreed to stop.
+        """Accumulate the gradients of every micro-batch; return whether all ranks agreed to stop.
 
         Without a pipeline ``between`` raises instead, at the micro-batch.
         """
@@ -81,7 +81,7 @@ class Pipeline:
     ) -> bool:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = len(self.models)
-        if chunks > 1:  # the interleaved schedule takes them in groups of as many as there are stages
+        if chunks > 1:  # the interleaved schedule needs a multiple of the number of stages
             count = -(-count // stages) * stages
         source = Batches(_filled(batches), count)
         gate = _Gate(between, stages, chunks)
@@ -93,7 +93,7 @@ class Pipeline:
             data_iterator=streams if chunks > 1 else streams[0],
             model=list(self.models) if chunks > 1 else self.models[0],
             num_microbatches=count,
-            seq_length=1,  # unused: stages tell each other the shapes
+            seq_length=1,  # unused: stages exchange shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -131,7 +131,7 @@ class Pipeline:
         context: RankBatch,
         **_: Any,
     ) -> Tensor:
-        """megatron-core's hook behind the last layer: ``[L, 1, H]`` to ``[2, P]``."""
+        """megatron-core's hook after the last layer: maps ``[L, 1, H]`` to ``[2, P]``."""
         tp: Any = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
@@ -156,15 +156,15 @@ class Pipeline:
 def _loss(
     output_2P: Tensor, *, training: TrainingBatch, batch: RankBatch, loss: Loss
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """What megatron-core wants of a loss: it, a count of tokens (which we do not divide by), a report."""
+    """Return what megatron-core expects: the loss, a token count (unused here), a report."""
     value = loss(output_2P[0], output_2P[1], training, batch)
     return value, torch.zeros((), dtype=torch.int, device=output_2P.device), {}
 
 
 class _JoinedOverSequence(torch.autograd.Function):
-    """Sum of what context-parallel ranks computed, each at its own slots and zero elsewhere.
+    """Sum of the context-parallel ranks' results, each nonzero only at its own slots.
 
-    Every rank then computes the whole loss, so the gradient at a rank's own slots is already whole.
+    Every rank then computes the whole loss, so the gradient at a rank's own slots is already complete.
     """
 
     @staticmethod
@@ -179,7 +179,7 @@ class _JoinedOverSequence(torch.autograd.Function):
 
 
 def _filled(batches: Iterator[TrainingBatch]) -> Iterator[TrainingBatch]:
-    """The micro-batches, then as many empty ones as are asked for."""
+    """Yield the micro-batches, then empty ones without end."""
     yield from batches
     while True:
         yield _empty()
@@ -190,11 +190,11 @@ def _empty() -> TrainingBatch:
 
 
 class _Gate:
-    """Where the ranks agree, at each micro-batch, whether to go on.
+    """Where ranks agree, at each micro-batch, whether to continue.
 
-    The stages of a pipeline are at different micro-batches at any moment, so they cannot wait for one
-    another there.  They learn of what was agreed as many micro-batches earlier as one stage can be
-    ahead of another; from the same micro-batch on, all then run empty ones, and the schedule ends.
+    Pipeline stages are at different micro-batches at any moment, so they cannot wait for each
+    other there.  They use the agreement of as many micro-batches earlier as one stage can be
+    ahead of another; from the same micro-batch on, all then run empty ones until the schedule ends.
     """
 
     def __init__(self, between: StopCheck | None, stages: int, chunks: int) -> None:

@@ -1,13 +1,13 @@
-"""What a checkpoint holds of a rank, in coordinates that no layout has a part in.
+"""Map a rank's optimizer state to checkpoint tensors, independent of the layout.
 
-The distributed optimiser keeps, of each parameter of the rank, one run of flattened elements.  Every
-run is a few rectangles of the parameter, and every rectangle lies in tensors of the Hugging Face
-checkpoint (:mod:`orhpc.train.megatron.hf_mapping`): the state is written as blocks of those, without any
-communication, and read back as such, whatever the layout or the number of ranks.
+The distributed optimizer keeps, for each parameter of the rank, one run of flattened elements.  Every
+run consists of a few rectangles of the parameter, and every rectangle maps to tensors of the Hugging Face
+checkpoint (:mod:`orhpc.train.megatron.hf_mapping`): the state is written as blocks of those without
+communication, and read back under any layout and number of ranks.
 
-megatron-core's own format that can be resharded freely (``fully_reshardable`` of its distributed
-checkpoints, 0.19) gathers the whole optimiser state over the data-parallel ranks when a save begins;
-a save here begins with a copy to the host, and pickles nothing.
+megatron-core's own reshardable format (``fully_reshardable`` of its distributed
+checkpoints, 0.19) gathers the whole optimizer state over the data-parallel ranks when a save begins;
+here a save only copies to the host, and uses no pickle.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from orhpc.train.megatron.optim import HeldState
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a local matrix, and the flat elements it is."""
+    """A rectangle of a local matrix, and its flat elements."""
 
     row: int
     column: int
     rows: int
     columns: int
     offset: int
-    """Of its first element in the run."""
+    """Index of its first element in the run."""
 
 
 def blocks_of_run(start: int, stop: int, width: int) -> Iterator[Block]:
-    """Cut elements ``start .. stop - 1`` of a flattened matrix of this width into rectangles."""
+    """Cut elements ``start .. stop - 1`` of a flattened matrix with ``width`` columns into rectangles."""
     at = start
     if at % width and at < stop:
         length = min(stop, (at // width + 1) * width) - at
@@ -55,9 +55,9 @@ def state_shards(
     targets: Mapping[nn.Parameter, tuple[Target, int]],
     shape: ModelShape,
 ) -> list[Shard]:
-    """All of this rank's state as blocks of checkpoint tensors, by reference.
+    """Return all of this rank's state as blocks of checkpoint tensors, by reference.
 
-    ``targets`` gives each parameter's target and which part of it this rank holds.
+    ``targets`` gives each parameter's target and the index of this rank's part.
     """
     sizes = {name: size for tensor in shape.tensors() for name, size in _each(tensor)}
     found: list[Shard] = []
@@ -76,7 +76,7 @@ def state_shards(
 
 
 def _each(tensor: HfTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and sizes as the state has them: of a tensor of all experts, each one's matrix."""
+    """Yield names and sizes in the state: a tensor of all experts becomes one matrix per expert."""
     if tensor.part == "expert" and tensor.copies == 1:
         experts, inner, outer = tensor.shape
         for expert in range(experts):
@@ -98,8 +98,8 @@ def _rectangle(flat: Tensor, block: Block) -> Tensor:
 def _in_checkpoint(
     target: Target, index: int, block: Block
 ) -> Iterator[tuple[str, int, int, tuple[slice, slice]]]:
-    """Where a rectangle of part ``index`` lies: tensor, its first row and column there, and which of the
-    rectangle's own rows and columns; padding of the vocabulary lies nowhere."""
+    """Yield where a rectangle of part ``index`` is stored: tensor, first row and column there, and which of
+    the rectangle's rows and columns; padding of the vocabulary is not stored."""
     size = target.shape[target.dim] // target.ways
     offset = index * size if target.ways > 1 else 0
     first, count = (block.row, block.rows) if target.dim == 0 else (block.column, block.columns)

@@ -1,1 +1,1 @@
-"""Offloading: trainer state that leaves the device while engines use it, and comes back for the update."""
+"""Offload trainer state to host memory while engines use the device, and reload it for the update."""

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for, and that nobody else's copies wait for either."""
+"""Copies between host and device that run concurrently with other work and do not delay its copies."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 32 << 20
-"""About a millisecond of the bus: what another copy may have to wait for."""
+"""About a millisecond of bus time: the longest delay of another copy."""
 
 
-class CopiesBeside:
-    """Large copies beside other work on the same device.
+class BackgroundCopies:
+    """Large copies concurrent with other work on the same device.
 
-    A device has one engine for the copies of each direction, whatever stream they come from: a small one,
-    which the next kernel needs, stands behind a large one until that is done.  In pieces it does so no less,
-    for the engine stays with a stream as long as its next copy is ready; so a kernel stands between any two.
-    Source: the traces in https://github.com/meta-pytorch/torchrec/pull/4315 and /4373.  They are given by a
-    thread, since CUDA makes whoever gives a stream more than about a thousand operations wait.
+    A device has one copy engine per direction, shared by all streams: a small copy
+    that the next kernel needs waits behind a large one.  Splitting the large copy does not help alone,
+    because the engine stays with a stream as long as its next copy is ready; so a kernel runs between pieces.
+    Source: the traces in https://github.com/meta-pytorch/torchrec/pull/4315 and /4373.  A
+    thread enqueues the pieces, since CUDA blocks the caller after about a thousand pending operations.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = None
-        """Made when needed, as it takes memory."""
+        """Created on first use, because it takes memory."""
         self._between = torch.empty(0)
-        self._giver: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Begin to copy each second tensor, bytes as its first, into that: after what the device is doing.
+        """Start to copy, for each ``(target, source)``, the bytes of source into target, after current work.
 
-        On a CPU they are done at once.
+        On a CPU it copies at once.
         """
         self._join()
         if self._device.type == "cpu":
@@ -45,21 +45,21 @@ class CopiesBeside:
             self._stream = torch.cuda.Stream(self._device)
             self._between = torch.zeros(1, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._giver = threading.Thread(target=self._give, args=(copies,), name="copies-beside", daemon=True)
-        self._giver.start()
+        self._thread = threading.Thread(target=self._run, args=(copies,), name="host-copies", daemon=True)
+        self._thread.start()
 
     def settle(self) -> None:
-        """Have the device's later work wait for all of them.
+        """Make the device's later work wait for all copies.
 
-        Raises what kept one from being begun.
+        Raises the error that kept a copy from starting.
         """
         self._join()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _give(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         try:
-            # A new thread begins on the process's first device.
+            # A new thread starts with the process's first device as its current device.
             with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
                 for target, source in copies:
                     for into, out_of in zip(
@@ -67,13 +67,13 @@ class CopiesBeside:
                     ):
                         into.copy_(out_of, non_blocking=True)
                         self._between.add_(1)
-        except BaseException as error:  # noqa: BLE001 - handed on, whole, by _join()
+        except BaseException as error:  # noqa: BLE001 - raised by _join()
             self._error = error
 
     def _join(self) -> None:
-        if self._giver is not None:
-            self._giver.join()
-            self._giver = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Where a trainer's tensors lie: on the device, or in host memory while the engines use the device."""
+"""Offload a trainer's tensors to host memory while engines use the device, and reload them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from orhpc.errors import ModelError
 from orhpc.models import read_shape
 from orhpc.plan.layout import RankPlace, trainer_layout
 from orhpc.plan.memory import rank_memory, trainer_demand
-from orhpc.train.pinned import PinnedRoom
-from orhpc.train.sleep.background_copies import CopiesBeside
+from orhpc.train.pinned import PinnedBuffer
+from orhpc.train.sleep.background_copies import BackgroundCopies
 
 if TYPE_CHECKING:
     from orhpc.config import Config
 
 _ALIGNED = 512
-"""CUDA's caching allocator hands out multiples of so many bytes."""
+"""Granularity in bytes of CUDA's caching allocator."""
 _SMALL = 1 << 20
-"""Up to here it takes memory from segments for small tensors."""
+"""Up to this size the allocator uses segments for small tensors."""
 _SEGMENT = 2 << 20
-"""It asks the driver for multiples of so many bytes."""
+"""The allocator requests multiples of this many bytes from the driver."""
 _PADDING = 0.01
 _MORE = 64 << 20
-"""Padding of buffers and of the vocabulary, beyond what is planned: a share, and of small models so much."""
+"""Safety margin over the plan for padding of buffers and of the vocabulary: 1 % plus 64 MiB."""
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """What of the device is in use, in bytes; empty on a CPU.
+    """Return the device memory in use, in bytes; empty on a CPU.
 
-    ``own_bytes``: held by this process's allocator.  ``other_bytes``: all else, which is the engines'
+    ``own_bytes``: reserved by this process's allocator.  ``other_bytes``: everything else: the engines
     and every process's CUDA context (about 0.5 GB each).
     """
     if device.type != "cuda":
@@ -46,9 +46,9 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def asleep_bytes(config: Config, model_dir: str, rank: int, ranks: int) -> int:
-    """Host memory of a sleeping rank, before it has loaded anything: a little more than is planned for it.
+    """Estimate a rank's offloaded host memory before the model is loaded: the plan plus a margin.
 
-    0 for a family that nothing is planned of, and that FSDP may train all the same.
+    0 for families without a memory plan, which FSDP may still train.
     """
     try:
         shape = read_shape(model_dir)
@@ -60,155 +60,155 @@ def asleep_bytes(config: Config, model_dir: str, rank: int, ranks: int) -> int:
     return round(planned.kept * (1 + _PADDING)) + _MORE
 
 
-def start_peak(device: torch.device) -> None:
-    """From here on :func:`peak_gb` counts anew."""
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak that :func:`peak_gb` reports."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_gb(device: torch.device) -> dict[str, float]:
-    """The most that tensors of this process held at once, in 10^9 bytes; empty on a CPU."""
+    """Return the peak memory of this process's tensors, in 10^9 bytes; empty on a CPU."""
     if device.type != "cuda":
         return {}
     return {"memory_trainer_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
 
 
-class Slept(NamedTuple):
-    """Bytes of the device."""
+class OffloadStats(NamedTuple):
+    """Device memory freed by offloading, in bytes."""
 
     freed_bytes: int = 0
     moved_bytes: int = 0
-    """Of these, what lies on the host; the rest was given up."""
+    """Part of ``freed_bytes`` that was moved to the host; the rest was discarded."""
 
 
 @dataclass(slots=True)
 class _Block:
-    """The memory behind some tensors, and its place in the host's buffer."""
+    """One storage, shared by some tensors, and its place in the host buffer."""
 
     storage: torch.UntypedStorage
     size: int
     place: int
     late: bool
     current: bool = False
-    """Whether the host has, or is being sent, what the device has."""
+    """Whether the host copy equals the device's contents, or is being written from them."""
 
     @property
     def end(self) -> int:
         return self.place + _rounded(self.size)
 
 
-class Residence:
-    """Moves the memory behind device tensors to the host and back, without new tensors.
+class OffloadManager:
+    """Moves the storage of device tensors to the host and back, without new tensors.
 
-    The tensor objects, and every view of them that FSDP or an optimiser holds, stay valid.  All of it
-    goes into one pinned buffer, which is kept for the next time.  Once it has slept, it lies in one piece
-    of device memory, of which neighbours go in one copy, so that a model of many small tensors moves at
-    the speed of the bus.  Nothing else may lie in that piece: the driver gets it back whole or not at all.
+    The tensor objects, and every view of them that FSDP or an optimizer holds, stay valid.  All storages
+    go into one pinned buffer, which is kept for reuse.  After the first offload they occupy one contiguous
+    piece of device memory, and neighbors are copied together, so that a model of many small tensors moves at
+    bus bandwidth.  No other tensor may be allocated in that piece: the driver frees it only as a whole.
 
-    Nobody need wait for most of it.  An optimiser's state is read by the step at the end of an update and by
-    nothing before: it comes back beside the update's computing, and goes beside the sync of weights that
-    follows.  What has not changed since it came back is on the host already.
+    Most copies overlap with other work.  Only the step at the end of an update reads optimizer state:
+    it is reloaded during the update's computation, and offloaded during the weight sync that
+    follows.  Tensors unchanged since their reload are not copied again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.moves = device.type != "cpu"
-        """Whether sleep is worth its copies; a test may have them made on a CPU."""
+        """Whether :meth:`sleep` moves anything; a test may enable it on a CPU."""
         self._device = device
-        self._room = PinnedRoom(device)
+        self._buffer = PinnedBuffer(device)
         self._host = torch.empty(0, dtype=torch.uint8)
         self._blocks: dict[int, _Block] = {}
         self._asleep = False
-        self._beside = CopiesBeside(device)
+        self._background = BackgroundCopies(device)
         self._readers_done: Callable[[], object] | None = None
-        """Returns when nobody reads the host's copy any more."""
+        """Returns once all readers of the host copy are done."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._piece = range(0)
-        """Addresses of the device memory that was taken in one piece."""
+        """Address range of the contiguous piece of device memory."""
         self._filler: Tensor | None = None
-        """What of the piece no tensor took."""
+        """Placeholder for the unused part of the piece."""
 
     @property
     def asleep(self) -> bool:
         return self._asleep
 
     def prepare(self, size: int) -> None:
-        """Begin to make room on the host for so many bytes; what :meth:`sleep` needs beyond is made there."""
-        self._room.prepare(size)
+        """Start to allocate ``size`` bytes on the host; :meth:`sleep` allocates any more that it needs."""
+        self._buffer.prepare(size)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Give back the device memory of tensors whose content may be lost, and all that no tensor has."""
+        """Free the device memory of tensors whose contents may be lost, and all cached memory."""
         found = {_key(t): t.untyped_storage() for t in tensors}
         dropped = [(storage, storage.nbytes()) for storage in found.values() if storage.nbytes()]
-        self._synchronise()
+        self._synchronize()
         for storage, _ in dropped:
             storage.resize_(0)
         self._dropped += dropped
         self._empty_cache()
 
     def changing(self) -> None:
-        """Before tensors are written to: everything is there, and what the host has is no longer current."""
+        """Call before tensors are written: wait for their reload and mark the host copy as outdated."""
         self.settle()
         for block in self._blocks.values():
             block.current = False
 
     def settle(self) -> None:
-        """Have the device's later work wait for what :meth:`wake` is still bringing back."""
-        self._beside.settle()
+        """Make the device's later work wait for the copies that :meth:`wake` started."""
+        self._background.settle()
 
     def begin(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
-        """Start to copy ``late`` to the host, beside other work; nothing may change until :meth:`sleep`.
+        """Start to copy ``late`` to the host concurrently; nothing may change until :meth:`sleep`.
 
-        ``kept`` and ``late`` as there.
+        ``kept`` and ``late``: see :meth:`sleep`.
         """
         if self._asleep:
             return
         self._place(kept, late)
-        self._copy_down([b for b in self._blocks.values() if b.late], beside=True)
+        self._copy_down([b for b in self._blocks.values() if b.late], background=True)
 
     def hold(
         self, kept: Iterable[Tensor], late: Iterable[Tensor], readers_done: Callable[[], object]
     ) -> None:
-        """Have all of it on the host as it is now, for :meth:`on_host`, until ``readers_done`` returns.
+        """Copy everything to the host for :meth:`on_host`; the copy is valid until ``readers_done`` returns.
 
-        Whatever would write there next calls that first, and waits.
+        The next write to the host buffer calls ``readers_done`` first, and waits for it.
         """
         if not self._asleep:
             self._place(kept, late)
             self._copy_down(self._blocks.values())
-        self._synchronise()
+        self._synchronize()
         self._readers_done = readers_done
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """The host's copy of a tensor, in its shape; after :meth:`hold` and asleep."""
+        """Return the host copy of a tensor, in its shape; only after :meth:`hold` or while offloaded."""
         block = self._blocks.get(_key(tensor))
-        if block is None:  # without elements, or always on the host
+        if block is None:  # no elements, or always on the host
             return tensor.detach().cpu().clone()
         flat = self._host[block.place : block.place + block.size].view(tensor.dtype)
         return torch.as_strided(
             flat, tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset()
         )
 
-    def sleep(self, kept: Iterable[Tensor], late: Iterable[Tensor] = ()) -> Slept:
-        """Give the device memory of the tensors back.
+    def sleep(self, kept: Iterable[Tensor], late: Iterable[Tensor] = ()) -> OffloadStats:
+        """Offload the tensors and free their device memory.
 
-        ``late``: further ones, which :meth:`wake` brings back beside other work: until :meth:`changing` or
-        :meth:`settle` nothing may read them.
+        ``late``: further tensors, which :meth:`wake` reloads concurrently with other work: nothing may read
+        them until :meth:`changing` or :meth:`settle`.
         """
         self._place(kept, late)
         self._copy_down(self._blocks.values())
-        self._synchronise()
+        self._synchronize()
         self._filler = None
         for block in self._blocks.values():
             block.storage.resize_(0)
         self._empty_cache()
         self._asleep = bool(self._blocks)
         moved = sum(block.size for block in self._blocks.values())
-        return Slept(moved + sum(size for _, size in self._dropped), moved)
+        return OffloadStats(moved + sum(size for _, size in self._dropped), moved)
 
     def wake(self) -> None:
-        """Take device memory again and bring everything back into it; what was dropped is uninitialised.
+        """Allocate device memory again and reload all tensors; dropped ones are uninitialized.
 
-        What was dropped is given memory of its own, so that it can be dropped again without the rest.
+        Dropped tensors get separate memory, so that they can be dropped again without the rest.
         """
         blocks = list(self._blocks.values()) if self._asleep else []
         if blocks:
@@ -220,23 +220,23 @@ class Residence:
             storage.resize_(size)
         self._dropped, self._asleep = [], False
         self._copy_up([block for block in blocks if not block.late])
-        self._synchronise()
-        self._copy_up([block for block in blocks if block.late], beside=True)
+        self._synchronize()
+        self._copy_up([block for block in blocks if block.late], background=True)
 
     def close(self) -> None:
-        """Wait for all copies; their memory may go then."""
-        self._synchronise()
+        """Wait for all copies; their memory may then be freed."""
+        self._synchronize()
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or while it is asleep the host's copy in its shape."""
+        """Return the tensor itself, or its host copy while offloaded."""
         held = self._asleep and tensor.numel() and _key(tensor) in self._blocks
         return self.on_host(tensor) if held else tensor
 
     def _place(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
-        """Give every tensor's memory a place on the host: the same one while they are the same tensors.
+        """Assign every storage a place in the host buffer; keep the places if the tensors are the same.
 
-        In the order of their addresses, those that come late behind the others: so they lie on the device
-        once they have slept.
+        Places follow the order of addresses, with late tensors last; the device memory has the same order
+        after an offload.
         """
         groups = [{_key(t): t.untyped_storage() for t in tensors if t.numel()} for tensors in (kept, late)]
         if {(k, s.nbytes()) for group in groups for k, s in group.items()} == {
@@ -251,17 +251,17 @@ class Residence:
                 if key not in self._blocks:
                     self._blocks[key] = block = _Block(storage, storage.nbytes(), place, bool(is_late))
                     place = block.end
-        self._synchronise()
-        self._host = self._room.take(place)
+        self._synchronize()
+        self._host = self._buffer.take(place)
 
-    def _copy_down(self, blocks: Iterable[_Block], *, beside: bool = False) -> None:
-        """Bring the host up to date."""
+    def _copy_down(self, blocks: Iterable[_Block], *, background: bool = False) -> None:
+        """Copy outdated blocks to the host."""
         stale = [block for block in blocks if not block.current]
         if not stale:
             return
         self._wait_for_readers()
         self.settle()
-        self._copy([(host, device) for device, host in self._runs(stale)], beside=beside)
+        self._copy([(host, device) for device, host in self._runs(stale)], background=background)
         for block in stale:
             block.current = True
 
@@ -270,31 +270,31 @@ class Residence:
         if done is not None:
             done()
 
-    def _copy_up(self, blocks: Iterable[_Block], *, beside: bool = False) -> None:
-        self._copy(list(self._runs(blocks)), beside=beside)
+    def _copy_up(self, blocks: Iterable[_Block], *, background: bool = False) -> None:
+        self._copy(list(self._runs(blocks)), background=background)
 
-    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, beside: bool) -> None:
-        if beside:
-            self._beside.start(copies)
+    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], *, background: bool) -> None:
+        if background:
+            self._background.start(copies)
             return
         for target, source in copies:
             target.copy_(source, non_blocking=True)
 
     def _runs(self, blocks: Iterable[_Block]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes on the device, and their place on the host, of blocks that are neighbours on both."""
+        """Yield device bytes and host bytes of runs of blocks that are neighbors on both."""
 
-        def neighbourhood(block: _Block) -> tuple[int, int]:
-            # Elsewhere neighbours may belong to different pieces, and CUDA refuses a copy across those.
+        def neighborhood(block: _Block) -> tuple[int, int]:
+            # Outside the piece, neighbors may be in different allocations; CUDA refuses copies across these.
             address = block.storage.data_ptr()
             return address - block.place, -1 if address in self._piece else block.place
 
-        for (shift, _), run in itertools.groupby(blocks, neighbourhood):
+        for (shift, _), run in itertools.groupby(blocks, neighborhood):
             each = list(run)
             first, last = each[0].place, each[-1].place + each[-1].size
             yield _bytes_at(shift + first, last - first, self._device), self._host[first:last]
 
     def _reserve(self, sizes: Sequence[int]) -> None:
-        """One request to the driver, which the allocator then divides, instead of one for every tensor."""
+        """Request one contiguous piece from the driver, which the allocator then divides."""
         if self._device.type == "cuda":
             large = sum(_rounded(size) for size in sizes if size > _SMALL)
             whole = -(-large // _SEGMENT) * _SEGMENT
@@ -302,21 +302,21 @@ class Residence:
             self._piece = range(first, first + whole)
 
     def _fill(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Take what is left of the piece, so that no tensor that stays ever lies there.
+        """Allocate the unused rest of the piece, so that no other tensor is ever placed there.
 
-        Some storages find their memory in what other tensors had left.  The allocator cuts a piece from its
-        beginning, so what those would have taken is its end.
+        Some storages reuse memory that other tensors freed.  The allocator divides a piece from its
+        start, so the unused part is at its end.
         """
         inside = sum(_rounded(s.nbytes()) for s in storages if s.nbytes() and s.data_ptr() in self._piece)
-        if len(self._piece) - inside > _SMALL:  # a smaller rest is of no use to any large tensor
+        if len(self._piece) - inside > _SMALL:  # a smaller rest cannot hold a large tensor
             self._filler = torch.empty(len(self._piece) - inside, dtype=torch.uint8, device=self._device)
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _synchronise(self) -> None:
-        self._beside.settle()
+    def _synchronize(self) -> None:
+        self._background.settle()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -326,12 +326,12 @@ def _rounded(size: int) -> int:
 
 
 def _key(tensor: Tensor) -> int:
-    """Identify the memory behind a tensor; views of the same memory share it."""
+    """Return an identifier of a tensor's storage; views share it."""
     return tensor.untyped_storage()._cdata
 
 
 def _bytes_at(pointer: int, size: int, device: torch.device) -> Tensor:
-    """Memory as a tensor of bytes, which does not own it."""
+    """Return memory as a tensor of bytes that does not own it."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype=torch.uint8)
     return torch.as_tensor(_DeviceBytes(pointer, size), device=device)

@@ -1,1 +1,1 @@
-"""Weights on their way to the engines: buckets, FP8 blocks, the senders."""
+"""Sending weights to the engines: buckets, FP8 blocks, senders."""

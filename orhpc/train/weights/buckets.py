@@ -1,4 +1,4 @@
-"""How parameters are cut into buckets: for weight sync and for export."""
+"""Divide parameters into buckets, for weight sync and for export."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orhpc.train.weights.fp8 import Quantise
+from orhpc.train.weights.fp8 import Quantize
 
 BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """Tensors sent together, in this order, as the engines are told about them beforehand."""
+    """Tensors sent together, in this order; engines get this description beforehand."""
 
     names: tuple[str, ...]
     """Hugging Face checkpoint names."""
@@ -24,7 +24,7 @@ class BucketSpec:
     """torch's names without the prefix: ``bfloat16``, ``float32``."""
     shapes: tuple[tuple[int, ...], ...]
     parameters: tuple[str, ...]
-    """The trainer's own names of the parameters they are made of."""
+    """The trainer's names of the parameters that contain these tensors."""
 
     @property
     def nbytes(self) -> int:
@@ -42,10 +42,10 @@ def plan_buckets(
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[BucketSpec]:
-    """Cut the parameters, in order, into buckets of at most ``limit`` bytes; a larger one is alone.
+    """Divide the parameters, in order, into buckets of at most ``limit`` bytes; a larger one is alone.
 
-    ``split`` turns a whole parameter into the tensors of a checkpoint; it runs on the meta device.
-    ``dtypes`` names the parameters that are not of ``dtype``.
+    ``split`` converts a whole parameter to checkpoint tensors; it runs on the meta device.
+    ``dtypes`` lists the parameters whose type differs from ``dtype``.
     """
     buckets: list[BucketSpec] = []
     names: list[str] = []
@@ -72,26 +72,26 @@ def plan_buckets(
     return buckets
 
 
-def quantised(spec: BucketSpec, quantise: Quantise) -> BucketSpec:
-    """What a bucket becomes when each of its tensors is quantised, in the same order."""
+def quantized(spec: BucketSpec, quantize: Quantize) -> BucketSpec:
+    """Return the bucket with each of its tensors quantized, in the same order."""
     whole = (
         (name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True)
     )
     parts = [
-        (name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in quantise(whole)
+        (name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in quantize(whole)
     ]
     names, dtypes, shapes = zip(*parts, strict=True) if parts else ((), (), ())
     return BucketSpec(names, dtypes, shapes, spec.parameters)
 
 
-def for_wire(spec: BucketSpec, quantise: Quantise) -> BucketSpec:
-    """A bucket as it travels: quantised, and wide types first.
+def for_wire(spec: BucketSpec, quantize: Quantize) -> BucketSpec:
+    """Return a bucket as sent: quantized, and sorted by falling element size.
 
-    The receivers view each tensor in the flattened bytes, so its offset has to be a multiple of its
-    type's size; in order of falling size every one is.
+    The receivers view each tensor in the flattened bytes, so its offset must be a multiple of its
+    type's size; this order ensures it.
     """
-    whole = quantised(spec, quantise)
+    whole = quantized(spec, quantize)
     order = sorted(range(len(whole.names)), key=lambda i: -getattr(torch, whole.dtypes[i]).itemsize)
 
     def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
-"""Block-wise FP8 weights, as DeepSeek-V3 publishes them and SGLang loads them.
+"""Block-wise FP8 weights, in the format that DeepSeek-V3 publishes and SGLang loads.
 
 A weight ``[N, K]`` becomes e4m3 values and one float32 scale for each 128 x 128 block,
-``weight_scale_inv`` ``[ceil(N / 128), ceil(K / 128)]`` = amax / 448, with which the values are to be
+``weight_scale_inv`` ``[ceil(N / 128), ceil(K / 128)]`` = amax / 448, by which values are
 multiplied (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; 448 is e4m3's largest value).
-Roundings are those of TransformerEngine's blocks, so that a trainer in FP8 multiplies by the same bytes.
+Rounding equals that of TransformerEngine's blocks, so that an FP8 trainer multiplies by the same bytes.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from orhpc.wire.weights import NamedTensor
 BLOCK = 128
 LARGEST = 448.0
 SCALE = "_scale_inv"
-"""What the name of a weight's scales has beyond the weight's."""
+"""Suffix of a weight's name for its scales."""
 
 _KEPT = re.compile(
     r"(^|\.)(embed_tokens|wte|lm_head|[\w]*norm|[\w]*layernorm|gate|router|shared_expert_gate|weights_proj"
     r"|eh_proj)\.weight$"
 )
-"""Embeddings, head, norms, routers and DeepSeek-V3.2's indexer weights stay as they are."""
+"""Embeddings, head, norms, routers and DeepSeek-V3.2's indexer weights are not quantized."""
 
 _TOGETHER = 1 << 25
-"""Elements that are quantised together, unless a weight has more: 0.13 GB in float32, and some copies."""
+"""Maximum elements quantized together, unless one weight has more: 0.13 GB in float32, and some copies."""
 
 _FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 
 def choose_scales(*, power_of_two: bool) -> None:
-    """Have TransformerEngine scale blocks as :func:`quantise_blocks` does; before its first import.
+    """Make TransformerEngine scale blocks like :func:`quantize_blocks`; call it before its first import.
 
-    Left alone it rounds scales up to powers of two (``Float8BlockScaling`` of its recipes).
+    By default it rounds scales up to powers of two (``Float8BlockScaling`` of its recipes).
     """
     os.environ[_FLOAT_SCALES] = "0" if power_of_two else "1"
 
 
 def check_scales(*, power_of_two: bool) -> None:
-    """See that :func:`choose_scales` came in time: the trainer would compute with other weights in silence.
+    """Check that :func:`choose_scales` took effect; otherwise trainer and engine weights would differ.
 
-    Raises ModelError when TransformerEngine's blocks are scaled otherwise than the engines'.
+    Raises ModelError when TransformerEngine scales blocks differently from the engines.
     """
     from transformer_engine.common.recipe import (  # pyright: ignore[reportMissingImports]
         Float8BlockScaling,
@@ -62,36 +62,37 @@ def check_scales(*, power_of_two: bool) -> None:
         )
 
 
-Quantise = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
-"""From a checkpoint's tensors to what travels in their place, in their order; also on the meta device."""
+Quantize = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
+"""Converts checkpoint tensors to the tensors sent instead, in order; also on the meta device."""
 
 
-def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a checkpoint's tensor is the weight of a linear layer that FP8 models quantise."""
+def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a checkpoint tensor is the weight of a linear layer that FP8 models quantize."""
     return len(shape) == 2 and name.endswith(".weight") and not _KEPT.search(name)
 
 
-def quantiser(*, power_of_two: bool) -> Quantise:
-    """Return what turns a weight into ``(name, values), (name + "_scale_inv", scales)``, or leaves it.
+def make_quantizer(*, power_of_two: bool) -> Quantize:
+    """Return a function that converts a weight to ``(name, values), (name + "_scale_inv", scales)``.
 
-    Weights of one shape are quantised together: the experts of one layer are hundreds of small ones.
-    What it returns raises ModelError for a tensor of all experts (Llama 4), which has no form in this format.
+    It passes other tensors unchanged, and quantizes weights of one shape together, because a layer has
+    hundreds of small experts.  It raises ModelError for a tensor of all experts (Llama 4), which this
+    format does not support.
     """
 
-    def quantise(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    def quantize(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         for window in _windows(tensors):
             alike: defaultdict[Any, list[int]] = defaultdict(list)
             for i, (name, tensor) in enumerate(window):
                 if tensor.dim() == 3 and ".experts." in name:
                     raise ModelError(
-                        f"precision: {name} holds all experts, and would stay unquantised in FP8"
+                        f"precision: {name} holds all experts of a layer, which FP8 cannot quantize"
                     )
-                if is_quantised(name, tuple(tensor.shape)):
+                if is_quantized(name, tuple(tensor.shape)):
                     alike[tensor.shape, tensor.dtype, tensor.device].append(i)
             found: dict[int, tuple[Tensor, Tensor]] = {}
             for places in alike.values():
                 weights = [window[i][1] for i in places]
-                found |= zip(places, _quantised_alike(weights, power_of_two), strict=True)
+                found |= zip(places, _quantize_alike(weights, power_of_two), strict=True)
             for i, (name, tensor) in enumerate(window):
                 if i in found:
                     values, scales = found[i]
@@ -100,23 +101,23 @@ def quantiser(*, power_of_two: bool) -> Quantise:
                 else:
                     yield name, tensor
 
-    return quantise
+    return quantize
 
 
 def unchanged(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """The quantiser of engines that hold weights in the model's own type."""
+    """The identity, for engines that hold weights in the model's own type."""
     yield from tensors
 
 
-def _quantised_alike(weights: list[Tensor], power_of_two: bool) -> Iterable[tuple[Tensor, Tensor]]:
-    """Values and scales of each of some weights of one shape."""
-    if len(weights) == 1 or weights[0].is_meta:  # to stack costs a copy, and on the meta device time alone
-        return [quantise_blocks(weight, power_of_two=power_of_two) for weight in weights]
-    return zip(*quantise_blocks(torch.stack(weights), power_of_two=power_of_two), strict=True)
+def _quantize_alike(weights: list[Tensor], power_of_two: bool) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return values and scales of each weight; all have one shape."""
+    if len(weights) == 1 or weights[0].is_meta:  # stacking costs a copy, and gains nothing on meta
+        return [quantize_blocks(weight, power_of_two=power_of_two) for weight in weights]
+    return zip(*quantize_blocks(torch.stack(weights), power_of_two=power_of_two), strict=True)
 
 
 def _windows(tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    """Neighbours, as many as may be quantised together."""
+    """Yield runs of consecutive tensors that may be quantized together."""
     window: list[NamedTensor] = []
     size = 0
     for name, tensor in tensors:
@@ -130,15 +131,15 @@ def _windows(tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
 
 
 @torch.no_grad()
-def quantise_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise ``[..., N, K]`` to e4m3 and float32 scales ``[..., ceil(N / 128), ceil(K / 128)]``.
+def quantize_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize ``[..., N, K]`` to e4m3 and float32 scales ``[..., ceil(N / 128), ceil(K / 128)]``.
 
-    ``power_of_two`` rounds scales up to powers of two (UE8M0), which loses up to one bit of range and
-    none of the values' precision.
+    ``power_of_two`` rounds scales up to powers of two (UE8M0), which costs up to one bit of range and
+    no precision.
     """
     *several, rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
-    if weight.is_meta:  # a plan of thousands of tensors asks for their shapes only
+    if weight.is_meta:  # plans of thousands of tensors need shapes only
         values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device="meta")
         return values, torch.empty((*several, down, across), dtype=torch.float32, device="meta")
     padded = weight.float()
@@ -146,9 +147,9 @@ def quantise_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tens
         padded = torch.nn.functional.pad(padded, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
     blocks = padded.view(*several, down, BLOCK, across, BLOCK)
     amax = blocks.abs().amax(dim=(-3, -1))
-    # TransformerEngine finds what values are multiplied by, and the inverse of that; zeros stay as they are.
-    # Scales as small as would overflow their inverse are no trained weight's.  A number over a tensor would
-    # be rounded twice: torch multiplies by the reciprocal.
+    # As TransformerEngine, compute the factor of values and then its inverse; zeros stay zero.  The clamp
+    # does not affect trained weights.  full_like, because torch divides a number by a tensor with two
+    # roundings: it multiplies by the reciprocal.
     factor = torch.full_like(amax, LARGEST) / amax.clamp(min=1e-30)
     factor = torch.where(amax > 0, factor, 1.0)
     if power_of_two:
@@ -159,8 +160,8 @@ def quantise_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tens
     return values[..., :rows, :columns].contiguous(), factor.reciprocal()
 
 
-def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:
-    """Undo :func:`quantise_blocks` up to rounding; float32 ``[N, K]``."""
+def dequantize_blocks(values: Tensor, scales: Tensor) -> Tensor:
+    """Invert :func:`quantize_blocks` up to rounding; float32 ``[N, K]``."""
     rows, columns = values.shape
     spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return values.float() * spread

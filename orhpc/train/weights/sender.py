@@ -1,12 +1,12 @@
-"""A trainer rank's end of weight sync: flattened buckets that engines map or receive.
+"""A trainer rank's side of weight sync: flattened buckets that engines map or receive.
 
-The receiving side is SGLang's, or an engine that speaks its protocol.  Engines on the same device map
+The receiving side is SGLang, or an engine with the same protocol.  Engines on the same device map
 the bucket's memory (``/update_weights_from_tensor``); for all others ``/init_weights_update_group``
-makes them ranks 1 and up of a process group of which trainer rank 0 is rank 0, and
-``/update_weights_from_distributed`` makes them receive one broadcast a bucket.  The driver makes those
+makes them ranks 1 and up of a process group whose rank 0 is trainer rank 0, and
+``/update_weights_from_distributed`` makes them receive one broadcast per bucket.  The driver makes those
 calls; this module only gathers and sends.
 
-A rank holds two buckets: while the engines take one, the next is gathered into the other.
+A rank holds two buckets (double buffering): while engines read one, the next is gathered into the other.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import WeightSyncFailed
 from orhpc.train.process_groups import bound, hosted_store, use_interface_towards
 from orhpc.train.weights.buckets import BucketSpec
-from orhpc.train.weights.fp8 import Quantise
+from orhpc.train.weights.fp8 import Quantize
 from orhpc.wire.weights import bucket_handle, empty_bucket, shared_bucket
 
 _COPIES = 256
-"""Tensors copied into place by one call; their sources live until then."""
+"""Tensors copied by one call; their sources stay allocated until then."""
 _POLL_S = 0.0005
 
 
 class BucketStage:
-    """The two buckets of a rank and what lies in them."""
+    """The two buckets of a rank and their contents."""
 
-    def __init__(self, device: torch.device, specs: Sequence[BucketSpec], quantise: Quantise) -> None:
-        """``specs``: every bucket as it travels.  Memory is taken by the first :meth:`fill`."""
+    def __init__(self, device: torch.device, specs: Sequence[BucketSpec], quantize: Quantize) -> None:
+        """``specs``: every bucket as sent.  The first :meth:`fill` allocates memory."""
         self._device = device
         self._specs = specs
-        self._quantise = quantise
+        self._quantize = quantize
         self._slots: list[Tensor | None] = [None] * SYNC_BUCKETS
         self._largest = max(spec.nbytes for spec in specs)
         self.seconds = 0.0
-        """Spent gathering and flattening since :meth:`clear`."""
+        """Time spent gathering and flattening since :meth:`clear`."""
 
     def fill(self, index: int, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Put bucket ``index``'s tensors, in any order, into its slot: uint8 ``[bytes of the bucket]``.
+        """Copy bucket ``index``'s tensors, in any order, into its slot: uint8 ``[bytes of the bucket]``.
 
-        ``tensors`` is used up, also on failure, because other ranks take part in producing them.
-        Raises WeightSyncFailed when they are not what was announced.
+        ``tensors`` is consumed, even on failure, because other ranks take part in producing them.
+        Raises WeightSyncFailed when they differ from ``specs``.
         """
         started = time.perf_counter()
         stream = iter(tensors)
@@ -67,7 +67,7 @@ class BucketStage:
             for _ in stream:
                 pass
         if self._device.type == "cuda":
-            # Not of the whole device: beside this the optimiser's state may go to the host.
+            # Not the whole device: optimizer state may be offloaded concurrently.
             torch.cuda.current_stream(self._device).synchronize()
         self.seconds += time.perf_counter() - started
         return flat
@@ -84,7 +84,7 @@ class BucketStage:
         places = {m.name: m for m in metadata_of(spec)}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for name, tensor in self._quantise((name, whole.to(self._device)) for name, whole in stream):
+        for name, tensor in self._quantize((name, whole.to(self._device)) for name, whole in stream):
             m = places.pop(name, None)
             if m is None or m.shape != tensor.shape or m.dtype != tensor.dtype:
                 raise WeightSyncFailed(f"{name} {tensor.dtype} {tuple(tensor.shape)} was not announced")
@@ -99,15 +99,15 @@ class BucketStage:
             raise WeightSyncFailed(f"{next(iter(places))} was announced but not exported")
 
     def handle(self, index: int) -> str:
-        """Where the bucket lies, for an engine rank on the same device."""
+        """Return the bucket's memory handle, for an engine rank on the same device."""
         slot = self._slots[index % SYNC_BUCKETS]
         assert slot is not None, "fill comes first"
         return bucket_handle(slot, metadata_of(self._specs[index]))
 
     def clear(self) -> None:
-        """Give the buckets' memory back to the GPU.
+        """Free the buckets' GPU memory.
 
-        Host memory is kept for the next time: new shared pages cost more than all else of a sync.
+        Host memory is kept: allocating shared pages costs more than the rest of a sync.
         """
         self.seconds = 0.0
         if self._device.type == "cuda":
@@ -118,18 +118,18 @@ class BucketStage:
 
 
 def metadata_of(spec: BucketSpec) -> list[Any]:
-    """Where each tensor lies in the bucket's bytes."""
+    """Return the place of each tensor in the bucket's bytes."""
     dtypes = [getattr(torch, dtype) for dtype in spec.dtypes]
     return empty_bucket(zip(spec.names, dtypes, spec.shapes, strict=True))
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many tensors by few kernels: a layer of a mixture of experts has hundreds."""
+    """Copy many tensors with few kernels: a mixture-of-experts layer has hundreds."""
     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class WeightSender:
-    """Trainer rank 0's end of the group that engines receive broadcasts through."""
+    """Trainer rank 0's side of the group through which engines receive broadcasts."""
 
     def __init__(
         self,
@@ -144,9 +144,9 @@ class WeightSender:
     ) -> None:
         """Host the group's store at ``address:port`` and wait for ``world_size - 1`` engine ranks.
 
-        Built as SGLang's receivers build theirs: a TCP store, prefixed with the group's name, and a
-        group over it apart from the default one.  ``listener``: what is bound there already.  Raises
-        WeightSyncFailed past ``timeout_s``.
+        It matches SGLang's receivers: a TCP store, prefixed with the group's name, and a
+        non-default group over it.  ``listener``: a socket already bound to that address.  Raises
+        WeightSyncFailed after ``timeout_s``.
         """
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
@@ -174,10 +174,10 @@ class WeightSender:
         self._broadcasts = _InOrder()
 
     def send(self, index: int, flat: Tensor) -> None:
-        """Start to broadcast a bucket; its memory must stay as it is until :meth:`wait` has returned.
+        """Start to broadcast a bucket; its memory must not change until :meth:`wait` has returned.
 
-        Returns at once.  NCCL connects in a group's first broadcast, which waits there for the engines, and
-        those are told to receive only once the bucket is announced.
+        Returns at once.  NCCL connects in a group's first broadcast, which blocks until the engines join, and
+        they start to receive only after the bucket is announced.
         """
         group = self._group
         if group is None:
@@ -192,7 +192,7 @@ class WeightSender:
         self._under_way[index % SYNC_BUCKETS] = (started, time.monotonic() + self._timeout_s)
 
     def wait(self, index: int) -> None:
-        """Return once the broadcast from this bucket's slot is done; harmless when there is none.
+        """Return once the broadcast from this bucket's slot is done; returns at once if there is none.
 
         Raises WeightSyncFailed when an engine is lost or slow: the engines' weights are then mixed and
         must not be served.
@@ -221,7 +221,7 @@ class WeightSender:
             dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Leave the group; harmless when repeated or when the other side is gone."""
+        """Leave the group; safe to call again, or when the other side is gone."""
         broken = any(entry is not None for entry in self._under_way)
         self._under_way = [None] * SYNC_BUCKETS
         if broken:
@@ -235,11 +235,11 @@ class WeightSender:
 
 
 class _InOrder:
-    """Runs what it is given one after the other, in a thread that ends with the process."""
+    """Runs calls in order, in a daemon thread."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # Blocked in a collective whose other side is gone, a thread of a pool would keep the process alive.
+        # A pool's thread, blocked in a collective whose other side is gone, would keep the process alive.
         threading.Thread(target=self._run, daemon=True, name="weight broadcasts").start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
@@ -248,7 +248,7 @@ class _InOrder:
         return result
 
     def end(self) -> None:
-        """Take nothing more; harmless when repeated."""
+        """Accept no further calls; safe to call again."""
         self._waiting.put(None)
 
     def _run(self) -> None:
@@ -256,12 +256,12 @@ class _InOrder:
             call, result = entry
             try:
                 result.set_result(call())
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits
+            except Exception as error:  # noqa: BLE001 - raised by the future's result()
                 result.set_exception(error)
 
 
 class failing_as(AbstractContextManager[None]):
-    """Turns whatever the communication library raises into WeightSyncFailed."""
+    """Converts errors of the communication library into WeightSyncFailed."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -30,10 +30,10 @@ def _install(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from orhpc.train.fsdp.optim import Optimiser
+    from orhpc.train.fsdp.optim import Optimizer
 
     plan = json.loads((folder / "plan.json").read_text())
-    step = Optimiser.step
+    step = Optimizer.step
 
     def failing(self: Any, loss: Any) -> Any:
         calls = folder / f"calls.{dist.get_rank()}"
@@ -47,7 +47,7 @@ def _install(folder: Path) -> None:
                 parameter.grad.mul_(float("nan"))
         return step(self, loss)
 
-    Optimiser.step = failing
+    Optimizer.step = failing
 
 
 sys.meta_path.insert(0, _BeforeTrainer())

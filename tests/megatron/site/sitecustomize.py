@@ -1,6 +1,6 @@
-"""Puts the CPU shim under the Megatron trainer in processes that a test starts, and under nothing else.
+"""Installs the CPU shim in processes that a test starts, if they use the Megatron trainer.
 
-Python imports this at its start where this folder is on ``PYTHONPATH``.  It waits until the Megatron
+Python imports this at startup if this folder is on ``PYTHONPATH``.  It waits until the Megatron
 backend is first imported, and prepares the process just before.
 """
 

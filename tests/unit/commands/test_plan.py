@@ -29,7 +29,7 @@ DEMAND = Demand(tokens=8192, element_bytes=2, recompute=True, logits_rows=1024, 
 @given(st.integers(1, 4096))
 def test_fsdp_divides_sixteen_bytes_a_parameter(ranks: int) -> None:
     memory = trainer_memory(QWEN, Layout(ranks, sharded=True), DEMAND)
-    divided = memory.weights + memory.gradients + memory.optimiser
+    divided = memory.weights + memory.gradients + memory.optimizer
     assert 0 <= divided * ranks - 16 * QWEN.parameters < 3 * ranks
     one = trainer_memory(QWEN, Layout(1, sharded=True), DEMAND)
     assert (memory.gathered, memory.activations, memory.head) == (one.gathered, one.activations, one.head)
@@ -74,7 +74,7 @@ def test_no_layout_loses_a_weight(tp: int, pp: int, ep: int, etp: int, name: str
     # The fullest stage holds at least its equal share, and less than the model.
     assert whole.weights / layout.ranks <= fullest.weights <= whole.weights
     # Master weights and moments are 12 bytes an element, divided over equal ranks.
-    assert whole.optimiser / layout.ranks <= fullest.optimiser <= whole.optimiser
+    assert whole.optimizer / layout.ranks <= fullest.optimizer <= whole.optimizer
 
 
 def test_tied_embeddings_are_held_by_both_ends_of_a_pipeline() -> None:
@@ -160,7 +160,7 @@ def test_plan_prints_ranks_memory_and_the_limit(config: str, capsys: pytest.Capt
     assert "node 7: ranks 28-31, engines 7" in out
     rows = dict(re.findall(r"^  (\w+) +([\d.]+)", out, re.MULTILINE))
     parts = [
-        float(rows[n]) for n in ("gradients", "optimiser", "gathered", "reference", "activations", "head")
+        float(rows[n]) for n in ("gradients", "optimizer", "gathered", "reference", "activations", "head")
     ]
     weights = 4 * QWEN.parameters / 32 / 2**30
     assert sum(parts) + weights == pytest.approx(float(rows["total"]), abs=0.03)
@@ -178,7 +178,7 @@ def test_plan_refuses_what_cannot_fit_and_says_what_would(
     assert said.count("\n") == 1
     numbers = [
         float(x)
-        for x in re.findall(r"(?:weights|gradients|optimiser|gathered|activations|head) ([\d.]+)", said)
+        for x in re.findall(r"(?:weights|gradients|optimizer|gathered|activations|head) ([\d.]+)", said)
     ]
     total = float(re.search(r"= ([\d.]+) GiB and has 80.00 - 3.00 reserved = 77.00", said)[1])  # type: ignore[index]
     assert sum(numbers) == pytest.approx(total, abs=0.05)
@@ -304,13 +304,13 @@ def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     split = ["placement.devices_per_node=8", "placement.mode=split", "placement.trainer_devices=4"]
     assert main([*words, *split, "megatron.offload_optimizer=0.5"]) == EXIT_OK
     out = capsys.readouterr().out
-    found = re.search(r"for the offloaded optimiser, at least: ([\d.]+) GiB", out)
+    found = re.search(r"for the offloaded optimizer, at least: ([\d.]+) GiB", out)
     assert found is not None
     assert float(found[1]) == pytest.approx(QWEN.parameters * 16 / 2 / 2**30, rel=0.01)
     rows = dict(re.findall(r"^  (\w+) +([\d.]+)", out, re.MULTILINE))
-    assert float(rows["optimiser"]) == pytest.approx(QWEN.parameters * 12 / 2 / 4 / 2**30, rel=0.02)
+    assert float(rows["optimizer"]) == pytest.approx(QWEN.parameters * 12 / 2 / 4 / 2**30, rel=0.02)
     assert main([*words, *split]) == EXIT_CONFIG
-    assert "offloaded optimiser" not in capsys.readouterr().out
+    assert "offloaded optimizer" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
         ("qwen3-30b-a3b-node", "being committed: 341.22 GiB"),
         ("qwen3-30b-a3b-node-of-four", "while engines have the devices: 287.37 GiB"),
         ("qwen3-30b-a3b-node-of-four checkpoint.spare_host_memory=false", "being committed: 227.48 GiB"),
-        ("qwen3-30b-a3b-node-split", "for the offloaded optimiser, at least: 227.58 GiB"),
+        ("qwen3-30b-a3b-node-split", "for the offloaded optimizer, at least: 227.58 GiB"),
     ],
 )
 def test_one_node_of_h200_holds_qwen3_30b(

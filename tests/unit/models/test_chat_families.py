@@ -1,4 +1,4 @@
-"""Models that no chat format fits: refused before anything starts, unless the user brings an agent."""
+"""Models without a fitting chat format are refused before anything starts, unless there is a custom agent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config_of(folder: Path, **rollout: Any) -> Config:
 
 
 async def own_agent(context: Any, request: Any) -> Any:
-    """Writes its prompts by the tokenizer alone."""
+    """An agent that builds prompts with the tokenizer alone."""
     return context.tokenizer.encode("Hello", add_special_tokens=False)
 
 
@@ -48,7 +48,7 @@ async def careless_agent(context: Any, request: Any) -> Any:
 
 @pytest.mark.parametrize("controls", [CHATML, QWEN, LLAMA, DEEPSEEK, GLM, GEMMA])
 def test_files_say_what_the_tokenizer_says(tmp_path: Path, controls: tuple[str, ...]) -> None:
-    """Login nodes read files; workers ask transformers."""
+    """Login nodes read files; workers use transformers; both find the same tokens."""
     folder = model_of(tmp_path / "model", controls)
     made = tokenizer(controls)
     config = config_of(folder)
@@ -73,9 +73,9 @@ def test_tokens_are_found_in_every_file_that_lists_them(tmp_path: Path, name: st
 
 def test_nothing_is_refused_before_a_tokenizer_is_here(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
-        assert "known when the tokenizer is here" in chat_families.check(config_of(tmp_path), folder)
+        assert "known once the tokenizer is downloaded" in chat_families.check(config_of(tmp_path), folder)
     (tmp_path / "tokenizer.json").write_text("{damaged")
-    assert "known when" in chat_families.check(config_of(tmp_path), tmp_path)
+    assert "known once" in chat_families.check(config_of(tmp_path), tmp_path)
 
 
 def test_check_and_the_launcher_refuse_in_one_line(

@@ -1,4 +1,4 @@
-"""Load, commit and export, of every causal language model that the FSDP backend accepts."""
+"""Load, commit and export every causal language model that the FSDP backend accepts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orhpc.train.fsdp.backend import FsdpBackend
 from tests.trainer_kit import make_config, ranks_of
 
 SIZES: dict[str, Any] = {
-    # One dictionary for all: each family takes the names that its configuration has.
+    # One dictionary for all families: each uses the names that its configuration has.
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 64),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff"), 24),
@@ -45,14 +45,14 @@ ACCEPTED = [
     "granite", "cohere2", "ernie4_5_moe", "hunyuan_v1_moe", "seed_oss", "smollm3", "exaone4", "gpt2",
     "starcoder2",
 ]  # fmt: skip
-"""Families that may not be left out: 80 of transformers 5.23 were not when this was written."""
+"""Families that must be covered; with transformers 5.23, 80 were when this was written."""
 LARGEST = 3_000_000
-"""Parameters; what a configuration does not make smaller is left out."""
+"""Maximum number of parameters; configurations that cannot be made smaller are skipped."""
 SECONDS = 30
 
 
 class TooSlow(Exception):
-    """Or too large."""
+    """The family's tiny model is too slow, or too large, to test."""
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def tiny_config(kind: str) -> Any:
 
 
 def save_tiny(kind: str, folder: Path) -> None:
-    """Raises whatever transformers raises of a configuration that cannot be so small."""
+    """Save a tiny random model; raises what transformers raises if the configuration cannot be so small."""
     config = tiny_config(kind)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
@@ -103,7 +103,7 @@ def test_what_was_loaded_and_committed_is_exported(kind: str, tmp_path: Path) ->
         with ranks_of(str(folder)) as start:
             try:
                 rank = start()
-            except ModelError as error:  # refused at the start, in one line
+            except ModelError as error:  # refused at startup, in one line
                 assert kind not in ACCEPTED, error
                 assert "\n" not in str(error)
                 return
@@ -120,7 +120,7 @@ def test_what_was_loaded_and_committed_is_exported(kind: str, tmp_path: Path) ->
 
 
 def test_a_family_whose_checkpoints_merge_tensors_is_refused_by_name(tmp_path: Path) -> None:
-    """HRM's checkpoints hold queries, keys, values and gate in one tensor, the model in four."""
+    """HRM's checkpoints hold queries, keys, values and gate in one tensor, but the model has four."""
     save_tiny("hrm_text", tmp_path)
     backend = FsdpBackend(make_config(), str(tmp_path), 0, 1)
     with pytest.raises(

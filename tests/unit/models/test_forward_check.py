@@ -1,4 +1,4 @@
-"""A model that a trainer or the cpu engine computes wrongly is refused at the start, and no other is."""
+"""A model that a trainer or the cpu engine computes wrongly is refused at startup, and no other is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _DYNAMIC = {
 
 
 def saved(folder: Path, family: str, **changes: Any) -> str:
-    """A random model whose attention and routers matter."""
+    """Save a random model in which attention and routers affect the results."""
     torch.manual_seed(5)
     config = AutoConfig.for_model(family, **(_SHAPE | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -77,7 +77,7 @@ def config_of(*, longest: int = 64, check: bool = True, **options: Any) -> Confi
 
 @contextlib.contextmanager
 def trainer(config: Config, folder: str) -> Iterator[tuple[TrainerRank, dict[str, Any]]]:
-    """One rank, connected and built, and what building returned."""
+    """Connect and build one rank; return it and the result of building."""
     rank = TrainerRank(config, folder, 0, 1, 1)
     rank.connect("127.0.0.1", free_port(), 30)
     try:
@@ -101,7 +101,7 @@ def random_samples(lengths: list[int], vocabulary: int = 61) -> list[Sample]:
 
 
 def transformers_logprobs(folder: str, sample: Sample) -> torch.Tensor:
-    """Of the model as it is loaded with its config unchanged, one sample alone."""
+    """Return log-probabilities of the model with its config unchanged, one sample at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.from_numpy(sample.location.arrays["tokens_T"].astype(np.int64))
     with torch.no_grad():
@@ -130,10 +130,10 @@ def config(**values: Any) -> Any:
         (None, 8, 1000, 8, None),
         (30, 64, 1000, 30 + BEYOND, None),
         (30, 40, 1000, 40, None),
-        (30, 20, 1000, 20, None),  # no sample can be longer than the window
+        (30, 20, 1000, 20, None),  # samples cannot be longer than the window
         (4096, 10_000, 1000, 4096 + BEYOND, None),
         (8000, 10_000, 1000, 4352, 8000),
-        (4096, 10_000, 10**9, BEYOND, 4096),  # more would take too long
+        (4096, 10_000, 10**9, BEYOND, 4096),  # longer samples would take too long
     ],
 )
 def test_samples_reach_beyond_the_window_where_that_is_possible_and_cheap(
@@ -151,7 +151,7 @@ def test_the_length_from_which_positions_change_is_read_from_the_config() -> Non
     assert fixed_positions(AutoConfig.for_model("llama", **(_SHAPE | _DYNAMIC))) == ("dynamic", 16)
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
     assert fixed_positions(AutoConfig.for_model("llama", **_SHAPE, rope_parameters=yarn)) is None
-    assert fixed_positions(AutoConfig.for_model("gemma3_text", **_SHAPE)) is None  # by kind of layer
+    assert fixed_positions(AutoConfig.for_model("gemma3_text", **_SHAPE)) is None  # set per kind of layer
 
 
 def test_an_error_that_begins_late_is_not_averaged_away_and_nan_is_one() -> None:
@@ -202,7 +202,7 @@ def _no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainer_that_computes_another_model_is_refused(
     fault: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without what the family does to its logits, its sliding window, or the boundaries of packed samples."""
+    """The faults omit the family's logit soft cap, its sliding window, or boundaries of packed samples."""
     folder = save_tiny_model(tmp_path / "gemma3", "gemma3")
     fault(monkeypatch)
     said = r"gemma3_text: .* train.backend=fsdp for packed samples differ by .*; train.backend: megatron may"
@@ -277,7 +277,7 @@ def test_positions_that_change_with_the_length_are_refused_beyond_it_and_right_w
 def test_phimoe_is_the_model_that_transformers_evaluates(
     values: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:
-    """Its router compares with ``router_jitter_noise`` and, in training mode, chooses at random."""
+    """Its router compares with ``router_jitter_noise`` and, in training mode, samples experts."""
     folder = saved(tmp_path / "phimoe", "phimoe", num_local_experts=4, num_experts_per_tok=2, **values)
     train = {"gradient_checkpointing": checkpointing}
     with trainer(config_of(train=train, check=False), folder) as (rank, _):
@@ -342,7 +342,7 @@ def test_the_engine_accepts_what_it_computes_rightly(
 def test_the_engine_refuses_what_it_computes_wrongly(
     family: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two change keys after they were cached; one has a window that its attention does not hear of."""
+    """Two change keys after they were cached; one has a window that is not passed to its attention."""
     said = f"{family}: log-probabilities of the cpu engine differ .*engine.backend: sglang may"
     with pytest.raises(ModelError, match=said):
         engine(saved(tmp_path / family, family, **values))

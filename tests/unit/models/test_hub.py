@@ -1,4 +1,4 @@
-"""Models by hub name, fetched by the real client from a hub on loopback; every bad hub is one line."""
+"""Models by hub name, fetched by the real client from a hub on loopback; every failure is one line."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_run_fetches_what_it_needs_once_and_keeps_the_commit(hub: Hub, rundir:
     model.ensure_models(config, rundir)
     assert len(hub.requests) == asked
 
-    # The branch moves: this run goes on with what it began with, also after the cache has moved on.
+    # The branch moves: this run keeps its first commit, even after the cache is updated.
     (hub.root / NAME / "tokenizer.json").write_text('{"new": 1}')
     shutil.rmtree(folder)
     other = RunDir(rundir.path.parent / "y")
@@ -114,7 +114,7 @@ def test_plan_needs_only_the_config(hub: Hub, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_dropped_connection_costs_only_the_rest_of_the_file(hub: Hub, rundir: RunDir) -> None:
-    """It is dropped once in the middle of every file."""
+    """The connection is dropped once in the middle of every file."""
     hub.cut_after = 100_000
     model.ensure_models(config_of(), rundir)
     folder = model.model_folder(config_of(), rundir)
@@ -153,9 +153,9 @@ def refusals(hub: Hub) -> list[tuple[str, type[Exception], str]]:
         ("500", PreflightError, "answers 500; run the same command later, it resumes"),
         ("401", ModelError, "no such model at"),
         ("away", HubUnreachable, "cannot be reached from here"),
-        ("offline", PreflightError, "HF_HUB_OFFLINE forbids to fetch it"),
+        ("offline", PreflightError, "HF_HUB_OFFLINE forbids downloads"),
         ("no weights", ModelError, "has no weights in safetensors on the hub"),
-        ("no model", ModelError, "has no config.json: it is no model of transformers"),
+        ("no model", ModelError, "has no config.json: it is not a transformers model"),
     ]
 
 
@@ -216,7 +216,7 @@ def test_a_cache_without_room_is_named_before_anything_is_fetched(hub: Hub) -> N
     )
     done = subprocess.run([sys.executable, "-c", code, NAME], capture_output=True, text=True, check=False)
     assert done.returncode == EXIT_PREFLIGHT, done.stderr
-    assert "GB are free: make room, or set HF_HOME" in json.loads(done.stdout)["error"]
+    assert "GB are free: free some space, or set HF_HOME" in json.loads(done.stdout)["error"]
     assert hub.downloads(NAME) == []
 
 
@@ -287,9 +287,9 @@ def test_no_damaged_weights_file_passes_for_a_whole_one(content: bytes) -> None:
         whole = (folder / "model.safetensors").read_bytes()
         assert problem_of(folder) is None
         (folder / "model.safetensors").write_bytes(whole[:-1])
-        assert problem_of(folder) == "model.safetensors is cut short or damaged"
+        assert problem_of(folder) == "model.safetensors is truncated or damaged"
         (folder / "model.safetensors").write_bytes(content)
-        assert problem_of(folder) == "model.safetensors is cut short or damaged"
+        assert problem_of(folder) == "model.safetensors is truncated or damaged"
 
 
 def test_one_form_of_the_weights_is_chosen() -> None:

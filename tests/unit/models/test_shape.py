@@ -27,7 +27,7 @@ def test_parameters_of_real_models(name: str) -> None:
 
 def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     shape = shape_of(REAL["DeepSeek-V3"][0])
-    # "11.5B unique" beside embedding and head: the model card's README_WEIGHTS.
+    # "11.5B unique" in addition to embedding and head: the model card's README_WEIGHTS.
     assert shape.mtp_parameters / 1e9 == pytest.approx(11.5, rel=0.02)
     assert shape_of({**REAL["DeepSeek-V3"][0], "num_nextn_predict_layers": 0}).mtp_parameters == 0
 
@@ -47,7 +47,7 @@ def test_flops_of_a_dense_model_are_two_a_weight_and_attention() -> None:
     shape = shape_of(REAL["Llama-3.1-8B"][0])
     weights = shape.parameters - shape.vocabulary * shape.hidden - 65 * shape.hidden
     assert shape.linear_flops == 2 * weights
-    # Causal attention: each of T tokens sees half of T keys, with 4 H operations a key and layer.
+    # Causal attention: each of T tokens attends to T / 2 keys on average, 4 H operations per key and layer.
     assert shape.forward_flops(8192) - shape.linear_flops == 32 * 4 * 4096 * 8193 / 2
     assert shape.training_flops(8192) == 3 * shape.forward_flops(8192)
     extra = shape.training_flops(8192, recompute=True) - shape.training_flops(8192)
@@ -59,7 +59,7 @@ def test_windows_bound_attention_and_nothing_else() -> None:
     assert [layer.span for layer in shape.layers[:4]] == [4096, None, 4096, None]
     per_key = shape.attention_flops(1)
     growth = shape.forward_flops(65536) - shape.forward_flops(32768)
-    # Only the 21 full layers go on growing by half a key a token; the others are all but done.
+    # Only the 21 full layers grow further, by half a key per token; the others are almost at their limit.
     assert growth / (21 * per_key * 16384) == pytest.approx(1, abs=0.02)
 
 
@@ -70,7 +70,7 @@ def test_an_indexer_sees_every_key_and_attention_those_it_chose() -> None:
     assert sparse.parameters - dense.parameters == indexer
     assert sparse.kv_cache_bytes(2) - dense.kv_cache_bytes(2) == 61 * 128 * 2
     growth = [shape.forward_flops(131072) - shape.forward_flops(65536) for shape in (sparse, dense)]
-    # Scores of 64 heads of 128 grow instead of 128 heads of 192 and 128.
+    # Scores of 64 heads of 128 grow, instead of 128 heads of 192 and 128.
     assert growth[0] / growth[1] == pytest.approx(64 * 129 / (128 * 320), abs=0.01)
 
 

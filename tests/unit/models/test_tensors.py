@@ -18,16 +18,16 @@ LENGTH = 256
 
 
 def meta_model(content: dict[str, Any]) -> PreTrainedModel:
-    """The family's language model, of the content of a config.json."""
+    """Build the family's language model from the contents of a config.json."""
     plain = dict(content)
-    if content["model_type"] == "llama4":  # AutoModelForCausalLM takes the language part alone
+    if content["model_type"] == "llama4":  # AutoModelForCausalLM builds only the language part
         plain = {"model_type": "llama4_text", **content["text_config"]}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain), attn_implementation="eager")
 
 
 def checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint of the model's language part, parameters and buffers."""
+    """Return names and shapes of a checkpoint of the language part, parameters and buffers."""
     state = dict(model.state_dict())
     if "lm_head.weight" in state and model.config.get_text_config().tie_word_embeddings:
         del state["lm_head.weight"]
@@ -63,7 +63,7 @@ def test_real_sizes_have_as_many_parameters_as_transformers_says(name: str) -> N
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "glm4", "gemma2", "deepseek-v3", "qwen3"])
 def test_flops_are_those_that_torch_counts(name: str) -> None:
-    content = {**TINY[name], "first_k_dense_replace": 9}  # experts' products depend on the tokens
+    content = {**TINY[name], "first_k_dense_replace": 9}  # FLOPs of experts depend on the tokens
     shape, length = shape_of(content), 32
     with FlopCounterMode(display=False) as forward:
         logits = meta_model(content)(torch.zeros(1, length, dtype=torch.long, device="meta")).logits
@@ -78,7 +78,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
 def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
-    """A second and a third layer's share of what the backward pass needs again, storage by storage."""
+    """Measure what a second and a third layer keep for the backward pass, storage by storage."""
 
     def kept(layers: int) -> int:
         content = {**TINY[name], "num_hidden_layers": layers, "hidden_size": 256, "intermediate_size": 512}
@@ -86,7 +86,7 @@ def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> N
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         storages: dict[int, int] = {}
-        alive: list[torch.Tensor] = []  # an address may come again once its storage is gone
+        alive: list[torch.Tensor] = []  # an address may be reused once its storage is freed
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Placement is pure and adds up; ports are below the ephemeral range."""
+"""Placement is pure and consistent; ports are below the ephemeral range."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_device_has_its_place(count: int, per_node: int, tp: int, data: st
 
 
 def test_too_few_nodes_is_said_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="4 asked for, the job has 2"):
+    with pytest.raises(ConfigError, match="4 requested, but the job has 2"):
         plan(config_of({"nodes": 4}, 4), nodes_of(2))
 
 

@@ -1,4 +1,4 @@
-"""What is loaded later comes only from folders that nobody else can change."""
+"""Files that are loaded later come only from folders that no other user can change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_folder_that_others_can_replace_is_refused(folder: Path) -> None:
     folder.parent.chmod(0o777)
     with pytest.raises(PreflightError, match="may replace"):
         require_own(folder, "it")
-    folder.parent.chmod(0o1777)  # as /tmp: only its owner can rename it
+    folder.parent.chmod(0o1777)  # like /tmp: only its owner can rename the folder
     require_own(folder, "it")
 
 

@@ -1,4 +1,4 @@
-"""No process of a run repeats a secret: actors and servers log and print without them."""
+"""No process of a run prints a secret: actors and servers redact logs and output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def leak(*_):
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config whose secrets come from all places that there are."""
+    """A config with secrets from all kinds of sources."""
     (tmp_path / "own").write_text(OWN)
     (tmp_path / "own").chmod(0o600)
     path = tmp_path / "leaky.yaml"
@@ -133,7 +133,7 @@ def last_words(process: EngineProcess, log: Path) -> str:
 
 
 def test_a_cpu_engine_repeats_no_secret(config: Path, tmp_path: Path) -> None:
-    """What it was given to load has a name that repeats them all, and it says that it cannot be loaded."""
+    """The name of what it should load contains all secrets, and its error message repeats that name."""
     folder, (port,) = f"/nowhere/{ALL}/{OWN}/{ACCOUNT}/{KEY}", free_ports(1, HOST)
     process = EngineProcess(load_config(config), folder, HOST, port, KEY, str(tmp_path / "log"), 0, threads=1)
     said = last_words(process, tmp_path / "log")

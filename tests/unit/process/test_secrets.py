@@ -1,4 +1,4 @@
-"""Secrets: order of sources, file modes, and that no value reaches a log."""
+"""Secrets: order of sources, file modes, and that no value appears in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions of the user's own code, as a run reports them."""
+"""Exceptions of the user's code, as a run reports them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orhpc.errors import EXIT_CONFIG, Action, UserCodeError, policy_of
-from orhpc.process.user_code import last_line, place_of, server_error, user_error, users_part
+from orhpc.process.user_code import last_line, place_of, server_error, user_error, user_frames
 
 MODULE = """
 import json
@@ -21,7 +21,7 @@ def score(text):
 
 
 def trace_of(tmp_path: Path) -> str:
-    """A real traceback: a launcher's frame, the user's module, and the standard library at its end."""
+    """Return a real traceback: a launcher's frame, the user's module, and the standard library at the end."""
     (tmp_path / "mine.py").write_text(MODULE)
     done = subprocess.run(
         [sys.executable, "-c", "import mine; mine.score('{')"],
@@ -52,7 +52,7 @@ def test_a_traceback_without_a_frame_of_the_users_stays_whole() -> None:
         json.loads("{")
     except ValueError as error:
         text = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\nValueError: no\n'
-        assert users_part(text) == text
+        assert user_frames(text) == text
         assert place_of(text) == "<string>:1 in <module>"
         said = user_error("rollout.custom_reward: mine.score", error)
     assert f"{__file__}:" in str(said)

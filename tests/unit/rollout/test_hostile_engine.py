@@ -219,6 +219,6 @@ def test_a_worker_refuses_ids_that_its_model_has_not(server: Hostile) -> None:
 
     assert asyncio.run(ask_worker(vocabulary - 1)) == [vocabulary - 1]
     with pytest.raises(
-        EngineUnavailable, match=rf"sampled the id {vocabulary}, ids are 0 \.\. {vocabulary - 1}"
+        EngineUnavailable, match=rf"sampled token id {vocabulary} is outside 0 \.\. {vocabulary - 1}"
     ):
         asyncio.run(ask_worker(vocabulary))

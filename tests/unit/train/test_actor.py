@@ -1,4 +1,4 @@
-"""A trainer rank as the driver uses it: steps, resumes, saves while training, export."""
+"""A trainer rank as the driver uses it: steps, resumes, saves during training, export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Role
 from orhpc.train.batch import plan_batches
 from orhpc.train.fetch import load_batch
-from orhpc.train.pinned import PinnedRoom
+from orhpc.train.pinned import PinnedBuffer
 from tests.trainer_kit import (
     MAX_TOKENS,
     logprobs_of,
@@ -86,7 +86,7 @@ def test_training_raises_the_log_probability_of_what_was_rewarded(make: Callable
 
 
 def test_old_log_probabilities_come_from_the_start_of_the_step(make: Callable[..., TrainerRank]) -> None:
-    """With two mini-batches the ratio of the second is not 1; with one, both ways are the same."""
+    """With two mini-batches the ratio of the second is not 1; with one, both settings agree."""
     two = make(minibatches=2, train={"lr": 3e-2}).step(plan(3, n_minibatches=2), step=1)
     assert two["ratio_max"] > 1.01
     rank = make()
@@ -114,11 +114,11 @@ def test_a_stop_between_micro_batches_abandons_the_step(make: Callable[..., Trai
     with pytest.raises(StopRequested):
         rank.step(plan(0), step=1)
     assert_equal_state(state_of(rank), before)
-    rank.step(plan(0), step=1)  # the request is used up
-    assert rank.backend.optimiser.steps == 1
+    rank.step(plan(0), step=1)  # the request was cleared
+    assert rank.backend.optimizer.steps == 1
 
 
-def test_a_stop_past_the_first_optimiser_step_finishes_the_step(make: Callable[..., TrainerRank]) -> None:
+def test_a_stop_past_the_first_optimizer_step_finishes_the_step(make: Callable[..., TrainerRank]) -> None:
     rank = make(minibatches=2)
     real = rank.backend.update
     calls = []
@@ -153,7 +153,7 @@ def _two_ranks(rank: int, world: int, port: int, folder: str, checkpoint: str) -
     files = wait_for(trainer.save_poll)
     exported = trainer.export_hf(str(Path(checkpoint).with_name("exported")))
     if rank == 1:
-        trainer.request_stop()  # one rank is told, both stop
+        trainer.request_stop()  # one rank gets the request, both stop
     stopped = False
     try:
         trainer.step(plan(1, ranks=world, n_minibatches=2), step=2)
@@ -221,7 +221,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(
 def test_a_save_holds_the_state_at_its_beginning(
     make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
 ) -> None:
-    """The writer is held back until training has moved on."""
+    """The writer is delayed until training has continued."""
     from orhpc.train.checkpoint import shards as checkpoint
 
     gate = threading.Event()
@@ -265,11 +265,11 @@ def test_a_copy_that_finds_no_memory_harms_neither_training_nor_the_next_save(
 ) -> None:
     rank = make()
 
-    def refuse(self: PinnedRoom, size: int) -> None:
+    def refuse(self: PinnedBuffer, size: int) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(PinnedRoom, "take", refuse)
+        patch.setattr(PinnedBuffer, "take", refuse)
         with pytest.raises(CheckpointError, match=r"copied to host memory: .*memory"):
             rank.save_begin(str(tmp_path))
     rank.step(plan(0), step=1)
@@ -286,5 +286,5 @@ def test_a_torn_checkpoint_is_not_restored(make: Callable[..., TrainerRank], tmp
     (entry,) = saved(rank, tmp_path / "checkpoint")
     path = tmp_path / "checkpoint" / entry["name"]
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="torn or corrupt"):
+    with pytest.raises(CheckpointError, match="incomplete or corrupt"):
         rank.restore(str(tmp_path / "checkpoint"))

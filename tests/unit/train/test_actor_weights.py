@@ -1,4 +1,4 @@
-"""A trainer rank towards the outside: weight sync to engines, its sockets, and fetching of arrays."""
+"""External interfaces of a trainer rank: weight sync to engines, sockets, fetching of arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.weight_receiver import receive
 
 @contextlib.contextmanager
 def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any]]:
-    """``n`` receiving processes; yields the pipes that they report through."""
+    """Start ``n`` receiving processes; yield the pipes through which they report."""
     buckets = [list(zip(spec.names, spec.dtypes, spec.shapes, strict=True)) for spec in specs]
     add_root_to_path()
     context = multiprocessing.get_context("spawn")
@@ -84,7 +84,7 @@ def test_weights_reach_every_engine(
 def test_a_bucket_is_announced_before_its_broadcast_connects(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's first broadcast waits for the engines; those are told to receive when a bucket is staged."""
+    """NCCL's first broadcast blocks until the engines join, which they do after a bucket is staged."""
     rank = make()
     specs = rank.weight_buckets()
     told, port = threading.Event(), free_port()
@@ -122,7 +122,7 @@ def test_an_engine_that_never_joins_is_a_failed_sync_within_the_deadline(
 def test_an_engine_that_dies_is_a_failed_sync(make: Callable[..., TrainerRank]) -> None:
     rank = make()
     port = free_port()
-    with engines(1, port, []) as (pipe,):  # it expects no tensor, so it ends once it has joined
+    with engines(1, port, []) as (pipe,):  # it expects no tensor, so it exits after joining
         rank.join_weight_group("127.0.0.1", port, 2, "weights", 10.0)
         assert pipe.poll(60)
     with pytest.raises(WeightSyncFailed, match="did not reach"):

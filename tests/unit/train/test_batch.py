@@ -52,7 +52,7 @@ def test_every_sample_is_trained_once_in_its_mini_batch(case: tuple[list[int], i
     for minibatch in plan.minibatches:
         planned = [s for rank in minibatch.ranks for batch in rank for s in batch.samples]
         part = samples[position : position + len(planned)]
-        assert sorted(planned, key=samples.index) == part  # the given order decides the mini-batch
+        assert sorted(planned, key=samples.index) == part  # the given order determines the mini-batch
         assert minibatch.n_samples == len(part)
         assert minibatch.n_tokens == sum(s.response_tokens for s in part)
         assert abs(len(part) - len(samples) / len(plan.minibatches)) < 1
@@ -95,7 +95,7 @@ def test_bins_are_few(lengths: list[int], multiple: int) -> None:
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     fitting = [n for n in lengths if n <= BUDGET]
     bound = -(-sum(fitting) // BUDGET)
-    # First- and best-fit decreasing need at most 11/9 OPT + 1 bins, and fill all bins but one past half.
+    # First-fit and best-fit decreasing need at most 11/9 OPT + 1 bins, and fill all bins but one past half.
     most = max(2 * bound, 1) + len(lengths) - len(fitting)
     assert len(bins) <= -(-most // multiple) * multiple
 

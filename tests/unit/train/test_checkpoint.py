@@ -36,13 +36,13 @@ from orhpc.train.checkpoint.shards import (
 )
 from orhpc.train.hf_model import HfNames, empty_model, load_model_config
 from orhpc.train.weights.buckets import plan_buckets
-from tests.trainer_kit import plan, quantised_copy, ranks_of, save_tiny_model, tiny_model
+from tests.trainer_kit import plan, quantized_copy, ranks_of, save_tiny_model, tiny_model
 
 PROGRESS = {"optimiser_steps": 7}
 
 
 def cut(whole: dict[str, torch.Tensor], world: int) -> list[list[Shard]]:
-    """Rows as FSDP2 shares them out: even chunks of the first dimension, the last ones short or empty."""
+    """Return rows as FSDP2 shards them: even chunks of the first dimension, the last short or empty."""
     ranks: list[list[Shard]] = [[] for _ in range(world)]
     for name, tensor in whole.items():
         chunk = -(-len(tensor) // world)
@@ -166,7 +166,7 @@ def _no_files(folder: Path) -> None:
     "damage",
     [_remove_one, _cut_off, _empty_file, _other_save, _foreign_file, _newer_format, _no_files],
 )
-def test_damaged_folders_are_recognised(tmp_path: Path, damage: Any) -> None:
+def test_damaged_folders_are_recognized(tmp_path: Path, damage: Any) -> None:
     folder = tmp_path / "checkpoint"
     save(folder, state(), 2)
     damage(folder)
@@ -260,7 +260,7 @@ def test_random_state_survives_json() -> None:
 
 
 def commit_of(folder: Path, model_dir: str) -> dict[str, torch.Tensor]:
-    """A real commit of one rank after one step; returns what the model then held, buffers included."""
+    """Write a real commit of one rank after one step; return the model's tensors, buffers included."""
     folder.mkdir()
     with ranks_of(model_dir) as start:
         rank = start()
@@ -316,7 +316,7 @@ def test_the_command_line_exports_in_half_precision(
     assert f"transformers chat '{out}'" in said
     assert AutoConfig.from_pretrained(out).dtype == torch.bfloat16
     assert all(t.dtype == torch.bfloat16 for t in load_file(out / "model.safetensors").values())
-    assert main(arguments) != 0  # not over an older export
+    assert main(arguments) != 0  # an older export is not overwritten
     assert "is not empty" in capsys.readouterr().err
     arguments[0] = str(tmp_path / "nothing")
     arguments[1] = str(tmp_path / "another")
@@ -327,21 +327,21 @@ def test_the_command_line_exports_in_half_precision(
 def test_a_commit_of_another_shape_is_not_exported(tmp_path: Path) -> None:
     model_dir = save_tiny_model(tmp_path / "qwen3", "qwen3")
     commit_of(tmp_path / "commit", save_tiny_model(tmp_path / "llama", "llama"))
-    with pytest.raises(CheckpointError, match="no checkpoint of"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of"):
         export_checkpoint(
             tmp_path / "commit", tmp_path / "out", model_dir=model_dir, settings=ModelSettings()
         )
     assert not (tmp_path / "out").exists()
 
 
-def test_a_quantised_original_s_export_says_nothing_of_quantisation(tmp_path: Path) -> None:
-    """Block-wise FP8, as DeepSeek-V3 is published: the Megatron backend reads it, its commits are not FP8."""
+def test_a_quantized_original_s_export_says_nothing_of_quantization(tmp_path: Path) -> None:
+    """The Megatron backend reads block-wise FP8, as DeepSeek-V3 is published; its commits are not FP8."""
     model_dir = save_tiny_model(tmp_path / "model", "deepseek_v3")
     trained = commit_of(tmp_path / "commit", model_dir)
-    quantised = quantised_copy(Path(model_dir), tmp_path / "fp8")
+    quantized = quantized_copy(Path(model_dir), tmp_path / "fp8")
     out = tmp_path / "out"
     settings_ = ModelSettings(dtype="float32")
-    export_checkpoint(tmp_path / "commit", out, model_dir=str(quantised), settings=settings_)
+    export_checkpoint(tmp_path / "commit", out, model_dir=str(quantized), settings=settings_)
     assert "quantization_config" not in (out / "config.json").read_text()
     assert not any("scale" in name for name in load_file(out / "model.safetensors"))
     found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
@@ -381,7 +381,7 @@ def _cut(tensors: dict[str, torch.Tensor]) -> None:
 def test_an_export_that_is_not_the_commit_is_found_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage
 ) -> None:
-    """Whatever goes wrong between writing and reading, with memory for the whole model or without."""
+    """Any error between writing and reading is found, with or without memory for the whole model."""
     model_dir = save_tiny_model(tmp_path / "model", "deepseek_v3")
     commit_of(tmp_path / "commit", model_dir)
     real = export.write_hf_folder
@@ -409,7 +409,7 @@ def test_an_export_that_is_not_the_commit_is_found_and_removed(
 
 
 def test_a_failed_export_still_uses_up_the_other_ranks_tensors(tmp_path: Path) -> None:
-    """Else they would wait for ever in the gathering of the next one."""
+    """Otherwise they would wait forever in the next gathering."""
     model_dir = save_tiny_model(tmp_path / "model")
     settings_ = ModelSettings(dtype="float32")
     model = empty_model(load_model_config(model_dir, settings_), settings_)

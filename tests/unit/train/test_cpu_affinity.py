@@ -1,4 +1,4 @@
-"""Which processors lie beside a GPU, by what the system says."""
+"""Selection of the CPUs on a GPU's NUMA node from sysfs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from orhpc.train import cpu_affinity
-from orhpc.train.cpu_affinity import processors_near, stay_near
+from orhpc.train.cpu_affinity import local_cpus, pin_to_local_cpus
 
 GPU = "0000:1b:00.0"
 
@@ -31,13 +31,13 @@ def machine(folder: Path, node: int, processors: str) -> Path:
     [("0-3", {0, 1, 2, 3}), ("4,6-7,9", {4, 6, 7, 9}), ("5", {5}), ("", set())],
 )
 def test_the_processors_of_a_gpu_s_node(tmp_path: Path, processors: str, found: set[int]) -> None:
-    assert processors_near(GPU, machine(tmp_path, 1, processors)) == found
+    assert local_cpus(GPU, machine(tmp_path, 1, processors)) == found
 
 
 def test_a_machine_that_does_not_say_has_none(tmp_path: Path) -> None:
     machine(tmp_path, -1, "0-3")
-    assert processors_near(GPU, tmp_path) == set()
-    assert processors_near("0000:ff:00.0", tmp_path) == set()
+    assert local_cpus(GPU, tmp_path) == set()
+    assert local_cpus("0000:ff:00.0", tmp_path) == set()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor is always near")
@@ -47,17 +47,17 @@ def test_all_threads_go_there_and_none_leaves_what_the_job_has(monkeypatch: pyte
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     near: dict[str, set[int]] = {GPU: {max(before) + 1}}
-    monkeypatch.setattr(cpu_affinity, "processors_near", near.__getitem__)
+    monkeypatch.setattr(cpu_affinity, "local_cpus", near.__getitem__)
     ended = threading.Event()
     other = threading.Thread(target=ended.wait)
     other.start()
     assert other.native_id is not None
     try:
-        stay_near(torch.device("cpu"))
-        stay_near(torch.device("cuda"))  # none of them is the job's
+        pin_to_local_cpus(torch.device("cpu"))
+        pin_to_local_cpus(torch.device("cuda"))  # the job has none of them
         assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == before
         near[GPU] = {here, max(before) + 1}
-        stay_near(torch.device("cuda"))
+        pin_to_local_cpus(torch.device("cuda"))
         assert os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == {here}
     finally:
         for task in Path("/proc/self/task").iterdir():

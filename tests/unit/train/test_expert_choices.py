@@ -1,4 +1,4 @@
-"""How unevenly experts and the devices that hold them are loaded."""
+"""Load imbalance of experts, and of the devices that hold them."""
 
 from __future__ import annotations
 

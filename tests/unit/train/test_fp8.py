@@ -1,4 +1,4 @@
-"""Block-wise FP8: against a table of e4m3's values, and many weights at once against one by one."""
+"""Block-wise FP8: against a table of e4m3's values, and batches of weights against single ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from orhpc.errors import ModelError
 from orhpc.train.weights import fp8
-from orhpc.train.weights.fp8 import dequantise_blocks, quantise_blocks, quantiser
+from orhpc.train.weights.fp8 import dequantize_blocks, make_quantizer, quantize_blocks
 
 BLOCK = fp8.BLOCK
 
@@ -31,7 +31,7 @@ def e4m3_values() -> np.ndarray:
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """To the nearest, ties to the even code."""
+    """Round to the nearest value, ties to the even code."""
     table = e4m3_values()
     above = np.clip(np.searchsorted(table, np.abs(values)), 1, len(table) - 1)
     low, high = table[above - 1], table[above]
@@ -60,13 +60,13 @@ def test_every_block_is_scaled_to_the_format_and_rounded(
     rows: int, columns: int, seed: int, power: bool
 ) -> None:
     weight = some_weight(rows, columns, seed)
-    values, scales = quantise_blocks(weight, power_of_two=power)
+    values, scales = quantize_blocks(weight, power_of_two=power)
     assert values.dtype == torch.float8_e4m3fn
     got = values.float().numpy()
     for i, j, block in blocks_of(weight.float().numpy()):
         scale = scales[i, j].numpy()
         largest = np.abs(block).max()
-        # As TransformerEngine computes them: what values are multiplied by first, then its inverse.
+        # As TransformerEngine does: compute the factor of values first, then its inverse.
         factor = np.float32(448) / largest if largest > 0 else np.float32(1)
         if power:
             factor = np.exp2(np.floor(np.log2(np.float64(factor)))).astype(np.float32)
@@ -75,20 +75,20 @@ def test_every_block_is_scaled_to_the_format_and_rounded(
         scaled = block * factor
         here = got[i * BLOCK : i * BLOCK + BLOCK, j * BLOCK : j * BLOCK + BLOCK]
         assert np.array_equal(here, rounded(np.clip(scaled, -448, 448)))
-    # e4m3 keeps four significant bits: the nearest is at most a sixteenth away, above its smallest numbers.
-    error = (dequantise_blocks(values, scales) - weight.float()).abs()
+    # e4m3 keeps four significant bits: the relative error is at most 1/16, except for its smallest numbers.
+    error = (dequantize_blocks(values, scales) - weight.float()).abs()
     spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     assert (error <= weight.float().abs() / 16 * 1.001 + spread * 2.0**-10).all()
 
 
 def test_zeros_stay_zeros() -> None:
-    values, scales = quantise_blocks(torch.zeros(130, 5))
+    values, scales = quantize_blocks(torch.zeros(130, 5))
     assert (values.float() == 0).all()
     assert (scales > 0).all()
 
 
 def checkpoint() -> list[tuple[str, Tensor]]:
-    """A layer of experts and what is kept, in a checkpoint's order."""
+    """Return an expert layer and unquantized tensors, in a checkpoint's order."""
     found = [("model.embed_tokens.weight", some_weight(40, 64, 0))]
     for e in range(5):
         shapes = {"gate_proj": (96, 160), "up_proj": (96, 160), "down_proj": (160, 96)}
@@ -106,18 +106,18 @@ def checkpoint() -> list[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("together", [1, 40_000, 1 << 25])
 @pytest.mark.parametrize("power", [False, True])
-def test_weights_quantised_together_are_those_quantised_alone(
+def test_weights_quantized_together_are_those_quantized_alone(
     monkeypatch: pytest.MonkeyPatch, together: int, power: bool
 ) -> None:
     monkeypatch.setattr(fp8, "_TOGETHER", together)
     expected: list[tuple[str, Tensor]] = []
     for name, tensor in checkpoint():
         if "proj.weight" in name:
-            values, scales = quantise_blocks(tensor, power_of_two=power)
+            values, scales = quantize_blocks(tensor, power_of_two=power)
             expected += [(name, values), (name + "_scale_inv", scales)]
         else:
             expected.append((name, tensor))
-    got = list(quantiser(power_of_two=power)(checkpoint()))
+    got = list(make_quantizer(power_of_two=power)(checkpoint()))
     assert [name for name, _ in got] == [name for name, _ in expected]
     for (name, mine), (_, theirs) in zip(got, expected, strict=True):
         assert mine.dtype == theirs.dtype, name
@@ -125,21 +125,21 @@ def test_weights_quantised_together_are_those_quantised_alone(
 
 
 def test_a_plan_has_the_shapes_of_what_will_travel() -> None:
-    quantise = quantiser(power_of_two=False)
-    planned = list(quantise((name, tensor.to("meta")) for name, tensor in checkpoint()))
-    real = list(quantise(checkpoint()))
+    quantize = make_quantizer(power_of_two=False)
+    planned = list(quantize((name, tensor.to("meta")) for name, tensor in checkpoint()))
+    real = list(quantize(checkpoint()))
     assert [(n, t.shape, t.dtype) for n, t in planned] == [(n, t.shape, t.dtype) for n, t in real]
     assert all(tensor.is_meta for _, tensor in planned)
 
 
-def test_experts_in_one_tensor_are_refused_not_left_unquantised() -> None:
+def test_experts_in_one_tensor_are_refused_not_left_unquantized() -> None:
     fused = [("model.layers.0.feed_forward.experts.gate_up_proj", torch.zeros(4, 128, 256))]
     with pytest.raises(ModelError, match=r"experts\.gate_up_proj holds all experts"):
-        list(quantiser(power_of_two=False)(fused))
+        list(make_quantizer(power_of_two=False)(fused))
 
 
 class Recipe(ModuleType):
-    """TransformerEngine's recipe as far as scales go: it looks at the environment once, at its import."""
+    """TransformerEngine's recipe, scales only: it reads the environment once, at import."""
 
     def __init__(self) -> None:
         super().__init__("transformer_engine.common.recipe")

@@ -1,4 +1,4 @@
-"""Rows on several ranks become whole parameters, beside what FSDP2 itself says they are."""
+"""Rows on several ranks become whole parameters, compared with FSDP2's own result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 3
 
 
 class Odd(nn.Module):
-    """First dimensions of which some ranks hold less, or nothing."""
+    """First dimensions for which some ranks hold fewer rows, or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,4 +46,4 @@ def rank_of(rank: int, file: str) -> None:
 
 @pytest.mark.slow
 def test_every_rank_gets_every_parameter(tmp_path: Path) -> None:
-    mp.spawn(rank_of, (str(tmp_path / "store"),), nprocs=RANKS)  # type: ignore[attr-defined]  # raises what a rank raised
+    mp.spawn(rank_of, (str(tmp_path / "store"),), nprocs=RANKS)  # type: ignore[attr-defined]  # raises ranks' errors

@@ -1,4 +1,4 @@
-"""Losses and advantages against straightforward numpy, numerical gradients, and their edge cases."""
+"""Losses and advantages against straightforward numpy, numerical gradients, and edge cases."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ rewards = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=20)
 
 
 @given(rewards, st.booleans())
-def test_advantages_equal_the_formula(group: list[float], normalise: bool) -> None:
+def test_advantages_equal_the_formula(group: list[float], normalize: bool) -> None:
     values = np.array(group, dtype=np.float64)
     expected = values - values.mean()
-    if normalise and len(values) > 1 and values.std(ddof=1) > 0:
+    if normalize and len(values) > 1 and values.std(ddof=1) > 0:
         expected = expected / (values.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(group_advantages(group, normalise=normalise), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(group_advantages(group, normalize=normalize), expected, rtol=1e-6, atol=1e-6)
 
 
 @given(st.floats(-1e3, 1e3), st.integers(1, 33), st.booleans())
-def test_equal_rewards_give_exactly_zero(reward: float, n: int, normalise: bool) -> None:
-    assert not group_advantages([reward] * n, normalise=normalise).any()
+def test_equal_rewards_give_exactly_zero(reward: float, n: int, normalize: bool) -> None:
+    assert not group_advantages([reward] * n, normalize=normalize).any()
 
 
 @given(st.lists(rewards, max_size=12), st.booleans())
-def test_many_groups_at_once_equal_one_by_one(groups: list[list[float]], normalise: bool) -> None:
-    together = grouped_advantages(groups, normalise=normalise)
+def test_many_groups_at_once_equal_one_by_one(groups: list[list[float]], normalize: bool) -> None:
+    together = grouped_advantages(groups, normalize=normalize)
     assert len(together) == len(groups)
     for group, advantages in zip(groups, together, strict=True):
-        np.testing.assert_allclose(advantages, group_advantages(group, normalise=normalise), atol=1e-12)
+        np.testing.assert_allclose(advantages, group_advantages(group, normalize=normalize), atol=1e-12)
 
 
 def test_an_empty_group_is_refused() -> None:
     with pytest.raises(ValueError, match="without rollouts"):
-        grouped_advantages([[1.0], []], normalise=True)
+        grouped_advantages([[1.0], []], normalize=True)
 
 
 def test_advantages_of_1024_groups_cost_at_most_twice_plain_numpy() -> None:
@@ -71,10 +71,10 @@ def test_advantages_of_1024_groups_cost_at_most_twice_plain_numpy() -> None:
             times.append(time.perf_counter() - started)
         return min(times)
 
-    # Up to three tries: other processes share the machine, and the smallest of many is stable.
+    # Up to three tries: the machine is shared with other processes; the minimum of many runs is stable.
     ratios = []
     for _ in range(3):
-        ratios.append(seconds(lambda: grouped_advantages(groups, normalise=True)) / seconds(plain))
+        ratios.append(seconds(lambda: grouped_advantages(groups, normalize=True)) / seconds(plain))
         if ratios[-1] <= 2:
             return
     raise AssertionError(f"ratios to plain numpy: {ratios}")
@@ -84,7 +84,7 @@ def test_advantages_of_1024_groups_cost_at_most_twice_plain_numpy() -> None:
 
 
 class Reference:
-    """The same loss in loops over samples and tokens, written from the papers' formulas."""
+    """Compute the same loss in loops over samples and tokens, from the papers' formulas."""
 
     def __init__(self, a: dict[str, np.ndarray], s: AlgorithmSettings, n_samples: int, n_tokens: int) -> None:
         self.a, self.s, self.n_samples, self.n_tokens = a, s, n_samples, n_tokens
@@ -108,7 +108,7 @@ class Reference:
         return total
 
     def corrections(self, slots: np.ndarray) -> list[float]:
-        """Weights of one sample's tokens, one by one."""
+        """Compute the weights of one sample's tokens, one by one."""
         c = self.s.mismatch_correction
         rhos = [math.exp(self.a["old"][i] - self.a["rollout"][i]) for i in slots]
         if c.veto is not None and any(rho < c.veto for rho in rhos):
@@ -175,7 +175,7 @@ def inputs(a: dict[str, np.ndarray], logprobs: torch.Tensor | None = None, *, ol
 
 
 def allowed(**values: Any) -> AlgorithmSettings:
-    """Settings, with what excludes each other made to agree."""
+    """Generate settings, with conflicting ones made consistent."""
     correction, length = values["correction"], values.pop("length")
     if values["loss"] == "gspo" and correction.mode == "mask" and correction.level == "token":
         values["correction"] = correction.model_copy(update={"level": "sequence"})
@@ -228,7 +228,7 @@ def test_gradient_equals_finite_differences(s: AlgorithmSettings, seed: int) -> 
     gradient = logprobs.grad.numpy()
     assert not gradient[~a["mask"]].any()
     for i in np.flatnonzero(a["mask"])[:3]:
-        # A kink (a clip bound, a maximum) inside the interval shows as two different slopes.
+        # A kink (a clip bound, a maximum) inside the interval gives two different slopes.
         slopes = [_slope(a, s, i, step) for step in (1e-6, -1e-6)]
         if abs(slopes[0] - slopes[1]) < 1e-4:
             assert gradient[i] == pytest.approx(slopes[0], rel=1e-3, abs=1e-5)
@@ -291,9 +291,9 @@ def test_a_huge_log_ratio_stays_finite() -> None:
     ("log_ratio", "used"), [(19.5, 19.5), (20.5, 20.0), (-19.5, -19.5), (-20.5, -20.0), (1.0, 1.0)]
 )
 def test_log_ratios_are_clamped_at_20(log_ratio: float, used: float) -> None:
-    """In the loss (where no clip bounds it), in the metrics, and in correction weights."""
+    """Ratios are clamped in the loss (if no clip bounds them), the metrics and the correction weights."""
     ratios, mask = torch.tensor([log_ratio], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
-    # Of A < 0 the larger ratio counts, of A > 0 the smaller one.
+    # For A < 0 the larger ratio counts, for A > 0 the smaller one.
     advantage = -1.0 if log_ratio > 0 else 1.0
     loss, _ = grpo.grpo_loss(ratios, torch.tensor([advantage]), eps_low=0.2, eps_high=0.2)
     assert float(loss) == pytest.approx(-advantage * math.exp(used), rel=1e-9)
@@ -318,7 +318,7 @@ def test_log_ratios_are_clamped_at_20(log_ratio: float, used: float) -> None:
 def test_kl_estimates_have_the_values_of_their_formulas(
     difference: float, k1: float, k2: float, k3: float, bounded: float
 ) -> None:
-    """Worked out by hand: exp(-0.5) + 0.5 - 1 = 0.1065, exp(2) - 2 - 1 = 4.389."""
+    """Computed by hand: exp(-0.5) + 0.5 - 1 = 0.1065, exp(2) - 2 - 1 = 4.389."""
     policy, reference = torch.tensor([-3.0 + difference], dtype=torch.float64), torch.tensor([-3.0])
     for kind, wanted in (("k1", k1), ("k2", k2), ("k3", k3), ("k3_clamped", bounded)):
         assert float(grpo.kl_estimate(policy, reference, kind)) == pytest.approx(wanted, rel=1e-9)  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ def test_kl_estimates_have_the_values_of_their_formulas(
 
 @pytest.mark.parametrize("kind", ["k3", "k3_clamped"])
 def test_a_kl_estimate_of_a_token_that_the_policy_has_given_up_is_finite(kind: Any) -> None:
-    """In float32, where exp(100) is not; with a gradient that still points back to the reference."""
+    """It is finite in float32, where exp(100) is not; the gradient still points towards the reference."""
     policy = torch.tensor([-100.0, -200.0, -25.0, -15.0], requires_grad=True)
     estimate = grpo.kl_estimate(policy, torch.zeros(4), kind)
     estimate.sum().backward()
@@ -346,7 +346,7 @@ RATIOS = [1.9, 0.55, 1.0, 2.1, 0.45, 3.9, 0.3]
 
 
 def test_mismatch_metrics_have_the_values_of_their_formulas() -> None:
-    """The engine sampled: k1 is its log-probability less the trainer's, k3 is rho - 1 - log(rho)."""
+    """Samples are the engine's: k1 is its log-probability minus the trainer's, k3 is rho - 1 - log(rho)."""
     log_rho = torch.tensor([math.log(r) for r in RATIOS] + [5.0], dtype=torch.float64)
     mask = torch.tensor([True] * len(RATIOS) + [False])
     found = grpo.mismatch(log_rho, mask)
@@ -359,12 +359,12 @@ def test_mismatch_metrics_have_the_values_of_their_formulas() -> None:
     assert sums["rollout_kl"] == pytest.approx(10.2 - 7 - math.log(1.9 * 0.55 * 2.1 * 0.45 * 3.9 * 0.3))
     assert sums["rho"] == pytest.approx(10.2)
     assert sums["rho_squared"] == pytest.approx(3.61 + 0.3025 + 1 + 4.41 + 0.2025 + 15.21 + 0.09)
-    assert sums["extreme"] == 4  # 2.1, 0.45, 3.9 and 0.3 are beyond 2 or 1/2
+    assert sums["extreme"] == 4  # 2.1, 0.45, 3.9 and 0.3 are above 2 or below 1/2
     assert float(found.maxima["logprob_diff_max"]) == pytest.approx(math.log(3.9))
 
 
 def test_a_steps_report_says_what_the_alarms_use() -> None:
-    """Means over sampled tokens of all mini-batches; Kish's effective sample size as a share of them."""
+    """Means over sampled tokens of all mini-batches; Kish's effective sample size as a share of these."""
     join_default_group(torch.device("cpu"), "127.0.0.1", free_port(), 0, 1, 30)
     try:
         report = StepReport(torch.device("cpu"))
@@ -386,11 +386,11 @@ def test_a_steps_report_says_what_the_alarms_use() -> None:
     assert found["logprob_diff_max"] == pytest.approx(math.log(3.9))
 
 
-def test_a_constant_normaliser_weighs_tokens_of_long_and_short_samples_alike() -> None:
-    """Dr.GRPO (arXiv:2503.20783): 1 / (samples x length), whatever each sample's own length."""
+def test_a_constant_normalizer_weighs_tokens_of_long_and_short_samples_alike() -> None:
+    """Dr.GRPO (arXiv:2503.20783): 1 / (samples x length), independent of each sample's own length."""
     mask = torch.tensor([True, True, True, False, True])
     segments = torch.tensor([0, 0, 0, 1, 1])
-    weights = grpo.token_weights(mask, segments, 2, normalise="constant", n_samples=4, n_tokens=99, length=10)
+    weights = grpo.token_weights(mask, segments, 2, normalize="constant", n_samples=4, n_tokens=99, length=10)
     assert weights.tolist() == pytest.approx([1 / 40, 1 / 40, 1 / 40, 0, 1 / 40])
 
 

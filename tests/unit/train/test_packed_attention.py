@@ -116,7 +116,7 @@ def test_a_long_window_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same values and gradients whatever the blocks, with and without a window."""
+    """Values and gradients do not depend on the block size, with and without a window."""
     q, k, v = inputs = [torch.randn(1, heads, 61, 8, requires_grad=True) for heads in (4, 2, 2)]
     weights = torch.randn(1, 61, 4, 8)
     packing = Packing([0, 3, 40, 61], CPU)
@@ -137,13 +137,13 @@ def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize("bounds", [[0, 5], [0, 256], [0, 90, 91, 300, 301, 700], [0, 128, 256, 400]])
 def test_what_flex_attention_is_given_means_the_same(bounds: list[int], window: int | None) -> None:
-    """Uncompiled on a CPU, which uses the two functions; the blocks against those that torch finds."""
+    """Uncompiled on a CPU, which uses both functions; our block mask is compared with torch's."""
     packing, total = Packing(bounds, CPU), bounds[-1]
     q, k, v = (torch.randn(total, heads, 16) for heads in (4, 2, 2))
     options: dict[str, Any] = {"scale": 0.3, "softcap": 0.8, "window": window, "packing": packing}
     ours = softcap.softcapped_attention(q, k, v, fused=False, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is slow without a compiler
+        warnings.simplefilter("ignore")  # a warning that it is slow without a compiler
         theirs = softcap.flex_attention_of(flex_attention, q, k, v, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     mask = softcap.block_mask(packing, window)

@@ -1,4 +1,4 @@
-"""Host memory made in the background, with a device that is not there."""
+"""Pinned host memory allocated in the background, with a simulated device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from orhpc.train import pinned
-from orhpc.train.pinned import PinnedRoom
+from orhpc.train.pinned import PinnedBuffer
 
 CUDA = torch.device("cuda")
 
 
 class Maker:
-    """Stands for the driver: counts what is asked of it, and may have none to give."""
+    """Replaces the driver's allocation: counts requests, and may fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failures: int = 0) -> None:
         self.sizes: list[int] = []
@@ -24,7 +24,7 @@ class Maker:
         self.may_go.set()
         monkeypatch.setattr(pinned, "_pinned", self)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        # What torch says of a device without a number it says without any device too.
+        # For a device without an index torch raises the same error with and without a GPU.
         monkeypatch.setattr(torch.cuda, "set_device", torch.cuda._utils._get_device_index)
 
     def __call__(self, size: int, device: torch.device) -> torch.Tensor:
@@ -41,9 +41,9 @@ class Maker:
 def test_what_was_prepared_is_taken_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     maker = Maker(monkeypatch)
     maker.may_go.clear()
-    room = PinnedRoom(CUDA)
+    room = PinnedBuffer(CUDA)
     room.prepare(1000)
-    room.prepare(2000)  # one is under way
+    room.prepare(2000)  # an allocation is in progress
     threading.Timer(0.1, maker.may_go.set).start()
     assert room.take(900).numel() == 1000
     assert maker.threads == ["pinned-memory"]
@@ -56,7 +56,7 @@ def test_what_was_prepared_is_taken_once_it_is_there(monkeypatch: pytest.MonkeyP
 
 def test_what_could_not_be_prepared_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     maker = Maker(monkeypatch, failures=2)
-    room = PinnedRoom(CUDA)
+    room = PinnedBuffer(CUDA)
     room.prepare(1000)
     with pytest.raises(RuntimeError, match="out of memory"):
         room.take(1000)
@@ -65,6 +65,6 @@ def test_what_could_not_be_prepared_is_tried_again_and_told(monkeypatch: pytest.
 
 
 def test_a_cpu_needs_nothing_prepared() -> None:
-    room = PinnedRoom(torch.device("cpu"))
+    room = PinnedBuffer(torch.device("cpu"))
     room.prepare(1 << 50)
     assert room.take(10).numel() == 10

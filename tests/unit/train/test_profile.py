@@ -1,4 +1,4 @@
-"""What a profiled step leaves behind."""
+"""Files that a profiled step writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a failure in a step, ranks hold the state after the last whole step, or say that they do not."""
+"""After a failed step, ranks hold the state after the last whole step, or report that they do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def out_of_memory(*_: Any, **__: Any) -> Any:
 
 
 def failing_at(count: int, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, out of memory from its ``count``-th time on."""
+    """Wrap ``call`` to run out of memory from its ``count``-th call on."""
     calls = iter(range(count))
 
     def limited(*args: Any, **kwargs: Any) -> Any:
@@ -53,20 +53,20 @@ def test_memory_that_runs_out_in_the_first_mini_batch_costs_nothing(
     assert rank.holds_whole_step()
 
 
-def test_between_two_mini_batches_and_in_the_middle_of_an_optimiser_step_there_is_no_whole_step(
+def test_between_two_mini_batches_and_in_the_middle_of_an_optimizer_step_there_is_no_whole_step(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = make(minibatches=2)
-    optimiser: Any = rank.backend.optimiser  # type: ignore[attr-defined]
+    optimizer: Any = rank.backend.optimizer  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(optimiser, "step", failing_at(1, optimiser.step))
+        patch.setattr(optimizer, "step", failing_at(1, optimizer.step))
         with pytest.raises(OutOfMemory):
             rank.step(plan(0, n_minibatches=2), step=1)
     assert not rank.holds_whole_step()
     rank = make()
-    optimiser = rank.backend.optimiser  # type: ignore[attr-defined]
+    optimizer = rank.backend.optimizer  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(optimiser._adamw, "step", out_of_memory)
+        patch.setattr(optimizer._adamw, "step", out_of_memory)
         with pytest.raises(OutOfMemory):
             rank.step(plan(0), step=1)
     assert not rank.holds_whole_step()
@@ -111,5 +111,5 @@ def test_a_rank_that_waits_for_a_failed_one_is_freed_and_both_can_save(folder: s
     for whole, same, seconds in run_ranks(_one_of_two_fails, 2, folder, str(tmp_path)):
         assert whole
         assert same
-        assert seconds < 60  # the collectives' own deadline is 120
+        assert seconds < 60  # the collectives' own timeout is 120
     assert len(list(tmp_path.glob("*.safetensors"))) == 2

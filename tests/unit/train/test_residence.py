@@ -1,4 +1,4 @@
-"""Tensors whose memory goes to the host and comes back, with every view of them."""
+"""Tensors are offloaded to the host and reloaded, with every view of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orhpc.train.sleep.residence import Residence
+from orhpc.train.sleep.residence import OffloadManager
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
@@ -20,8 +20,8 @@ def random(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 @given(SHAPES, st.integers(1, 3), st.integers(0, 5))
 def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times: int, early: int) -> None:
-    residence = Residence(CPU)
-    for _ in range(times):  # other tensors each time: the host's buffer grows where it must
+    residence = OffloadManager(CPU)
+    for _ in range(times):  # different tensors each time: the host buffer grows if necessary
         tensors = [random(*shape) for shape in shapes]
         views = [t[1:, ::2] for t in tensors]
         wanted = [t.clone() for t in (*tensors, *views)]
@@ -49,9 +49,9 @@ def test_everything_comes_back(shapes: list[tuple[int, int, torch.dtype]], times
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["change", "shed", "sleep"]), max_size=12), st.integers(0, 2**16))
 def test_what_a_trainer_does_between_two_sleeps_is_not_lost(deeds: list[str], seed: int) -> None:
-    """Steps, syncs that begin to copy, sleeps with nothing between: in any order."""
+    """Steps, syncs that start copies, and sleeps without either: in any order."""
     torch.manual_seed(seed)
-    residence = Residence(CPU)
+    residence = OffloadManager(CPU)
     weights, moments = (
         [random(5, 3, torch.bfloat16)],
         [random(9, 4, torch.float32), random(2, 2, torch.float32)],
@@ -79,7 +79,7 @@ def test_what_a_trainer_does_between_two_sleeps_is_not_lost(deeds: list[str], se
 
 
 def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    residence = Residence(CPU)
+    residence = OffloadManager(CPU)
     weights, moments = torch.arange(1000.0), torch.arange(500.0)
     copied: list[int] = []
     copy = torch.Tensor.copy_
@@ -102,7 +102,7 @@ def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_read_on_the_host_is_not_written_over() -> None:
-    residence = Residence(CPU)
+    residence = OffloadManager(CPU)
     weights, moments = torch.arange(8.0), torch.arange(6.0)
     wanted = weights.clone(), moments.clone()
     asked: list[bool] = []
@@ -112,24 +112,24 @@ def test_what_is_read_on_the_host_is_not_written_over() -> None:
         asked.append(all(map(torch.equal, found, wanted)))
 
     residence.hold([weights], [moments], read)
-    residence.sleep([weights], [moments])  # they are there already
+    residence.sleep([weights], [moments])  # the host copies are current
     residence.wake()
     assert asked == []
     residence.changing()
     weights += 1
     moments += 1
-    assert asked == []  # the device's only
+    assert asked == []  # only on the device
     residence.begin([weights], [moments])
     assert asked == [True]
     residence.sleep([weights], [moments])
     assert asked == [True]  # once
-    residence.hold([weights], [moments], read)  # asleep, with nothing to copy
+    residence.hold([weights], [moments], read)  # offloaded, with nothing to copy
     assert torch.equal(residence.on_host(moments), wanted[1] + 1)
-    assert residence.on_host(torch.ones(3)).tolist() == [1, 1, 1]  # was never the device's
+    assert residence.on_host(torch.ones(3)).tolist() == [1, 1, 1]  # was never on the device
 
 
 def test_the_host_keeps_its_buffer() -> None:
-    residence = Residence(CPU)
+    residence = OffloadManager(CPU)
     tensor = torch.arange(1000.0)
     places: list[int] = []
     for _ in range(3):

@@ -16,7 +16,7 @@ from orhpc.wire.routes import RouteLog, RouteShape, decode_routes, encode_routes
 
 
 def random_routes(rows: int, shape: RouteShape, seed: int) -> np.ndarray:
-    """Distinct experts in every row and layer, as a router takes them."""
+    """Return distinct experts in every row and layer, like a router's choices."""
     scores = np.random.default_rng(seed).random((rows, shape.layers, shape.experts))
     return np.argsort(scores, -1)[:, :, : shape.topk]
 
@@ -84,7 +84,7 @@ def test_slices_are_positions(data: st.DataObject) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8))
 def test_a_log_keeps_what_was_recorded_first(turns: list[tuple[int, int]]) -> None:
-    """Each turn repeats some old rows, changed, and brings new ones."""
+    """Each turn repeats some old rows, changed, and adds new ones."""
     shape = RouteShape(2, 2, 16)
     log = RouteLog()
     wanted: list[np.ndarray] = []
@@ -126,7 +126,7 @@ def test_a_long_context_decodes_in_little_time() -> None:
     shape = RouteShape(48, 8, 128)
     wire = encode_routes(np.random.default_rng(0).integers(0, 128, (8192, 48, 8)))
     best = 1.0
-    for _ in range(100):  # a busy machine's caches make single runs slow
+    for _ in range(100):  # single runs vary on a busy machine
         start = time.process_time()
         decode_routes(wire, shape, 8192)
         best = min(best, time.process_time() - start)

@@ -1,4 +1,4 @@
-"""Buckets and serialised tensors."""
+"""Buckets and serialized tensors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_buckets_hold_any_types(named: list[tuple[str, torch.Tensor]]) -> None:
 
 
 @given(named_tensors, st.sampled_from([None, "flattened_bucket"]))
-def test_serialised_tensors_come_back(named: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
+def test_serialized_tensors_come_back(named: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
     if load_format is None and any(t.dtype == torch.float8_e4m3fn for _, t in named):
-        with pytest.raises(ValueError, match="flattened bucket only"):
+        with pytest.raises(ValueError, match="only be sent in a flattened bucket"):
             serialize_named_tensors(named, load_format)
         return
     text = serialize_named_tensors(named, load_format)
@@ -58,7 +58,7 @@ def test_serialised_tensors_come_back(named: list[tuple[str, torch.Tensor]], loa
 
 
 def test_sglangs_own_metadata_is_read() -> None:
-    """Pickled under the name that SGLang's class has."""
+    """Pickle it under the name of SGLang's class."""
     name = "sglang.srt.weight_sync.tensor_bucket"
     module = types.ModuleType(name)
     theirs = type("FlattenedTensorMetadata", (), {"__module__": name})

@@ -13,7 +13,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError
-from orhpc.models.forward_check import Difference, Samples, picked, plain_logprobs, refuse, samples_for
+from orhpc.models.forward_check import (
+    Difference,
+    Samples,
+    plain_logprobs,
+    refuse,
+    samples_for,
+    target_logprobs,
+)
 from orhpc.rollout.engines.cpu.kv_cache import SlotCache, make_plan
 from orhpc.wire.routes import RouteShape
 
@@ -125,7 +132,7 @@ class SlotModel:
             row = [int(tokens[n]) for tokens, n in zip(samples.tokens, at, strict=True)]
             logits = self.forward(row, list(enumerate(at)), [])
             targets = torch.stack([tokens[n + 1] for tokens, n in zip(samples.tokens, at, strict=True)])
-            for slot, value in enumerate(picked(logits, targets, 1.0)):
+            for slot, value in enumerate(target_logprobs(logits, targets, 1.0)):
                 actual[slot].append(value)
         refuse(
             str(self.model.config.model_type),

@@ -24,7 +24,7 @@ from orhpc.train.fetch import load_batch
 from orhpc.train.fsdp.backend import FsdpBackend
 from orhpc.train.learning_rate import learning_rate
 from orhpc.train.process_groups import join_default_group
-from orhpc.train.sleep.residence import Slept
+from orhpc.train.sleep.residence import OffloadStats
 from orhpc.types import MicroBatch, Sample
 from tests.trainer_kit import (
     free_port,
@@ -41,7 +41,7 @@ FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "gemma2", "llama4"]
 
 @pytest.fixture(autouse=True)
 def alone() -> Any:
-    """A process group of one rank, which every backend needs."""
+    """A process group of one rank, required by every backend."""
     join_default_group(torch.device("cpu"), "127.0.0.1", free_port(), 0, 1, 30)
     yield
     dist.destroy_process_group()
@@ -59,7 +59,7 @@ def built(config: Config, folder: str, rank: int = 0, world: int = 1) -> FsdpBac
 
 
 def gradients(backend: FsdpBackend, samples: list[Sample], max_tokens: int) -> dict[str, np.ndarray]:
-    """Whole gradients of one mini-batch, just before the optimiser would use them."""
+    """Return whole gradients of one mini-batch, just before the optimizer would use them."""
     plan = plan_batches(samples, ranks=backend.world_size, n_minibatches=1, max_tokens=max_tokens)
     (minibatch,) = plan.minibatches
     found: dict[str, np.ndarray] = {}
@@ -72,10 +72,10 @@ def gradients(backend: FsdpBackend, samples: list[Sample], max_tokens: int) -> d
         total = loss.clone()
         dist.all_reduce(total)
         found["loss"] = np.array(float(total))
-        backend.optimiser.clear()
+        backend.optimizer.clear()
         return 0.0, 0.0
 
-    backend.optimiser.step = capture  # type: ignore[method-assign]
+    backend.optimizer.step = capture  # type: ignore[method-assign]
     backend.update(
         (TrainingBatch(load_batch(m)) for m in minibatch.ranks[backend.rank]),
         n_samples=minibatch.n_samples,
@@ -86,7 +86,7 @@ def gradients(backend: FsdpBackend, samples: list[Sample], max_tokens: int) -> d
 
 
 def plain_gradients(folder: str, config: Config, samples: list[Sample]) -> dict[str, np.ndarray]:
-    """The same, one sample at a time through the family's own model; on-policy, so ratio 1."""
+    """Compute the same one sample at a time with the family's own model; on-policy, so the ratio is 1."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     total = torch.zeros(())
     n_tokens = sum(s.response_tokens for s in samples)
@@ -263,7 +263,7 @@ def test_without_kl_there_is_no_reference(folders: dict[str, str]) -> None:
         logprobs_of(backend, load_batch(MicroBatch(())), Role.REFERENCE)
 
 
-# --- the optimiser --------------------------------------------------------------------------------
+# --- the optimizer --------------------------------------------------------------------------------
 
 
 def test_an_update_equals_torch_adamw_with_clipping(folders: dict[str, str]) -> None:
@@ -277,15 +277,15 @@ def test_an_update_equals_torch_adamw_with_clipping(folders: dict[str, str]) -> 
     for seed in range(3):
         batch = load_batch(MicroBatch(tuple(make_samples(4, seed=seed))))
         grads: dict[str, torch.Tensor] = {}
-        real = backend.optimiser.step
+        real = backend.optimizer.step
 
         def spy(loss: torch.Tensor, step: Callable[..., Any] = real) -> Any:
             grads.update({n: p.grad.clone() for n, p in backend.policy.hf.named_parameters()})  # noqa: B023
             return step(loss)
 
-        backend.optimiser.step = spy  # type: ignore[method-assign]
+        backend.optimizer.step = spy  # type: ignore[method-assign]
         update = backend.update([TrainingBatch(batch)], n_samples=4, n_tokens=9, between=lambda: None)
-        backend.optimiser.step = real  # type: ignore[method-assign]
+        backend.optimizer.step = real  # type: ignore[method-assign]
         for name, p in model.named_parameters():
             p.grad = grads[name]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -340,7 +340,7 @@ def test_no_rank_steps_when_one_has_nan(folders: dict[str, str]) -> None:
     for message, unchanged, moved, progress in run_ranks(_rank_non_finite, 2, folders["llama"]):
         assert "no rank has stepped" in message
         assert unchanged
-        assert moved  # and training can go on
+        assert moved  # and training can continue
         assert progress == {"optimiser_steps": 1}
 
 
@@ -376,7 +376,7 @@ def test_two_runs_are_bit_equal(folders: dict[str, str]) -> None:
 def test_sleep_on_a_cpu_frees_nothing_and_says_so(folders: dict[str, str]) -> None:
     backend = built(make_config(), folders["llama"])
     before = [s.tensor.data_ptr() for s in backend.shards()]
-    assert backend.sleep() == Slept()
+    assert backend.sleep() == OffloadStats()
     backend.wake()
     assert [s.tensor.data_ptr() for s in backend.shards()] == before
 
@@ -413,7 +413,7 @@ def _torn_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
 
-def _quantised(folder: Path) -> None:
+def _quantized(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -421,7 +421,7 @@ def _quantised(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [_without_config, _torn_config, _missing_weight, _wrong_shape, _no_weights, _torn_weights, _quantised],
+    [_without_config, _torn_config, _missing_weight, _wrong_shape, _no_weights, _torn_weights, _quantized],
 )
 def test_bad_model_folders_give_one_line(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     folder = Path(save_tiny_model(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""The chunked head against log_softmax over whole logits, and what memory it takes."""
+"""The chunked head against log_softmax over whole logits, and its memory use."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_values_and_gradients_equal_log_softmax(
     torch.testing.assert_close(our_entropy, their_entropy, rtol=1e-4, atol=1e-5)
     assert our_entropy.requires_grad == (entropy_gradient and ours.requires_grad)
     for a, b in zip(our_grads, their_grads, strict=True):
-        assert a is not None  # zeros, not absent: sharded ranks reduce them together
+        assert a is not None  # zeros, not None: sharded ranks reduce them together
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-4, atol=1e-5)
 
 
@@ -84,7 +84,7 @@ def test_small_blocks_on_a_cpu_change_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor that an operation returns."""
+    """Records the largest number of elements of any tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Routing replay: the experts used are the recorded ones, and nothing else about the model changes."""
+"""Routing replay: the recorded experts are used, and nothing else about the model changes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tiny(family: str) -> PreTrainedModel:
 
 
 def used_experts(model: nn.Module) -> dict[str, Tensor]:
-    """Fill a dict with what each router hands to its experts; registered last, so it sees the last word."""
+    """Record what each router passes to its experts; registered last, so it sees the final value."""
     seen: dict[str, Tensor] = {}
 
     def keep(name: str, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -93,7 +93,7 @@ def used_experts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def random_routes(seed: int, rows: int = TOKENS) -> np.ndarray:
-    """``[rows, layers, topk]`` of distinct experts."""
+    """Return ``[rows, layers, topk]`` of distinct experts."""
     rng = np.random.default_rng(seed)
     return np.argsort(rng.random((rows, LAYERS, EXPERTS)), axis=-1)[..., :TOPK].astype(np.uint8)
 
@@ -140,7 +140,7 @@ def test_the_recorded_experts_are_used_and_the_router_still_learns(family: str) 
     for name, experts in seen.items():
         layer = int(name.split("layers.")[1].split(".")[0])
         np.testing.assert_array_equal(experts[known].numpy(), routes[known.numpy(), layer])
-        if layer == routers.layers[0]:  # its inputs are the same as without replay
+        if layer == routers.layers[0]:  # its inputs do not depend on the replay
             assert torch.equal(experts[~known], own[name][~known])
         weight = model.get_submodule(name).get_parameter("weight")
         assert weight.grad is not None
@@ -150,7 +150,7 @@ def test_the_recorded_experts_are_used_and_the_router_still_learns(family: str) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_the_familys_also_after_a_first_batch_with_router_logits_near_zero(family: str) -> None:
-    """There softmax and sigmoid agree, so that nothing could be read from that batch."""
+    """Near zero, softmax and sigmoid agree, so that batch could not identify the form."""
     model = tiny(family)
     seen = used_experts(model)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_weights_are_the_familys_also_after_a_first_batch_with_router_logits_nea
 
 
 def test_the_form_is_read_without_the_models_own_weights() -> None:
-    """Sharded trainers build the model without storage, and give it weights later."""
+    """Sharded trainers build the model without storage, and load its weights later."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny("deepseek_v3").config)
     router = RouterReplay(model, replay=True)
@@ -224,7 +224,7 @@ def test_without_replay_differences_are_counted_and_nothing_changes() -> None:
 def test_the_same_experts_in_any_order_are_the_same_and_no_others(
     data: st.DataObject, topk: int, rows: int
 ) -> None:
-    """Recorded experts need not even be distinct: an engine's fault must not pass for agreement."""
+    """Recorded experts may even repeat: an engine's error must not count as agreement."""
     index = st.integers(0, EXPERTS - 1)
     own = data.draw(
         st.lists(st.lists(index, min_size=topk, max_size=topk, unique=True), min_size=rows, max_size=rows)
@@ -246,7 +246,7 @@ def test_counts_are_those_of_sets_of_experts_token_by_token(family: str, replay:
         chosen = output[2] if isinstance(output, tuple) else block.route_tokens_to_experts(output)[0]
         own[layer] = chosen.tolist()
 
-    for name, module in model.named_modules():  # before replay's own hooks: what the router gives them
+    for name, module in model.named_modules():  # before replay's own hooks: the router's own choices
         if type(module).__name__.lower().endswith("topkrouter"):
             block = model.get_submodule(name.rpartition(".")[0])
             module.register_forward_hook(partial(keep, int(name.split("layers.")[1].split(".")[0]), block))
@@ -300,7 +300,7 @@ def test_routes_of_other_shapes_are_refused() -> None:
 def test_a_router_that_weighs_in_another_way_is_refused() -> None:
     logits = torch.randn(4, EXPERTS)
     indices = logits.topk(TOPK).indices
-    with pytest.raises(ModelError, match="not known"):
+    with pytest.raises(ModelError, match="is unknown"):
         form_of("OddRouter", logits, logits.tanh().gather(1, indices), indices, 1.0)
 
 
