@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -69,13 +71,26 @@ def processes_of(run: JobRun) -> dict[psutil.Process, int]:
 def listeners_of(run: JobRun) -> set[Listener]:
     found: set[Listener] = set()
     for process, node in processes_of(run).items():
-        with suppress(psutil.NoSuchProcess):
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    assert connection.laddr
-                    bound = connection.laddr.ip.removeprefix("::ffff:")
-                    found.add(Listener(node, kind_of(process), bound, connection.laddr.port))
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # ended since it was listed
+            for bound, port in listening(process.pid):
+                found.add(Listener(node, kind_of(process), bound, port))
     return found
+
+
+def listening(pid: int) -> Iterator[tuple[str, int]]:
+    """Addresses and ports on which a process of any network namespace listens.
+
+    psutil looks only into its own namespace; ``/proc/PID/net/tcp`` is that of the process (proc(5)).
+    """
+    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                host, port = local.split(":")
+                # The kernel prints an address as 32-bit words of this machine's byte order.
+                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+                yield socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:"), int(port, 16)
 
 
 def test_neighbors_get_nothing_and_the_job_trains_on(cluster: Cluster, run: JobRun) -> None:
