@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -82,7 +81,7 @@ def listening(pid: int) -> Iterator[tuple[str, int]]:
 
     psutil looks only into its own namespace; ``/proc/PID/net/tcp`` is that of the process (proc(5)).
     """
-    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
@@ -130,7 +129,9 @@ def asks_for_nothing(stranger: Stranger, listener: Listener, node: int | None) -
         for headers in ({}, {"Authorization": "Bearer wrong"}) if is_web else ({},):
             url = f"http://{listener.address}:{listener.port}{path}"
             status, text = stranger("request", method, url, headers, None, 30 if is_web else 1)
-            assert status == (401 if is_web else 0), (listener, path, status, text)
+            # An actor or a launcher holds the port on which its server answers.
+            refusals = (401,) if is_web else (0, 401)
+            assert status in refusals, (listener, path, status, text)
 
 
 def reads_nothing(run: JobRun, stranger: Stranger) -> None:
