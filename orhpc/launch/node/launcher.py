@@ -34,7 +34,7 @@ from orhpc.errors import (
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import checklist, preflight
 from orhpc.launch.checks.memory_limit import MemoryWatch
-from orhpc.launch.command_line import split_words
+from orhpc.launch.command_line import split_command_line
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.first_node import RAYLETS_S, SECRETS, TICK_S, Urls, run_first_node
 from orhpc.launch.node.network_variables import bypass_proxies, say, use_address, use_switches
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hold = (job.folder / "held").open("w") if job.rank == 0 and job.folder.is_dir() else None
         if hold is not None:
             fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script looks at it
-        path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
+        path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
         words = [*overrides, f"placement.nodes={job.nodes}"]
         config = retry_write(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
         with refusals("the run directory refuses", below=prepare.run_directory(config).path):
