@@ -80,7 +80,7 @@ def _print_outcome(rundir: RunDir, attempt: int, code: int, display: Display) ->
         step = prepare.committed_step(rundir)
         print(f"stopped with step {step} committed; the same command resumes ({rundir.path})")
     else:
-        reason = display.failure or "the driver ended without a word"
+        reason = display.failure or "the driver ended without an error message"
         log = rundir.attempt(attempt) / "driver.log"
         print(f"orhpc: {reason} (exit {code}; details: {log})", file=sys.stderr)
 
