@@ -1,4 +1,4 @@
-"""The command ``orhpc``: what users do with configs, environments and run directories."""
+"""The command ``orhpc``: work with configs, environments and run directories."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; every failure is one line on standard error.
+    """Return the exit code; every failure is one line on standard error.
 
-    A reader that has seen enough (``orhpc status RUN | head -1``) ends the command without a word, with the
-    code that a shell gives a process killed by SIGPIPE.
+    When the reader closes the pipe (``orhpc status RUN | head -1``), the command ends without a message, with
+    the exit code that a shell reports for a process killed by SIGPIPE.
     """
     try:
         code = _main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes standard output once more on its way out (docs.python.org, SIGPIPE).
+        # The interpreter flushes standard output again at exit (docs.python.org, "Note on SIGPIPE").
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -49,25 +49,27 @@ def _main(arguments: Sequence[str] | None) -> int:
         return launch(arguments[1:])
     if arguments[:1] == ["plan"]:
         return plan(arguments[1:])
-    if arguments[:1] == ["try-env"]:  # in a separate process: this one may not import the SDK
+    if arguments[:1] == ["try-env"]:  # in a separate process: this one must not import the SDK
         return subprocess.run(
             [sys.executable, "-m", "orhpc.rollout.try_environment", *arguments[1:]]
         ).returncode
     parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
-    commands.add_parser("plan", help="ranks and memory of a config, without a node (orhpc plan --help)")
-    commands.add_parser("try-env", help="play one session of an environment (orhpc try-env --help)")
-    _add_status(commands.add_parser("status", help="where a run stands, from its directory and squeue"))
-    _add_report(commands.add_parser("report", help="one HTML page of a run"))
-    jobs.add_check(commands.add_parser("check", help="whether a config can run, before a GPU is asked for"))
-    jobs.add_fetch(commands.add_parser("fetch", help="download a model into the hub's cache"))
-    doctor.add_doctor(commands.add_parser("doctor", help="what is installed here, and what is missing"))
-    files.add_files(commands.add_parser("files", help="configs, batch scripts and GPU pins in the package"))
-    init.add_init(commands.add_parser("init", help="copy an example project: a task of your own"))
-    jobs.add_logs(commands.add_parser("logs", help="the end of a run's logs"))
-    jobs.add_cancel(commands.add_parser("cancel", help="cancel a run's job for good"))
-    _add_view(commands.add_parser("view", help="read rollouts of a step"))
+    commands.add_parser("plan", help="plan ranks and memory without a node (orhpc plan --help)")
+    commands.add_parser("try-env", help="run one session of an environment (orhpc try-env --help)")
+    _add_status(commands.add_parser("status", help="show the progress and the jobs of a run"))
+    _add_report(commands.add_parser("report", help="write an HTML report of a run"))
+    jobs.add_check(commands.add_parser("check", help="check whether a config can run, without using a GPU"))
+    jobs.add_fetch(commands.add_parser("fetch", help="download a model into the Hugging Face cache"))
+    doctor.add_doctor(commands.add_parser("doctor", help="show what is installed here and what is missing"))
+    files.add_files(
+        commands.add_parser("files", help="list the packaged configs, batch scripts and GPU pins")
+    )
+    init.add_init(commands.add_parser("init", help="create an example project for your own task"))
+    jobs.add_logs(commands.add_parser("logs", help="print the end of a run's logs"))
+    jobs.add_cancel(commands.add_parser("cancel", help="cancel a run's jobs, without requeue"))
+    _add_view(commands.add_parser("view", help="print the rollouts of a step"))
     _add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
     parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
     options = parser.parse_args(without_flags(arguments) if arguments[:1] == ["check"] else arguments)
@@ -81,7 +83,11 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def existing_run(path: Path) -> RunDir:
-    """Raises ConfigError when the folder is not a run directory."""
+    """Return the run directory at a path.
+
+    Raises:
+        ConfigError: the folder is not a run directory.
+    """
     run = RunDir(path)
     try:
         is_run = run.config.is_file()
@@ -94,12 +100,12 @@ def existing_run(path: Path) -> RunDir:
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=status)
 
 
 def status(options: argparse.Namespace) -> int:
-    """Print where a run stands."""
+    """Print a run's progress, jobs and last failure."""
     run = existing_run(options.run_dir)
     config = load_config(run.config)
     events = read_events(run.events)
@@ -150,16 +156,18 @@ def report(options: argparse.Namespace) -> int:
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--step", type=int, help="default: the newest recorded one, or wherever --rollout is")
     parser.add_argument(
-        "--evaluation", type=int, metavar="STEP", help="the evaluation after a step (0: at start)"
+        "--step", type=int, help="default: the newest recorded step, or the one with --rollout"
     )
-    parser.add_argument("--rollout", metavar="ID", help="GROUP.SAMPLE; default: a line for each rollout")
+    parser.add_argument(
+        "--evaluation", type=int, metavar="STEP", help="the evaluation after this step (0: before training)"
+    )
+    parser.add_argument("--rollout", metavar="ID", help="GROUP.SAMPLE; default: one line per rollout")
     parser.set_defaults(run=view)
 
 
 def view(options: argparse.Namespace) -> int:
-    """Print a step's or an evaluation's rollouts, or one of them with all that was said."""
+    """Print the rollouts of a step or an evaluation, or the full transcript of one rollout."""
     from orhpc.commands.view import show
 
     return show(existing_run(options.run_dir), options.step, options.evaluation, options.rollout)
@@ -173,7 +181,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a commit as a folder that AutoModelForCausalLM loads, and compare the two."""
+    """Write a commit as a folder that AutoModelForCausalLM loads, and verify it against the commit."""
     run = existing_run(options.run_dir)
     name = _chosen_commit(run, options.step)
     folder = run.checkpoints / str(name)
@@ -182,7 +190,7 @@ def export(options: argparse.Namespace) -> int:
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out: {out} is not empty")
     config = load_config(run.config)
-    # In a process of its own: this one may not load torch.
+    # In a separate process: this one must not load torch.
     command = [sys.executable, "-m", "orhpc.train.checkpoint.export", str(folder), str(out)]
     command += ["--model-dir", str(model_folder(config, run)), "--dtype", config.model.dtype]
     command += ["--trust-remote-code"] if config.model.trust_remote_code else []
@@ -198,7 +206,7 @@ def _chosen_commit(run: RunDir, step: int | None) -> CommitName:
     for name in lineage:
         if name.step == step:
             return name
-    raise CheckpointError(f"{run.path}: step {step} is not committed; there are {[c.step for c in lineage]}")
+    raise CheckpointError(f"{run.path}: step {step} is not committed; committed: {[c.step for c in lineage]}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""``orhpc doctor [CONFIG]``: what is here, what is missing, what does not go together, what to type.
+"""``orhpc doctor [CONFIG]``: report missing or incompatible software, and the commands that install it.
 
-On a login node it says whether jobs can be submitted and models fetched; on a machine with GPUs, or inside
-a job (``srun orhpc doctor``), whether they can run.  It loads neither torch nor ray: versions come from the
-installed packages' own metadata.
+On a login node it reports whether jobs can be submitted and models fetched; on a machine with GPUs, or inside
+a job (``srun orhpc doctor``), whether jobs can run.  It loads neither torch nor ray: versions come from the
+metadata of the installed packages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
 from orhpc.launch.checks import commit_space, internet
-from orhpc.launch.command_line import split_words
+from orhpc.launch.command_line import split_command_line
 from orhpc.launch.slurm import scheduler
 from orhpc.models.folders import hub_cache
 
@@ -39,7 +39,7 @@ _DRIVER_OF_CUDA = {12: 525, 13: 580}
 compatibility)."""
 _HOPPER = 9.0
 _NEWER = {"python_version": "3.13", "python_full_version": "3.13.0"}
-"""A Python for which every extra has its packages."""
+"""A Python version for which every extra has its packages."""
 _EXTRAS = {
     "run": "the nodes of a job",
     "sglang": "engines on GPUs",
@@ -51,22 +51,24 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer."""
+    """One line of the output."""
 
     verdict: Literal["ok", "--", "BAD"]
-    """``--``: not here, and not needed here."""
+    """``--``: absent, but not needed here."""
     what: str
     line: str
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="judge by what this one needs")
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG | key=value", help="report what this config needs"
+    )
     parser.set_defaults(run=doctor)
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print a line for each thing looked at; 3 when something that is needed here is missing."""
-    config = load_config(*split_words(options.words)) if options.words else None
+    """Print one line per finding; return 3 when something needed here is missing."""
+    config = load_config(*split_command_line(options.words)) if options.words else None
     good = True
     for finding in examine(config):
         print(f"{finding.verdict:<4} {finding.what}: {finding.line}", flush=True)
@@ -75,7 +77,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def examine(config: Config | None) -> Iterator[Finding]:
-    """Everything in order: Python, packages, GPUs, machine, SLURM, model cache, what is outside."""
+    """Yield all findings: Python, packages, GPUs, machine, SLURM, model cache, external servers."""
     role = "a node of a job" if "SLURM_JOB_ID" in os.environ else "not inside a job"
     release = importlib.metadata.version("orhpc")
     yield Finding("ok", "orhpc", f"{release}, Python {sys.version.split()[0]} ({sys.executable}), {role}")
@@ -95,7 +97,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
 
 
 def _extras_needed(config: Config | None) -> set[str]:
-    """Extras that this machine must have: by the config, or by its being a GPU machine or a job's node."""
+    """Extras that this machine must have, from the config, or from whether it has GPUs or runs a job."""
     runs_here = "SLURM_JOB_ID" in os.environ or shutil.which("nvidia-smi") is not None
     if config is None:
         return {"run", "sglang"} if shutil.which("nvidia-smi") else {"run"} if runs_here else set()
@@ -113,10 +115,10 @@ def _extra(extra: str, needed: bool) -> Finding:
     what = f"orhpc[{extra}]"
     if not missing and not wrong:
         return Finding("ok", what, f"is installed, for {_EXTRAS[extra]}")
-    said = [f"missing {', '.join(missing)}"] if missing else []
-    said += [f"too old or too new: {', '.join(wrong)}"] if wrong else []
+    problems = [f"missing {', '.join(missing)}"] if missing else []
+    problems += [f"too old or too new: {', '.join(wrong)}"] if wrong else []
     return Finding(
-        "BAD" if needed else "--", what, f"{'; '.join(said)}; for {_EXTRAS[extra]}: {_install(extra)}"
+        "BAD" if needed else "--", what, f"{'; '.join(problems)}; for {_EXTRAS[extra]}: {_install(extra)}"
     )
 
 
@@ -130,7 +132,7 @@ def _install(extra: str) -> str:
 
 
 def missing_and_wrong(package: str, extra: str) -> tuple[list[str], list[str]]:
-    """What an extra asks for that is not installed, and what is installed in another version, in words."""
+    """Packages of an extra that are not installed, and those installed in an unsupported version."""
     missing: list[str] = []
     wrong: list[str] = []
     for requirement in _requirements(package):
@@ -161,14 +163,14 @@ def _requirements(package: str) -> list[Requirement]:
     for text in importlib.metadata.requires(package) or []:
         try:
             found.append(Requirement(text))
-        except InvalidRequirement:  # of a package made before the rules of today
+        except InvalidRequirement:  # old packages have requirements that PEP 508 does not allow
             continue
     return found
 
 
 def _conflicts() -> Iterator[Finding]:
-    """Versions that do not go together, among the packages that a run stands on."""
-    looked = (
+    """Incompatible versions among the packages that a run depends on."""
+    checked = (
         "orhpc",
         "sglang",
         "transformers",
@@ -179,7 +181,7 @@ def _conflicts() -> Iterator[Finding]:
         "megatron-core",
     )
     problems: list[str] = []
-    for package in looked:
+    for package in checked:
         if not _is_installed(package):
             continue
         for requirement in _requirements(package):
@@ -194,8 +196,8 @@ def _conflicts() -> Iterator[Finding]:
         sets = "torch-2.11.txt and torch-2.14.txt (orhpc files) are sets that resolve"
         yield Finding("BAD", "versions", f"{'; '.join(problems[:5])}; {sets}")
     else:
-        versions = [f"{p} {importlib.metadata.version(p)}" for p in looked[1:] if _is_installed(p)]
-        yield Finding("ok", "versions", f"{', '.join(versions) or 'nothing that could differ'} go together")
+        versions = [f"{p} {importlib.metadata.version(p)}" for p in checked[1:] if _is_installed(p)]
+        yield Finding("ok", "versions", f"{', '.join(versions) or 'no packages'} are compatible")
 
 
 def _is_installed(package: str) -> bool:
@@ -223,7 +225,9 @@ def _gpus(config: Config | None) -> Iterator[Finding]:
         )
     if (cuda := _cuda_of_torch()) is None:
         if _is_installed("torch"):
-            yield Finding("BAD", "torch", "is a build without CUDA: install it from an index that has one")
+            yield Finding(
+                "BAD", "torch", "is a build without CUDA: install it from an index with CUDA builds"
+            )
     elif (oldest := _DRIVER_OF_CUDA.get(int(cuda.split(".")[0]), 0)) > int(driver.split(".")[0]):
         yield Finding("BAD", "driver", f"{driver} is older than {oldest}, which torch's CUDA {cuda} needs")
     else:
@@ -251,7 +255,7 @@ def _gpu_rows() -> list[list[str]]:
 
 
 def _cuda_of_torch() -> str | None:
-    """CUDA release of the installed torch, from its ``version.py``; None: a build without."""
+    """CUDA release of the installed torch, from its ``version.py``; None for a build without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -264,14 +268,14 @@ def _machine() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files[1] != resource.RLIM_INFINITY and files[1] < _LEAST_FILES
     yield Finding("BAD" if few else "ok", "open files", f"limit {files[0]} (at most {files[1]})")
-    shm = shutil.disk_usage("/dev/shm").total  # noqa: S108 - asked for its size only
+    shm = shutil.disk_usage("/dev/shm").total  # noqa: S108 - only its size is read
     small = "" if shm >= _LEAST_SHM else "; small: Ray spills to disk and weights go over sockets"
     yield Finding("ok", "shared memory", f"{shm / 2**30:.1f} GiB in /dev/shm{small}")
 
 
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
-        return Finding("--", "SLURM", "no sbatch here: orhpc launch --local runs without")
+        return Finding("--", "SLURM", "no sbatch here: orhpc launch --local runs without SLURM")
     return _attempt("SLURM", _partitions)
 
 
@@ -289,8 +293,10 @@ def _hub() -> Finding:
     token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "no HF_TOKEN, so no gated models"
     parent = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
     if not os.access(parent, os.W_OK):
-        return Finding("BAD", "models", f"{folder} cannot be written: set HF_HOME to a folder of yours")
-    shared = "" if os.environ.get("HF_HOME") else "; set HF_HOME where all nodes share it, if home is not"
+        return Finding(
+            "BAD", "models", f"{folder} cannot be written: set HF_HOME to a folder that you can write"
+        )
+    shared = "" if os.environ.get("HF_HOME") else "; if home is not shared, set HF_HOME to a shared folder"
     return Finding("ok", "models", f"in {folder}, {free / 1e9:.0f} GB free; {token}{shared}")
 
 

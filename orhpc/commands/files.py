@@ -1,4 +1,4 @@
-"""``orhpc files``: what comes with the package for people to copy, and where it is."""
+"""``orhpc files``: list the packaged files that users copy, and their paths."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from orhpc.errors import EXIT_OK, ConfigError
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = {
     "configs": "configs: `extends: NAME` and `orhpc launch NAME` find them from any folder",
-    "slurm": "batch scripts, to be submitted by hand",
+    "slurm": "batch scripts, to submit by hand",
     "install": "constraint files and container recipes for GPU machines",
 }
 
 
 def packaged() -> dict[str, Path]:
-    """Name to path of every such file."""
+    """Map the name of every packaged file to its path."""
     found = (path for folder in _FOLDERS for path in sorted((_PACKAGE / folder).iterdir()))
     return {path.name: path for path in found if path.is_file()}
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="print the path of this one")
+    parser.add_argument("name", nargs="?", help="print the path of this file only")
     parser.set_defaults(run=files)
 
 

@@ -1,4 +1,4 @@
-"""``orhpc init FOLDER``: an example project to change: environment, reward, configs, batch script, README."""
+"""``orhpc init FOLDER``: write an example project (environment, reward, configs, batch script, README)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ _PACKAGE = Path(__file__).parents[1]
 _EXAMPLES = {
     "one_turn": "a question, answered in one turn",
     "tools": "tool calls until a goal is reached",
-    "end_state": "tool calls, paid by the state that they leave",
+    "end_state": "tool calls, rewarded by the final state",
 }
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="made if it does not exist; files in it stay as they are")
+    parser.add_argument(
+        "folder", type=Path, help="created if it does not exist; existing files are not changed"
+    )
     about = "; ".join(f"{name}: {text}" for name, text in _EXAMPLES.items())
     parser.add_argument("--example", choices=list(_EXAMPLES), default="one_turn", help=about)
     parser.set_defaults(run=init)
 
 
 def init(options: argparse.Namespace) -> int:
-    """Write the project and say what to type.
+    """Write the project and print the next commands.
 
     Raises:
-        ConfigError: a file of that name is there already, or the folder cannot be written.
+        ConfigError: a file of that name exists already, or the folder cannot be written.
     """
     folder: Path = options.folder
     files = project(options.example)
     try:
-        if there := [name for name in files if (folder / name).exists()]:
-            raise ConfigError(f"{folder / there[0]} exists already: choose another folder")
+        if existing := [name for name in files if (folder / name).exists()]:
+            raise ConfigError(f"{folder / existing[0]} exists already: choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -45,7 +47,7 @@ def init(options: argparse.Namespace) -> int:
 
 
 def project(example: str) -> dict[str, str]:
-    """Name to text of every file of the project."""
+    """Map the name of every file of the project to its text."""
     source = (_PACKAGE / "examples" / f"{example}.py").read_text(encoding="utf-8")
     named = re.search(rf"orhpc\.examples\.{example}:(\w+)", source)
     assert named is not None, "an example's docstring shows how a config names it"

@@ -1,4 +1,4 @@
-"""``orhpc check | fetch | logs | cancel``, and the jobs of a run, from its directory and squeue alone."""
+"""``orhpc check | fetch | logs | cancel``, and the state of a run's jobs from its directory and squeue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, PreflightError
 from orhpc.launch import model
 from orhpc.launch.checks import checklist
-from orhpc.launch.command_line import split_words
+from orhpc.launch.command_line import split_command_line
 from orhpc.launch.slurm import back_off, holder, ledger, scheduler
 from orhpc.models.folders import is_hub_name
 from orhpc.rundir import RunDir
@@ -22,7 +22,7 @@ from orhpc.rundir.events import read_events
 
 
 def jobs(rundir: RunDir) -> list[tuple[str, str]]:
-    """Id and state of every job of the run that runs or waits; empty where there is no SLURM."""
+    """(id, state) of every running or waiting job of the run; empty without SLURM."""
     if not scheduler.available():
         return []
     found = [(job, scheduler.job_state(job)) for job in holder.known_jobs(rundir)]
@@ -31,46 +31,46 @@ def jobs(rundir: RunDir) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Which jobs or process work on a run, or why none does."""
+    """The jobs or the local process of a run, or why there are none."""
 
     jobs: dict[str, str]
     """State of every job of the run that SLURM still knows, by id."""
     line: str | None
-    """Where no job and no process is left: that, and what there is to do.  Or why it is not known."""
+    """The local process, or that no job or process is left and what to do, or why this is not known."""
 
     @classmethod
     def of(cls, rundir: RunDir) -> Standing:
         """Ask SLURM, or look for the process of ``--local``."""
         if rundir.attempt_facts(rundir.newest_attempt()).get("kind") == "local":
             process = rundir.held_by()
-            return cls({}, f"{process}: running" if process else _nobody_left(rundir, "process"))
+            return cls({}, f"{process}: running" if process else _none_left(rundir, "process"))
         if not scheduler.available():
             return cls({}, None)
         try:
             known = {job: state for job in holder.known_jobs(rundir) if (state := scheduler.job_state(job))}
         except PreflightError as error:
             return cls({}, f"SLURM does not answer: {error}")
-        at_work = scheduler.ACTIVE | {"COMPLETING"}
-        left = any(state in at_work for state in known.values())
+        active = scheduler.ACTIVE | {"COMPLETING"}
+        left = any(state in active for state in known.values())
         begun = bool(known) or rundir.newest_attempt() > 0
-        return cls(known, _nobody_left(rundir, "job") if begun and not left else None)
+        return cls(known, _none_left(rundir, "job") if begun and not left else None)
 
 
-def _nobody_left(rundir: RunDir, what: str) -> str:
+def _none_left(rundir: RunDir, what: str) -> str:
     outcomes = ledger.known(rundir)
     last = outcomes[-1] if outcomes else None
     ended = any(event["event"] == "finished" for event in read_events(rundir.events)[-1:])
     if ended or (last is not None and last.reason is ledger.Reason.FINISHED):
         why = "it is finished"
     elif last is not None and (spent := last.given_up or ledger.exhausted(outcomes, last.chain or "")):
-        why = f"crash loop, {spent}; once the cause is gone, the same command goes on"
+        why = f"crash loop, {spent}; once the cause is gone, the same command continues the run"
     else:
-        why = "the same command goes on"
+        why = "the same command continues the run"
     return f"no {what} of this run is left: {why}"
 
 
 def describe(rundir: RunDir) -> list[str]:
-    """Lines about the run's jobs, how its latest attempts ended, and whether anybody works on it."""
+    """Lines about the run's jobs, how its latest attempts ended, and whether a job or process is left."""
     standing = Standing.of(rundir)
     lines = [
         f"job {job}: {state.lower()}{_not_before(rundir, job, state)}" for job, state in standing.jobs.items()
@@ -83,13 +83,13 @@ def describe(rundir: RunDir) -> list[str]:
 
 
 def _not_before(rundir: RunDir, job: str, state: str) -> str:
-    """Until when a waiting job stays away, and why where the run has asked for it."""
+    """The earliest start of a waiting job, with the reason if the run itself set a delay."""
     if state != "PENDING":
         return ""
     try:
         info = scheduler.job_info(job)
     except PreflightError:
-        info = None  # its state is known, which is the more important
+        info = None  # the state is known and is shown without a start time
     eligible = info.time_of("EligibleTime") if info is not None else None
     if eligible is None or eligible <= time.time():
         return ""
@@ -105,13 +105,13 @@ def add_cancel(parser: argparse.ArgumentParser) -> None:
 
 
 def cancel(options: argparse.Namespace) -> int:
-    """Cancel the run's jobs; they do not return."""
+    """Cancel the run's jobs; they are not requeued."""
     active = jobs(_run(options.run_dir))
     if not active:
         raise ConfigError(f"{options.run_dir}: no job of this run is running or waiting")
     for job, state in active:
         scheduler.cancel(job)
-        print(f"job {job} ({state.lower()}): cancelled")
+        print(f"job {job} ({state.lower()}): canceled")
     return EXIT_OK
 
 
@@ -121,12 +121,12 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", default="driver.log", help="which log; --list names them")
     parser.add_argument("--list", action="store_true", help="name the attempt's logs")
     parser.add_argument("--lines", type=int, default=50)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on as the log grows; end with Ctrl-C")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until Ctrl-C")
     parser.set_defaults(run=logs)
 
 
 def logs(options: argparse.Namespace) -> int:
-    """Print the end of one of an attempt's logs."""
+    """Print the end of one log of an attempt."""
     run = _run(options.run_dir)
     folder = run.attempt(options.attempt or run.newest_attempt())
     files = sorted(folder.glob("*.log"))
@@ -137,7 +137,7 @@ def logs(options: argparse.Namespace) -> int:
                 raise ConfigError(f"{folder}: no {options.file} yet")
             folder, options.file = batch[-1].parent, batch[-1].name
         elif not options.list:
-            raise ConfigError(f"{folder}: no {options.file}; there are {', '.join(f.name for f in files)}")
+            raise ConfigError(f"{folder}: no {options.file}; the logs are {', '.join(f.name for f in files)}")
         else:
             print("\n".join(str(f) for f in [*batch, *files]))
             return EXIT_OK
@@ -152,7 +152,7 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _batch_outputs(run: RunDir) -> list[Path]:
-    """Outputs of the run's batch scripts; those of jobs submitted by hand are where sbatch was called."""
+    """Outputs of the run's batch scripts; those of jobs submitted by hand are in sbatch's working folder."""
     outputs = {path.resolve(): None for path in sorted(run.path.glob("slurm-*.out"))}
     for number in range(1, run.newest_attempt() + 1):
         output = run.attempt_facts(number).get("output")
@@ -168,13 +168,13 @@ def add_fetch(parser: argparse.ArgumentParser) -> None:
 
 
 def fetch(options: argparse.Namespace) -> int:
-    """Download the models that are named, or those of a config, into the hub's cache; say where they are."""
+    """Download the named models, or those of a config, into the hub's cache and print their folders."""
     if all(is_hub_name(word) and not Path(word).exists() for word in options.words):
         models = [(name, options.revision) for name in options.words]
     else:
-        models = model.hub_models(load_config(*split_words(options.words)))
+        models = model.hub_models(load_config(*split_command_line(options.words)))
         if options.revision is not None:
-            raise ConfigError("--revision: is for a model's name; a config has model.revision")
+            raise ConfigError("--revision: needs a model's name; for a config, set model.revision")
     for name, revision in models:
         print(f"{name}: {model.fetch(name, revision)}")
     if not models:
@@ -189,8 +189,8 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Check a config on the login node: a line for each thing the run will need."""
-    path, overrides = split_words(options.words)
+    """Check a config on the login node and print one line per check."""
+    path, overrides = split_command_line(options.words)
     overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)
     return checklist.report(checklist.on_the_login_node(config))

@@ -1,4 +1,4 @@
-"""``orhpc plan CONFIG``: ranks, memory of each device by part, and what limits; nothing is touched."""
+"""``orhpc plan CONFIG``: print the ranks, each device's memory by part and the limit; start nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch import model
 from orhpc.launch.checks import fit
-from orhpc.launch.command_line import split_words, without_flags
+from orhpc.launch.command_line import split_command_line, without_flags
 from orhpc.launch.prepare import run_directory
 from orhpc.launch.slurm.submission import lead_and_why
 from orhpc.plan.layout import group_spans
@@ -59,13 +59,13 @@ def _commit_lines(run: RunPlan) -> Iterator[str]:
 def _lead_line(config: Config) -> str:
     rundir = None if config.run.name is None else run_directory(config)
     lead_s, why = lead_and_why(config, rundir)
-    return f"lead: told {lead_s} s before a time limit to commit ({why})"
+    return f"lead: signaled {lead_s} s before the time limit to commit ({why})"
 
 
 def _shared(run: RunPlan) -> str:
-    """How the ranks share the model, and over how many nodes their groups reach."""
+    """How the ranks divide the model, and how many nodes each parallel group spans."""
     if run.layout.sharded:
-        return "weights in rows over all of them"
+        return "weights sharded over all of them"
     m, per_node = run.config.megatron, run.config.placement.devices_per_node
     spans = group_spans(m, run.layout.ranks, per_node)
     parts = [f"{name} {getattr(m, name)}{_reach(spans[name])}" for name in spans]
@@ -109,7 +109,7 @@ def _engine_lines(run: RunPlan) -> Iterator[str]:
 
 
 def limit(run: RunPlan) -> str:
-    """What is nearest to its bound, in words."""
+    """One line: the resource that is closest to its limit."""
     parts = run.trainer.parts()
     largest = max(parts, key=lambda name: parts[name])
     if run.device_bytes is None:
@@ -131,7 +131,7 @@ def _count(number: int) -> str:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, float]:
-    """Config and memory of a device in GiB, from the command line."""
+    """Return the config and the memory of a device in GiB, from the command line."""
     parser = argparse.ArgumentParser(prog="orhpc plan", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
     parser.add_argument("--nodes", type=int, help="plan for this many nodes")
@@ -139,20 +139,22 @@ def parse(arguments: Sequence[str]) -> tuple[Config, float]:
         "--device-memory",
         type=float,
         metavar="GIB",
-        help="of one GPU; default: as orhpc check finds it, or 80",
+        help="memory of one GPU; default: as orhpc check detects it, or 80",
     )
     options = parser.parse_intermixed_args(without_flags(arguments))
-    path, overrides = split_words(options.words)
+    path, overrides = split_command_line(options.words)
     overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)
     memory = fit.device_memory(config).gib if options.device_memory is None else options.device_memory
     if memory * GIB <= RESERVED_BYTES:
-        raise ConfigError(f"--device-memory: {memory} GiB leave nothing beyond what is reserved")
+        raise ConfigError(
+            f"--device-memory: {memory} GiB is not more than the reserved {gib(RESERVED_BYTES)} GiB"
+        )
     return config, memory
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan, then refuse it if it cannot fit; returns the exit code."""
+    """Print the plan, then fail if it cannot fit; return the exit code."""
     try:
         config, device_gib = parse(arguments)
         model.ensure_config(config)
@@ -160,8 +162,8 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(lines(run)))
         fit.check_engines(run)
         fit.check_fit(run)
-        if there := config.placement.host_memory_gib:
-            check_host(run, int(there * GIB))
+        if host_gib := config.placement.host_memory_gib:
+            check_host(run, int(host_gib * GIB))
     except OrhpcError as error:
         print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
         return policy_of(error).exit_code

@@ -1,4 +1,4 @@
-"""``orhpc report RUN``: one HTML page of a run, from its events; it loads nothing from anywhere."""
+"""``orhpc report RUN``: one self-contained HTML page of a run, from its events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: a line a metric over the steps."""
+    """One chart: one line per metric over the steps."""
 
     title: str
     metrics: tuple[str, ...]
@@ -32,10 +32,10 @@ CHARTS = (
     Chart("Success rate", ("success_rate",)),
     Chart("Response length, tokens", ("response_length_mean", "response_length_max")),
     Chart(
-        "Seconds a step", ("seconds", "phases.rollout", "phases.update", "phases.sync", "phases.checkpoint")
+        "Seconds per step", ("seconds", "phases.rollout", "phases.update", "phases.sync", "phases.checkpoint")
     ),
     Chart(
-        "Seconds of a rollout: longest, mean, and what it waits for",
+        "Seconds per rollout: longest, mean, and mean by phase",
         (
             "rollout_seconds_max",
             "rollout_seconds_mean",
@@ -44,16 +44,16 @@ CHARTS = (
             "rollout_tools_seconds_mean",
         ),
     ),
-    Chart("Tokens a second", ("tokens_per_s", "train_tokens_per_s")),
+    Chart("Tokens per second", ("tokens_per_s", "train_tokens_per_s")),
     Chart("Loss", ("loss",)),
     Chart("Gradient norm", ("grad_norm",), log_scale=True),
     Chart("Entropy, nats", ("entropy",)),
-    Chart("KL of engine and trainer, nats a token", ("rollout_kl", "logprob_diff_mean"), log_scale=True),
+    Chart("KL of engine and trainer, nats per token", ("rollout_kl", "logprob_diff_mean"), log_scale=True),
     Chart("Tokens that differ by a factor of two", ("extreme_token_fraction",)),
     Chart("Effective sample size", ("effective_sample_size",)),
-    Chart("Routed to other experts", ("token_mismatch_fraction", "router_mismatch_fraction")),
+    Chart("Fraction routed to different experts", ("token_mismatch_fraction", "router_mismatch_fraction")),
     Chart(
-        "Busiest expert, busiest device of experts: share above the even one",
+        "Load of the busiest expert and of the busiest expert rank above the mean",
         ("expert_max_vio", "expert_rank_max_vio"),
     ),
     Chart("Clipped tokens", ("clip_fraction",)),
@@ -64,14 +64,14 @@ CHARTS = (
     Chart("Tool calls that raised, malformed calls", ("tool_errors", "malformed_calls")),
 )
 _ENDS = ("finished", "stopped", "failed")
-"""Events that an attempt writes last, unless it is killed."""
+"""Last events of an attempt that is not killed."""
 _FAILURE_COUNTS = {
     "failed_rollouts": "failed rollouts",
     "retried_rollouts": "retried rollouts",
     "failed_groups": "groups lost to failures",
 }
 WIDTH, HEIGHT, MARGIN = 460, 170, 46
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1480px;padding:0 1em;color:#222}
 h1{font-size:1.4em}h2{font-size:1.1em;margin-top:1.6em}
@@ -90,7 +90,7 @@ def write_report(run: RunDir) -> Path:
 
 
 def page(run: RunDir) -> str:
-    """The whole page as text."""
+    """The page as HTML."""
     events = read_events(run.events)
     steps = [event for _, event in sorted(steps_of(events).items())]
     parts = [
@@ -115,9 +115,9 @@ def page(run: RunDir) -> str:
 
 
 def goodput(events: Sequence[Event]) -> float | None:
-    """Share of the wall-clock time between the first and the last event that became steps that count.
+    """Fraction of the wall-clock time from the first to the last event that was spent on the run's steps.
 
-    Steps that were done again after a resume count once; waiting in a queue counts as lost.
+    Steps that were repeated after a resume count once; queue time counts as lost.
     """
     steps = steps_of([dict(e) for e in events]).values()
     if not steps:
@@ -137,7 +137,7 @@ def _summary(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> st
         "mean reward of the last step": _number(last, "reward_mean"),
         "attempts": str(run.newest_attempt()),
         "committed": str(max((e["step"] for e in events if e["event"] == "commit"), default="nothing yet")),
-        "time that became steps": "-" if share is None else f"{share:.1%}",
+        "goodput (time spent in steps)": "-" if share is None else f"{share:.1%}",
         "alarms": str(sum(e["event"] == "alarm" for e in events)),
         "last event": f"{events[-1]['event']}, {_clock(events[-1]['time'])}",
     }
@@ -145,7 +145,7 @@ def _summary(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> st
 
 
 def _environments(steps: Sequence[Event]) -> list[str]:
-    """A table of the environments: rewards, and what failed over all steps."""
+    """A table of the environments: rewards, and failures summed over all steps."""
     names = sorted(
         {k.partition("/")[2] for s in steps for k in s if k.startswith(("reward_mean/", "failed_"))}
     )
@@ -172,7 +172,7 @@ def _attempts(run: RunDir, events: Sequence[Event]) -> str:
 
 
 def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> str:
-    """How an attempt ended: by the outcome that a job's launcher writes, or by its own last event."""
+    """How an attempt ended: from the outcome that a job's launcher writes, or from its last event."""
     if outcome := outcome_of(run, number):
         return f"{outcome.reason} {outcome.detail}".strip()
     if not own:
@@ -180,8 +180,8 @@ def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> 
     last = own[-1]
     if last["event"] in _ENDS:
         return f"{last['event']} {last.get('reason') or last.get('error') or ''}".strip()
-    said = f"{last['event']} of step {last['step']}" if "step" in last else str(last["event"])
-    since = f"its last event is {said}, {_clock(last['time'])}"
+    name = f"{last['event']} of step {last['step']}" if "step" in last else str(last["event"])
+    since = f"its last event is {name}, {_clock(last['time'])}"
     return f"not yet, or killed: {since}" if newest else f"killed: {since}"
 
 
@@ -212,8 +212,8 @@ def draw(chart: Chart, steps: Sequence[Event]) -> str:
     x_low, x_high = (pick(x for x, _ in everything) for pick in (min, max))
     y_low, y_high = (pick(y for _, y in everything) for pick in (min, max))
     if y_low == y_high:
-        room = max(0.5, abs(y_low) / 20)
-        y_low, y_high = y_low - room, y_high + room
+        margin = max(0.5, abs(y_low) / 20)
+        y_low, y_high = y_low - margin, y_high + margin
 
     def at(x: float, y: float) -> str:
         across = MARGIN + (x - x_low) / max(x_high - x_low, 1) * (WIDTH - MARGIN - 8)
@@ -228,13 +228,13 @@ def draw(chart: Chart, steps: Sequence[Event]) -> str:
         f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">step {x_high}</text>',
     ]
     legend = []
-    for colour, (metric, points) in zip(COLOURS, lines.items(), strict=False):
+    for color, (metric, points) in zip(COLORS, lines.items(), strict=False):
         path = " ".join(at(x, y) for x, y in points)
-        shapes.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        shapes.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         if len(points) == 1:
             x, _, y = at(*points[0]).partition(",")
-            shapes.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>')
-        legend.append(f'<span style="color:{colour}">{_text(metric)}</span>')
+            shapes.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"/>')
+        legend.append(f'<span style="color:{color}">{_text(metric)}</span>')
     svg = f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{"".join(shapes)}</svg>'
     return f"<figure><figcaption>{_text(chart.title)}: {', '.join(legend)}</figcaption>{svg}</figure>"
 
@@ -251,7 +251,7 @@ def _value(step: Event, metric: str, log_scale: bool) -> float | None:
 
 
 def _axis(value: float, chart: Chart) -> str:
-    # The axis reaches a little beyond its values, and may so pass the largest number there is.
+    # The axis extends a little beyond its values, so 10 ** value could overflow.
     return f"{10 ** min(value, sys.float_info.max_10_exp):.2g}" if chart.log_scale else f"{value:.3g}"
 
 

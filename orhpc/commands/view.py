@@ -18,13 +18,13 @@ def show(run: RunDir, step: int | None, evaluation: int | None, rollout: str | N
     """Print the rollouts of a step or an evaluation, or one of them.
 
     Args:
-        run: whose record is read.
-        step: of training; None: the newest one, or any that has ``rollout``.
-        evaluation: the evaluation after this step, in place of a training step.
-        rollout: id of the one to print in full.
+        run: the run whose record is read.
+        step: training step; None: the newest one, or the one that has ``rollout``.
+        evaluation: show the evaluation after this step instead of a training step.
+        rollout: id of the rollout to print in full.
 
     Raises:
-        RecordError: nothing like that is recorded.
+        RecordError: no such step, evaluation or rollout is recorded.
     """
     folders = _folders(run, step, evaluation)
     if rollout is None:
@@ -64,7 +64,7 @@ def _row(s: RolloutSummary) -> str:
 
 
 def lines(rollout: Rollout) -> Iterator[str]:
-    """Yield a rollout's transcript: who spoke, what was called with what, paid and refused."""
+    """Yield a rollout's transcript: roles, content, tool calls with arguments, rewards and errors."""
     for message in rollout.messages:
         yield f"--- {_heading(message)}"
         if reasoning := message.get("reasoning"):

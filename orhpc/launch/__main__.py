@@ -13,7 +13,7 @@ from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_OK, HubUnreachable, OrhpcError, policy_of
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import checklist
-from orhpc.launch.command_line import split_words, without_flags
+from orhpc.launch.command_line import split_command_line, without_flags
 from orhpc.launch.slurm import holder, submission
 from orhpc.plan.placement import Node, local_node, plan
 from orhpc.process.terminal import safe
@@ -29,15 +29,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
     parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the batch script, config and placement; start nothing"
+    )
     return parser.parse_intermixed_args(without_flags(sys.argv[1:] if arguments is None else arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; every failure is one line on standard error."""
+    """Return the exit code; every failure is one line on standard error."""
     try:
         options = parse(arguments)
-        path, overrides = split_words(options.words)
+        path, overrides = split_command_line(options.words)
         if options.nodes is not None:
             overrides.append(f"placement.nodes={options.nodes}")
         config = load_config(path, overrides)
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dry_run(config: Config, path: str, overrides: list[str]) -> int:
-    """Print the batch script, the resolved config and the placement; refuse what a submission would."""
+    """Print the batch script, the resolved config and the placement; fail where a submission would."""
     checklist.require(checklist.of_config(config))
     rundir = prepare.run_directory(config)
     lead = submission.signal_lead(config, rundir)
@@ -63,18 +65,18 @@ def dry_run(config: Config, path: str, overrides: list[str]) -> int:
     cpus = config.slurm.cpus_per_task or local_node().cpus
     nodes = tuple(Node(f"node{i}", f"address-of-node{i}", cpus) for i in range(config.placement.nodes))
     print("# placement\n" + plan(config, nodes).to_yaml())
-    print(f"# stops {lead} s before its time limit, to commit")
+    print(f"# stops {lead} s before its time limit to commit")
     return EXIT_OK
 
 
 def _run_local(config: Config) -> int:
-    from orhpc.launch.local import run_local  # its display is not worth waiting for elsewhere
+    from orhpc.launch.local import run_local  # imports the display, which is slow to load
 
     return run_local(config)
 
 
 def show_local(config: Config) -> int:
-    """Print the resolved config and the placement on this machine; refuse what a start would."""
+    """Print the resolved config and the placement on this machine; fail where a start would."""
     checklist.require(checklist.of_config(config))
     placement = plan(config, (local_node(),))
     print("# resolved config\n" + dump_config(config))
@@ -83,7 +85,7 @@ def show_local(config: Config) -> int:
 
 
 def submit(config: Config, path: str, overrides: list[str]) -> int:
-    """Check what can be checked here, submit, and say how to watch the job."""
+    """Run the login node's checks, submit the job, and print the commands to watch it."""
     checklist.require(checklist.before_the_queue(config))
     rundir = prepare.run_directory(config)
     rundir.create()
@@ -94,8 +96,8 @@ def submit(config: Config, path: str, overrides: list[str]) -> int:
         print(f"orhpc: {error}; the job's first node tries to fetch it", file=sys.stderr)
     job = submission.submit(config, rundir, path, overrides)
     holder.note_submission(rundir, job)
-    near = rundir.path.is_relative_to(Path.cwd())
-    where = shlex.quote(str(rundir.path.relative_to(Path.cwd()) if near else rundir.path))
+    below_cwd = rundir.path.is_relative_to(Path.cwd())
+    where = shlex.quote(str(rundir.path.relative_to(Path.cwd()) if below_cwd else rundir.path))
     print(f"job {job}, run directory {rundir.path}")
     for change in changes:
         print(f"  changed since the last start: {change}")

@@ -1,6 +1,6 @@
-"""The command line that launcher, batch script and checks share: ``[CONFIG] [key=value ...]``.
+"""The command line of the launcher, the batch script and the checks: ``[CONFIG] [key=value ...]``.
 
-``--sglang-...`` and ``--check-weights`` may stand among them.
+It may also contain ``--sglang-...`` and ``--check-weights``.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ _ENGINE_FLAG = "--sglang-"
 _CHECK_FLAG = "--check-weights"
 
 
-def without_flags(words: Sequence[str]) -> list[str]:
-    """Turn ``--sglang-NAME [VALUE]`` and ``--check-weights`` into the overrides that they stand for.
+def without_flags(arguments: Sequence[str]) -> list[str]:
+    """Replace ``--sglang-NAME [VALUE]`` and ``--check-weights`` by the equivalent overrides.
 
-    A value is one word, as YAML (``--sglang-cuda-graph-bs-decode=[1,8]``); without one the option is on.
+    A value is one argument in YAML (``--sglang-cuda-graph-bs-decode=[1,8]``); without a value it is true.
     """
     result: list[str] = []
-    left = list(words)
+    left = list(arguments)
     while left:
-        word = left.pop(0)
-        if word == _CHECK_FLAG:
+        argument = left.pop(0)
+        if argument == _CHECK_FLAG:
             result.append("engine.check_weights=true")
-        elif word.startswith(_ENGINE_FLAG):
-            name, given, value = word.removeprefix(_ENGINE_FLAG).partition("=")
+        elif argument.startswith(_ENGINE_FLAG):
+            name, given, value = argument.removeprefix(_ENGINE_FLAG).partition("=")
             if not given:
                 value = left.pop(0) if left and _is_value(left[0]) else "true"
             result.append(f"engine.extra.{name.replace('-', '_')}={value}")
         else:
-            result.append(word)
+            result.append(argument)
     return result
 
 
-def _is_value(word: str) -> bool:
-    return not word.startswith("--") and "=" not in word and not word.endswith((".yaml", ".yml"))
+def _is_value(argument: str) -> bool:
+    return not argument.startswith("--") and "=" not in argument and not argument.endswith((".yaml", ".yml"))
 
 
-def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
-    """From words to the config's path and the overrides.
+def split_command_line(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Split arguments into the config's path and the overrides.
 
     Raises:
         ConfigError: more than one config file.
     """
-    words = without_flags(words)
-    files = [w for w in words if "=" not in w]
+    arguments = without_flags(arguments)
+    files = [a for a in arguments if "=" not in a]
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, not {' and '.join(files)}")
-    return files[0] if files else DEFAULT_CONFIG, [w for w in words if "=" in w]
+    return files[0] if files else DEFAULT_CONFIG, [a for a in arguments if "=" in a]

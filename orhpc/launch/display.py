@@ -1,6 +1,6 @@
-"""The live view of a local run: reads ``events.jsonl`` as it grows and shows what it says.
+"""The live view of a local run: follows ``events.jsonl`` and displays its events.
 
-On a terminal one panel is redrawn; otherwise each step is a plain line.
+On a terminal it redraws one panel; otherwise it prints one plain line per step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from orhpc.rundir.events import FAILURES, Tail, failure_line
 
 _RECENT = 8
 _FRAME_LINES = 6
-"""Lines of the panel around its rows: title, borders and head, and one for the line before it."""
+"""Lines of the panel in addition to its rows: title, borders, header, and the line above the panel."""
 _STATUS = {
     "step": "training",
     "bring_up": "bringing up engines, trainers and workers",
     "ready": "ready",
 }
-"""What the panel says from an event on."""
+"""The panel's status after an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Column:
     head: str
     text: Callable[[dict[str, Any]], str]
     least_width: int = 0
-    """Columns of the terminal below which it is left out."""
+    """Terminal width in columns below which this column is omitted."""
 
 
 _COLUMNS = (
@@ -63,7 +63,7 @@ class Display:
         self._steps: list[dict[str, Any]] = []
         self._since = time.monotonic()
         self.failure: str | None = None
-        """The last failure event's one line; none once a step has followed it."""
+        """One line about the last failure event; None after a later step."""
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -81,7 +81,7 @@ class Display:
     def tick(self) -> None:
         """Show what has happened since the last call."""
         for event in self._tail.new():
-            self._take(event)
+            self._handle(event)
         if self._live is not None:
             self._live.update(self.panel())
 
@@ -89,7 +89,7 @@ class Display:
         """Print a line above the panel."""
         self.console.print(safe(line), markup=False, soft_wrap=True)
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _handle(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "step":
             self._steps.append(event)
@@ -112,13 +112,13 @@ class Display:
         self._status = _STATUS.get(kind, self._status)
 
     def _eta(self) -> float:
-        """Seconds left, by the median of recent steps."""
+        """Estimated seconds left, from the median of recent steps."""
         last = self._steps[-1]
         recent = statistics.median(s["seconds"] for s in self._steps[-_RECENT:])
         return recent * (last["steps"] - last["step"])
 
     def panel(self) -> Table:
-        """The newest steps, one line each: what does not fit the terminal is left out."""
+        """The newest steps, one line each; rows and columns that do not fit the terminal are omitted."""
         table = Table(title=self._title(), title_justify="left", expand=False)
         size = self.console.size
         columns = [c for c in _COLUMNS if size.width >= c.least_width]

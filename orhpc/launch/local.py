@@ -1,4 +1,4 @@
-"""``--local``: the whole job on this machine, in the foreground, by the same path as on a cluster."""
+"""``--local``: run the whole job on this machine in the foreground, with the same code as on a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orhpc.rundir.storage import probe
 def run_local(config: Config) -> int:
     """Train on this machine until the run is finished or stopped.
 
-    The first Ctrl-C (or SIGTERM) commits and leaves; the second leaves at once.
+    The first Ctrl-C (or SIGTERM) commits and exits; the second exits at once.
 
     Returns:
         0 when the run is finished, 75 when it was stopped and can be resumed, else the failure's
@@ -69,37 +69,37 @@ def run_local(config: Config) -> int:
                 kill=lambda: len(signals) > 1,
             )
     code = status if status >= 0 else EXIT_FAILED
-    _say_how_it_ended(rundir, attempt, code, display)
+    _print_outcome(rundir, attempt, code, display)
     return code
 
 
-def _say_how_it_ended(rundir: RunDir, attempt: int, code: int, display: Display) -> None:
+def _print_outcome(rundir: RunDir, attempt: int, code: int, display: Display) -> None:
     if code == EXIT_OK:
         print(f"finished; the run directory is {rundir.path}")
     elif code == EXIT_REQUEUE and display.failure is None:
         step = prepare.committed_step(rundir)
         print(f"stopped with step {step} committed; the same command resumes ({rundir.path})")
     else:
-        reason = display.failure or "the driver ended without a word"
+        reason = display.failure or "the driver ended without an error message"
         log = rundir.attempt(attempt) / "driver.log"
         print(f"orhpc: {reason} (exit {code}; details: {log})", file=sys.stderr)
 
 
 @contextmanager
 def _stop_on_signals(stop_file: Path) -> Iterator[list[int]]:
-    """Turn SIGINT, SIGTERM and SIGUSR2 into the stop file; yields the signals that came."""
-    came: list[int] = []
+    """Create the stop file on SIGINT, SIGTERM and SIGUSR2; yield the list of received signals."""
+    received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        came.append(number)
+        received.append(number)
         stop_file.touch()
-        again = "" if len(came) > 1 else " (once more: leave at once)"
+        again = "" if len(received) > 1 else " (once more: leave at once)"
         print(f"{signal.Signals(number).name}: committing, then leaving{again}", file=sys.stderr)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     before = {n: signal.signal(n, stop) for n in numbers}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,8 +1,8 @@
-"""The models that a run reads: fetched or made once, before they are needed, and pinned for its life.
+"""The models of a run: fetched or built once, before they are needed, and pinned for the whole run.
 
-The launcher calls :func:`ensure_config` (enough to plan) and then :func:`ensure_models` (everything); a
-job whose login node has no internet does the same on its first node.  What a branch of the hub pointed to
-at the first start is written to ``RUN/model.json``, so that a resume years later reads the same weights.
+The launcher calls :func:`ensure_config` (enough to plan) and then :func:`fetch_snapshots`; the first node, or
+a ``--local`` run, calls :func:`ensure_models`.  The commit of a hub branch at the first start is written to
+``RUN/model.json``, so that every resume reads the same weights.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _POLL_S = 0.1
 
 
 def ensure_config(config: Config) -> Path | None:
-    """Return the folder with the policy's ``config.json``, fetching that one file of a hub model.
+    """Return the folder with the policy's ``config.json``, fetching only that file of a hub model.
 
     Returns:
-        None where it is not here and cannot be fetched from here, but may be from a node.
+        None if it is absent and cannot be fetched from this machine, but possibly from a node.
 
     Raises:
-        ModelError: there is no such model, or the hub denies it.
-        PreflightError: the hub keeps failing, or ``HF_HUB_OFFLINE`` forbids to ask it.
+        ModelError: there is no such model, or the hub denies access.
+        PreflightError: the hub keeps failing, or ``HF_HUB_OFFLINE`` forbids requests to it.
     """
     path, revision = config.model.path, config.model.revision
     if not is_hub_name(path):
@@ -47,17 +47,17 @@ def ensure_config(config: Config) -> Path | None:
 
 
 def ensure_models(config: Config, rundir: RunDir, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Have every model of the run whole on this machine, and pin what hub names stand for.
+    """Make every model of the run complete on this machine, and pin hub names to commits.
 
     Args:
-        rundir: where the pins are kept; its folder exists.
+        rundir: the run directory that stores the pins; it exists.
         stopped: polled while a download runs.
 
     Raises:
-        ModelError: a model does not exist, is denied, or is not whole.
-        HubUnreachable: the hub has to be asked and cannot be reached from here.
-        PreflightError: it keeps failing, or there is no room.
-        StopRequested: ``stopped`` said so; what has been downloaded is kept.
+        ModelError: a model does not exist, is denied, or is incomplete.
+        HubUnreachable: the hub is needed and cannot be reached from this machine.
+        PreflightError: the hub keeps failing, or there is no disk space.
+        StopRequested: ``stopped`` returned True; partial downloads are kept.
     """
     path = config.model.path
     if is_bundled(path):
@@ -72,12 +72,12 @@ def ensure_models(config: Config, rundir: RunDir, stopped: Callable[[], bool] = 
     except HubUnreachable as error:
         names = " ".join(name for name, _ in hub_models(config))
         raise HubUnreachable(
-            f"{error}; where there is internet, with HF_HOME={hub_cache().parent}: orhpc fetch {names}"
+            f"{error}; on a machine with internet, with HF_HOME={hub_cache().parent}: orhpc fetch {names}"
         ) from None
 
 
 def fetch_snapshots(config: Config, rundir: RunDir, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Have every hub model of the run whole in the cache: what a login node does for its job.
+    """Make every hub model of the run complete in the cache; a login node does this for its job.
 
     Raises:
         OrhpcError: as :func:`ensure_models`.
@@ -87,12 +87,12 @@ def fetch_snapshots(config: Config, rundir: RunDir, stopped: Callable[[], bool] 
 
 
 def damaged(path: str, problem: str) -> ModelError:
-    """The refusal of a local folder that is not whole."""
+    """The error for an incomplete local folder."""
     return ModelError(f"model.path: {path} has {problem}")
 
 
 def is_fetched(config: Config) -> bool:
-    """Whether the policy is a model that a start fetches or makes where it is not whole."""
+    """Whether a start fetches or builds the policy's model if it is incomplete."""
     return is_bundled(config.model.path) or is_hub_name(config.model.path)
 
 
@@ -100,14 +100,14 @@ def model_folder(config: Config, rundir: RunDir) -> Path:
     """Local folder of the policy model, as :func:`ensure_models` left it.
 
     Raises:
-        ModelError: this machine does not see it.
+        ModelError: the folder does not exist on this machine.
     """
     path, revision = config.model.path, config.model.revision
     return find_model(path, _pins(rundir).get(_pin_name(path, revision), revision))
 
 
 def check_seen(config: Config, rundir: RunDir) -> None:
-    """Raises PreflightError on a node that does not see the model that the first node fetched or made."""
+    """Raise PreflightError on a node that cannot see the model that the first node fetched or built."""
     try:
         model_folder(config, rundir)
     except ModelError as error:
@@ -125,7 +125,7 @@ def hub_models(config: Config) -> list[tuple[str, str | None]]:
 
 
 def fetch(name: str, revision: str | None, stopped: Callable[[], bool] = lambda: False) -> Path:
-    """Return the folder of a hub model's snapshot, downloading what of it is not in the cache.
+    """Return the folder of a hub model's snapshot, downloading the files that are not in the cache.
 
     Raises:
         OrhpcError: as :func:`ensure_models`.
@@ -172,21 +172,23 @@ def _is_here(path: str, revision: str | None = None) -> bool:
     return True
 
 
-def _make(module: str, words: list[str], stopped: Callable[[], bool] = lambda: False) -> Path:
-    """Run a program that makes a folder: this process may load neither torch nor a hub's client.
+def _make(module: str, arguments: list[str], stopped: Callable[[], bool] = lambda: False) -> Path:
+    """Run a program that fetches or builds a folder: this process must not load torch or a hub client.
 
-    Its progress goes to our standard error; its last line of output is JSON: the folder, or what failed.
+    Its progress goes to our standard error; its last line of output is JSON: the folder or the error.
     """
     with subprocess.Popen(
-        [sys.executable, "-m", module, *words], stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, encoding="utf-8"
     ) as process:
         try:
             while process.poll() is None:
                 if stopped():
-                    raise StopRequested(f"stopped while {words[0]} was fetched; what has come is kept")
+                    raise StopRequested(f"stopped while {arguments[0]} was fetched; partial files are kept")
                 time.sleep(_POLL_S)
         except KeyboardInterrupt:
-            raise StopRequested(f"stopped while {words[0]} was fetched; the same command goes on") from None
+            raise StopRequested(
+                f"stopped while {arguments[0]} was fetched; the same command continues"
+            ) from None
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -195,14 +197,14 @@ def _make(module: str, words: list[str], stopped: Callable[[], bool] = lambda: F
     try:
         answer = json.loads(lines[-1])
     except (IndexError, ValueError):
-        raise PreflightError(f"{module} {words[0]} ended with {process.returncode}; see above") from None
+        raise PreflightError(f"{module} {arguments[0]} ended with {process.returncode}; see above") from None
     if "error" in answer:
         raise getattr(errors, answer["kind"])(answer["error"])
     return Path(answer["folder"])
 
 
 def where_models_are(config: Config) -> list[Path]:
-    """Folders that a container has to see for the job's models."""
+    """Folders that must be mounted in a container for the job's models."""
     path, found = config.model.path, []
     if is_bundled(path):
         found.append(cache_folder())

@@ -1,6 +1,6 @@
-"""What every start of a run does first, on the login node or locally: check, compare, claim.
+"""The first actions of every start, on a login node or locally: check, compare the config, claim an attempt.
 
-Nothing is started here.  The order of all checks is in :mod:`orhpc.launch.checks.checklist`.
+No process is started here.  The order of all checks is in :mod:`orhpc.launch.checks.checklist`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from orhpc.rundir.events import read_events, steps_of
 
 SERVICE_KEY = "OPENREWARD_API_KEY"
 _LEAST = {"ray": "2.60", "starlette": "1.0.1"}
-"""Ray before 2.52 ignores the job's token, and one whose GCS keeps nothing on disk ends with it; Starlette
-before 1.0.1 lets a Host header pass the key of SGLang's engines."""
+"""Ray before 2.52 ignores the job's token, and a Ray whose GCS has no on-disk state ends when the GCS does;
+in Starlette before 1.0.1 a forged Host header bypasses the API key of SGLang's engines."""
 
 
 def run_directory(config: Config) -> RunDir:
@@ -36,21 +36,21 @@ def run_directory(config: Config) -> RunDir:
 
 
 def check_paths(config: Config) -> str:
-    """Check the data that the config names on this machine, in milliseconds; returns what was looked at.
+    """Check that the data named in the config exists on this machine; return the checked paths.
 
     Raises:
-        ConfigError: a record or checkpoint that is not there.
+        ConfigError: a record or checkpoint does not exist.
     """
-    looked: list[str] = []
+    checked: list[str] = []
     if config.train.replay_rollouts is not None:
         _check_record(Path(config.train.replay_rollouts), config.train.steps)
-        looked.append(config.train.replay_rollouts)
+        checked.append(config.train.replay_rollouts)
     load = config.checkpoint.load
     if load is not None:
         if not any((Path(load) / inside).exists() for inside in ("manifest.json", "attempts")):
             raise ConfigError(f"checkpoint.load: {load} is neither a checkpoint folder nor a run directory")
-        looked.append(load)
-    return ", ".join(looked) or "no record and no checkpoint is named"
+        checked.append(load)
+    return ", ".join(checked) or "no record and no checkpoint is named"
 
 
 def _check_record(folder: Path, steps: int) -> None:
@@ -58,7 +58,7 @@ def _check_record(folder: Path, steps: int) -> None:
         raise ConfigError(f"train.replay_rollouts: {folder}: no such folder")
     recorded = {int(m[1]) for p in folder.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))}
     if not recorded:
-        raise ConfigError(f"train.replay_rollouts: {folder} holds no step_N folder")
+        raise ConfigError(f"train.replay_rollouts: {folder} contains no step_N folder")
     if missing := [s for s in range(1, steps + 1) if s not in recorded]:
         raise ConfigError(
             f"train.replay_rollouts: step {missing[0]} is not recorded in {folder}; "
@@ -67,12 +67,12 @@ def _check_record(folder: Path, steps: int) -> None:
 
 
 def write_config(rundir: RunDir, config: Config) -> list[str]:
-    """Write the resolved config, or compare it with the run's; returns the changes.
+    """Write the resolved config, or compare it with the run's; return the changes.
 
-    A run that has done no step yet may change in any way: what its attempts have rolled out is thrown away.
+    Before the run's first step every setting may change; the rollouts buffered so far are then deleted.
 
     Raises:
-        ConfigError: a setting changed that may not.
+        ConfigError: a setting changed that must not change.
     """
     begun = has_begun(rundir)
     if not rundir.config.exists():
@@ -83,7 +83,7 @@ def write_config(rundir: RunDir, config: Config) -> list[str]:
     except ConfigError:
         if begun:
             raise
-        before = config  # of another release, or damaged; no step stands on it
+        before = config  # the file is damaged or from another release, and no step depends on it
     try:
         changes = changes_on_resume(before, config)
     except ConfigError:
@@ -98,12 +98,12 @@ def write_config(rundir: RunDir, config: Config) -> list[str]:
 
 
 def has_begun(rundir: RunDir) -> bool:
-    """Whether the run has done a step, committed or not."""
+    """Whether the run has finished a step, committed or not."""
     return bool(rundir.lineage()) or any(step > 0 for step in steps_of(read_events(rundir.events)))
 
 
 def committed_step(rundir: RunDir) -> int:
-    """Step of the newest commit, by its manifest alone; 0 before the first."""
+    """Step of the newest commit with a readable manifest; 0 if there is none."""
     for name in rundir.lineage():
         try:
             return read_manifest(rundir.checkpoints / str(name)).step
@@ -113,7 +113,7 @@ def committed_step(rundir: RunDir) -> int:
 
 
 def is_finished(rundir: RunDir, config: Config) -> bool:
-    """Whether all steps are committed; of a run that only evaluates, whether that is done."""
+    """Whether all steps are committed, or, for a run that only evaluates, whether the evaluation is done."""
     done = committed_step(rundir)
     if config.train.steps:
         return done >= config.train.steps
@@ -121,7 +121,7 @@ def is_finished(rundir: RunDir, config: Config) -> bool:
 
 
 def check_machine(config: Config) -> None:
-    """Check that this machine has what the job's own processes need.
+    """Check that this machine has the packages and GPUs that the job's processes need.
 
     Raises:
         PreflightError: a package or GPUs are missing.
@@ -136,7 +136,7 @@ def check_machine(config: Config) -> None:
         extra = "gpu" if config.placement.device == "cuda" else "run"
         raise PreflightError(
             f"{', '.join(missing)}: not installed for {sys.executable}; pip install 'orhpc[{extra}]' "
-            "(orhpc doctor says more)"
+            "(orhpc doctor shows details)"
         )
     check_versions(_LEAST)
     if config.placement.device == "cuda":
@@ -152,28 +152,28 @@ def check_versions(least: Mapping[str, str]) -> None:
     """Check the versions of installed packages without loading them.
 
     Args:
-        least: name to the oldest version; a package that is not installed is passed over.
+        least: package name to the oldest supported version; packages that are not installed are skipped.
 
     Raises:
-        PreflightError: one is older.
+        PreflightError: a package is older.
     """
     for name, oldest in least.items():
         try:
-            there = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if Version(there) < Version(oldest):
+        if Version(installed) < Version(oldest):
             raise PreflightError(
-                f"{name} {there}: refused, older than {oldest} strangers on the node get in, or bring it "
-                f"down; pip install '{name}>={oldest}'"
+                f"{name} {installed}: versions before {oldest} are insecure or unreliable; "
+                f"pip install '{name}>={oldest}'"
             )
 
 
 def check_keys(config: Config) -> str:
-    """Check that every key the run will need has a value, before a GPU is asked for.
+    """Check that every API key that the run needs has a value, before GPUs are requested.
 
     Raises:
-        PreflightError: names the key and who needs it.
+        PreflightError: names the key and the setting that needs it.
     """
     for name, settings in config.environments.items():
         known = resolve_secrets(config.secrets, settings.secrets)
@@ -192,7 +192,7 @@ def _service_key() -> str:
 
 
 def begin_attempt(rundir: RunDir, config: Config, **facts: object) -> int:
-    """Claim an attempt and leave its resolved config in its folder."""
+    """Claim an attempt and write the resolved config to its folder."""
     attempt = rundir.begin_attempt(**json.loads(json.dumps(facts)))
     write_atomic(rundir.attempt(attempt) / "config.yaml", dump_config(config))
     return attempt

@@ -53,7 +53,7 @@ def first_launcher_killed(run: JobRun) -> None:
     time.sleep(max(0.0, killed + REPEATED_S - time.monotonic()))
     assert run.run.newest_attempt() == 3
     assert not (run.run.attempt(3) / "outcome.json").exists(), run.report()
-    assert "the first node is gone: leaving" in run.whole_output()
+    assert "the first node is gone: exiting" in run.whole_output()
 
 
 def controller_away_while_the_driver_is_killed(run: JobRun) -> None:

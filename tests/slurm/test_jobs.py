@@ -127,7 +127,7 @@ def test_where_requeue_is_forbidden_a_successor_takes_over(cluster: Cluster, roo
     assert {f"slurm-{run.job}.out", "driver.log", "ray.log"} <= {Path(line).name for line in listed}
     assert orhpc(cluster, "logs", str(run.run.path)).returncode == EXIT_OK
     cancelled = orhpc(cluster, "cancel", str(run.run.path))
-    assert cancelled.stdout == f"job {successor} (running): cancelled\n"
+    assert cancelled.stdout == f"job {successor} (running): canceled\n"
     heir.wait_state("CANCELLED")
     assert heir.wait_outcome(2).reason is Reason.CANCELLED
 

@@ -1,7 +1,7 @@
-"""Everything that can refuse a run before it starts: one ordered list, each check with one reason.
+"""The ordered list of all checks that can refuse a run before it starts, one reason per check.
 
 ``orhpc check`` runs all of them and prints a line each; the launcher and the job's first node stop at the
-first that fails.  A check returns what it found, for people, and raises an
+first failure.  A check returns its finding as text for the user, and raises an
 :class:`~orhpc.errors.OrhpcError` when the run cannot work.
 """
 
@@ -23,27 +23,27 @@ from orhpc.plan.placement import Node, local_node, plan
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One reason for which a run may be refused."""
+    """One reason to refuse a run."""
 
     name: str
     run: Callable[[], str]
 
 
 def of_config(config: Config) -> list[Check]:
-    """Checks of what the config says, by what this machine knows; nothing but ``config.json`` is fetched."""
+    """Checks of the config on this machine; they fetch at most the model's ``config.json``."""
     return [
         Check("placement", lambda: _placement(config)),
         Check("model", lambda: _model(config)),
         Check("chat format", lambda: chat_families.check(config, model.ensure_config(config))),
         Check("fit", lambda: fit.check(config)),
-        Check("memory of a node", lambda: host_memory.check_told(config)),
+        Check("memory of a node", lambda: host_memory.check_configured(config)),
         Check("your code", lambda: references.check(config, Path.cwd())),
         Check("data", lambda: prepare.check_paths(config)),
     ]
 
 
 def before_the_queue(config: Config) -> list[Check]:
-    """Checks of the launcher: the config's, and what a submission needs."""
+    """Checks of the launcher: those of the config, the keys and the run directory."""
     return [
         *of_config(config),
         Check("keys", lambda: prepare.check_keys(config)),
@@ -61,13 +61,13 @@ def on_the_login_node(config: Config) -> list[Check]:
 
 
 def require(checks: list[Check]) -> None:
-    """Run checks in order; raises the first failure."""
+    """Run checks in order and raise the first failure."""
     for check in checks:
         check.run()
 
 
 def report(checks: list[Check]) -> int:
-    """Run all checks and print a line each; returns the exit code."""
+    """Run all checks, print a line each, and return the exit code."""
     code = EXIT_OK
     for check in checks:
         try:
@@ -91,7 +91,7 @@ def _model(config: Config) -> str:
     folder = model.ensure_config(config)
     path = config.model.path
     if folder is None:
-        return f"{path} is not here; it is fetched, or made, before the run"
+        return f"{path} is not here; it is fetched or built before the run"
     if (problem := problem_of(folder)) is None:
         return f"{path} is complete in {folder}"
     if model.is_fetched(config):

@@ -1,4 +1,4 @@
-"""Whether the run directory's filesystem holds what the run commits; where not, commits would fail."""
+"""Check that the run directory's filesystem has enough space for the run's commits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from orhpc.rundir import RunDir
 
 
 def check(config: Config, rundir: RunDir) -> str:
-    """Say how much there is and how much commits take.
+    """Return a line with the free space and the space that commits need.
 
-    Quotas are not seen: what the filesystem says is the most that there can be.  A run that has committed
-    is not kept from going on, since room may come, and a commit that fails costs nothing else.
+    Quotas are not visible: the filesystem's free space is an upper bound.  A run that already has commits is
+    not refused, because space may be freed later and a failed commit does not end the run.
 
     Raises:
-        PreflightError: there is less than the run takes.
+        PreflightError: the free space is less than the run needs.
     """
     free = free_bytes(rundir.path)
     has = f"{rundir.path}: {free / 1e9:.1f} GB free"
@@ -26,19 +26,19 @@ def check(config: Config, rundir: RunDir) -> str:
         return has
     try:
         one = state_bytes(make_plan(config, DEFAULT_DEVICE_GIB))
-    except ModelError:  # not here yet, or of a family that nothing is planned of
+    except ModelError:  # the model is not here yet, or the planner does not support its family
         return has
-    there = min(len(rundir.lineage()), config.checkpoint.keep)
-    wanted = (commits_on_disk(config) - there) * one
-    said = f"{has}, commits take {wanted / 1e9:.1f} GB"
+    existing = min(len(rundir.lineage()), config.checkpoint.keep)
+    wanted = (commits_on_disk(config) - existing) * one
+    line = f"{has}, commits take {wanted / 1e9:.1f} GB"
     if free >= wanted:
-        return said
-    said += f" ({commits_on_disk(config)} of {one / 1e9:.1f} GB at once, {there} of them there)"
-    if there:
-        return f"{said}: they will fail"
-    raise PreflightError(f"{said}: make room, set run.root to a larger filesystem, or lower checkpoint.keep")
+        return line
+    line += f" ({commits_on_disk(config)} of {one / 1e9:.1f} GB at once, {existing} of them there)"
+    if existing:
+        return f"{line}: they will fail"
+    raise PreflightError(f"{line}: free space, set run.root to a larger filesystem, or lower checkpoint.keep")
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes of the filesystem of a folder, which need not be there yet."""
+    """Free bytes of the filesystem of a folder, which need not exist yet."""
     return shutil.disk_usage(next(p for p in [path, *path.parents] if p.exists())).free

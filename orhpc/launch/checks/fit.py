@@ -1,7 +1,7 @@
-"""Whether a config can run on the devices that it asks for: refused before the queue, not after it.
+"""Check that a config fits the devices that it requests, before the job enters the queue.
 
-The same code judges in ``orhpc plan``, ``orhpc check``, the launcher and the job's first seconds on its
-nodes; each refusal has the arithmetic and the nearest setting that would work.
+``orhpc plan``, ``orhpc check``, the launcher and the job's first node run the same check; each error gives
+the arithmetic and the nearest setting that would work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KNOWN_DEVICES = {
     "a100": 79.2,
     "b200": 178.0,
 }
-"""GiB that nvidia-smi shows of the devices that SLURM sites name so in their GRES types."""
+"""Device memory in GiB as reported by nvidia-smi, by the GPU's name in SLURM's GRES types."""
 LARGEST_GIB = KNOWN_DEVICES["h200"]
 
 
@@ -49,11 +49,11 @@ class DeviceMemory:
     gib: float
     source: str
     known: bool
-    """False where nothing says what the devices are, and 80 GiB are assumed."""
+    """False if the devices are unknown and 80 GiB are assumed."""
 
 
 def device_memory(config: Config) -> DeviceMemory:
-    """Ask the config, then this machine's driver, then the GRES type that SLURM shows for the partition."""
+    """Memory of a device, from the config, else this machine's driver, else the partition's GRES type."""
     if config.placement.device_memory_gib is not None:
         return DeviceMemory(config.placement.device_memory_gib, "placement.device_memory_gib", known=True)
     if (here := _driver_gib()) is not None:
@@ -64,7 +64,7 @@ def device_memory(config: Config) -> DeviceMemory:
 
 
 def _driver_gib() -> float | None:
-    """Memory of the smallest GPU of this machine, by its driver."""
+    """Memory in GiB of this machine's smallest GPU, from its driver; None without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -77,12 +77,12 @@ def _driver_gib() -> float | None:
 
 
 def _gres_type(partition: str | None) -> str | None:
-    """The one known GPU type of a partition's nodes; None where there are none, or several."""
+    """The known GPU type of a partition's nodes; None if there is none or several."""
     if shutil.which("sinfo") is None:
         return None
-    words = ["sinfo", "--noheader", "--format", "%G", *(["--partition", partition] if partition else [])]
+    command = ["sinfo", "--noheader", "--format", "%G", *(["--partition", partition] if partition else [])]
     try:
-        answer = scheduler.query(*words)
+        answer = scheduler.query(*command)
     except PreflightError:
         return None
     names = {m.lower() for m in re.findall(r"gpu:([\w.-]+):\d", answer.stdout)}
@@ -91,10 +91,10 @@ def _gres_type(partition: str | None) -> str | None:
 
 
 def check(config: Config) -> str:
-    """Judge a config by what is known of model and devices here; returns a line for people.
+    """Check a config with what is known here about the model and the devices; return a line for the user.
 
     Raises:
-        ConfigError: it cannot fit or cannot divide.
+        ConfigError: the model does not fit, or cannot be divided as configured.
     """
     memory = device_memory(config)
     try:
@@ -114,8 +114,7 @@ def check(config: Config) -> str:
         check_fit(run)
     except ConfigError:
         return (
-            f"fits devices of {LARGEST_GIB:.0f} GiB, not of {memory.gib:.0f}; "
-            "placement.device_memory_gib says which they are"
+            f"fits devices of {LARGEST_GIB:.0f} GiB, not of {memory.gib:.0f}; set placement.device_memory_gib"
         )
     return f"{_used(run)} a device; fits {memory.gib:.0f} GiB"
 
@@ -127,7 +126,7 @@ def _used(run: RunPlan) -> str:
 
 
 def check_engines(run: RunPlan) -> None:
-    """Raises ConfigError when SGLang cannot divide the model over ``engine.tp`` devices."""
+    """Raise ConfigError if SGLang cannot divide the model over ``engine.tp`` devices."""
     if not run.placement.engines or run.config.engine.backend != "sglang":
         return
     engine, quantized = run.config.engine, run.config.precision != "bf16"
@@ -155,7 +154,7 @@ def check_engines(run: RunPlan) -> None:
 
 
 def _engine_problem(shape: ModelShape, tp: int, dp: int, ep: int, quantized: bool) -> str | None:
-    """Why SGLang refuses to divide a model so; None when it does not."""
+    """Why SGLang cannot divide a model with these sizes; None if it can."""
     heads, experts = tp // dp, max(1, tp // ep)
     problems = {
         f"tp / dp = {heads} does not divide {shape.heads} attention heads": shape.heads % heads,
@@ -181,7 +180,7 @@ def _engine_problem(shape: ModelShape, tp: int, dp: int, ep: int, quantized: boo
 
 
 def check_fit(run: RunPlan) -> None:
-    """Raises ConfigError, with the arithmetic, when trainers or engines cannot hold what they must."""
+    """Raise ConfigError, with the arithmetic, if the trainers or engines do not fit their devices."""
     if run.device_bytes is None:
         return
     room = run.device_bytes - RESERVED_BYTES
@@ -196,7 +195,7 @@ def check_fit(run: RunPlan) -> None:
         return
     if run.config.placement.shared_devices and (both := sync_bytes(run)) > run.device_bytes:
         raise ConfigError(
-            f"placement: while weights go over, a shared device holds {gib(run.trainer.kept)} GiB of the "
+            f"placement: during weight sync, a shared device holds {gib(run.trainer.kept)} GiB of the "
             f"trainer's and {gib(run.engine_weights)} GiB of the engine's, {gib(both)} with "
             f"{gib(2 * RESERVED_BYTES)} reserved, and has {gib(run.device_bytes)} GiB; raise engine.tp, or "
             "train on more devices"

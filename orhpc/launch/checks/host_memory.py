@@ -1,4 +1,4 @@
-"""Whether a node holds in memory what the plan puts there; where not, the kernel would end the job."""
+"""Check that a node has enough host memory for the plan; otherwise the kernel would kill the job."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from orhpc.plan.run_plan import DEFAULT_DEVICE_GIB, check_host, host_parts, make
 
 
 def check(config: Config) -> str:
-    """Say what this node has and needs.
+    """Return a line with the host memory that this node has and needs.
 
     Raises:
-        PreflightError: it has less.
+        PreflightError: it has less than it needs.
     """
     own = config.placement.host_memory_gib
-    there = memory_bytes() if own is None else int(own * GIB)
-    if not there:
-        return "nobody says how much there is"
-    has = f"{there / GIB:.0f} GiB"
+    available = memory_bytes() if own is None else int(own * GIB)
+    if not available:
+        return "the available memory is not known"
+    has = f"{available / GIB:.0f} GiB"
     if config.placement.device != "cuda":
         return has
     try:
         run = make_plan(config, DEFAULT_DEVICE_GIB)
-    except ModelError as error:  # not here yet, or of a family that nothing is planned of
-        return f"{has}; what is needed is not known: {error}"
-    check_host(run, there)
-    return f"{has}, {sum(host_parts(run).values()) / GIB:.0f} needed beside what processes take"
+    except ModelError as error:  # the model is not here yet, or the planner does not support its family
+        return f"{has}; the need is not known: {error}"
+    check_host(run, available)
+    return f"{has}, {sum(host_parts(run).values()) / GIB:.0f} needed in addition to the processes"
 
 
-def check_told(config: Config) -> str:
-    """The same before there are nodes: of theirs, only ``placement.host_memory_gib`` can tell here.
+def check_configured(config: Config) -> str:
+    """Check before the job has nodes, when only ``placement.host_memory_gib`` gives their memory.
 
     Raises:
-        PreflightError: they have less than they need.
+        PreflightError: the nodes have less than they need.
     """
     if config.placement.host_memory_gib is None:
-        return "each node looks at its own (placement.host_memory_gib: null)"
+        return "each node checks its own (placement.host_memory_gib: null)"
     return check(config)

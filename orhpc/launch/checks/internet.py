@@ -1,8 +1,7 @@
-"""Which servers outside a node has to reach, whether it can, and what is switched off where it cannot.
+"""The external servers that a node needs, whether it reaches them, and the offline modes if it does not.
 
-Compute nodes often have no way out, or only one through a proxy (``https_proxy``).  A run then needs
-its model on disk; Weights & Biases writes to the run directory; only an environment that lives outside
-has nothing to take its place.
+Compute nodes often have no internet access, or only through a proxy (``https_proxy``).  A run then needs its
+model on disk, and Weights & Biases writes to the run directory; an external environment has no offline mode.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ WANDB_OFFLINE = {"WANDB_MODE": "offline"}
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """One server outside that the config names or implies."""
+    """One external server that the config names or implies."""
 
     url: str
     what_for: str
     switches: dict[str, str] = field(default_factory=dict)
-    """Variables that make its clients do without it; none: there is no doing without."""
+    """Environment variables that put its clients in offline mode; empty: the server is required."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found."""
+    """Result of :func:`survey`."""
 
     line: str
-    """For people."""
+    """Text for the user."""
     switches: dict[str, str]
-    """Variables for every process of the job on this node."""
+    """Environment variables for every process of the job on this node."""
 
 
 def wanted(config: Config) -> list[Outside]:
-    """Every server outside that a run would talk to from its nodes."""
+    """Every external server that a run would contact from its nodes."""
     found: list[Outside] = []
     path = config.model.path
     if is_hub_name(path):
@@ -66,31 +65,31 @@ def wanted(config: Config) -> list[Outside]:
 
 
 def survey(config: Config) -> Survey:
-    """Try every server that the run would talk to; opens a connection and sends nothing.
+    """Open a connection to every server that the run would contact, without sending data.
 
     Raises:
-        PreflightError: one that the run cannot do without is out of reach.
+        PreflightError: a required server is unreachable.
     """
     switches: dict[str, str] = {}
-    said: list[str] = []
+    found: list[str] = []
     for server in wanted(config):
         problem = _problem(server.url)
         host = urlsplit(server.url).hostname
         if problem is None:
-            said.append(f"{host} reached")
+            found.append(f"{host} reached")
         elif server.switches:
             switches |= server.switches
-            said.append(f"{host} not reached ({problem}), so {', '.join(server.switches)} set")
+            found.append(f"{host} not reached ({problem}), so {', '.join(server.switches)} set")
         else:
             raise PreflightError(
                 f"{server.what_for}: {host} cannot be reached from here: {problem}; nodes without internet "
-                "need a proxy (https_proxy), or a copy of their own"
+                "need a proxy (https_proxy), or a local copy"
             )
-    return Survey("; ".join(said) or "nothing outside is needed", switches)
+    return Survey("; ".join(found) or "no external server is needed", switches)
 
 
 def _problem(url: str) -> str | None:
-    """Why no connection to a server, or to the proxy in front of it, can be opened; None when one can."""
+    """Why no connection to a server, or to its proxy, can be opened; None if it can."""
     host, port = _first_hop(url)
     try:
         with contextlib.closing(socket.create_connection((host, port), _TIMEOUT_S)):

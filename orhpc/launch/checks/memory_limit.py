@@ -1,8 +1,8 @@
-"""The memory of this node for this job, and how often its limit has killed a process.
+"""The memory of this node for this job, and how many processes the job's memory limit has killed.
 
-SLURM says so only when a step has ended, if at all; the counter of the job's own control group is
-there at once.  See ``memory.events`` in the kernel's cgroup-v2.rst, and ``memory.oom_control`` of
-version 1 (memory.rst), which counts in the group of the killed process alone.
+SLURM reports kills only after a step has ended, if at all; the counter of the job's control group is updated
+at once.  See ``memory.events`` in the kernel's cgroup-v2.rst, and ``memory.oom_control`` of version 1
+(memory.rst), which counts only in the group of the killed process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def memory_bytes(own: Path = _OWN, root: Path = _ROOT, machine: Path = Path("/proc/meminfo")) -> int:
-    """Memory of this node, or less where the job is limited to less; 0 where nobody says."""
-    told = [int(m[1]) << 10 for m in [re.search(r"^MemTotal: +(\d+) kB$", _text(machine), re.MULTILINE)] if m]
+    """The smaller of this node's memory and the job's limit, in bytes; 0 if neither is known."""
+    sizes = [
+        int(m[1]) << 10 for m in [re.search(r"^MemTotal: +(\d+) kB$", _text(machine), re.MULTILINE)] if m
+    ]
     for line in _lines(own):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -26,12 +28,12 @@ def memory_bytes(own: Path = _OWN, root: Path = _ROOT, machine: Path = Path("/pr
             limits = [g / "memory.limit_in_bytes" for g in _up_to_the_job(root / "memory", path)]
         else:
             continue
-        told += [int(text) for limit in limits if (text := _text(limit).strip()).isdigit()]
-    return min(told, default=0)
+        sizes += [int(text) for limit in limits if (text := _text(limit).strip()).isdigit()]
+    return min(sizes, default=0)
 
 
 def oom_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
-    """Kills so far in this process's groups up to its job's; 0 where there is no such limit."""
+    """OOM kills so far in this process's control groups up to its job's; 0 without such a limit."""
     for line in _lines(own):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -46,12 +48,12 @@ def oom_kills(own: Path = _OWN, root: Path = _ROOT) -> int:
 
 
 def machine_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Kills so far of any process of this machine, for a job's limit or for lack of memory."""
+    """OOM kills so far of any process of this machine, by a job's limit or for lack of memory."""
     return sum(int(m[1]) for m in [_COUNT.search(_text(vmstat))] if m)
 
 
 def _up_to_the_job(root: Path, path: str) -> list[Path]:
-    """The group of a path and those around it, as far as they belong to one job of SLURM."""
+    """The control group of a path and its ancestors, up to and including the SLURM job's group."""
     parts = [p for p in path.split("/") if p]
     jobs = [i for i, part in enumerate(parts) if re.fullmatch(r"job_\d+", part)]
     if not jobs:
@@ -71,14 +73,14 @@ def _text(path: Path) -> str:
 
 
 class MemoryWatch:
-    """Says once that the limit has killed something since this was made."""
+    """Reports processes that were killed for memory since this object was created."""
 
     def __init__(self) -> None:
         self._before = oom_kills()
         self._machine_before = machine_kills()
 
     def verdict(self, node: str) -> str | None:
-        """One line when there were kills since the last look, else None."""
+        """One line if the job's limit caused kills since the last call, else None."""
         now, before = oom_kills(), self._before
         self._before = now
         if now <= before:
@@ -86,10 +88,10 @@ class MemoryWatch:
         return f"{node}: the kernel killed {now - before} of the job's processes for exceeding its memory"
 
     def verdict_on_machine(self, node: str) -> str | None:
-        """One line when the kernel has killed anything on this machine for memory, else None.
+        """One line if the kernel has killed any process on this machine for memory, else None.
 
-        Evidence about a process that SIGKILL has ended: a job without a limit is killed where the machine
-        has no memory left.
+        Evidence about a process that ended by SIGKILL: a job without a limit is killed only when the machine
+        runs out of memory.
         """
         killed = machine_kills() - self._machine_before
         return f"{node}: the kernel killed {killed} processes for lack of memory" if killed > 0 else None

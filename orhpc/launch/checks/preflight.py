@@ -1,4 +1,4 @@
-"""Checks of a node at each start of the job, each with a verdict of one line."""
+"""Checks of a node at each start of the job, each with a one-line verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, NodeLost, OrhpcError, PreflightError, policy_of
 from orhpc.launch.checks import commit_space, host_memory, internet
-from orhpc.launch.command_line import split_words
+from orhpc.launch.command_line import split_command_line
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.process.ports import free_ports
 from orhpc.rundir import RunDir
@@ -26,17 +26,17 @@ _COMMAND_TIMEOUT_S = 120.0
 _LEAST_FREE = 2e9
 _MOST_SKEW_S = 30.0
 _NOT_THE_NODES = ("run directory", "internet", "memory")
-"""What another node would not pass either."""
+"""Checks that any other node would fail too."""
 _GPU_QUERY = "name,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
 
 
 class BadNode(NodeLost):
-    """A node failed its health check: the job comes back without it."""
+    """A node failed its health check: the job is requeued without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one check found."""
+    """Result of one check."""
 
     check: str
     good: bool
@@ -47,7 +47,7 @@ def node_verdicts(config: Config, job: Job, folder: Path) -> list[Verdict]:
     """Run every check of this node; ``folder`` is on the shared filesystem."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("network", lambda: this_node(job, config.slurm.interface).address),
-        ("disk", lambda: _disk([Path("/tmp"), Path("/dev/shm")])),  # noqa: S108 - asked for space
+        ("disk", lambda: _disk([Path("/tmp"), Path("/dev/shm")])),  # noqa: S108 - only its free space is read
         ("run directory", lambda: commit_space.check(config, RunDir(folder))),
         ("memory", lambda: host_memory.check(config)),
         ("clock", lambda: _clock(folder)),
@@ -64,7 +64,7 @@ def node_verdicts(config: Config, job: Job, folder: Path) -> list[Verdict]:
 
 
 def require(config: Config, job: Job, rundir: RunDir) -> None:
-    """Raises BadNode with the first check that failed here; PreflightError for what no node would pass."""
+    """Raise BadNode for the first failed check, or PreflightError if other nodes would fail it too."""
     for verdict in node_verdicts(config, job, rundir.path):
         if not verdict.good:
             kind = PreflightError if verdict.check in _NOT_THE_NODES else BadNode
@@ -89,7 +89,7 @@ def _disk(folders: Sequence[Path]) -> str:
 
 
 def _clock(folder: Path) -> str:
-    """This node's clock against that of the shared filesystem, which stamps files where it has one."""
+    """Compare this node's clock with the modification time that the shared filesystem gives a new file."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as probe:
         before = time.time()
         probe.write(b"x")
@@ -103,7 +103,7 @@ def _clock(folder: Path) -> str:
 
 
 def _nvlink() -> str:
-    """Links of GPUs of one model differ when one of them has failed."""
+    """Check for failed links: GPUs of one model must have equally many."""
     try:
         result = subprocess.run(
             ["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=60, check=False
@@ -114,7 +114,7 @@ def _nvlink() -> str:
 
 
 def nvlink_verdict(status: str) -> str:
-    """Judge what ``nvidia-smi nvlink --status`` prints.
+    """Check the output of ``nvidia-smi nvlink --status``.
 
     Raises:
         PreflightError: a GPU has fewer active links than another of its model.
@@ -140,18 +140,18 @@ def _gpus(wanted: int) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
-        raise PreflightError("nvidia-smi is not there") from None
+        raise PreflightError("nvidia-smi is not installed") from None
     except subprocess.TimeoutExpired:
         raise PreflightError("nvidia-smi does not answer") from None
     rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines() if line.strip()]
     if result.returncode or len(rows) < wanted:
         why = f"; {' '.join(result.stderr.split())[:200]}" if result.stderr.strip() else ""
-        raise PreflightError(f"{len(rows)} are there, {wanted} are wanted{why}")
+        raise PreflightError(f"found {len(rows)}, need {wanted}{why}")
     for index, (_, ecc, slow) in enumerate(rows):
         if ecc.isdigit() and int(ecc):
             raise PreflightError(f"GPU {index}: {ecc} uncorrected memory errors")
         if slow == "Active":
-            raise PreflightError(f"GPU {index}: its clocks are held down by the hardware")
+            raise PreflightError(f"GPU {index}: the hardware has slowed down its clocks")
     return f"{len(rows)} x {rows[0][0]}"
 
 
@@ -162,16 +162,16 @@ def _health(command: str) -> str:
         )
     except subprocess.TimeoutExpired:
         raise PreflightError(f"no end within {_COMMAND_TIMEOUT_S:.0f} s") from None
-    said = (result.stdout + result.stderr).strip().splitlines()
+    output = (result.stdout + result.stderr).strip().splitlines()
     if result.returncode:
-        raise PreflightError(f"exit {result.returncode}: {said[-1][:200] if said else 'no output'}")
-    return said[-1][:200] if said else "passed"
+        raise PreflightError(f"exit {result.returncode}: {output[-1][:200] if output else 'no output'}")
+    return output[-1][:200] if output else "passed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m orhpc.launch.checks.preflight [CONFIG] [key=value ...]``: a line for each check."""
     try:
-        path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
+        path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
         job = Job.from_environment()
         config = load_config(path, [*overrides, f"placement.nodes={job.nodes}"])
         verdicts = node_verdicts(config, job, Path.cwd())

@@ -1,8 +1,8 @@
-"""Whether the functions and classes that a config names are there, without running them.
+"""Check that the functions and classes named in a config exist, without importing them.
 
-A login node must not import a user's module, which may load torch or open connections; its source says
-what it defines.  Names are looked for as a job's processes do: in the folder that the job is started from,
-then among the installed packages.
+A login node must not import a user's module, which may load torch or open connections, so the module's source
+is parsed.  Modules are searched as in the job's processes: in the folder that the job is started from, then
+among the installed packages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orhpc.errors import ConfigError
 
 
 def references(config: Config) -> Iterator[tuple[str, str]]:
-    """(setting, ``package.module:name``) of everything of the user's that the config names."""
+    """(setting, ``package.module:name``) of every user function or class that the config names."""
     for setting in ("custom_agent", "custom_reward"):
         if (name := getattr(config.rollout, setting)) is not None:
             yield f"rollout.{setting}", name
@@ -31,22 +31,22 @@ def references(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check(config: Config, folder: Path) -> str:
-    """Check every reference; ``folder`` is where the job is started from.
+    """Check every reference; ``folder`` is the folder that the job is started from.
 
     Raises:
-        ConfigError: names the setting, the module, and what it defines instead.
+        ConfigError: names the setting, the module, and the closest name that it defines.
     """
     if config.slurm.container.kind != "none" or config.slurm.python is not None:
-        return "the job's own interpreter has it: not looked at here"
+        return "not checked here: the job uses another interpreter"
     names = [check_reference(setting, name, folder) for setting, name in references(config)]
     return ", ".join(names) or "none is named"
 
 
 def check_reference(setting: str, name: str, folder: Path) -> str:
-    """Check one reference; returns it.
+    """Check one reference and return it.
 
     Raises:
-        ConfigError: there is no such module or name, or the module is not Python.
+        ConfigError: there is no such module or name, or the module's source cannot be parsed.
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
@@ -70,14 +70,14 @@ def check_reference(setting: str, name: str, folder: Path) -> str:
 
 
 def _source(setting: str, module: str, folder: Path) -> Path | None:
-    """The module's source file; None where it has none that can be read."""
+    """The module's source file; None if it has no Python source."""
     path: list[str] | None = [str(folder), *sys.path]
     parts = module.split(".")
     spec: importlib.machinery.ModuleSpec | None = None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
-        # By its last part: of a full name the finder looks for the parent among the imported modules when
-        # the folder has no __init__.py.
+        # Search by the last part: for a full name the finder looks up the parent among the imported modules
+        # when the folder has no __init__.py.
         spec = importlib.machinery.PathFinder.find_spec(parts[count - 1], path)
         if spec is None and count == 1:
             spec = _installed(name)
@@ -93,7 +93,7 @@ def _source(setting: str, module: str, folder: Path) -> Path | None:
 
 
 def _installed(name: str) -> importlib.machinery.ModuleSpec | None:
-    """What other finders know, for example those of packages installed in place."""
+    """The spec from other finders, for example those of editable installs."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -101,7 +101,7 @@ def _installed(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that statements bind in a module; ``*`` where that cannot be told from the source."""
+    """Names that statements bind in a module; ``*`` if the source does not determine them."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,4 +1,4 @@
-"""Where compilers keep what they have compiled, from one attempt to the next."""
+"""Folders in which compilers cache compiled code between attempts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 def kept_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that name the folders of torch's and Triton's compiled code.
 
-    They hold pickles and shared libraries, which are loaded without a further look: torch's default, a
-    folder in /tmp that is named after the user, can be made by another user first.
+    They contain pickles and shared libraries, which are loaded unverified: torch's default, a folder
+    in /tmp named after the user, could be created by another user first.
 
     Args:
-        environment: of the job; folders that it names are taken if nobody else can write to them.
+        environment: the job's variables; folders that they name are used if no other user can write to them.
 
     Raises:
-        PreflightError: another user owns such a folder, or may write to it.
+        PreflightError: another user owns such a folder, or can write to it.
     """
     kept: dict[str, str] = {}
     home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "/nonexistent", ".cache")
@@ -32,8 +32,8 @@ def kept_caches(environment: Mapping[str, str]) -> dict[str, str]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            # Without a home, what is compiled lasts as long as the attempt: it goes to its temporary folder.
-            log.warning("%s: nothing compiled is kept there: %s", folder, error)
+            # Without a home folder, compiled code is kept in the attempt's temporary folder.
+            log.warning("%s: compiled code is not cached there: %s", folder, error)
             continue
         kept[variable] = str(require_own(folder, variable))
     return kept

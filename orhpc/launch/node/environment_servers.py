@@ -1,8 +1,8 @@
 """The environment servers that a job runs itself, on the node of the rollout workers that use them.
 
-Other users of the node can reach them, and what they call there runs as this user.  So every request must
-carry a key of the attempt, and a server's port is held from its choice until the attempt is over: nobody
-else can answer there and be sent the key.
+Other users of the node can reach them, and tool calls there run as this user.  So every request must carry
+the attempt's key, and a server's port is held from its selection until the attempt is over, so that no other
+process can listen on it and receive the key.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from orhpc.plan.placement import Node
 from orhpc.process.ports import hold_port, stop_listening
 
 _MIN_LIFE_S = 30.0
-"""A served environment that ends by itself sooner than this after its start is broken, not unlucky."""
+"""A server that ends by itself within this time after its start is considered broken."""
 _EARLY_KILLS = 2
-"""So often in a row may one be killed so soon; it may be too large for the node's memory."""
+"""How many times in a row a server may be killed that early; it may be too large for the node's memory."""
 
 
 class ServedEnvironments:
     """The environment servers that the job runs itself on this node."""
 
     def __init__(self, config: Config, node: Node, folder: Path) -> None:
-        """``folder``: of the attempt, with the servers' key, read when they start, and for their logs."""
+        """``folder``: the attempt's folder, with the servers' key (read at their start) and their logs."""
         self._config, self._node, self._folder = config, node, folder
         self._address, self._key = node.address, ""
         self._commands: dict[str, tuple[list[str], Path]] = {}
@@ -42,7 +42,7 @@ class ServedEnvironments:
         self._early_kills: dict[str, int] = {}
 
     def reserve(self) -> dict[str, list[str]]:
-        """Choose every replica's port and hold it; returns base URLs by environment."""
+        """Choose and hold a port for every replica; return base URLs by environment."""
         urls: dict[str, list[str]] = {}
         for name, settings in self._config.environments.items():
             if settings.serve is None:
@@ -71,11 +71,11 @@ class ServedEnvironments:
             self._spawn(label)
 
     def keep_up(self) -> None:
-        """Start again whatever has ended; its sessions are lost, and the rollouts retried.
+        """Restart servers that have ended; their sessions are lost, and the rollouts are retried.
 
         Raises:
-            ConfigError: a server refused what the config says of its environment.
-            EnvironmentUnavailable: a server ended within seconds of its start, or is killed after every one.
+            ConfigError: a server refused its environment's settings.
+            EnvironmentUnavailable: a server ended soon after its start, or was killed after several starts.
         """
         for label, process in list(self._running.items()):
             if process.poll() is not None:

@@ -1,7 +1,7 @@
-"""What the first node of a job does: environment servers, Ray's head, the driver, and teardown.
+"""The first node of a job: environment servers, Ray's head, the driver, and teardown.
 
-It consumes a prepared attempt folder, waits for the driver, and produces its exit code.  It owns
-every process it starts: each dies with it, and all are ended by pid.
+It consumes a prepared attempt folder, waits for the driver, and returns its exit code.  Every process it
+starts dies with it and is ended by pid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from orhpc.rundir.storage import Outages
 
 TICK_S = 0.2
 RAYLETS_S = 60.0
-"""How long servers and driver stay behind the raylets; the driver names the nodes that are still missing."""
+"""Seconds that servers and driver wait for the raylets; the driver then names the missing nodes."""
 Urls = dict[str, list[str]]
 Gather = Callable[[Urls], tuple[tuple[Node, ...], Urls]]
 """From this node's environment servers to all nodes of the attempt and all servers."""
@@ -39,9 +39,9 @@ SECRETS = ("engine.key", "environment.key", "ray.token")
 _RAY_NOTICED_S = 3.0
 """``ray start`` looks once a second whether its processes are there."""
 _LEAVE_S = 20.0
-"""How long a driver that was told to stop is waited for once Ray is gone."""
+"""Seconds to wait for a driver that was asked to stop, once Ray has ended."""
 _WITHOUT_RAY = (EXIT_FAILED, EXIT_REQUEUE)
-"""Exit statuses that a driver may have ended with because Ray was gone."""
+"""Exit statuses of a driver that may have been caused by the end of Ray."""
 
 
 def run_first_node(
@@ -58,16 +58,16 @@ def run_first_node(
     kill: Callable[[], bool] = lambda: False,
     driver_ended: Callable[[int], None] = lambda status: None,
 ) -> int:
-    """Bring the first node's part of an attempt up, wait for the driver, take everything down.
+    """Start the first node's part of an attempt, wait for the driver, and stop everything.
 
     Args:
-        gather: waits for the other nodes; none where this is the only one.
-        settle: waits for their raylets; none where this is the only one.
-        max_tokens: token budget of a micro-batch, where the last attempt ran out of memory.
-        stop_file: the driver commits and leaves once it exists.
-        tick: called a few times a second while the driver runs.
+        gather: waits for the other nodes; None if this is the only one.
+        settle: waits for their raylets; None if this is the only one.
+        max_tokens: token budget of a micro-batch, if the last attempt ran out of memory.
+        stop_file: the driver commits and exits once it exists.
+        tick: called a few times per second while the driver runs.
         kill: polled; when true the driver is ended without a commit.
-        driver_ended: told the driver's exit status before anything is taken down.
+        driver_ended: called with the driver's exit status before the other processes are stopped.
 
     Returns:
         The driver's exit status: negative when a signal ended it.
@@ -112,10 +112,10 @@ class _Parts:
         self._outages, self._sweeper = Outages(say), SharedMemorySweeper()
 
     def bring_up(self, gather: Gather | None, settle: Settle | None) -> None:
-        """Start everything; Ray's head comes up while the other nodes are waited for.
+        """Start everything; Ray's head starts while this node waits for the others.
 
-        Raylets come first: environment servers and the driver take seconds of Python to load, and
-        would compete with them for the cores before Ray is there on all nodes.
+        Raylets start first: environment servers and the driver need seconds to import modules, and would
+        compete with the raylets for the cores.
         """
         self._settle = settle
         write_secret(self._folder / "engine.key")
@@ -132,9 +132,9 @@ class _Parts:
             self.environments.start()
 
     def wait(self, tick: Callable[[], None], kill: Callable[[], bool]) -> int:
-        """Wait for the driver, and start Ray and a driver again, in place, where Ray is lost.
+        """Wait for the driver; if Ray is lost, restart Ray and the driver in place.
 
-        Returns the driver's exit status.  Raises RayLost when it is lost after a stop, or more often than the
+        Returns the driver's exit status.  Raises RayLost if Ray is lost after a stop, or more often than the
         policy table allows without a new step.
         """
         failures, step = 0, -1
@@ -147,7 +147,7 @@ class _Parts:
                 policy = policy_of(error)
                 if failures > policy.budget or self._stop_file.exists() or kill():
                     raise
-                say(f"{error}; it is started again")
+                say(f"{error}; restarting it")
                 events = EventLog(self._rundir.events, self._attempt)
                 events.write("restart", kind="RayLost", error=str(error), exit_code=policy.exit_code)
                 events.close()
@@ -155,7 +155,7 @@ class _Parts:
                 self._start_driver(self._begin_ray())
 
     def look(self, tick: Callable[[], None]) -> None:
-        """Call ``tick``, which may find the run directory away."""
+        """Call ``tick``, which tolerates an unavailable run directory."""
         self._outages.look(tick, None)
 
     def _wait_once(self, tick: Callable[[], None], kill: Callable[[], bool]) -> int:
@@ -163,18 +163,18 @@ class _Parts:
         assert driver is not None
         assert ray is not None
         while driver.poll() is None and ray.alive():
-            # The driver itself waits for a run directory that is away, and says when it gives up.
+            # The driver itself waits for an unavailable run directory, and reports when it gives up.
             self.look(tick)
             self._outages.look(self.environments.keep_up, None)
             self._sweeper.tick()
             if kill():
                 driver.kill()
             time.sleep(TICK_S)
-        # A driver that leaves may outlive Ray, which has heard the signal too.
+        # A driver that is stopping may outlive Ray, which got the signal too.
         leaves = self._stop_file.exists()
         if leaves and processes.wait_until(lambda: driver.poll() is not None, _LEAVE_S):
             return driver.wait()
-        # A driver may notice before us, and then ends without a word.
+        # A driver may notice the loss of Ray before us, and then ends without reporting it.
         is_suspect = driver.poll() is None or driver.returncode in _WITHOUT_RAY or driver.returncode < 0
         if is_suspect and not kill() and processes.wait_until(lambda: not ray.alive(), _RAY_NOTICED_S):
             raise RayLost(f"Ray's processes on {self._node.name} ended: {ray.last_words()}")
@@ -191,13 +191,13 @@ class _Parts:
         return self._ray
 
     def _start_driver(self, ray: RayNode) -> None:
-        """Wait for Ray's head, tell the other nodes where it is, and start the driver."""
+        """Wait for Ray's head, write its address for the other nodes, and start the driver."""
         assert self._placement is not None
         placement = replace(self._placement, ray_address=ray.await_head())
         write_atomic(self._folder / "placement.yaml", placement.to_yaml())
         if self._settle is not None:
             self._settle(ray)
-        else:  # Ray takes no driver before; one that comes too early waits in its own time
+        else:  # a driver that starts before Ray accepts it waits with its own timeout
             processes.wait_until(
                 lambda: ray.joined() or not ray.alive() or self._stop_file.exists(), RAYLETS_S
             )
@@ -227,7 +227,7 @@ def write_secret(path: Path) -> None:
 
 def object_store_bytes() -> int:
     """Memory for Ray's object store: a fifth of what is free in shared memory, at most 64 GB."""
-    shm = os.statvfs("/dev/shm")  # noqa: S108 - asked for its size only
+    shm = os.statvfs("/dev/shm")  # noqa: S108 - only its size is read
     return int(min(64e9, max(100e6, shm.f_bavail * shm.f_frsize / 5)))
 
 

@@ -1,8 +1,8 @@
-"""What runs once on every node of a job: ``python -m orhpc.launch.node [CONFIG] [key=value ...]``.
+"""The launcher of one node of a job: ``python -m orhpc.launch.node [CONFIG] [key=value ...]``.
 
-The batch script's srun starts one of these a node.  The first claims the run and an attempt, waits
-for the others, and runs Ray's head and the driver; the others join with a raylet and their own
-environment servers, and leave when the first says that the attempt is over.
+The batch script's srun starts one launcher per node.  The first node claims the run and an attempt, waits for
+the others, and runs Ray's head and the driver; the others join with a raylet and their own environment
+servers, and exit when the first node has ended the attempt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from orhpc.errors import (
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import checklist, preflight
 from orhpc.launch.checks.memory_limit import MemoryWatch
-from orhpc.launch.command_line import split_words
+from orhpc.launch.command_line import split_command_line
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.first_node import RAYLETS_S, SECRETS, TICK_S, Urls, run_first_node
 from orhpc.launch.node.network_variables import bypass_proxies, say, use_address, use_switches
@@ -46,7 +46,7 @@ from orhpc.launch.slurm.batch_output import BatchOutput
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.launch.slurm.preempt import LimitWatch, Signals
-from orhpc.launch.slurm.verdict import Ended
+from orhpc.launch.slurm.verdict import AttemptEvidence
 from orhpc.models import chat_families
 from orhpc.plan.placement import Node
 from orhpc.rundir import write_atomic
@@ -58,14 +58,14 @@ _COMPLAINTS_S = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; every failure is one line on standard error."""
+    """Return the exit code; every failure is one line on standard error."""
     job, first = None, None
     try:
         job = Job.from_environment()
         hold = (job.folder / "held").open("w") if job.rank == 0 and job.folder.is_dir() else None
         if hold is not None:
-            fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script looks at it
-        path, overrides = split_words(sys.argv[1:] if arguments is None else arguments)
+            fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script checks the lock
+        path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
         words = [*overrides, f"placement.nodes={job.nodes}"]
         config = retry_write(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
         with refusals("the run directory refuses", below=prepare.run_directory(config).path):
@@ -81,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _stay_away(job, error)
     if job is not None and job.rank == 0 and job.folder.is_dir():
         (job.folder / "code").write_text(str(code))
-    # A failing task has srun end its step, and the newer start's step has the same name.
+    # A failing task makes srun end its step, and the newer start's step has the same number.
     return EXIT_OK if first is not None and first.superseded else code
 
 
 def _stay_away(job: Job, error: OrhpcError) -> None:
-    """Have a job that could begin no attempt come back later, where it would only fail again."""
+    """Delay the requeue of a job that could not begin an attempt and would soon fail again."""
     if isinstance(error, StorageRefused):
         error = back_off.before_any_attempt(job)
     if isinstance(error, EndedFromOutside) and job.folder.is_dir():
@@ -94,22 +94,22 @@ def _stay_away(job: Job, error: OrhpcError) -> None:
 
 
 class Superseded(NodeLost):
-    """SLURM took this node for dead and has started the job elsewhere."""
+    """SLURM considered this node dead and has started the job elsewhere."""
 
 
 class FirstNode:
-    """The first node: claims the run, leads an attempt, and writes down how it ended."""
+    """The first node: claims the run, runs an attempt, and records its outcome."""
 
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
         self.rundir = prepare.run_directory(config)
         self.signals = Signals(job.stop_file)
         self.lost: list[str] = []
-        """Nodes that the next start has to do without."""
+        """Nodes that the next start must not use."""
         self.max_tokens: int | None = None
         """Halved token budget, after an attempt that ran out of memory."""
         self.memory = ""
-        """What the kernel's memory limit did on one of the nodes."""
+        """One line about kills by the kernel's memory limit on one of the nodes."""
         self.others: tuple[Node, ...] = ()
         self.superseded = False
         """Whether a newer attempt has begun while this one still ran."""
@@ -121,14 +121,14 @@ class FirstNode:
         self._looked = 0.0
 
     def run(self) -> int:
-        """Returns the exit code of the job's step."""
+        """Return the exit code of the job's step."""
         try:
-            self._await_room()
+            self._await_storage()
             done = self._prepare()
         except StorageRefused:
-            raise  # nobody can be told
+            raise  # the other nodes cannot be notified
         except OrhpcError as error:
-            if self.rundir.path.is_dir():  # else nobody waits for a word in it
+            if self.rundir.path.is_dir():  # else no node waits for an announcement in it
                 rendezvous.announce(self.rundir, self.job, exit=policy_of(error).exit_code)
             raise
         if done:
@@ -152,12 +152,12 @@ class FirstNode:
         rendezvous.announce(self.rundir, self.job, attempt=attempt)
         return self._lead(attempt)
 
-    def _await_room(self) -> None:
-        """Wait where the run directory takes nothing, so that a full disk does not use up the job's budgets.
+    def _await_storage(self) -> None:
+        """Wait while the run directory refuses writes, so that a full disk does not use up the job's budgets.
 
         Raises:
-            StorageRefused: it does not for ``run.storage_wait_s``.
-            StopRequested: the job was told to stop meanwhile.
+            StorageRefused: it refused writes for ``run.storage_wait_s``.
+            StopRequested: the job was signaled to stop meanwhile.
         """
         wait_s = self.config.run.storage_wait_s
         known = self.job.restart > 0 or self.job.chain != self.job.id
@@ -166,13 +166,13 @@ class FirstNode:
             self.rundir.create(known=known)
             probe(self.rundir.path)
 
-        asyncio.run(StorageRetry(wait_s, say, lambda: bool(self.signals.came)).run(ready))
+        asyncio.run(StorageRetry(wait_s, say, lambda: bool(self.signals.received)).run(ready))
 
     def _prepare(self) -> bool:
-        """Everything that can refuse the start; True when the run is finished already.
+        """Run everything that can refuse the start; return True if the run is already finished.
 
         Raises:
-            OrhpcError: a wrong config, another holder, used-up budgets.
+            OrhpcError: a wrong config, another holder, or used-up budgets.
         """
         checklist.require(checklist.of_config(self.config))
         holder.claim(self.rundir, self.job.id)
@@ -183,7 +183,7 @@ class FirstNode:
             self.max_tokens = self._lower_budget(outcomes[-1].attempt)
         if problem := ledger.exhausted(outcomes, self.job.chain):
             raise CrashLoop(problem)
-        # What ended without a word could ask for no delay.  The next start finds its outcome, and goes on.
+        # An attempt that died could not request a delay.  The next start finds its outcome and continues.
         if was_silent and outcomes[-1:] and outcomes[-1].attempt == newest:
             back_off.require(outcomes, self.job.chain)
         for change in prepare.write_config(self.rundir, self.config):
@@ -194,23 +194,23 @@ class FirstNode:
             return True
         prepare.check_machine(self.config)
         with rendezvous.preparing(self.rundir, self.job):
-            model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.came))
+            model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.received))
         chat_families.check(self.config, model.model_folder(self.config, self.rundir))
         return False
 
     def _lower_budget(self, attempt: int) -> int | None:
-        """Half of what an attempt had that ran out of memory; None where the setting was changed since."""
+        """Half the token budget of an attempt that ran out of memory; None if the setting has changed."""
         setting = self.config.train.max_tokens_per_gpu
         begun = [e for e in read_events(self.rundir.events) if e["event"] == "bring_up"]
         had = next((e for e in reversed(begun) if e["attempt"] == attempt), {})
         if had.get("max_tokens_per_gpu", setting) != setting:
             return None
         lowered = max(1, int(had.get("max_tokens", setting)) // 2)
-        say(f"attempt {attempt} ran out of memory: {lowered} tokens a micro-batch from now on")
+        say(f"attempt {attempt} ran out of memory: {lowered} tokens per micro-batch from now on")
         return lowered
 
     def _sweep(self) -> None:
-        """Remove what attempts that were killed have left: keys here, the shell's folders on this node."""
+        """Remove the leftovers of killed attempts: their keys, and the batch shells' folders on this node."""
         for old in self.rundir.attempts.iterdir():
             for secret in SECRETS:
                 (old / secret).unlink(missing_ok=True)
@@ -240,20 +240,20 @@ class FirstNode:
         return self._code
 
     def _conclude(self, status: int, error: OrhpcError | None = None) -> None:
-        """Write down how the attempt ended, and let the other nodes go; what time is left is for teardown.
+        """Record the outcome and end the attempt for the other nodes, before the teardown.
 
-        Where the run directory stays away, the next start judges the attempt by what is left of it.
+        If the run directory stays unavailable, the next start infers the outcome.
         """
         wait_s = 0.0 if isinstance(error, StorageRefused) else self.config.run.storage_wait_s
         try:
-            retry_write(lambda: self._write_down(status, error), wait_s, say)
+            retry_write(lambda: self._record_outcome(status, error), wait_s, say)
         except StorageRefused as refused:
-            say(f"attempt {self._attempt} ended, which cannot be written down: {refused}")
+            say(f"attempt {self._attempt} ended, but its outcome cannot be written: {refused}")
             self._code = policy_of(refused).exit_code
 
-    def _write_down(self, status: int, error: OrhpcError | None) -> None:
+    def _record_outcome(self, status: int, error: OrhpcError | None) -> None:
         attempt = self._attempt
-        ended = Ended(self.job, self.config, self.rundir, attempt, status, output=self._output)
+        ended = AttemptEvidence(self.job, self.config, self.rundir, attempt, status, output=self._output)
         if error is not None:
             ended.kind, ended.problem = type(error).__name__, f"{type(error).__name__}: {error}"
         ended.memory, ended.nodes, ended.lost = self._memory_at_end(status), self.others, self.lost
@@ -274,14 +274,14 @@ class FirstNode:
         rendezvous.end(self.rundir, attempt, self._code)
 
     def _memory_at_end(self, status: int) -> str:
-        """What the kernel says of memory, asked once more: the driver may have ended because of it."""
+        """One line about kills for memory, checked again because the driver may have ended by one."""
         found = self.memory or self._watch.verdict(self.job.node_name)
         if not found and status == -signal.SIGKILL:
             found = self._watch.verdict_on_machine(self.job.node_name)
         return found or ""
 
     def _given_up(self, outcome: Outcome, before: Sequence[Outcome]) -> Outcome:
-        """The outcome, with the exit code of a crash loop where it has used up the job's budget."""
+        """The outcome, with the exit code of a crash loop if it has used up the job's budget."""
         if outcome.exit_code in (EXIT_OK, EXIT_CONFIG):
             return outcome
         spent = ledger.exhausted([*before, outcome], self.job.chain)
@@ -293,31 +293,31 @@ class FirstNode:
                 say(line)
         if self.rundir.newest_attempt() > self._attempt:
             self.superseded = True
-            raise Superseded("a newer attempt has begun: SLURM took this node for dead")
+            raise Superseded("a newer attempt has begun: SLURM considered this node dead")
         if self.memory or time.monotonic() < self._looked + _COMPLAINTS_S:
             return
         self._looked = time.monotonic()
         if self._limit.due() and not self.job.stop_file.exists():
             say("the time limit is near, and commits take long: stopping")
             self.job.stop_file.touch()
-        said = [self._watch.verdict(self._node.name), *rendezvous.complaints(self.rundir, self._attempt)]
-        self.memory = next((line for line in said if line), "")
+        verdicts = [self._watch.verdict(self._node.name), *rendezvous.complaints(self.rundir, self._attempt)]
+        self.memory = next((line for line in verdicts if line), "")
         if self.memory:
             say(self.memory)
-            self.job.stop_file.touch()  # whatever is left commits
+            self.job.stop_file.touch()  # the remaining processes commit
 
     def _waiting(self) -> None:
         self._tick()
-        if self.signals.came or self.job.stop_file.exists():
+        if self.signals.received or self.job.stop_file.exists():
             raise StopRequested("asked to stop before the attempt began")
 
     def _settle(self, ray_node: RayNode) -> None:
-        """Wait until the raylets of all nodes are up, but not forever: the driver says whose are not."""
+        """Wait for the raylets of all nodes, with a time limit: the driver names the missing nodes."""
         end = time.monotonic() + RAYLETS_S
         joined = False
         while rendezvous.raylets_up(self.rundir, self._attempt) < self.job.nodes and time.monotonic() < end:
             self._tick()
-            if self.signals.came or self.job.stop_file.exists():
+            if self.signals.received or self.job.stop_file.exists():
                 raise StopRequested("asked to stop before the driver began")
             if not ray_node.alive():
                 return
@@ -333,7 +333,7 @@ class FirstNode:
         except NodeLost as error:
             if scheduler.nodes_down():
                 raise
-            raise PreflightError(str(error)) from None  # it is up, and sees nothing of what is written here
+            raise PreflightError(str(error)) from None  # the node is up, but run.root is not shared
         if refused := [j for j in joined if j.refused]:
             raise PreflightError(f"{refused[0].name}: {refused[0].problem}")
         if bad := [j for j in joined if j.problem]:

@@ -1,4 +1,4 @@
-"""Environment variables of a node's processes: which interface, no proxy between nodes, offline switches."""
+"""Environment variables of a node's processes: network interface, proxy exceptions, offline modes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from orhpc.launch.slurm.job import interface_of
 from orhpc.plan.placement import Node
 
 NO_PROXY = ("no_proxy", "NO_PROXY")
-"""Variables that list what is reached without a proxy: clients differ in which they read."""
+"""Variables that list hosts to reach without a proxy; clients differ in which one they read."""
 
 
 def say(line: str) -> None:
-    """One line to the job's output."""
+    """Print one line to the job's output."""
     print(
         f"orhpc: {os.environ.get('SLURMD_NODENAME', '')}: {' '.join(line.split())}",
         file=sys.stderr,
@@ -25,24 +25,24 @@ def say(line: str) -> None:
 
 
 def use_address(address: str) -> None:
-    """Have collective libraries use the interface of our own traffic, unless the user chose one."""
+    """Make collective libraries use the interface of this address, unless the user chose one."""
     if name := interface_of(address):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
 
 
 def bypass_proxies(nodes: Sequence[Node]) -> None:
-    """Traffic between the job's own nodes never goes through a proxy."""
+    """Exclude the job's own nodes from proxies."""
     for variable in NO_PROXY:
         known = [os.environ[variable]] if os.environ.get(variable) else []
         os.environ[variable] = ",".join([*known, "127.0.0.1", "localhost", *(n.address for n in nodes)])
 
 
 def use_switches(config: Config) -> None:
-    """Tell clients of servers outside to do without them, where this node cannot reach them.
+    """Put clients of external servers that this node cannot reach in offline mode.
 
     Raises:
-        PreflightError: one that the run cannot do without is out of reach.
+        PreflightError: a required server is unreachable.
     """
     found = internet.survey(config)
     if found.switches:

@@ -1,4 +1,4 @@
-"""What every node but the first does: join the attempt, keep a raylet and environment servers up, leave."""
+"""Every node except the first: join the attempt, keep a raylet and environment servers running, exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orhpc.launch.node.first_node import RAYLETS_S, TICK_S, object_store_bytes
 from orhpc.launch.node.network_variables import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.node.ray_cluster import RayNode
 from orhpc.launch.node.ray_start import accepts
-from orhpc.launch.node.rendezvous import Joined
+from orhpc.launch.node.rendezvous import NodeReady
 from orhpc.launch.node.scratch import SharedMemorySweeper
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.preempt import Signals
@@ -28,23 +28,23 @@ from orhpc.rundir.storage import Outages
 _RAY_RESTARTS = 3
 _GONE_TRIES = 3
 _LOOK_S = 2.0
-"""Between two looks at the first node's placement file, on the shared filesystem."""
+"""Seconds between two checks of the first node's placement file, on the shared filesystem."""
 
 
 def other_node(job: Job, config: Config) -> int:
-    """Join the first node's attempt, and leave when it is over; returns the exit code.
+    """Join the first node's attempt, exit when it is over, and return the exit code.
 
     Raises:
         PreflightError: the first node's announcement never appeared.
         NodeLost: the first node did not bring Ray up.
         RayLost: the raylet keeps ending.
     """
-    signals = Signals(None)  # the first node commits; until it has, nothing here may end
+    signals = Signals(None)  # processes here must run until the first node has committed
     rundir = prepare.run_directory(config)
     timeout_s = config.slurm.start_timeout_s
-    announced = rendezvous.await_announcement(rundir, job, timeout_s, lambda: bool(signals.came))
+    announced = rendezvous.await_announcement(rundir, job, timeout_s, lambda: bool(signals.received))
     if announced is None:
-        return EXIT_OK  # told to end before there was an attempt
+        return EXIT_OK  # signaled before there was an attempt
     if "exit" in announced:
         return EXIT_OK  # the first node's own exit code is the job's
     attempt = int(announced["attempt"])
@@ -56,8 +56,10 @@ def other_node(job: Job, config: Config) -> int:
     except OrhpcError as error:
         say(str(error))
         refused = not isinstance(error, preflight.BadNode)
-        rendezvous.join(rundir, attempt, Joined(job.rank, job.node_name, problem=str(error), refused=refused))
-        _wait_for(lambda: bool(signals.came) or rendezvous.ended(rundir, attempt), timeout_s)
+        rendezvous.join(
+            rundir, attempt, NodeReady(job.rank, job.node_name, problem=str(error), refused=refused)
+        )
+        _wait_for(lambda: bool(signals.received) or rendezvous.ended(rundir, attempt), timeout_s)
         return EXIT_OK
     use_address(node.address)
     return _take_part(job, config, rundir, attempt, node, signals)
@@ -75,13 +77,13 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
             object_store_bytes=object_store_bytes(),
         )  # fmt: skip
         ray_node.load()
-        rendezvous.join(rundir, attempt, Joined(job.rank, node.name, node.address, node.cpus, urls))
+        rendezvous.join(rundir, attempt, NodeReady(job.rank, node.name, node.address, node.cpus, urls))
         placed = folder / "placement.yaml"
         timeout_s = 2 * config.slurm.start_timeout_s
 
         def over() -> bool:
-            # Nothing is to be committed yet.  The first node may be gone, and srun's kill is what says so.
-            return bool(signals.came) or rendezvous.ended(rundir, attempt)
+            # Nothing to commit yet, so a signal ends the wait: srun sends one if the first node is gone.
+            return bool(signals.received) or rendezvous.ended(rundir, attempt)
 
         if not _wait_for(lambda: placed.exists() or over(), timeout_s):
             raise NodeLost(f"{node.name}: the first node did not gather the others")
@@ -107,10 +109,10 @@ def _keep_up(
     head: Head,
     signals: Signals,
 ) -> None:
-    """Bring up what runs on this node, raylets before servers, and keep it up until the attempt is over.
+    """Start this node's processes, the raylet first, and keep them running until the attempt is over.
 
-    After a signal the first node commits and then ends the attempt.  Where it is gone nobody does: srun has
-    sent the signal because of that, and SLURM takes a node that stays for one that hangs.
+    After a signal the first node commits and then ends the attempt.  If the first node is gone, srun has sent
+    the signal because of that, and this node must exit, or SLURM considers it hung.
     """
     watch = MemoryWatch()
     restarts = 0
@@ -136,8 +138,8 @@ def _keep_up(
             complaint = ""
 
     while not outages.look(lambda: rendezvous.ended(rundir, attempt), False):
-        if signals.came and _is_gone(head.address):
-            say("the first node is gone: leaving")
+        if signals.received and _is_gone(head.address):
+            say("the first node is gone: exiting")
             return
         outages.look(look, None)
         sweeper.tick()
@@ -152,7 +154,7 @@ def _keep_up(
 
 
 class Head:
-    """Where Ray's head is: the first node starts it again, at another address, where it ends."""
+    """The address of Ray's head; if the head ends, the first node restarts it at another address."""
 
     def __init__(self, placed: Path) -> None:
         self._placed = placed
@@ -162,7 +164,7 @@ class Head:
         self.address = self.placement.ray_address
 
     def moved(self) -> bool:
-        """Whether the address has changed since the last look."""
+        """Whether the address has changed since the last check."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + _LOOK_S
@@ -175,7 +177,7 @@ class Head:
 
 
 def _is_gone(address: str) -> bool:
-    """Whether Ray's head, which dies with the first node's launcher, takes no connections any more."""
+    """Whether Ray's head, which dies with the first node's launcher, accepts no connections any more."""
     host, _, port = address.rpartition(":")
     for _ in range(_GONE_TRIES):
         if accepts(host, int(port)):

@@ -1,4 +1,4 @@
-"""Child processes that die with their parent and are only ever ended by pid."""
+"""Child processes that die with their parent and are ended only by pid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _FOLLOW_S = 3.0
-"""How long what a child had started may take to follow it."""
+"""Seconds for a child's descendants to end after it."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,9 +32,9 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a child whose output goes to a log file.
 
-    The kernel kills it when the thread that called this ends, so call it from a thread that lives
-    as long as the process.  ``own_session`` keeps a terminal's Ctrl-C from reaching it; ``piped``
-    gives it an input to write to; ``pass_fds`` are descriptors that it inherits.
+    The kernel kills the child when the calling thread ends, so call this from a thread that lives as long as
+    the process.  ``own_session`` protects it from a terminal's Ctrl-C; ``piped`` connects its standard input
+    to a pipe; ``pass_fds`` are descriptors that it inherits.
     """
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log.open("ab") as stream:
@@ -51,14 +51,14 @@ def spawn(
 
 
 def write_input(process: subprocess.Popen[bytes], text: str) -> None:
-    """Give a ``piped`` child its whole input; a child that has ended already gets none."""
+    """Write the whole input of a ``piped`` child and close it; a child that has ended is ignored."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
         stream.write(text.encode())
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float) -> int:
-    """End a child: SIGTERM, then SIGKILL after the grace time; returns its exit status."""
+    """End a child with SIGTERM, then SIGKILL after the grace time; return its exit status."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -70,8 +70,8 @@ def stop(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def stop_all(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a child like :func:`stop`, and see that everything it had started is gone too."""
-    import psutil  # on the nodes of a job, not on every login node
+    """End a child like :func:`stop`, and all its descendants."""
+    import psutil  # installed on the nodes of a job, not on every login node
 
     try:
         below = psutil.Process(process.pid).children(recursive=True)
@@ -80,7 +80,7 @@ def stop_all(process: subprocess.Popen[bytes], grace_s: float) -> None:
     stop(process, grace_s)
     _, left = psutil.wait_procs(below, timeout=_FOLLOW_S)
     for straggler in left:
-        with contextlib.suppress(psutil.NoSuchProcess):  # psutil tells a reused pid by its start time
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil detects a reused pid by its start time
             straggler.kill()
     psutil.wait_procs(left, timeout=_FOLLOW_S)
 
@@ -97,7 +97,7 @@ def alive(pid: int) -> bool:
 
 
 def last_line(log: Path, starting: str = "", at_most: int = 300) -> str:
-    """The last line of a log with content that starts so, at most so many characters, for one-line errors."""
+    """The last non-empty line of a log that begins with ``starting``, cut to ``at_most`` characters."""
     try:
         text = log.read_text(errors="replace")
         lines = [line for line in text.splitlines() if line.strip() and line.startswith(starting)]
@@ -107,7 +107,7 @@ def last_line(log: Path, starting: str = "", at_most: int = 300) -> str:
 
 
 def wait_until(ready: object, deadline_s: float) -> bool:
-    """Poll a callable until it is true; False when the deadline passes first."""
+    """Poll a callable until it returns true; False if the deadline in seconds passes first."""
     assert callable(ready)
     end = time.monotonic() + deadline_s
     while not ready():

@@ -30,7 +30,7 @@ _BEAT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class NodeReady:
     """What a node says when it is ready for the attempt, or why it never will be."""
 
     rank: int
@@ -103,7 +103,7 @@ def await_announcement(
     return json.loads(path.read_text())
 
 
-def join(rundir: RunDir, attempt: int, joined: Joined) -> None:
+def join(rundir: RunDir, attempt: int, joined: NodeReady) -> None:
     """Lay this node's file into the attempt."""
     folder = rundir.attempt(attempt) / "nodes"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -112,7 +112,7 @@ def join(rundir: RunDir, attempt: int, joined: Joined) -> None:
 
 def gather(
     rundir: RunDir, attempt: int, nodes: int, timeout_s: float, tick: Callable[[], None]
-) -> list[Joined]:
+) -> list[NodeReady]:
     """All other nodes' files, in order of rank.
 
     Raises:
@@ -136,7 +136,7 @@ def gather(
             f"node {', '.join(map(str, missing))} of {nodes} did not join within {timeout_s:.0f} s; it "
             "may be broken, or run.root is not on a filesystem that all nodes share"
         )
-    return [Joined(**json.loads((folder / f"{rank:03d}.json").read_text())) for rank in range(1, nodes)]
+    return [NodeReady(**json.loads((folder / f"{rank:03d}.json").read_text())) for rank in range(1, nodes)]
 
 
 def raylet_up(rundir: RunDir, attempt: int, rank: int) -> None:

@@ -1,6 +1,5 @@
-"""SLURM: how a job is submitted, what the scheduler answers, and whether a job comes back.
+"""SLURM: submitting a job, querying the scheduler, and deciding whether a job is requeued.
 
-Consumes: configs, ``sbatch``, ``squeue``, ``scontrol`` and ``sacct``.  Produces: the batch script, a job,
-and the verdict on an attempt that ended: requeue, finish or stop.  Nothing of the nodes' own work is
-imported here.
+Consumes: configs, ``sbatch``, ``squeue``, ``scontrol`` and ``sinfo``.  Produces: the batch script, a job, and
+the verdict on an attempt that ended: requeue, finish or stop.  It never imports :mod:`orhpc.launch.node`.
 """

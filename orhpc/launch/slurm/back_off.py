@@ -1,8 +1,8 @@
-"""How long a job stays away where others end it again and again.
+"""Exponential back-off for a job that is ended repeatedly by external causes.
 
-What others do to a run never uses up its budgets: it comes back however often it is killed, or its storage
-is away.  So that this is no hard loop, which takes nodes from others and helps nobody, it comes back later
-each time, until it has made a new step.
+External causes (kills, unavailable storage) never use up a run's failure budgets: the job is always requeued.
+To avoid a hard loop that occupies nodes without progress, each requeue is delayed longer than the last, until
+the job has made a new step.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome, Reason, since_progress
 
 FIRST_S = 120
-"""As long as SLURM itself keeps a requeued job waiting where the site has not said otherwise."""
+"""SLURM's own default delay of a requeued job."""
 LONGEST_S = 3600
 OUTSIDE = (Reason.KILLED, Reason.STORAGE)
 _DELAY = "delay"
 
 
 def due(outcomes: Sequence[Outcome], chain: str) -> EndedFromOutside | None:
-    """What keeps the job away after these attempts of it; None where it may return at once.
+    """Why and how long the job's requeue must be delayed after these attempts; None for no delay.
 
-    The first time it may: most who kill a run do so once.
+    The first external end causes no delay, because most occur only once.
     """
     ended = [o for o in since_progress(outcomes, chain) if o.reason in OUTSIDE]
     if len(ended) < 2 or outcomes[-1].reason not in OUTSIDE:
@@ -37,28 +37,29 @@ def due(outcomes: Sequence[Outcome], chain: str) -> EndedFromOutside | None:
 
 
 def require(outcomes: Sequence[Outcome], chain: str) -> None:
-    """Raises EndedFromOutside where the job has to stay away."""
+    """Raise EndedFromOutside if the job's requeue must be delayed."""
     if why := due(outcomes, chain):
         raise why
 
 
 def before_any_attempt(job: Job) -> EndedFromOutside:
-    """Likewise of a start whose storage was refused, so that what happened before cannot be read there.
+    """The delay after a start that could not use the run directory, so earlier outcomes cannot be read.
 
-    How long it was kept waiting last, SLURM knows of a job that was requeued; twice that follows.
+    It is twice the last delay, which SLURM shows for a requeued job as EligibleTime minus SubmitTime.
     """
     try:
         info = scheduler.job_info(job.id)
     except PreflightError:
         info = None
-    begun = (info.time_of("SubmitTime"), info.time_of("EligibleTime")) if info is not None else (None, None)
-    waited_s = begun[1] - begun[0] if begun[0] is not None and begun[1] is not None else 0.0
+    submitted = info.time_of("SubmitTime") if info is not None else None
+    eligible = info.time_of("EligibleTime") if info is not None else None
+    waited_s = eligible - submitted if submitted is not None and eligible is not None else 0.0
     wait_s = min(LONGEST_S, max(FIRST_S, round(2 * waited_s)))
     return EndedFromOutside("no attempt could begin", wait_s)
 
 
 def request(job: Job, why: EndedFromOutside) -> str:
-    """Have the batch script delay the job's return; returns the line that says so."""
+    """Make the batch script delay the requeue; return a log line about it."""
     (job.folder / _DELAY).write_text(str(why.wait_s))
     return (
         f"{why}: the job comes back in {why.wait_s} s at the earliest; "

@@ -1,7 +1,7 @@
-"""What SLURM itself writes into a batch script's output, where it says more than ``scontrol`` does.
+"""SLURM's own lines in a batch script's output, which show more than ``scontrol``.
 
-A job that is preempted without grace time is requeued at once, and ``scontrol`` shows nothing but that;
-slurmstepd's line names the preemption.  srun's lines name the tasks that ended, and how.
+A job that is preempted without grace time is requeued at once, and ``scontrol`` shows only the requeue;
+slurmstepd's line names the preemption.  srun's lines name the tasks that ended, and their exit status.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _FROM_OUTSIDE = re.compile(r"\b(Killed|Terminated)\b")
 
 
 class BatchOutput:
-    """The part of the output that this start of the job has written, from when this is made."""
+    """The part of the output that is written after this object is created."""
 
     def __init__(self, path: Path | None) -> None:
-        """``path``: where the batch script's output goes; None or no file where that is not known."""
+        """``path``: file of the batch script's output; None or no such file if it is not known."""
         self._path = path if path is not None and path.is_file() else None
         self._begin = self._path.stat().st_size if self._path is not None else 0
 
     @property
     def known(self) -> bool:
-        """Whether it can be read here; a container may not see it."""
+        """Whether the output can be read here; a container may not have it mounted."""
         return self._path is not None
 
     def preempted(self) -> bool:
@@ -34,7 +34,7 @@ class BatchOutput:
         return any(why == "PREEMPTION" for why in _CANCELLED.findall(self._text()))
 
     def ended_tasks(self) -> EndedTasks:
-        """The tasks that srun saw end otherwise than with exit code 0."""
+        """The tasks that srun reported as ended with a status other than 0."""
         return EndedTasks(tuple(_TASK_ENDED.findall(self._text())))
 
     def _text(self) -> str:
@@ -64,5 +64,5 @@ class EndedTasks:
 
     @property
     def killed_from_outside(self) -> bool:
-        """Whether each was ended by SIGKILL or SIGTERM, which no fault of its own sends."""
+        """Whether every task was ended by SIGKILL or SIGTERM, which indicates an external cause."""
         return bool(self.lines) and all(_FROM_OUTSIDE.search(line) for line in self.lines)

@@ -1,19 +1,18 @@
-"""The shell part of the batch script: start one task a node, pass signals on, come back.
+"""The shell part of the batch script: start one task per node, handle signals, requeue the job.
 
-The shell does only what has to happen on the host itself, outside any container: it turns signals
-into a stop file, waits for the commit, and asks SLURM to run the job again.  A job that its user
-cancelled is no longer RUNNING by then, and never returns.  Where SLURM may not requeue the job, a
-successor waits from the start on, so that it comes back even after its first node has lost power.
-SLURM's controller may be away for minutes, so what decides about the job's return is asked again
-until there is an answer.
+The shell does only what has to happen on the host, outside any container: it turns signals into a stop
+file, waits for the commit, and asks SLURM to requeue the job.  A job that its user canceled is no longer
+RUNNING by then, and is not requeued.  If SLURM may not requeue the job, a successor job is queued from the
+start, so that the run continues even after its first node has lost power.  SLURM's controller may be down
+for minutes, so the queries that decide about the requeue are retried.
 """
 
 from __future__ import annotations
 
 BODY = r"""
 #   sbatch [--nodes N] slurm/train.sbatch [CONFIG] [key=value ...]
-# This is what `python -m orhpc.launch` renders (see --dry-run); options on the command line come first.
-# A second start is always a resume; the run directory says where it stands.
+# `python -m orhpc.launch` renders this script (see --dry-run); options on the command line take precedence.
+# Every further start resumes from the run directory.
 
 set -u
 cd "${SLURM_SUBMIT_DIR:?start this script with sbatch}" || exit 2
@@ -34,9 +33,9 @@ export ORHPC_OUTPUT
 about_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null; }
 field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
 
-# The driver polls the stop file, commits, and leaves with exit code 75.
-# What SLURM says at the first signal is kept: a preempted job may be cancelled before it has committed.
-# SLURM is asked beside: bash loses signals that come while a trap waits for a program.
+# The driver polls the stop file, commits, and exits with code 75.
+# SLURM's job description at the first signal is kept: a preempted job may be canceled before it commits.
+# The query runs in the background: bash loses signals that arrive while a trap waits for a program.
 stop() {
   local note=first
   if [ -e "$job_folder/stop" ]; then
@@ -55,8 +54,8 @@ stop() {
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
 
-# Runs a command of SLURM, again while the controller is away: its restart may take minutes.
-# Leaves in $said what the command printed; fails where SLURM refuses, or stays away for too long.
+# Runs a SLURM command and retries while the controller is down: its restart may take minutes.
+# Stores the command's output in $said; fails if SLURM refuses, or does not answer for too long.
 patience=1800
 patiently() {
   local end=$((SECONDS + patience)) told=
@@ -72,7 +71,7 @@ patiently() {
   done
 }
 
-# Where SLURM may not requeue the job: the same script as a new job, which starts when this one has failed.
+# If SLURM may not requeue the job: submit the script as a new job, which starts after this one has failed.
 successor=
 submit_successor() {
   when=$1
@@ -98,15 +97,15 @@ end() {
 }
 case " $(about_job) " in *" Requeue=0 "*) submit_successor afternotok "$@" ;; esac
 
-# The controller ends a step by its number, and repeats that a minute later where a node was slow to answer.
-# A requeued job counts its steps from 0 again, so the repetition would end the new start.  Every other
-# start therefore uses up number 0.
+# The controller ends a step by its number, and repeats the request after a minute if a node was slow.
+# A requeued job numbers its steps from 0 again, so the repeated request would end the new start.  Therefore
+# every second start uses number 0 for an empty step.
 if [ $((${SLURM_RESTART_COUNT:-0} % 2)) = 1 ]; then
   timeout 60 srun --nodes=1 --ntasks=1 --mpi=none --export=ALL true
 fi
 
-# srun may wait for ever: to start tasks (an image to fetch takes long too), or for a node that has lost power
-# and come back.  It is killed then, and the job comes back.
+# srun may wait forever: to start tasks (fetching an image takes long too), or for a node that has lost power
+# and rebooted.  It is then killed, and the job is requeued.
 begin=1800
 limit=120
 limit_srun() {
@@ -142,30 +141,30 @@ for again in 1 2 0; do
   wait "$task"
   code=$?
   { kill -KILL "$watchdog" && wait "$watchdog"; } 2>/dev/null
-  wait # for what SLURM was asked at a signal
-  # The first node says why it left; srun says 1 of every step in which the memory limit has killed something,
-  # and may say 0 of one that it has lost.
+  wait # for the queries to SLURM at a signal
+  # The first node writes its exit code; srun returns 1 for each step in which the memory limit killed a
+  # process, and may return 0 for a step that it has lost.
   if [ -s "$job_folder/code" ]; then code=$(cat "$job_folder/code"); elif [ "$code" = 0 ]; then code=75; fi
-  # Finished, a wrong config, a failed preflight, a crash loop, a busy run directory: no use in coming back.
+  # Finished, wrong config, failed preflight, crash loop, busy run directory: a requeue would not help.
   case $code in 0 | 2 | 3 | 4 | 5) end "$code" ;; esac
-  # Without an attempt or a word from the first node nothing of ours began: srun could not start the tasks.
+  # Without an attempt, a stop file or an exit code, nothing of ours began: srun started no task.
   [ ! -e "$job_folder/attempt" ] && [ ! -e "$job_folder/stop" ] && [ ! -s "$job_folder/code" ] || break
   [ "$again" != 0 ] || { echo "orhpc: no task could be started, three times: given up"; end "$code"; }
   sleep 5
 done
 attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun_exit"
 
-# A start that SLURM took for dead finds a newer one running, which is not its to requeue.
-# SIGNALING is what SLURM calls a running job while a signal is on its way to it.
+# A start that SLURM considered dead finds a newer start running, which it must not requeue.
+# While SLURM delivers a signal, it shows a running job as SIGNALING.
 patiently scontrol show job --oneliner "$SLURM_JOB_ID"
 about=" $said "
 case ${about/ JobState=SIGNALING / JobState=RUNNING } in
   *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
   *" JobState="* | *"Invalid job id"*)
-    echo "orhpc: exit $code, and the job is cancelled, ending or started anew: not requeued"
+    echo "orhpc: exit $code, and the job is canceled, ending or restarted: not requeued"
     [ -z "$attempt" ] || grep -qs '"reason": "cancelled"' "$attempt/outcome.json" || exit "$code"
     end "$code" ;;
-  *) echo "orhpc: exit $code, and SLURM says nothing of the job ($said): a requeue is tried" ;;
+  *) echo "orhpc: exit $code, and SLURM does not describe the job ($said): trying a requeue" ;;
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
@@ -186,12 +185,12 @@ change() {
   done
 }
 if [ -n "$comes_back" ]; then
-  # A time that has not come when the nodes are free is kept; else SLURM sets one of its own.
+  # SLURM keeps a start time that is in the future, and otherwise sets its own.
   [ -z "$delay" ] || change "StartTime=now+$delay"
   if [ -n "$exclude$readmit" ]; then
     before=$(field ExcNodeList)
     [ "$before" != "(null)" ] || before=
-    # Nodes that were lost before the start that ends now: SLURM knows by now which of them work.
+    # Nodes that were lost before the current start: SLURM knows by now which of them work.
     if [ -n "$readmit" ] && [ -n "$before" ] && names=$(timeout 20 scontrol show hostnames "$before"); then
       before=$(grep -vxF -- "$readmit" <<<"$names" | paste -sd ,)
     fi
@@ -208,4 +207,4 @@ if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("orhpc"
   exit 2
 fi
 """
-"""Run on the host: the interpreter of a container cannot be asked from there."""
+"""Runs on the host, so it cannot check the interpreter of a container."""

@@ -1,8 +1,8 @@
-"""Who holds a run directory: one SLURM job at a time, by a file in it and by what squeue says.
+"""The holder of a run directory: one SLURM job at a time, recorded in a file and checked with squeue.
 
-A lock would not do: a node that SLURM believes dead may hold it for ever, and some shared
-filesystems have none.  So the holder's job id lies in ``holder.json``; it counts as long as squeue
-shows that job running or waiting to run again.  The job itself, requeued, may always come back.
+A file lock is not sufficient: a node that SLURM considers dead may hold it forever, and some shared
+filesystems have no locks.  So the holder's job id is stored in ``holder.json``; it is valid as long as squeue
+shows that job as running or waiting.  The same job may always claim the run again after a requeue.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 _NAME = "holder.json"
 _SUBMITTED = "submitted.json"
 SUCCESSOR = "successor"
-"""File of the batch shell's folder, and then of the attempt's: the job that takes over from this one."""
+"""File in the batch shell's folder, and then in the attempt's, with the id of the successor job."""
 _LOCK_WAIT_S = 10.0
 _CONTROLLER_WAIT_S = 1800.0
-"""As long as the batch script waits for it."""
+"""The same limit as in the batch script."""
 
 
 def holder_of(rundir: RunDir) -> str | None:
-    """Id of the job that held the run last; None when none ever did."""
+    """Id of the last job that held the run; None if there was none."""
     try:
         return _job_in(rundir.path / _NAME)
     except Damaged as error:
@@ -39,7 +39,7 @@ def holder_of(rundir: RunDir) -> str | None:
 
 
 def note_submission(rundir: RunDir, job: str) -> None:
-    """Remember the job that the launcher submitted last: it may wait long before it holds the run."""
+    """Record the last submitted job, which may be queued for long before it holds the run."""
     write_sealed(rundir.path / _SUBMITTED, {"job": job, "time": time.time()})
 
 
@@ -80,11 +80,11 @@ def check_free(rundir: RunDir, job: str | None = None) -> None:
 
 
 def claim(rundir: RunDir, job: str) -> None:
-    """Make a job the holder; waits for SLURM to say whether another one still is.
+    """Make a job the holder, after SLURM has confirmed that no other active job is.
 
     Raises:
         RunDirBusy: another job, or a process started with ``--local``, holds the run.
-        InfraError: SLURM's controller stayed away.
+        InfraError: SLURM's controller did not answer in time.
     """
     end = time.monotonic() + _LOCK_WAIT_S
     away_until = time.monotonic() + _CONTROLLER_WAIT_S
@@ -98,7 +98,7 @@ def claim(rundir: RunDir, job: str) -> None:
             if time.monotonic() > away_until:
                 raise InfraError(str(error)) from None
         except RunDirBusy as error:
-            # The lock is only held for a moment by another job that looks, but for long by --local.
+            # Another job holds the lock only briefly during its check; --local holds it for the whole run.
             if "held by job" in str(error) or time.monotonic() > end:
                 raise
             time.sleep(0.5)

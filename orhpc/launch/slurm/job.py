@@ -1,4 +1,4 @@
-"""What SLURM tells a task about its job, and where on the network the node is."""
+"""A task's SLURM variables, and the network address of its node."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from orhpc.plan.placement import Node
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One start of the job, as one of its nodes sees it."""
+    """One start of the job, from the view of one of its nodes."""
 
     id: str
     restart: int
-    """How often SLURM has started it again."""
+    """How many times SLURM has restarted the job."""
     rank: int
     """Index of this node in the job."""
     nodes: int
     node_name: str
     chain: str
-    """The first job of a chain of successors: the job itself where SLURM requeues."""
+    """Id of the first job in a chain of successors; the job itself if SLURM requeues it."""
     folder: Path
-    """Node-local folder of the batch script: the stop file lies in it on the first node."""
+    """Node-local folder of the batch script; on the first node it contains the stop file."""
     started: float | None = None
-    """When the batch script began, in seconds since the epoch."""
+    """Start time of the batch script, in seconds since the epoch."""
     output: Path | None = None
-    """File that the batch script's output goes to; None: not known."""
+    """File of the batch script's output; None: not known."""
 
     @classmethod
     def from_environment(cls) -> Job:
-        """Raises PreflightError outside a job of our batch script."""
+        """Raise PreflightError outside a job of our batch script."""
         e = os.environ
         try:
             return cls(
@@ -59,36 +59,36 @@ class Job:
 
     @property
     def first_note(self) -> Path:
-        """What SLURM said of the job when the batch shell was first signalled."""
+        """File with SLURM's description of the job at the batch shell's first signal."""
         return self.folder / "first"
 
     @property
     def last_note(self) -> Path:
-        """What it said at the last signal; not there while it is being asked."""
+        """The same for the last signal; it does not exist while the query runs."""
         several = (self.folder / "several").exists()
         return self.folder / "again" if several else self.first_note
 
     @property
     def asking(self) -> bool:
-        """Whether the batch shell, signalled several times, is still asking what SLURM says."""
+        """Whether the batch shell was signaled several times and its queries to SLURM still run."""
         notes = self.first_note.exists() and self.last_note.exists()
         return (self.folder / "several").exists() and not notes
 
     @property
     def signalled(self) -> bool:
-        """Whether the batch shell has been signalled."""
+        """Whether the batch shell has been signaled."""
         return self.first_note.exists() or self.last_note.exists()
 
 
 def private_address(job: Job, interface: str | None) -> str:
-    """The address that the job's other nodes reach this one under.
+    """The address at which the job's other nodes reach this one.
 
-    With ``interface``, that one's; else the one that the node's name resolves to, if it is one of
-    this machine's and not loopback (a name often resolves to 127.0.1.1 on its own node); else the
-    one that this machine would talk to the first node from.
+    With ``interface``, that interface's address; else the address that the node's name resolves to, if it
+    belongs to this machine and is not loopback (a name often resolves to 127.0.1.1 on its own node); else the
+    source address for packets to the node that runs srun.
 
     Raises:
-        PreflightError: there is none.
+        PreflightError: there is no such address.
     """
     own = interface_addresses()
     if interface is not None:
@@ -112,8 +112,8 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Addresses of every interface that is up, IPv4 first; link-local ones are left out."""
-    import psutil  # on the nodes of a job, not on every login node
+    """Addresses of every interface that is up, IPv4 first, without link-local ones."""
+    import psutil  # installed on the nodes of a job, not on every login node
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def this_node(job: Job, interface: str | None) -> Node:
-    """This node as the placement sees it."""
+    """This node's entry for the placement."""
     return Node(job.node_name, private_address(job, interface), len(os.sched_getaffinity(0)))
 
 
@@ -138,7 +138,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def _source_address(target: str) -> str | None:
-    """The address a packet to the target would leave from; nothing is sent."""
+    """The source address of a packet to the target; nothing is sent."""
     if not target:
         return None
     with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,8 +1,8 @@
-"""Why every attempt ended, and when coming back has no more use.
+"""The outcomes of all attempts, and the failure budgets that end a crash loop.
 
-Each attempt leaves ``attempts/NNN/outcome.json``.  One that died without a word is judged at the
-next start by what is left of it: the batch script's note of srun's exit status, or its absence,
-which means that the batch host itself was lost.
+Each attempt writes ``attempts/NNN/outcome.json``.  The outcome of an attempt that died before writing it is
+inferred at the next start from srun's exit status, as recorded by the batch script; if that is missing too,
+the batch host itself was lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reason(StrEnum):
     REQUEUED = "requeued by hand"
     SIGNALLED = "signalled by hand"
     KILLED = "killed"
-    """By SIGKILL or SIGTERM from outside of the run: the step, srun, a launcher or the driver."""
+    """The step, srun, a launcher or the driver got SIGKILL or SIGTERM from outside the run."""
     STORAGE = "storage refused"
     NODE_LOST = "node lost"
     BAD_NODE = "bad node"
@@ -42,13 +42,13 @@ class Reason(StrEnum):
 
 
 BUDGETS = {Reason.TIME_LIMIT: 2, Reason.CRASH: 3, Reason.INFRASTRUCTURE: 3, Reason.OUT_OF_MEMORY: 2}
-"""Attempts of a job that may end so without a new step: what the run itself did.
+"""How many attempts in a row may end for each reason without a new step.
 
-What others did to it never counts: preemptions, lost nodes, storage that is away, signals by hand.
+External causes have no budget: preemptions, lost nodes, unavailable storage, signals by hand.
 """
 
 _KILLED = (137, 143)
-"""SIGKILL and SIGTERM: someone killed srun, the step or the first node's launcher."""
+"""Exit codes for SIGKILL and SIGTERM: srun, the step or the first node's launcher was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,28 @@ class Outcome:
     attempt: int
     reason: Reason
     step: int
-    """Newest step committed when it ended."""
+    """Newest committed step when the attempt ended."""
     detail: str = ""
     exit_code: int | None = None
     chain: str | None = None
-    """The job, or the first of its successors; None: not a SLURM job."""
+    """Id of the first job of the chain; None: not a SLURM job."""
     signalled: float | None = None
-    """When it was told to stop, in seconds since the epoch; None: it was not."""
+    """Time of the signal to stop, in seconds since the epoch; None: no signal."""
     ended: float = field(default_factory=time.time)
-    """When this was written."""
+    """Time when the outcome was written, in seconds since the epoch."""
     given_up: str | None = None
-    """Why the job does not come back though nothing else forbids it: its budget is used up."""
+    """The used-up budget, if this prevents a requeue; None otherwise."""
     excluded: list[str] = field(default_factory=list)
-    """Nodes that the next start does without."""
+    """Nodes that the next start must not use."""
 
 
 def write(rundir: RunDir, outcome: Outcome) -> None:
-    """Leave an attempt's outcome in its folder."""
+    """Write an attempt's outcome to its folder."""
     write_sealed(rundir.attempt(outcome.attempt) / "outcome.json", asdict(outcome))
 
 
 def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
-    """An attempt's outcome; None while it runs, when it died without a word, or when the file is damaged."""
+    """An attempt's outcome; None if it runs, died without writing one, or the file is damaged."""
     path = rundir.attempt(attempt) / "outcome.json"
     try:
         record = read_sealed(path, [f.name for f in fields(Outcome)])
@@ -87,21 +87,21 @@ def outcome_of(rundir: RunDir, attempt: int) -> Outcome | None:
     except FileNotFoundError:
         return None
     except (Damaged, TypeError, ValueError, KeyError) as error:
-        log.warning("%s is passed over: %s", path, error)
+        log.warning("%s is ignored: %s", path, error)
         return None
 
 
 def known(rundir: RunDir) -> list[Outcome]:
-    """The outcomes that have been written down, oldest first; nothing is judged."""
+    """The outcomes that have been written, oldest first; missing ones are not inferred."""
     numbers = range(1, rundir.newest_attempt() + 1)
     return [outcome for number in numbers if (outcome := outcome_of(rundir, number))]
 
 
 def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
-    """Every SLURM attempt's outcome, oldest first; the silent ones are judged and written down.
+    """Every SLURM attempt's outcome, oldest first; missing ones are inferred and written.
 
-    ``up_to``: the last attempt to look at.  Whoever is in an attempt gives its own: a newer one, if
-    there is any, is alive, and silent for that reason.
+    ``up_to``: the last attempt to read.  A running attempt passes its own number, because a newer attempt may
+    be running and have no outcome for that reason.
     """
     found: list[Outcome] = []
     for number in range(1, (rundir.newest_attempt() if up_to is None else up_to) + 1):
@@ -112,23 +112,23 @@ def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
             found.append(outcome)
         else:
             before = found[-1].step if found else 0
-            found.append(_judge(rundir, number, facts, before))
+            found.append(_infer(rundir, number, facts, before))
             write(rundir, found[-1])
     return found
 
 
-def _judge(rundir: RunDir, number: int, facts: dict[str, Any], before: int) -> Outcome:
+def _infer(rundir: RunDir, number: int, facts: dict[str, Any], before: int) -> Outcome:
     own = [c.step for c in rundir.lineage() if c.attempt == number]
     step = max([before, *own])
     try:
         code = int((rundir.attempt(number) / "srun_exit").read_text())
     except (FileNotFoundError, ValueError):
         reason, code = Reason.NODE_LOST, None
-        detail = "it ended without a word, and its batch script too: the first node was lost or killed"
+        detail = "neither it nor its batch script reported its end: the first node was lost or killed"
     else:
         killed = code in _KILLED
         reason = Reason.KILLED if killed else Reason.CRASH
-        detail = f"it ended without a word; srun returned {code}"
+        detail = f"it did not report its end; srun returned {code}"
         detail += ": it, the step or the first node's launcher was killed" if killed else ""
     return Outcome(number, reason, step, detail, code, facts.get("chain"))
 
@@ -145,10 +145,10 @@ def since_progress(outcomes: Sequence[Outcome], chain: str) -> list[Outcome]:
 
 
 def to_readmit(outcomes: Sequence[Outcome], chain: str) -> list[str]:
-    """Nodes that the job did without because they were lost: a start later, SLURM itself knows which work.
+    """Lost nodes whose exclusion ends, because by the next start SLURM itself knows whether they work.
 
-    Excluded for good, they would be too few one day, though all were repaired.  Bad nodes work for all that
-    SLURM knows, and stay out.  ``outcomes``: up to that of the start that is about to end.
+    Permanent exclusion would use up the nodes over time, although lost nodes are repaired.  Bad nodes stay
+    excluded, because SLURM does not detect their fault.  ``outcomes``: up to that of the current start.
     """
     own = [o for o in outcomes if o.chain == chain]
     lost = {name for o in own[:-1] if o.reason is Reason.NODE_LOST for name in o.excluded}
@@ -157,10 +157,10 @@ def to_readmit(outcomes: Sequence[Outcome], chain: str) -> list[str]:
 
 
 def exhausted(outcomes: Sequence[Outcome], chain: str) -> str | None:
-    """One line when the job's budgets are used up, else None.
+    """One line if one of the job's budgets is used up, else None.
 
-    Counted are the job's attempts since the last one that made a new step.  A job submitted anew
-    begins with full budgets.
+    Only the job's attempts since the last one that made a new step count.  A newly submitted job has full
+    budgets.
     """
     counted: dict[Reason, Outcome] = {}
     numbers: dict[Reason, int] = {}
@@ -178,7 +178,7 @@ def exhausted(outcomes: Sequence[Outcome], chain: str) -> str | None:
 
 
 def jobs(rundir: RunDir) -> set[str]:
-    """Ids of all jobs that have made attempts at the run."""
+    """Ids of all jobs that have made attempts in the run."""
     found: set[str] = set()
     for number in range(1, rundir.newest_attempt() + 1):
         facts = rundir.attempt_facts(number)
@@ -188,7 +188,7 @@ def jobs(rundir: RunDir) -> set[str]:
 
 
 def newest_job(rundir: RunDir) -> str | None:
-    """Id of the job that made the newest attempt; None where that is not known."""
+    """Id of the job that made the newest attempt; None if not known."""
     job = rundir.attempt_facts(rundir.newest_attempt()).get("job")
     return None if job is None else str(job)
 

@@ -1,8 +1,8 @@
-"""From a signal to the reason for it.
+"""Determine the reason for a signal.
 
-The batch shell has USR2 sent to it ahead of the time limit, and ahead of a preemption where the
-site sends user signals; elsewhere a preemption is a SIGTERM to the tasks alone.  Either way the
-stop file appears, the driver commits, and what SLURM says of the job then tells one from another.
+SLURM sends USR2 to the batch shell before the time limit, and before a preemption if the site sends user
+signals; at other sites a preemption sends SIGTERM to the tasks only.  In both cases the stop file is created
+and the driver commits; SLURM's description of the job then distinguishes the reasons.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orhpc.rundir import RunDir
 _ASK_S = 60.0
 _NOTES_S = 5.0
 _SCAN_S = 90.0
-"""SLURM looks at time limits about twice a minute, and its signal may come that much early."""
+"""SLURM checks time limits about twice a minute, and its signal may come that much early."""
 
 
 _ENDING = {
@@ -35,29 +35,29 @@ _ENDING = {
     "TimeLimit": Reason.TIME_LIMIT,
     "OUT_OF_MEMORY": Reason.OUT_OF_MEMORY,
 }
-"""States, and reasons of a job that is COMPLETING, that say by themselves how it ended."""
+"""Job states, and reasons of a COMPLETING job, that determine alone why the job ended."""
 
 
 class Signals:
-    """Turns SIGTERM and SIGUSR2 of this process into the stop file; more of them change nothing."""
+    """Creates the stop file on SIGTERM, SIGUSR2 or SIGINT to this process; later signals have no effect."""
 
     def __init__(self, stop_file: Path | None) -> None:
         self._stop_file = stop_file
-        self.came: list[int] = []
+        self.received: list[int] = []
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-            signal.signal(number, self._take)
+            signal.signal(number, self._handle)
 
-    def _take(self, number: int, frame: object) -> None:
-        self.came.append(number)
+    def _handle(self, number: int, frame: object) -> None:
+        self.received.append(number)
         if self._stop_file is not None and not self._stop_file.exists():
-            self._stop_file.touch()  # once: its time is that of the first signal
+            self._stop_file.touch()  # only once: its mtime is the time of the first signal
 
 
 class LimitWatch:
-    """Has the job stop in time where commits have come to take longer than its script's signal allows for.
+    """Stops the job in time if commits take longer than the lead time of the job's ``--signal``.
 
-    A job keeps the ``--signal`` it was submitted with however often it is requeued, and the first
-    one is from before the first commit.
+    A job keeps the ``--signal`` it was submitted with over all requeues, and that was set before the first
+    commit was measured.
     """
 
     def __init__(self, job: Job, config: Config, rundir: RunDir) -> None:
@@ -87,12 +87,16 @@ def why_stopped(
     now: float | None = None,
     granted_until: float | None = None,
 ) -> Reason:
-    """Why the job was told to stop, by what SLURM said of it at that time.
+    """Why the job was signaled to stop, from SLURM's description of it at that time.
 
-    ``restart``: how often it had been started again before.  SLURM counts one more as soon as it has
-    requeued the job, for a node's failure or by hand; a job that is cancelled keeps its count.
-    ``granted_until``: end of the grace time that an earlier preemption gave it, in seconds since the
-    epoch: a job that ends before was cancelled in that time.
+    Args:
+        info: SLURM's description; None if SLURM does not know the job any more.
+        lead_s: seconds before the time limit at which the job is signaled.
+        restart: the job's restart count at its start.  SLURM increments it when it requeues the job, after a
+            node failure or by hand; a canceled job keeps its count.
+        now: current time in seconds since the epoch.
+        granted_until: end of the grace time of an earlier preemption, in seconds since the epoch; a job that
+            ends before it was canceled during the grace time.
     """
     if info is None:
         return Reason.REQUEUED
@@ -121,11 +125,11 @@ def _cut_short(info: JobInfo, granted_until: float | None) -> bool:
 
 
 def grace_ends(job: Job) -> float | None:
-    """When the grace time of the preemption that the batch shell was first told of ends, since the epoch.
+    """End of the grace time of the preemption at the batch shell's first signal, in seconds since the epoch.
 
-    SLURM brings a running job's end forward to it, but shows no end of one without a time limit; and of
-    one that has been cancelled since, before the batch shell had asked, it shows when that was.  Then it
-    is reckoned from the partition's grace time.  None where there is none to know.
+    SLURM sets a running job's EndTime to it, but shows none for a job without a time limit, and for a job
+    canceled before the batch shell's query it shows the time of the cancellation.  In these cases the result
+    is PreemptTime plus the partition's grace time.  None if not known.
     """
     first = JobInfo.parse(job.first_note.read_text()) if job.first_note.exists() else None
     if first is None or not first.being_preempted:
@@ -143,14 +147,14 @@ def grace_ends(job: Job) -> float | None:
 
 
 def await_notes(job: Job) -> None:
-    """Give the batch shell, which may have been signalled a moment ago, the time to note what SLURM says."""
+    """Wait for the batch shell, which may just have been signaled, to save SLURM's description of the job."""
     end = time.monotonic() + _NOTES_S
     while job.asking and time.monotonic() < end:
         time.sleep(0.1)
 
 
 def info_at_signal(job: Job) -> JobInfo | None:
-    """What SLURM says of the job: asked now, or as the batch shell noted it; None: it does not say."""
+    """SLURM's description of the job, as saved by the batch shell or queried now; None if there is none."""
     if job.last_note.exists():
         return JobInfo.parse(job.last_note.read_text())
     if not scheduler.available():

@@ -1,4 +1,4 @@
-"""Questions to SLURM, each with a deadline: client commands hang when the controller is away."""
+"""Queries to SLURM, each with a timeout: client commands hang when the controller is down."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ACTIVE = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
     | {"SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}
 )
-"""States of a job that runs or will run.  One that is COMPLETING has ended."""
+"""States of a job that runs or will run.  A COMPLETING job has ended."""
 
 
 class ControllerAway(PreflightError):
-    """SLURM's controller does not answer; a restart of it takes minutes."""
+    """SLURM's controller does not answer; its restart takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """What ``scontrol show job -o`` says."""
+    """Fields of ``scontrol show job --oneliner``."""
 
     fields: dict[str, str]
 
@@ -41,12 +41,12 @@ class JobInfo:
 
     @property
     def running(self) -> bool:
-        """Whether it runs; one that a signal is on its way to is shown as SIGNALING instead."""
+        """Whether the job runs; while SLURM delivers a signal, it shows a running job as SIGNALING."""
         return self.state in ("RUNNING", "SIGNALING")
 
     @property
     def restarts(self) -> int:
-        """How often it has been requeued."""
+        """How many times the job has been requeued."""
         count = self.fields.get("Restarts", "0")
         return int(count) if count.isdigit() else 0
 
@@ -55,12 +55,12 @@ class JobInfo:
         return self.fields.get("PreemptTime", "None") not in ("None", "(null)", "")
 
     def seconds_left(self, now: float | None = None) -> float | None:
-        """Seconds to the time limit; None when there is none."""
+        """Seconds to the time limit; None without a limit."""
         end = self.time_of("EndTime")
         return None if end is None else end - (time.time() if now is None else now)
 
     def time_of(self, name: str) -> float | None:
-        """A field that holds a time, in seconds since the epoch; None where it names none."""
+        """A time field, in seconds since the epoch; None if it is not a time."""
         try:
             return datetime.fromisoformat(self.fields.get(name, "")).timestamp()
         except ValueError:
@@ -95,7 +95,7 @@ def query(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def job_state(job_id: str) -> str | None:
-    """State of a job as squeue names it; None when SLURM knows it no more."""
+    """State of a job as shown by squeue; None if SLURM does not know the job any more."""
     result = query("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format", "%T")
     return result.stdout.split()[0] if result.returncode == 0 and result.stdout.strip() else None
 
@@ -106,13 +106,13 @@ def is_active(job_id: str) -> bool:
 
 
 def job_info(job_id: str) -> JobInfo | None:
-    """Everything the controller says about a job; None when it knows it no more."""
+    """The controller's fields of a job; None if it does not know the job any more."""
     result = query("scontrol", "show", "job", "--oneliner", job_id)
     return JobInfo.parse(result.stdout) if result.returncode == 0 else None
 
 
 def grace_time_s(partition: str) -> float:
-    """How long a job in this partition may go on once it is preempted; 0 where the partition says nothing."""
+    """Seconds that a preempted job in this partition may continue; 0 if the partition sets no GraceTime."""
     result = query("scontrol", "show", "partition", "--oneliner", partition)
     named = re.search(r"\bGraceTime=(\d+)", result.stdout)
     return float(named[1]) if named else 0.0
@@ -135,7 +135,7 @@ def own_job() -> str | None:
 
 
 def nodes_down() -> list[str]:
-    """Nodes of this job that SLURM calls down or hears nothing from."""
+    """Nodes of this job that SLURM shows as down, failed or not responding."""
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed or not available():
         return []

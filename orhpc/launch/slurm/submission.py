@@ -1,7 +1,7 @@
-"""From a config to a batch job: render the script, hand it to sbatch through submitit.
+"""Render the batch script of a config and submit it with sbatch through submitit.
 
-submitit finds sbatch, writes the submission file and reads the job's id; the script's text is ours.
-Nothing is pickled: all that the job reads is the config file and the run directory.
+submitit finds sbatch, writes the submission file and parses the job id; the script's text is ours.
+Nothing is pickled: the job reads only the config file and the run directory.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _SUBMIT_TIMEOUT_S = 60
 
 
 def signal_lead(config: Config, rundir: RunDir | None = None) -> int:
-    """Seconds before the end at which the job has to be told: twice this run's slowest recent commit.
+    """Seconds before the time limit at which the job is signaled: twice this run's slowest recent commit.
 
-    SLURM looks at limits about twice a minute, so no less than two minutes.  Before the first
-    commit it is five minutes.
+    At least two minutes, because SLURM checks limits about twice a minute.  Five minutes before the first
+    commit.
     """
     return lead_and_why(config, rundir)[0]
 
 
 def lead_and_why(config: Config, rundir: RunDir | None = None) -> tuple[int, str]:
-    """The lead, and in words where it comes from; never more than half the time limit."""
+    """The lead in seconds and how it was determined; at most half the time limit."""
     lead_s, why = _wanted_lead(config, rundir)
     half = limit_s(config.slurm.time) // 2 if config.slurm.time is not None else lead_s
     return (half, f"half of slurm.time; {why}") if half < lead_s else (lead_s, why)
@@ -58,7 +58,7 @@ def _wanted_lead(config: Config, rundir: RunDir | None) -> tuple[int, str]:
 
 
 def limit_s(time: str) -> int:
-    """Seconds of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    """A time limit in seconds, from sbatch's formats: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     days, dash, rest = time.rpartition("-")
     numbers = [int(n) for n in rest.split(":")]
     if not dash:
@@ -102,10 +102,10 @@ def header(config: Config, lead_s: int) -> list[str]:
 def render(config: Config, lead_s: int = DEFAULT_LEAD_S, python: str | None = None) -> str:
     """The complete batch script; the config file and overrides are its arguments.
 
-    ``python``: the interpreter where neither ``slurm.python`` nor a container names one.
+    ``python``: the interpreter if neither ``slurm.python`` nor a container sets one.
     """
     s = config.slurm
-    words = [*map(shlex.quote, s.srun_args)]
+    srun_args = [*map(shlex.quote, s.srun_args)]
     inside: list[str] = []
     image = shlex.quote(s.container.image or "")
     root = str(Path(config.run.root).absolute())
@@ -113,8 +113,8 @@ def render(config: Config, lead_s: int = DEFAULT_LEAD_S, python: str | None = No
     mounts = [*(f"{folder}:{folder}" for folder in dict.fromkeys(shared)), *s.container.mounts]
     if s.container.kind == "pyxis":
         more = shlex.quote("".join("," + m for m in mounts)) if mounts else ""
-        words += [f"--container-image={image}", '--container-workdir="$PWD"']
-        words += [f'--container-mounts="$PWD:$PWD,$job_folder:$job_folder"{more}']
+        srun_args += [f"--container-image={image}", '--container-workdir="$PWD"']
+        srun_args += [f'--container-mounts="$PWD:$PWD,$job_folder:$job_folder"{more}']
     elif s.container.kind == "apptainer":
         inside = ["apptainer", "exec", "--nv", '--bind="$PWD"', '--bind="$job_folder"', '--pwd="$PWD"']
         inside += [*(f"--bind={shlex.quote(m)}" for m in mounts), image]
@@ -127,21 +127,21 @@ def render(config: Config, lead_s: int = DEFAULT_LEAD_S, python: str | None = No
     check = CHECK.strip("\n") + "\n" if s.container.kind == "none" else ""
     modules = "".join(f"module load {shlex.quote(m)}\n" for m in s.modules)
     body = BODY.replace("@MODULES@\n", modules).replace("@CHECK@\n", check)
-    body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {w}" for w in words))
+    body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {a}" for a in srun_args))
     body = body.replace("@INSIDE@", "".join(f"{w} " for w in inside))
     return "#!/bin/bash\n" + "\n".join(header(config, lead_s)) + "\n" + body
 
 
 def own_python() -> str:
-    """The interpreter of a submitted job: named by path, since SBATCH_EXPORT may keep variables from it."""
+    """The interpreter of a submitted job, by path because SBATCH_EXPORT may drop ORHPC_PYTHON."""
     return os.environ.get("ORHPC_PYTHON") or sys.executable
 
 
 def test_submission(config: Config) -> str:
-    """Whether the cluster has nodes for the job: SLURM itself judges the script, and submits nothing.
+    """Check with ``sbatch --test-only`` that the cluster has nodes for the job; nothing is submitted.
 
     Raises:
-        PreflightError: it refuses, with its own words.
+        PreflightError: sbatch refuses the script, with sbatch's message.
     """
     if shutil.which("sbatch") is None:
         return "there is no sbatch here to ask"
@@ -149,10 +149,10 @@ def test_submission(config: Config) -> str:
         script.write(render(config))
         script.flush()
         answer = scheduler.query("sbatch", "--test-only", script.name)
-    said = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+    lines = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
     if answer.returncode:
-        raise PreflightError(f"sbatch refuses: {'; '.join(said)[-300:]}")
-    return next((line for line in said if " to start at " in line), "sbatch accepts it")
+        raise PreflightError(f"sbatch refuses: {'; '.join(lines)[-300:]}")
+    return next((line for line in lines if " to start at " in line), "sbatch accepts it")
 
 
 def sbatch_words(
@@ -165,7 +165,7 @@ def sbatch_words(
 
 
 def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]) -> str:
-    """Submit the job from the current directory; returns its id.
+    """Submit the job from the current directory and return its id.
 
     Raises:
         PreflightError: sbatch is missing, refuses, or does not answer in time.
@@ -193,7 +193,7 @@ def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence
     folder = rundir.path / "submitted"
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the error that is raised says it all
+        with contextlib.redirect_stderr(io.StringIO()):  # the raised error has the same text
             return Executor(folder)._submit_command("").job_id
     except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
         raise PreflightError(f"sbatch: {' '.join(str(error).split())[-400:]}") from None

@@ -1,4 +1,4 @@
-"""Why an attempt ended: the one place that puts exit status, signals, SLURM and the kernel together."""
+"""Why an attempt ended, determined from its exit status, signals, SLURM and the kernel."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from orhpc.rundir.events import read_events
 
 _PROBE_S = 3.0
 _PROBE_PORT = 15001
-"""Nothing listens there: a node that is up refuses the connection, one that is off says nothing."""
+"""Nothing listens on it: a node that is up refuses the connection, a node that is off does not answer."""
 
 _OF_FAILURE = {"OutOfMemory": Reason.OUT_OF_MEMORY, "StorageRefused": Reason.STORAGE}
-"""Failures that let a job come back, by class; all others are infrastructure."""
+"""Reasons for failures after which a job is requeued, by class; all others are infrastructure."""
 
 
 @dataclass(slots=True)
-class Ended:
-    """What is known of an attempt that is over."""
+class AttemptEvidence:
+    """The evidence about an attempt that has ended."""
 
     job: Job
     config: Config
     rundir: RunDir
     attempt: int
     status: int
-    """The driver's exit status, or the exit code of the failure that kept it from starting."""
+    """The driver's exit status, or the exit code of the failure that prevented its start."""
     problem: str = ""
-    """That failure."""
+    """Message of that failure."""
     kind: str = ""
-    """Its class."""
+    """Class of that failure."""
     output: BatchOutput = field(default_factory=lambda: BatchOutput(None))
-    """What SLURM has written into the batch script's output."""
+    """The output of the batch script, with SLURM's lines."""
     memory: str = ""
-    """What the kernel's memory limit did, where it did anything."""
+    """One line about kills by the kernel's memory limit; empty if there were none."""
     nodes: Sequence[Node] = ()
     """The other nodes that had joined."""
     lost: list[str] = field(default_factory=list)
-    """Nodes the next start has to do without; more may be found here."""
+    """Nodes that the next start must not use; :meth:`outcome` may add more."""
 
     def outcome(self) -> Outcome:
         """The attempt's outcome, with the exit code of the job's step."""
@@ -77,8 +77,8 @@ class Ended:
             return Reason.BAD_NODE, self.problem, EXIT_REQUEUE
         if down := scheduler.nodes_down():
             return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
-        # SLURM may take minutes to notice.  Only nodes that have worked together are asked: where a
-        # firewall swallows everything, silence says nothing.
+        # SLURM may take minutes to notice.  Probe only nodes that have already communicated: behind a
+        # firewall that drops packets, a missing answer means nothing.
         if self._was_ready() and (off := silent(self.nodes)):
             self.lost += off
             return Reason.NODE_LOST, f"{', '.join(off)}: no answer", EXIT_REQUEUE
@@ -87,7 +87,7 @@ class Ended:
     def _why_signalled(self) -> tuple[Reason, str, int]:
         await_notes(self.job)
         info = info_at_signal(self.job)
-        # The script may have been rendered before the first commit was measured, or not for this run.
+        # The script may have been rendered before the first commit was measured, or for another run.
         lead_s = max(submission.DEFAULT_LEAD_S, submission.signal_lead(self.config, self.rundir))
         reason = why_stopped(info, lead_s, self.job.restart, granted_until=grace_ends(self.job))
         if reason not in (Reason.REQUEUED, Reason.SIGNALLED):
@@ -98,22 +98,22 @@ class Ended:
             return Reason.PREEMPTED, "without grace time", EXIT_REQUEUE
         if info is not None and info.running and not self.job.signalled:
             return self._why_step_ended()
-        return reason, self.problem or said(info), EXIT_REQUEUE
+        return reason, self.problem or describe(info), EXIT_REQUEUE
 
     def _why_step_ended(self) -> tuple[Reason, str, int]:
-        """SLURM has not told the batch script: srun, which does so once a task has failed, or a user."""
+        """The batch script got no signal, so srun (after a task failed) or a user ended the step."""
         tasks = self.output.ended_tasks()
         refused = tasks.exit_codes & {EXIT_CONFIG, EXIT_PREFLIGHT}
         if refused and not self._was_ready():
-            return Reason.REFUSED, f"{tasks}; its own line says why", max(refused)
+            return Reason.REFUSED, f"{tasks}; see its error line in the job's output", max(refused)
         if tasks.out_of_memory:
             return Reason.OUT_OF_MEMORY, str(tasks), EXIT_REQUEUE
         if tasks.killed_from_outside:
             return Reason.KILLED, str(tasks), EXIT_REQUEUE
         if tasks.lines or not self.output.known:
             line = str(tasks) or "another node's task ended"
-            return Reason.INFRASTRUCTURE, f"{line}; its own line says why", EXIT_REQUEUE
-        return Reason.KILLED, "the job's step was cancelled, or sent a signal", EXIT_REQUEUE
+            return Reason.INFRASTRUCTURE, f"{line}; see its error line in the job's output", EXIT_REQUEUE
+        return Reason.KILLED, "the job's step was canceled or signaled", EXIT_REQUEUE
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         events = read_events(self.rundir.events)
@@ -125,7 +125,7 @@ class Ended:
     def _failure(self, code: int) -> tuple[Reason, str, int]:
         if self.status in (-signal.SIGKILL, -signal.SIGTERM):
             name = signal.Signals(-self.status).name
-            return Reason.KILLED, f"the driver was ended by {name}, not for its memory", EXIT_REQUEUE
+            return Reason.KILLED, f"the driver was ended by {name}, without a kill for memory", EXIT_REQUEUE
         last = next(reversed(self._events("failed")), None)
         detail = f"{last['kind']}: {last['error']}" if last else self.problem
         if code == EXIT_REQUEUE:
@@ -136,21 +136,21 @@ class Ended:
         return Reason.REFUSED, detail, code
 
 
-def said(info: JobInfo | None) -> str:
-    """What SLURM said of a job that it gave no reason to stop."""
+def describe(info: JobInfo | None) -> str:
+    """SLURM's fields of a job that was signaled without a known reason."""
     if info is None:
-        return "SLURM said nothing of it"
-    asked = ("JobState", "Reason", "Restarts", "EndTime")
-    return "SLURM said " + " ".join(f"{name}={info.fields.get(name, '')}" for name in asked)
+        return "SLURM does not know the job"
+    names = ("JobState", "Reason", "Restarts", "EndTime")
+    return "SLURM shows " + " ".join(f"{name}={info.fields.get(name, '')}" for name in names)
 
 
 def silent(nodes: Sequence[Node]) -> list[str]:
-    """Names of nodes whose machine answers no more."""
+    """Names of nodes whose machine does not answer any more."""
     return [n.name for n in nodes if not _answers(n.address) and not _answers(n.address)]
 
 
 def _answers(address: str) -> bool:
-    """Whether a machine's kernel still answers, be it with a refusal."""
+    """Whether a machine's kernel answers; a refused connection is an answer."""
     try:
         with socket.create_connection((address, _PROBE_PORT), _PROBE_S):
             return True

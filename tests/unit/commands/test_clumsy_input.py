@@ -1,4 +1,4 @@
-"""Whatever is typed or lies in a run directory: one line and the right exit code, never a traceback."""
+"""Any bad argument or damaged run directory gives one line and the right exit code, never a traceback."""
 
 from __future__ import annotations
 

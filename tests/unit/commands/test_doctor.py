@@ -1,4 +1,4 @@
-"""``orhpc doctor`` and ``orhpc files``: what they find, against machines of every kind."""
+"""``orhpc doctor`` and ``orhpc files``: their output on machines of several kinds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with nothing on its path but what a test puts there."""
+    """A machine with only a test's programs on its PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("SLURM_JOB_ID", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -61,7 +61,7 @@ def test_a_gpu_machine_without_sglang_says_what_to_type(
     (line,) = [x for x in lines if x.startswith("BAD  orhpc[sglang]")]
     command = line.split(": ", 2)[2]
     assert command == "pip install 'orhpc[gpu]' -c \"$(orhpc files torch-2.11.txt)\""
-    assert "BAD  torch: is a build without CUDA: install it from an index that has one" in lines
+    assert "BAD  torch: is a build without CUDA: install it from an index with CUDA builds" in lines
 
 
 def test_a_driver_older_than_torch_s_cuda_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,10 @@ def test_a_login_node_needs_none_of_what_nodes_need(tmp_path: Path) -> None:
 
 def test_a_cache_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/proc/1/cache")
-    assert found()["models"] == "BAD /proc/1/cache/hub cannot be written: set HF_HOME to a folder of yours"
+    assert (
+        found()["models"]
+        == "BAD /proc/1/cache/hub cannot be written: set HF_HOME to a folder that you can write"
+    )
 
 
 def test_files_names_everything_that_is_packaged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``orhpc init``: every example becomes a project whose configs load and whose code is found."""
+"""``orhpc init``: every example gives a project whose configs load and whose code is importable."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_readme_s_commands_exist() -> None:
-    """Every command of the project's README is one of ours."""
+    """Every command of the project's README exists."""
     lines = [x.split("#")[0].split() for x in project("tools")["README.md"].splitlines()]
     commands = {words[1] for words in lines if words[:1] == ["orhpc"]}
     assert {"try-env", "check", "launch", "status", "view", "export"} <= commands

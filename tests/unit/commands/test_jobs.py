@@ -1,4 +1,4 @@
-"""``orhpc check | status | logs | cancel``: what they say, from a run directory and SLURM's own commands."""
+"""``orhpc check | status | logs | cancel``: their output, from a run directory and SLURM's commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = str(Path(__file__).parents[3] / "configs/tiny.yaml")
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for stand-ins of SLURM's commands, before all others on the path."""
+    """A folder for stand-ins of SLURM's commands, first on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -30,7 +30,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run with an attempt that was preempted, and one under way."""
+    """A run with one preempted attempt and one running attempt."""
     run = RunDir(tmp_path / "runs/tiny")
     run.create()
     write_atomic(run.config, dump_config(load_config(CONFIG)))
@@ -99,7 +99,7 @@ def test_status_and_cancel_work_from_the_run_directory_and_squeue(
     ]
     stand_in(commands, "scancel", f"echo $1 >>{run.path}/cancelled")
     assert main(["cancel", str(run.path)]) == EXIT_OK
-    assert capsys.readouterr().out == "job 8 (running): cancelled\n"
+    assert capsys.readouterr().out == "job 8 (running): canceled\n"
     assert (run.path / "cancelled").read_text() == "8\n"
     stand_in(commands, "squeue", "echo COMPLETING")
     assert main(["cancel", str(run.path)]) == EXIT_CONFIG
@@ -117,7 +117,7 @@ def test_logs_are_those_of_the_newest_attempt_unless_another_is_named(
     assert main(["logs", where, "--list"]) == EXIT_OK
     assert capsys.readouterr().out == f"{run.attempt(2)}/driver.log\n"
     assert main(["logs", where, "--file", "ray.log"]) == EXIT_CONFIG
-    assert "no ray.log; there are driver.log" in capsys.readouterr().err
+    assert "no ray.log; the logs are driver.log" in capsys.readouterr().err
     assert main(["logs", where + "x"]) == EXIT_CONFIG
 
 
@@ -155,13 +155,13 @@ def test_status_says_when_no_job_is_left_and_why(
 ) -> None:
     holder.note_submission(run, "7")
     stand_in(commands, "squeue", "echo FAILED")
-    assert last_line(run, capsys) == "no job of this run is left: the same command goes on"
+    assert last_line(run, capsys) == "no job of this run is left: the same command continues the run"
     for state in ("RUNNING", "PENDING", "COMPLETING", "REQUEUE_HOLD"):
         stand_in(commands, "squeue", f"echo {state}")
         assert "left" not in last_line(run, capsys)
 
     stand_in(commands, "squeue", "exit 1")
-    for number in (2, 3, 4):  # judged, but not by the attempt itself
+    for number in (2, 3, 4):  # outcomes that the attempt itself did not write
         run.attempt(number).mkdir(exist_ok=True)
         ledger.write(run, Outcome(number, Reason.CRASH, 3, "it died", 1, "7"))
     said = "3 attempts in a row ended with crash and no step after 3 was committed; the last: it died"
@@ -210,7 +210,7 @@ def test_status_of_a_local_run_says_whether_its_process_lives(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.begin_attempt(kind="local")
-    assert last_line(run, capsys) == "no process of this run is left: the same command goes on"
+    assert last_line(run, capsys) == "no process of this run is left: the same command continues the run"
     with run.held():
         assert last_line(run, capsys).startswith(f"process {os.getpid()} on ")
     log = EventLog(run.events, 3)

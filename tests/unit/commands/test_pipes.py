@@ -15,7 +15,7 @@ from orhpc.rundir.events import EventLog
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run whose log is longer than a pipe takes at once."""
+    """A run whose log is longer than a pipe's buffer."""
     run = RunDir(tmp_path / "run")
     run.create()
     run.config.write_text("environments: {letters: {serve: letters}}\n")

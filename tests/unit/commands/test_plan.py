@@ -1,4 +1,4 @@
-"""Memory by part for any layout, and ``orhpc plan``: what it prints, and what it refuses and why."""
+"""Memory by part for any layout, and ``orhpc plan``: its output and its errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_float32_rank_gathers_nothing_and_a_reference_costs_its_own_type() -
     st.sampled_from(["Qwen3-30B-A3B", "DeepSeek-V3"]),
 )
 def test_no_layout_loses_a_weight(tp: int, pp: int, ep: int, etp: int, name: str) -> None:
-    """Whatever is not held by all ranks of a group is held once, so the parts add up to the model."""
+    """Weights that are not replicated over a group are stored once, so the parts add up to the model."""
     shape = shape_of(REAL[name][0])
     layout = Layout(ranks=tp * pp * ep * etp, tp=tp, pp=pp, ep=ep, etp=etp)
     check_layout(shape, layout, devices_per_node=8)
@@ -73,7 +73,7 @@ def test_no_layout_loses_a_weight(tp: int, pp: int, ep: int, etp: int, name: str
     assert whole.weights == 2 * shape.parameters
     # The fullest stage holds at least its equal share, and less than the model.
     assert whole.weights / layout.ranks <= fullest.weights <= whole.weights
-    # Master weights and moments are 12 bytes an element, divided over equal ranks.
+    # Master weights and moments are 12 bytes per element, divided equally over the ranks.
     assert whole.optimizer / layout.ranks <= fullest.optimizer <= whole.optimizer
 
 
@@ -166,7 +166,7 @@ def test_plan_prints_ranks_memory_and_the_limit(config: str, capsys: pytest.Capt
     assert sum(parts) + weights == pytest.approx(float(rows["total"]), abs=0.03)
     assert "24576 bytes a token" in out
     assert re.search(r"^limit: KV cache: \d+ rollouts", out, re.MULTILINE)
-    assert "\nlead: told 300 s before a time limit to commit (the run has made no commit yet)\n" in out
+    assert "\nlead: signaled 300 s before the time limit to commit (the run has made no commit yet)\n" in out
     assert main(["plan", config, "--nodes", "8", "rollout.max_total_tokens=200000"]) == EXIT_CONFIG
 
 
@@ -248,7 +248,7 @@ def test_planning_loads_neither_torch_nor_ray(config: str) -> None:
 def test_every_node_copies_its_share_for_a_commit(
     nodes: int, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Master weights and two moments: 12 bytes a parameter over all nodes."""
+    """Master weights and two moments: 12 bytes per parameter over all nodes."""
     words = ["plan", config, "--nodes", str(nodes), "--device-memory", "500", "placement.devices_per_node=8"]
     assert main(words) == EXIT_OK
     found = re.search(r"being committed: ([\d.]+) GiB", capsys.readouterr().out)
@@ -259,9 +259,9 @@ def test_every_node_copies_its_share_for_a_commit(
 def test_both_sides_weights_must_fit_a_shared_device_at_once(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without gradients, which are given back before weights go over."""
+    """Without gradients, which are released before weights are sent."""
     words = ["plan", config, "placement.devices_per_node=4", "train.backend=megatron", "megatron.ep=4"]
-    # Experts, most of it, are divided by four; the rest is whole on every rank.
+    # Experts, most of the model, are divided by four; the rest is replicated on every rank.
     dense = QWEN.parameters - sum(t.elements * t.copies for t in QWEN.tensors() if t.part == "expert")
     held = dense + (QWEN.parameters - dense) / 4
     both = (2 * held + 12 / 4 * QWEN.parameters + 2 * QWEN.parameters) / 2**30 + 6
@@ -269,13 +269,13 @@ def test_both_sides_weights_must_fit_a_shared_device_at_once(
     assert main([*words, "engine.tp=2", "--device-memory", str(both - 1)]) == EXIT_OK
     capsys.readouterr()
     assert main([*words, "engine.tp=1", "--device-memory", str(both - 1)]) == EXIT_CONFIG
-    assert "while weights go over, a shared device holds" in capsys.readouterr().err
+    assert "during weight sync, a shared device holds" in capsys.readouterr().err
 
 
 def test_a_node_must_hold_what_sleeps_and_what_is_committed(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To the byte; commits need nothing more where they are written from what sleeps."""
+    """Exact bytes; commits need no further memory when they are written from the offloaded state."""
     words = ["plan", config, "--device-memory", "500", "placement.devices_per_node=8"]
     state = QWEN.parameters * 12 / 2**30  # float32 shares of FSDP, and what a commit copies of them
     wants = {
@@ -299,7 +299,7 @@ def test_a_node_must_hold_what_sleeps_and_what_is_committed(
 def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of 12 bytes an element goes; in host memory they are 16, with the gradient's copy."""
+    """Half of the 12 bytes per element is offloaded; in host memory 16, with the gradient's copy."""
     words = ["plan", config, "--device-memory", "139", "train.backend=megatron", "megatron.ep=4"]
     split = ["placement.devices_per_node=8", "placement.mode=split", "placement.trainer_devices=4"]
     assert main([*words, *split, "megatron.offload_optimizer=0.5"]) == EXIT_OK

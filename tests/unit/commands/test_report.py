@@ -1,4 +1,4 @@
-"""The report page and the alarms: from events alone."""
+"""The report page and the alarms, computed from events alone."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_metric_that_is_not_a_number_raises_its_alarm_and_a_missing_one_does_n
 
 
 def test_every_attempt_is_counted_and_a_killed_one_is_called_so(tmp_path: Path) -> None:
-    """The first is killed after a step, the second before any event, the third stops, the fourth runs."""
+    """One attempt is killed after a step, one before any event, one stops and one is running."""
     run = RunDir(tmp_path)
     run.config.write_text("{}\n")
     for attempt in range(1, 5):
@@ -139,7 +139,7 @@ def test_every_attempt_is_counted_and_a_killed_one_is_called_so(tmp_path: Path) 
 
 
 def test_rewards_and_successes_do_not_hide_each_other(tmp_path: Path) -> None:
-    """Where every reward is 0 or 1 both lines are the same: each has a chart."""
+    """When every reward is 0 or 1 both lines coincide, so each has a separate chart."""
     steps = [{"step": i, "reward_mean": i / 10, "success_rate": i / 10} for i in range(1, 5)]
     both = [chart for chart in CHARTS if {"reward_mean", "success_rate"} & set(chart.metrics)]
     assert sorted(metric for chart in both for metric in chart.metrics) == ["reward_mean", "success_rate"]

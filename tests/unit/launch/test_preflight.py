@@ -91,11 +91,11 @@ def test_a_gpu_with_fewer_links_than_its_like_is_bad(counts: list[tuple[str, int
     [
         (["H100, 0, Not Active"] * 2, "ok   gpus: 2 x H100"),
         (["H100, [N/A], Not Active"] * 2, "ok   gpus: 2 x H100"),
-        (["H100, 0, Not Active"], "BAD  gpus: 1 are there, 2 are wanted"),
+        (["H100, 0, Not Active"], "BAD  gpus: found 1, need 2"),
         (["H100, 0, Not Active", "H100, 3, Not Active"], "BAD  gpus: GPU 1: 3 uncorrected memory errors"),
         (
             ["H100, 0, Active", "H100, 0, Not Active"],
-            "BAD  gpus: GPU 0: its clocks are held down",
+            "BAD  gpus: GPU 0: the hardware has slowed down its clocks",
         ),
     ],
 )
@@ -148,13 +148,13 @@ def test_a_node_without_the_memory_for_what_sleeps_there_is_refused_in_one_line(
         host_memory.check(config_of(placement=place, **wanted))
     with pytest.raises(PreflightError, match=said):  # before a job is submitted
         submit(config_of(placement=place, **wanted), "none.yaml", [])
-    assert "host_memory_gib: null" in host_memory.check_told(
+    assert "host_memory_gib: null" in host_memory.check_configured(
         config_of(placement={**place, "host_memory_gib": None}, **wanted)
     )
     enough = host_memory.check(config_of(placement={**place, "host_memory_gib": 700.0}, **wanted))
-    assert enough == "700 GiB, 682 needed beside what processes take"
+    assert enough == "700 GiB, 682 needed in addition to the processes"
     unknown = host_memory.check(config_of(placement=place, engine={"tp": 2}, model={"path": "not/here"}))
-    assert unknown.startswith("600 GiB; what is needed is not known: ")
+    assert unknown.startswith("600 GiB; the need is not known: ")
     assert host_memory.check(config_of()).endswith(" GiB")
 
 
@@ -233,7 +233,7 @@ def test_the_command_prints_a_line_for_each_check(
 
 def test_a_run_that_needs_nothing_outside_asks_nobody() -> None:
     assert internet.wanted(config_of()) == []
-    assert internet.survey(config_of()) == internet.Survey("nothing outside is needed", {})
+    assert internet.survey(config_of()) == internet.Survey("no external server is needed", {})
 
 
 def test_w_and_b_goes_offline_where_it_cannot_be_reached(

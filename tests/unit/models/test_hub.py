@@ -126,7 +126,7 @@ def test_a_dropped_connection_costs_only_the_rest_of_the_file(hub: Hub, rundir: 
 def test_a_stop_ends_a_slow_download_and_the_next_start_completes_it(hub: Hub, rundir: RunDir) -> None:
     hub.bytes_per_s = 200_000
     polls = iter(range(1000))
-    with pytest.raises(StopRequested, match="what has come is kept"):
+    with pytest.raises(StopRequested, match="partial files are kept"):
         model.ensure_models(config_of(), rundir, lambda: next(polls) > 10)
     hub.bytes_per_s = 0
     model.ensure_models(config_of(), rundir)

@@ -186,7 +186,7 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     attempt = rundir.begin_attempt(kind="slurm")
     job = Job("7", 0, 1, 2, "n1", "7", tmp_path)
     signals = Signals.__new__(Signals)
-    signals.came = [15]
+    signals.received = [15]
     ray_node = RayNode("n1", HOST, tmp_path / "token", tmp_path / "log", cpus=1, object_store_bytes=10**8)
     ray_node._process = subprocess.Popen(["sleep", "60"])
     placed = tmp_path / "placement.yaml"
@@ -213,7 +213,7 @@ def test_another_node_leaves_soon_after_a_signal_once_the_first_is_gone(
     thread = other_that_was_signalled(tmp_path, f"{HOST}:{port}")
     thread.join(9)
     assert not thread.is_alive()
-    assert "the first node is gone: leaving" in capsys.readouterr().err
+    assert "the first node is gone: exiting" in capsys.readouterr().err
 
 
 def test_another_node_stays_after_a_signal_until_the_first_has_committed(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_start_whose_storage_is_refused_waits_twice_as_long_as_the_last(
     def refuse(self: launcher.FirstNode) -> None:
         raise StorageRefused("the run directory refuses: Stale file handle")
 
-    monkeypatch.setattr(launcher.FirstNode, "_await_room", refuse)
+    monkeypatch.setattr(launcher.FirstNode, "_await_storage", refuse)
     now = time.time()
     then, later = (time.strftime("%FT%T", time.localtime(now + s)) for s in (0, waited or 0))
     known = f'echo "JobId=7 JobState=RUNNING SubmitTime={then} EligibleTime={later}"'

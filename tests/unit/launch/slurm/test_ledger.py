@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from orhpc.config import Config
 from orhpc.errors import EXIT_REQUEUE, InfraError, NodeLost, PreflightError, RunDirBusy
 from orhpc.launch.node import rendezvous
-from orhpc.launch.node.rendezvous import Joined
+from orhpc.launch.node.rendezvous import NodeReady
 from orhpc.launch.slurm import holder, ledger
 from orhpc.launch.slurm.job import Job, interface_addresses, interface_of, private_address
 from orhpc.launch.slurm.ledger import BUDGETS, Outcome, Reason
 from orhpc.launch.slurm.preempt import LimitWatch, why_stopped
 from orhpc.launch.slurm.scheduler import JobInfo
-from orhpc.launch.slurm.verdict import Ended
+from orhpc.launch.slurm.verdict import AttemptEvidence
 from orhpc.plan.placement import Node, Placement, WorkerPlace
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
@@ -190,7 +190,7 @@ def test_a_job_cancelled_in_its_grace_time_is_told_by_that_time(
         (tmp_path / "again").write_text(f"{about} JobState=COMPLETING EndTime={at(now + seconds)}")
         job = Job("7", 0, 0, 1, "n0", "7", tmp_path)
         attempt = rundir.begin_attempt(kind="slurm")
-        return Ended(job, config, rundir, attempt, EXIT_REQUEUE).outcome().reason
+        return AttemptEvidence(job, config, rundir, attempt, EXIT_REQUEUE).outcome().reason
 
     assert reason_if_ended(0) is Reason.CANCELLED
     assert reason_if_ended(100) is Reason.PREEMPTED
@@ -225,7 +225,7 @@ def test_a_time_limit_is_told_by_the_script_s_own_lead(rundir: RunDir, tmp_path:
     (tmp_path / "first").write_text(f"JobId=7 JobState=RUNNING EndTime={end} Restarts=0")
     job = Job("7", 0, 0, 1, "n0", "7", tmp_path)
     config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
-    outcome = Ended(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE).outcome()
+    outcome = AttemptEvidence(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE).outcome()
     assert (outcome.reason, outcome.exit_code) == (Reason.TIME_LIMIT, EXIT_REQUEUE)
     assert outcome.signalled is not None
 
@@ -245,7 +245,11 @@ def test_a_cancellation_in_the_grace_time_is_told_from_the_preemption_before_it(
     def reason() -> Reason:
         job = Job("7", 0, 0, 1, "n0", "7", tmp_path)
         config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
-        return Ended(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE).outcome().reason
+        return (
+            AttemptEvidence(job, config, rundir, rundir.begin_attempt(kind="slurm"), EXIT_REQUEUE)
+            .outcome()
+            .reason
+        )
 
     about = f"JobId=7 Reason=None PreemptTime={at(0)} Restarts=0 Partition=low"
     shown = at(grace_s) if limited else "Unknown"  # as SLURM does while the job runs
@@ -312,7 +316,7 @@ def test_nodes_meet_through_the_run_directory(rundir: RunDir) -> None:
 
     def other() -> None:
         found.append(rendezvous.await_announcement(rundir, job_of(1), 10)["attempt"])
-        rendezvous.join(rundir, attempt, Joined(1, "n1", "10.0.0.2", 4, {"e": ["http://10.0.0.2:1"]}))
+        rendezvous.join(rundir, attempt, NodeReady(1, "n1", "10.0.0.2", 4, {"e": ["http://10.0.0.2:1"]}))
 
     thread = threading.Thread(target=other)
     thread.start()

@@ -219,7 +219,7 @@ def test_a_job_that_runs_is_requeued_and_no_other(
 
 def test_no_signal_is_lost_while_slurm_is_asked_about_the_one_before(tmp_path: Path) -> None:
     """bash loses those that come while a trap waits for a program: two in five within 60 ms of the first."""
-    handler = BODY[BODY.index("stop() {") : BODY.index("# Where SLURM may not requeue")]
+    handler = BODY[BODY.index("stop() {") : BODY.index("# If SLURM may not requeue")]
     script = tmp_path / "script"
     script.write_text(
         "job_folder=$(mktemp -d -p " + str(tmp_path) + ")\nabout_job() { sleep 0.05; echo told; }\n"

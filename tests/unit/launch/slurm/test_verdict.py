@@ -27,7 +27,7 @@ from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.batch_output import BatchOutput
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome, Reason
-from orhpc.launch.slurm.verdict import Ended
+from orhpc.launch.slurm.verdict import AttemptEvidence
 from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, Tail
@@ -70,7 +70,9 @@ def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool
         stream.write(said)
     job = Job("7", 0, 0, 2, "n0", "7", folder)
     attempt = rundir.begin_attempt(kind="slurm")
-    ended = Ended(job, load_config(Path("configs/tiny.yaml")), rundir, attempt, EXIT_REQUEUE, output=written)
+    ended = AttemptEvidence(
+        job, load_config(Path("configs/tiny.yaml")), rundir, attempt, EXIT_REQUEUE, output=written
+    )
     return ended.outcome()
 
 
@@ -246,7 +248,7 @@ def test_after_an_attempt_without_memory_the_next_has_half_of_its_budget(
     first = first_node(rundir, tmp_path, "train.max_tokens_per_gpu=1024")
     assert first._lower_budget(1) == lowered
     said = capsys.readouterr().err
-    assert (f"{lowered} tokens a micro-batch from now on" in said) is (lowered is not None)
+    assert (f"{lowered} tokens per micro-batch from now on" in said) is (lowered is not None)
 
 
 def test_the_batch_output_shows_the_steps_of_this_attempt(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from orhpc.config import Config
 from orhpc.driver.fleet import engines
 from orhpc.errors import EXIT_CONFIG, ConfigError
-from orhpc.launch.command_line import split_words, without_flags
+from orhpc.launch.command_line import split_command_line, without_flags
 from orhpc.process import secrets
 from orhpc.process.secrets import read_engine_key
 from orhpc.rollout.engines import sglang_server
@@ -288,5 +288,5 @@ def test_other_words_stay(words: list[str]) -> None:
 
 
 def test_the_batch_script_takes_them_too() -> None:
-    path, overrides = split_words(["c.yaml", "--sglang-attention-backend", "triton", "run.seed=3"])
+    path, overrides = split_command_line(["c.yaml", "--sglang-attention-backend", "triton", "run.seed=3"])
     assert (path, overrides) == ("c.yaml", ["engine.extra.attention_backend=triton", "run.seed=3"])
