@@ -1,19 +1,18 @@
-"""Every failure of a run is a class here, and one table says what the supervisor does about it.
+"""The failures of a run, one class each, and a table of what the supervisor does about each.
 
-Code raises the class that names what happened.  Some failures are dealt with where they occur, and reach the
-supervisor only if that fails:
+Some failures are handled where they occur, and reach the supervisor only if that fails:
 
 * a :class:`DataError` ends one rollout, which is counted and never trained on as a zero
   (:mod:`orhpc.rollout.worker`); a :class:`MalformedToolCall` is shown to the model as a turn
   (:mod:`orhpc.rollout.agent`);
-* an engine that is lost is started again (:mod:`orhpc.driver.fleet.engines`), a weight sync that broke off is
+* a lost engine is restarted (:mod:`orhpc.driver.fleet.engines`), a failed weight sync is
   repeated once (:mod:`orhpc.driver.runtime`);
-* :class:`StorageRefused` is waited for (:mod:`orhpc.rundir.storage`);
+* a write that raises :class:`StorageRefused` is retried (:mod:`orhpc.rundir.storage`);
 * a first :class:`NonFinite` skips the step on all ranks (:mod:`orhpc.driver.loop`);
 * a :class:`CheckpointError` costs one commit, not the run (:mod:`orhpc.driver.saver`).
 
 All others, and these if they persist, go to :func:`policy_of`: the driver's supervisor
-(:mod:`orhpc.driver.__main__`), the launcher (:mod:`orhpc.launch.node`) and every command ask it and nothing
+(:mod:`orhpc.driver.__main__`), the launcher (:mod:`orhpc.launch.node`) and every command use nothing
 else.  An infrastructure failure never becomes a reward.
 """
 
@@ -43,9 +42,9 @@ EXIT_REQUEUE = 75
 
 
 class OrhpcError(Exception):
-    """Base of every failure this project names.
+    """Base of all failures defined by this project.
 
-    The message is one line that a user can act on: what was wrong, where, and what would be right.
+    The message is one line that a user can act on: what is wrong, where, and what to do.
     """
 
     transcript: list[dict[str, Any]] | None = None
@@ -64,11 +63,11 @@ class ModelError(ConfigError):
 
 
 class RecordError(ConfigError):
-    """A rollout record is missing, torn or not one of ours."""
+    """A rollout record is missing, incomplete or of another format."""
 
 
 class UserCodeError(OrhpcError):
-    """The user's own environment, reward or agent function raises whatever it is given."""
+    """The user's own environment, reward or agent function always raises."""
 
     def __init__(self, message: str, *, trace: str = "") -> None:
         """``trace``: the traceback in the user's code, as text of several lines."""
@@ -81,22 +80,22 @@ class PreflightError(OrhpcError):
 
 
 class HubUnreachable(PreflightError):
-    """No connection to the model hub from this machine; another one, or a later try, may have one."""
+    """This machine cannot reach the model hub; another machine or a later try may succeed."""
 
 
 class CrashLoop(OrhpcError):
-    """Attempts keep ending without one new step."""
+    """Attempts repeatedly end without completing a step."""
 
 
 class RunDirBusy(OrhpcError):
-    """Another job or process holds the run directory."""
+    """Another job or process uses the run directory."""
 
 
-# --- the job has to go and come back --------------------------------------------------------------
+# --- the job has to be requeued -------------------------------------------------------------------
 
 
 class StopRequested(OrhpcError):
-    """The stop file appeared or a stop signal came; the loop unwinds to a commit."""
+    """A stop was requested by the stop file or a signal; the loop ends with a commit."""
 
 
 class NodeLost(OrhpcError):
@@ -104,10 +103,10 @@ class NodeLost(OrhpcError):
 
 
 class EndedFromOutside(OrhpcError):
-    """Others end the run's attempts again and again; it comes back, but not at once."""
+    """The run's attempts are repeatedly ended from outside; it is requeued after a delay."""
 
     def __init__(self, message: str, wait_s: int = 0) -> None:
-        """``wait_s``: how long it stays away."""
+        """``wait_s``: the delay, in seconds."""
         super().__init__(message)
         self.wait_s = wait_s
 
@@ -116,7 +115,7 @@ class EndedFromOutside(OrhpcError):
 
 
 class InfraError(OrhpcError):
-    """A part of the system failed; the work it was doing can be done again."""
+    """A component failed; its work can be repeated."""
 
 
 class PortTaken(InfraError):
@@ -136,11 +135,11 @@ class EnvironmentUnavailable(InfraError):
 
 
 class ToolTimeout(EnvironmentUnavailable):
-    """A tool call outlasted its deadline; it would most likely do so again."""
+    """A tool call exceeded its timeout; a retry would probably exceed it again."""
 
 
 class WeightSyncFailed(InfraError):
-    """New weights reached some engines only in part."""
+    """Some engines did not receive all new weights."""
 
 
 class GroupDamaged(InfraError):
@@ -148,11 +147,11 @@ class GroupDamaged(InfraError):
 
 
 class StorageRefused(InfraError):
-    """The run directory's filesystem takes nothing: it is full, over quota, or has lost its server."""
+    """The run directory's filesystem refuses an operation: it is full, over quota, or its server is gone."""
 
 
 class RoutesMissing(InfraError):
-    """An engine answered without expert routes, or with routes that no router can have chosen."""
+    """An engine answered without expert routes, or with impossible ones."""
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ class PromptTooLong(DataError):
 
 
 class MalformedToolCall(DataError):
-    """The model's tool call does not parse; ``str(error)`` is what the model is shown."""
+    """The model's tool call does not parse; ``str(error)`` is shown to the model."""
 
 
 class BadTask(DataError):
@@ -175,11 +174,11 @@ class BadTask(DataError):
 
 
 class BadAnswer(BadTask):
-    """An environment server's answer is not what the protocol says."""
+    """An environment server's answer violates the protocol."""
 
 
 class EnvironmentRaised(BadTask):
-    """Code of the environment raised; the rollout can be made again in a new session."""
+    """The environment's code raised an exception; the rollout can be retried in a new session."""
 
     detail: str = ""
     """The exception, as the server names it."""
@@ -191,7 +190,7 @@ class EnvironmentRaised(BadTask):
 
 
 class OutOfMemory(OrhpcError):
-    """Device or host memory did not suffice."""
+    """Device or host memory was exhausted."""
 
 
 class NonFinite(OrhpcError):
@@ -199,7 +198,7 @@ class NonFinite(OrhpcError):
 
 
 class CheckpointError(OrhpcError):
-    """A checkpoint is torn, corrupt or could not be written."""
+    """A checkpoint is incomplete, corrupt or could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +230,13 @@ POLICY: dict[type[OrhpcError], Policy] = {
     NonFinite: Policy(Action.RESTART, EXIT_REQUEUE, budget=1),
     OrhpcError: Policy(Action.END, EXIT_FAILED),
 }
-"""What is done about each class; a class without a row has its nearest base's."""
+"""What is done about each class; a class without a row uses that of its nearest base."""
 
 
 def policy_of(error: BaseException | type[BaseException]) -> Policy:
     """Return the row of the policy table for an exception or its class.
 
-    Exceptions that are not ours are bugs: they stop the attempt with :data:`EXIT_FAILED`.
+    Exceptions of other classes are bugs: they end the attempt with :data:`EXIT_FAILED`.
     """
     kind = error if isinstance(error, type) else type(error)
     for base in kind.__mro__:

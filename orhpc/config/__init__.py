@@ -1,4 +1,4 @@
-"""The config of a run: a schema, a section a file, and the YAML files and overrides it comes from."""
+"""The config of a run: the schema, one file per section, and reading it from YAML files and overrides."""
 
 from orhpc.config.environment import EnvironmentSettings
 from orhpc.config.schema import (

@@ -1,7 +1,7 @@
-"""Alarms: thresholds on a step's metrics, beyond which the policy trained may not be the one that samples.
+"""Alarms: thresholds on the metrics of a step that show that training or sampling has gone wrong.
 
-They stop nothing.  Each is an event, a line in the display and in the driver's log, and a W&B alert, so
-that a run that drifts is seen in the hour it begins to and not in the month's evaluation.
+An alarm does not stop the run.  It is an event, a line in the display and in the driver's log, and a W&B
+alert, so that a drifting run is noticed early.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ Above = Annotated[float, Field(gt=0)]
 
 
 class AlarmSettings(Section):
-    """A step's alarms; null: off.  What each metric is: :mod:`orhpc.train.loss.grpo`."""
+    """Thresholds on a step's metrics; an alarm is reported and does not stop the run. Null: off."""
 
     rollout_kl: Above | None = 0.01
-    """KL of the engine's policy from the trainer's, in nats a token (k3); healthy runs lie below 0.002."""
+    """KL divergence between the engine's and the trainer's policy, in nats per token (k3 estimate). Healthy
+    runs stay below 0.002."""
     logprob_diff_mean: Above | None = None
-    """Mean absolute difference of their log-probabilities."""
+    """Mean absolute difference between the engine's and the trainer's log-probabilities, in nats."""
     extreme_token_fraction: Above | None = 0.01
-    """Share of tokens whose probabilities differ by more than a factor of two."""
+    """Fraction of tokens whose probabilities in engine and trainer differ by more than a factor of two."""
     effective_sample_size: Fraction | None = 0.9
-    """Lower bound, as a share of the tokens."""
+    """Lower bound on the effective sample size of the importance weights, as a fraction of the tokens."""
     token_mismatch_fraction: Above | None = None
-    """Share of tokens that the trainer's routers would send to other experts in at least one layer."""
+    """Fraction of tokens for which the trainer's routers choose other experts than the engine in at least one
+    layer (MoE models)."""
     expert_max_vio: Above | None = None
-    """How much more than an even share of tokens a layer's busiest expert takes, as a mean over layers."""
+    """Load imbalance of experts (MoE models): the busiest expert's tokens relative to an even share, minus 1,
+    as a mean over layers."""
     grad_norm: Above | None = None
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     failed_share: Above | None = 0.1
-    """Share of rollouts that failed, in the environment where it is highest.  What fails is not random
-    (long episodes fail more often), so what is trained is then selected."""
+    """Fraction of failed rollouts, in the environment where it is highest. Failures are not random (long
+    episodes fail more often), so many of them bias the training data."""
 
 
 _LOWER_BOUNDS = {"effective_sample_size"}
@@ -44,7 +47,7 @@ _LOWER_BOUNDS = {"effective_sample_size"}
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One threshold passed."""
+    """A metric that crossed its threshold."""
 
     metric: str
     value: float
@@ -55,12 +58,12 @@ class Alarm:
         return f"{self.metric} {self.value:.3g} is {side} {self.threshold:g}"
 
 
-def raised(settings: AlarmSettings, metrics: Mapping[str, Any]) -> Iterator[Alarm]:
-    """Yield the thresholds that a step's metrics pass; those of metrics that it lacks are left out."""
+def raised_alarms(settings: AlarmSettings, metrics: Mapping[str, Any]) -> Iterator[Alarm]:
+    """Yield an alarm for each metric of a step that crosses its threshold; missing metrics are skipped."""
     for metric, threshold in settings.model_dump().items():
         value = metrics.get(metric)
         if threshold is None or not isinstance(value, int | float):
             continue
         beyond = value < threshold if metric in _LOWER_BOUNDS else value > threshold
-        if beyond or value != value:  # a NaN is beyond every bound
+        if beyond or value != value:  # a NaN always raises an alarm
             yield Alarm(metric, float(value), threshold)

@@ -1,4 +1,4 @@
-"""Settings of the objective: GRPO and its relatives, and what corrects for another sampling policy."""
+"""Settings of the objective: GRPO and related losses, and the off-policy correction."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from orhpc.config.base import Positive, Section
 
 
 class CorrectionSettings(Section):
-    """How a token's loss is corrected for having been sampled by the engine, not by the trainer.
+    """Importance weights that correct a token's loss for the mismatch between engine and trainer.
 
-    With ``rho`` the ratio of the trainer's probability (at the start of the step) to the engine's;
-    formulas and sources in :func:`orhpc.train.loss.grpo.correction_weights`.  IcePop is ``mode: mask,
+    ``rho`` is the ratio of the trainer's probability (at the start of the step) to the engine's.  Formulas
+    and sources are in :func:`orhpc.train.loss.grpo.correction_weights`.  IcePop is ``mode: mask,
     level: token, low: 0.5, high: 5``; masked importance sampling (MIS) is ``mode: mask`` with
     ``level: sequence`` or ``geometric``.
     """
 
     mode: Literal["none", "truncate", "clip", "mask"] = "none"
-    """``truncate``: weight ``min(rho, high)``; ``clip``: ``rho`` within ``low .. high``; ``mask``: ``rho``
-    inside that band, 0 outside."""
+    """Weight of a token's loss. ``none``: 1. ``truncate``: ``min(rho, high)``. ``clip``: ``rho`` clipped to
+    ``low .. high``. ``mask``: ``rho`` inside ``low .. high``, 0 outside."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """What ``rho`` is: the token's ratio, the product over its sample, or that product's
-    geometric mean."""
+    """What ``rho`` is: the token's ratio (``token``), the product of the ratios of its sample (``sequence``),
+    or their geometric mean (``geometric``)."""
     low: Annotated[float, Field(ge=0)] = 0.5
+    """Lower bound of ``rho``, for ``clip`` and ``mask``."""
     high: Annotated[float, Field(gt=0)] = 2.0
+    """Upper bound of ``rho``."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A sample is left out when any of its tokens has a ratio below this; null: off."""
+    """A sample is excluded from the loss if any of its tokens has a ratio below this value. Null: off."""
 
     @model_validator(mode="after")
     def _band(self) -> Self:
@@ -37,37 +39,45 @@ class CorrectionSettings(Section):
 
 
 class AlgorithmSettings(Section):
-    """GRPO and its relatives; formulas and sources in :mod:`orhpc.train.loss.grpo`."""
+    """The loss: GRPO and related losses. Formulas and sources are in orhpc.train.loss.grpo."""
 
     normalise_advantage: bool = True
-    """Divide advantages by the group's standard deviation.  False together with
+    """Divide advantages by the standard deviation of the group's rewards. False together with
     ``normalise_loss: constant`` is Dr.GRPO (arXiv:2503.20783)."""
     loss: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """Policy loss: GRPO (arXiv:2402.03300), GSPO (arXiv:2507.18071) or CISPO (arXiv:2506.13585)."""
     eps_clip: Annotated[float, Field(gt=0)] = 0.2
+    """The policy ratio is clipped from below at 1 - ``eps_clip``."""
     eps_clip_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper bound's distance from 1; null: as ``eps_clip``."""
+    """The policy ratio is clipped from above at 1 + ``eps_clip_high``. Null: the value of ``eps_clip``."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound c of dual clip for negative advantages; null: off."""
+    """Bound c of dual-clip PPO for negative advantages (arXiv:1912.09729). Null: off."""
     normalise_loss: Literal["sample", "token", "constant"] = "sample"
-    """``sample``: mean over samples of each one's token mean (GRPO, arXiv:2402.03300); ``token``: mean over
-    all tokens of the mini-batch (DAPO, arXiv:2503.14476); ``constant``: mean over samples of each one's
-    token sum, divided by ``normalise_length`` whatever its length (Dr.GRPO, arXiv:2503.20783)."""
+    """How token losses are averaged. ``sample``: mean over each sample's tokens, then over samples (GRPO,
+    arXiv:2402.03300). ``token``: mean over all tokens of the mini-batch (DAPO, arXiv:2503.14476).
+    ``constant``: sum over each sample's tokens divided by ``normalise_length``, then mean over samples
+    (Dr.GRPO, arXiv:2503.20783)."""
     normalise_length: Positive | None = None
-    """Tokens that ``normalise_loss: constant`` divides by, which needs it: Dr.GRPO takes the largest number
-    of tokens that the policy may sample for one sample."""
+    """Number of tokens that ``normalise_loss: constant`` divides by; required there, null otherwise. Dr.GRPO
+    uses the largest number of tokens that the policy may sample for one sample."""
     use_kl_loss: bool = False
+    """Add a KL penalty against the model of ``model.path``, whose frozen copy takes additional memory."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the KL penalty."""
     kl_type: Literal["k1", "k2", "k3", "k3_clamped"] = "k3"
+    """Estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"). ``k3_clamped``: bounded
+    to 10 per token."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus. 0: off."""
     use_tis: bool = False
-    """Truncated importance sampling against the engine's log-probabilities: short for ``correction``
-    with ``mode: truncate`` and ``high: tis_clip``."""
+    """Truncated importance sampling against the engine's log-probabilities. Short for ``correction`` with
+    ``mode: truncate`` and ``high: tis_clip``."""
     tis_clip: Annotated[float, Field(gt=0)] = 2.0
+    """Upper bound of the importance weight with ``use_tis``."""
     correction: CorrectionSettings = CorrectionSettings()
     old_logprobs: Literal["auto", "always"] = "auto"
-    """``auto`` leaves out the pass over old log-probabilities where they equal the current ones:
-    one mini-batch a step."""
+    """Forward pass for the log-probabilities at the start of the step. ``auto``: skipped if there is one
+    mini-batch per step, because they then equal the current ones. ``always``: never skipped."""
 
     @model_validator(mode="after")
     def _one_correction(self) -> Self:
@@ -92,7 +102,7 @@ class AlgorithmSettings(Section):
 
     @property
     def mismatch_correction(self) -> CorrectionSettings:
-        """The correction in force, ``use_tis`` spelt out."""
+        """The effective correction, with ``use_tis`` expanded."""
         if not self.use_tis:
             return self.correction
         return self.correction.model_copy(

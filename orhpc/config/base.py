@@ -11,7 +11,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def _safe_name(value: str) -> str:
-    """Names become files and scheduler fields, so they cannot hold a separator or a line end."""
+    """Names become file names and scheduler fields, so they cannot contain a separator or a line end."""
     if not NAME.fullmatch(value):
         raise ValueError(f"{value!r} is not a name: use letters, digits, '.', '_' and '-'")
     return value
@@ -20,29 +20,29 @@ def _safe_name(value: str) -> str:
 Name = Annotated[str, AfterValidator(_safe_name)]
 
 
-def _no_truth(value: object) -> object:
-    """YAML's yes and true are no numbers; raises ValueError."""
+def _reject_bool(value: object) -> object:
+    """Raise ValueError for a boolean (``yes``, ``true``): pydantic would accept it as 1."""
     if isinstance(value, bool):
-        raise ValueError(f"a number is needed, not {value}")
+        raise ValueError(f"must be a number, not {value}")
     return value
 
 
-Number = BeforeValidator(_no_truth)
+Number = BeforeValidator(_reject_bool)
 LARGEST = 2**53
-"""Whole numbers up to here are exact everywhere."""
+"""Largest integer that is exact in float64, and therefore in JSON and YAML."""
 Positive = Annotated[int, Number, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[int, Number, Field(ge=0, le=LARGEST)]
 Machines = Annotated[int, Number, Field(gt=0, le=4096)]
-"""A count of nodes, devices or processes: all of them are listed in memory."""
+"""A count of nodes, devices or processes. Bounded, because lists of this length are built in memory."""
 Seconds = Annotated[float, Number, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Frozen, and an unknown key is an error; the docstring under a field is its description."""
+    """Base of all sections: frozen, unknown keys are errors, and a field's docstring is its description."""
 
     model_config = ConfigDict(
-        # Infinity and NaN are in no setting's range.
+        # No setting may be infinite or NaN.
         allow_inf_nan=False,
         frozen=True,
         extra="forbid",

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from orhpc.config.base import Fraction, Positive, Seconds, Section
 
 SYNC_BUCKETS = 2
-"""Buckets of weights that a trainer rank holds during a sync: engines take one while it gathers the next."""
+"""Weight buckets that a trainer rank holds during a sync: engines load one while it gathers the next."""
 OWN_OPTIONS: dict[str, str] = {
     "model": "model.path",
     "quantization": "precision",
@@ -37,83 +37,90 @@ OWN_OPTIONS: dict[str, str] = {
     "pp_size": "engine.tp",
     "pipeline_parallel_size": "engine.tp",
 }
-"""Options of SGLang that ``engine.extra`` may not set, and what decides them."""
+"""Options of SGLang that ``engine.extra`` may not set, and the setting that determines each."""
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
-"""SGLang's names of the option that :attr:`SpeculativeSettings.draft_model` sets; the second is an alias."""
+"""SGLang's names of the option behind :attr:`SpeculativeSettings.draft_model`; the second is an alias."""
 ALGORITHM = "speculative_algorithm"
 WITHOUT_WEIGHTS = ("NGRAM",)
-"""Algorithms that draft without a model."""
+"""Speculative algorithms that draft without a model."""
 
 
 class SpeculativeSettings(Section):
-    """Speculative decoding, by SGLang's names (``--speculative-...``)."""
+    """Speculative decoding, with the names of SGLang's options (``--speculative-...``)."""
 
     algorithm: str
-    """``EAGLE``, ``EAGLE3``, ``NEXTN`` (the model's own MTP layers), ``NGRAM`` or ``STANDALONE``."""
+    """``EAGLE``, ``EAGLE3``, ``NEXTN`` (the model's own MTP layers), ``NGRAM`` (no draft model) or
+    ``STANDALONE``."""
     draft_model: str | None = None
-    """Folder or hub name of the draft model; null where the model drafts by itself."""
+    """Folder or hub name of the draft model. Null: the algorithm needs none."""
     num_steps: Positive = 3
-    """Tokens drafted one after another."""
+    """Sequential draft steps per verification."""
     eagle_topk: Positive = 1
-    """Branches a step."""
+    """Candidate tokens kept per draft step."""
     num_draft_tokens: Positive = 4
-    """Tokens verified together."""
+    """Draft tokens verified in one forward pass."""
 
 
 class EngineSettings(Section):
     """The inference engines."""
 
     backend: Literal["sglang", "cpu"] = "sglang"
-    """``cpu``: the transformers engine that speaks SGLang's protocol."""
+    """``sglang``: SGLang servers. ``cpu``: orhpc's own server on transformers, which implements SGLang's
+    protocol; for runs without a GPU."""
     tp: Positive = 1
     """Tensor-parallel size: GPUs per engine."""
     dp: Positive = 1
-    """Groups that attention is divided into within an engine (SGLang's DP attention); divides ``tp``.
-    More than one needs ``trusted_network``."""
+    """Data-parallel groups of attention within an engine (SGLang's DP attention); must divide ``tp``. More
+    than 1 needs ``trusted_network``."""
     trusted_network: bool = False
-    """No other user and no other machine can connect to the nodes of the job.
-    With ``dp`` > 1, SGLang's processes exchange pickled objects over TCP ports that ask for no key, so
-    anyone who can connect to them can run code as you."""
+    """Set it to true only if no other user and no other machine can connect to the job's nodes. With ``dp`` >
+    1, SGLang's processes exchange pickled objects over TCP ports without authentication, so anyone who can
+    connect to them can run code as you."""
     ep: Positive = 1
-    """Devices that a layer's experts are divided over; divides ``tp``."""
+    """Expert-parallel size: GPUs over which a layer's experts are divided; must divide ``tp``."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """Share of device memory for weights and KV cache (SGLang's mem-fraction-static)."""
+    """Fraction of GPU memory for weights and KV cache (SGLang's mem-fraction-static)."""
     max_running: Positive = 256
-    """Requests decoded together by one engine."""
+    """Maximum number of requests that one engine decodes concurrently."""
     context_length: Positive | None = None
-    """Longest context; null: ``rollout.max_total_tokens``."""
+    """Maximum context length, in tokens. Null: ``rollout.max_total_tokens``."""
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Null: the model's."""
+    """Data type of weights and activations. Null: ``model.dtype``."""
     power_of_two_scales: bool = False
     """With FP8 (``precision``): round block scales up to powers of two, as DeepGEMM's UE8M0 kernels
-    want them."""
+    require."""
     deterministic: bool = False
-    """Batch-invariant kernels: a generation is then a function of prompt, weights and seed; slower."""
+    """Use batch-invariant kernels, so that a generation depends only on prompt, weights and seed. Slower."""
     speculative: SpeculativeSettings | None = None
-    """Speculative decoding; null: off."""
+    """Speculative decoding: a mapping with ``algorithm`` and, optionally, ``draft_model``, ``num_steps``,
+    ``eagle_topk`` and ``num_draft_tokens``. Null: off."""
     threads: Positive | None = None
-    """CPU threads of one engine; null shares out the machine's."""
+    """CPU threads per engine. Null: an equal share of the machine's."""
     start_timeout_s: Seconds = 1800.0
+    """Timeout for the start of the engines, in seconds."""
     request_timeout_s: Seconds = 1800.0
-    """A generation that takes longer is aborted and sent to another engine."""
+    """Timeout of one generation, in seconds. A slower one is aborted and sent to another engine."""
     router: bool | None = None
-    """Requests of all workers through sglang-router, which spreads them by the engines' load; null: where
-    it is installed, SGLang engines are several and no expert routes are recorded (it drops those)."""
+    """Send the requests of all workers through sglang-router, which balances them by engine load. Null: only
+    if it is installed, there are several SGLang engines, and ``rollout.record_routes`` is off (the router
+    drops expert routes)."""
     sync: Literal["auto", "ipc", "broadcast", "disk"] = "auto"
-    """How engines get the trainer's weights: ``ipc`` through memory that both map (same device),
-    ``broadcast`` through a process group, ``disk`` through the run directory; ``auto`` is the first
-    two, by where an engine lies (on CPUs ``broadcast`` where ``/dev/shm`` is small, as in containers)."""
+    """How weights are sent from trainer to engines. ``ipc``: through shared memory, for engines on the
+    trainer's devices. ``broadcast``: through a process group. ``disk``: through the run directory.
+    ``auto``: ``ipc`` or ``broadcast``, by the devices of each engine (on CPUs ``broadcast`` if ``/dev/shm``
+    is small, as in containers)."""
     sync_bucket_mb: Positive = 512
-    """MiB of weights that travel together; the trainer holds two such buckets during a sync."""
+    """MiB of weights per transfer. A trainer rank holds two such buckets during a sync."""
     sync_timeout_s: Seconds = 600.0
-    """Deadline of every transfer of a sync."""
+    """Timeout of each transfer of a weight sync, in seconds."""
     check_weights: bool = False
-    """After every sync, compare the engines' weights bit for bit with an export of the trainer's."""
+    """After every weight sync, compare the engines' weights bit for bit with an export of the trainer's.
+    Slow; for debugging."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further options by the engine's own names: ``mem_fraction_static`` or ``mem-fraction-static``."""
+    """Further options of the engine, by its own names, with underscores or hyphens: ``attention_backend``."""
 
     def option(self, *names: str) -> Any:
-        """The value that :attr:`extra` gives the first of these options that it names; None: none of them."""
+        """Return the value in :attr:`extra` of the first of these options that is set, else None."""
         given = {name.replace("-", "_"): value for name, value in self.extra.items()}
         return next((given[name] for name in names if given.get(name) is not None), None)
 
@@ -125,12 +132,12 @@ class EngineSettings(Section):
 
     @property
     def separate_drafter(self) -> bool:
-        """Whether tokens are drafted by a separate model, which no weight sync may change."""
+        """Whether a separate model drafts tokens, which weight syncs must leave unchanged."""
         return self.draft_model is not None
 
     @property
     def drafts_with_weights(self) -> bool:
-        """Whether tokens are drafted by a model that the trainer has no weights for."""
+        """Whether tokens are drafted with weights that the trainer does not have."""
         own = self.speculative.algorithm if self.speculative is not None else None
         algorithm = self.option(ALGORITHM) or own
         return self.separate_drafter or (
@@ -159,21 +166,23 @@ class EngineSettings(Section):
                 "as you; set trusted_network: true where no other user can connect to the job's nodes"
             )
         for name in self.extra:
-            if (said := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
-                raise ValueError(f"extra.{name} is decided by {said}")
+            if (setting := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
+                raise ValueError(f"extra.{name} is decided by {setting}")
         if self.backend == "cpu":
             for name in ("power_of_two_scales", "deterministic", "speculative"):
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name}: the cpu engine has no such thing")
+                    raise ValueError(f"{name}: the cpu engine does not support it")
         return self
 
 
 class SamplingSettings(Section):
-    """How evaluation samples."""
+    """Sampling parameters of evaluation."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0: greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
+    """-1: off."""
     min_p: Fraction = 0.0
     max_response_tokens: Positive | None = None
-    """Tokens a generation; null: as in training."""
+    """Maximum number of tokens per generation call. Null: as in training."""

@@ -18,7 +18,7 @@ BUNDLED: dict[str, str] = {
     "reasoning-gym": "orhpc.environments.gym:ReasoningGym",
     "treasure": "orhpc.environments.treasure:Treasure",
 }
-"""Environments that come with the package, by the name that ``environments.NAME.serve`` gives them."""
+"""Environments that come with the package, by their name in ``environments.NAME.serve``."""
 
 OF_ROLLOUT = (
     "n_samples",
@@ -28,80 +28,87 @@ OF_ROLLOUT = (
     "thinking",
     "tool_timeout_s",
 )
-"""Settings of ``rollout`` that an environment may have its own values of."""
+"""Settings of ``rollout`` that an environment may override."""
 
 
 class EnvironmentSettings(Section):
-    """One OpenReward environment; the key is ``Organisation/Name``, or any name with ``url``."""
+    """One OpenReward environment; its key is ``Organization/Name``, or any name with ``url`` or ``serve``."""
 
     url: str | None = None
-    """Base URL of a server; null: resolved by OpenReward's service."""
+    """Base URL of a running environment server. Null: looked up in OpenReward's service, unless ``serve`` is
+    set."""
     serve: str | None = None
-    """The job serves it itself: ``package.module:Class`` or a bundled name."""
+    """Environment that the job itself serves: ``package.module:Class``, or a bundled name (``arithmetic``,
+    ``letters``, ``reasoning-gym``, ``treasure``). Null: the environment is served elsewhere."""
     serve_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword settings of a served environment."""
+    """Keyword arguments of the environment class of ``serve``."""
     replicas: Machines | None = None
-    """Server processes a node when served by the job, at most one a rollout worker; null: one for every 64
-    rollouts that a node is expected to have in flight, on at most a quarter of its cores."""
+    """Server processes per node with ``serve``, at most ``rollout.workers_per_node``. Null: one for every 64
+    rollouts that a node is expected to have in flight, at most one for every four CPU cores."""
     variant: str | None = None
-    """Environment class on a server with several, as the server spells it."""
+    """Name of the environment class on a server with several. Null: the server has only one."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Share of training tasks drawn from it, relative to the others'; 0: none, it is for evaluation only."""
+    """Relative share of training tasks that are drawn from this environment. 0: it is used for evaluation
+    only."""
     splits: Annotated[list[str], Field(default_factory=lambda: ["train"])]
-    """Task splits to draw training tasks from; ``[]``: the environment is for evaluation only."""
+    """Task splits to draw training tasks from. ``[]``: the environment is used for evaluation only."""
     num_samples: Positive | None = None
-    """Cap on tasks a split; null: all."""
+    """Maximum number of tasks per split. Null: all."""
     nonterminal_reward: float | None = None
-    """Appended when the rollout never reached a terminal state."""
+    """Additional step reward of a rollout that did not reach a terminal state. Null: none."""
     reward_reduction: Literal["sum", "mean", "max", "min"] = "sum"
-    """Of step rewards; of none it gives 0.0."""
+    """How the step rewards of a rollout are reduced to its reward, which is 0.0 if there are none."""
     min_reward: float | None = None
-    """Clamp, after reduction."""
+    """Lower bound to which the reduced reward is clamped. Null: no bound."""
     max_reward: float | None = None
+    """Upper bound to which the reduced reward is clamped. Null: no bound."""
     max_turns: Positive = 20
-    """Assistant turns a rollout."""
+    """Maximum number of assistant turns per rollout."""
     n_samples: Positive | None = None
-    """Rollouts a prompt group of this environment; null: ``rollout.n_samples``.  A step then trains on
-    more or fewer samples than ``train.global_batch_size``, divided evenly over its mini-batches."""
+    """Rollouts per prompt group of this environment. Null: ``rollout.n_samples``. With another value a step
+    trains on more or fewer samples than ``train.global_batch_size``, divided evenly over its mini-batches."""
     max_response_tokens: Positive | None = None
-    """Tokens of one generation call; null: ``rollout.max_response_tokens``."""
+    """Maximum number of tokens per generation call. Null: ``rollout.max_response_tokens``."""
     max_total_tokens: Positive | None = None
-    """Tokens of one rollout; null: ``rollout.max_total_tokens``, which it may not exceed."""
+    """Maximum number of tokens of one rollout, at most ``rollout.max_total_tokens``. Null: that setting."""
     system_prompt_template: str | None = None
-    """System message; null: ``rollout.system_prompt_template``."""
+    """System message. Null: ``rollout.system_prompt_template``."""
     thinking: bool | None = None
-    """The chat format's thinking mode; null: ``rollout.thinking``."""
+    """Use the chat format's thinking mode. Null: ``rollout.thinking``."""
     tool_timeout_s: Seconds | None = None
-    """Deadline of one tool call; null: ``rollout.tool_timeout_s``."""
+    """Timeout of one tool call, in seconds. Null: ``rollout.tool_timeout_s``."""
     parallel_calls: Positive = 1
-    """Tool calls of one turn that run at the same time; 1: one after the other.  The model reads their
-    results in the order of its calls.  An OpenReward server still runs calls of the same tool one after
-    the other, unless the tool is declared ``concurrent``; such waits count for a call's deadline."""
+    """Maximum number of tool calls of one turn that run concurrently. 1: sequentially. The model reads their
+    results in the order of its calls. An OpenReward server still runs calls of the same tool sequentially
+    unless the tool is declared ``concurrent``; the waiting time counts toward the timeout of a call."""
     nudge: str | None = None
-    """User message sent after a plain answer that no tool takes, so that the model goes on; null: such an
-    answer ends the rollout."""
+    """User message that is sent after an answer without a tool call, so that the model continues. Null: such
+    an answer ends the rollout."""
     max_nudges: Positive = 1
-    """Nudges a rollout; a plain answer after the last one ends it."""
+    """Maximum number of nudges per rollout. The next answer without a tool call ends the rollout."""
     toolset: str | None = None
-    """Name of a built-in toolset of OpenReward that sessions offer in addition to the environment's tools."""
+    """Name of a built-in toolset of OpenReward, offered in addition to the environment's tools. Null:
+    none."""
     max_opening: Positive = 64
-    """Sessions that one rollout worker opens at a time; others wait their turn, without a deadline."""
+    """Maximum number of sessions that one rollout worker opens concurrently. Others wait; the timeout does
+    not count the wait."""
     max_answer_mb: Annotated[float, Field(gt=0, le=1000)] = 16.0
-    """Megabytes (10^6 bytes, after decompression) that one answer of the environment may have; a rollout
-    whose environment sends more fails."""
+    """Maximum size of one answer of the environment, in megabytes (10^6 bytes) after decompression. A larger
+    answer fails the rollout."""
     secrets: dict[str, str | None] = Field(default_factory=dict)
-    """Name to source: null reads the environment variable of that name in upper case, ``env:NAME``
-    another one, ``file:PATH`` a file of mode 0600.  Values never stand here."""
+    """Secrets that the environment receives, as name and source. Null: the environment variable of that name
+    in upper case. ``env:NAME``: another environment variable. ``file:PATH``: a file of mode 0600. Never
+    write the value of a secret in a config."""
 
-    def over(self, rollout: RolloutSettings) -> RolloutSettings:
-        """Return the rollout settings with this environment's own values in their places."""
+    def apply_to(self, rollout: RolloutSettings) -> RolloutSettings:
+        """Return the rollout settings with this environment's overrides applied."""
         return rollout.model_copy(
             update={name: value for name in OF_ROLLOUT if (value := getattr(self, name)) is not None}
         )
 
     @property
     def trains(self) -> bool:
-        """Whether training tasks are drawn from it."""
+        """Whether training tasks are drawn from this environment."""
         return bool(self.splits) and self.weight > 0
 
     @model_validator(mode="after")
@@ -119,23 +126,22 @@ class EnvironmentSettings(Section):
 
 
 def check_server_url(url: str) -> str:
-    """Return the host of a server's URL; raises ValueError, which repeats no password, for any other text."""
+    """Return the host of a server's URL; raises ValueError, without repeating a password, if it is
+    invalid."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"url is no URL: {error}") from None
+        raise ValueError(f"url is not a URL: {error}") from None
     if "@" in url:
-        raise ValueError("url holds a user name or a password; they never stand in a config; use secrets")
+        raise ValueError("url contains a user name or a password; use secrets instead")
     if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query:
         raise ValueError(f"url {url!r} is not http://HOST:PORT or https://HOST")
     return host
 
 
 def check_secret_sources(secrets: dict[str, str | None]) -> None:
-    """Raises ValueError for a secret whose source is neither null, ``env:NAME`` nor ``file:PATH``."""
+    """Raise ValueError for a secret whose source is not null, ``env:NAME`` or ``file:PATH``."""
     for name, source in secrets.items():
         if source is not None and not source.startswith(("env:", "file:")):
-            raise ValueError(
-                f"secret {name!r} must be null, env:NAME or file:PATH; values never stand in a config"
-            )
+            raise ValueError(f"secret {name!r} must be null, env:NAME or file:PATH, never the value itself")

@@ -1,9 +1,9 @@
-"""From YAML files and dotted overrides to one :class:`~orhpc.config.Config`, and back.
+"""Read a :class:`~orhpc.config.Config` from YAML files and dotted overrides, and write it back.
 
     config = load_config("configs/local.yaml", ["train.lr=1e-6", "run.name=try2"])
 
-Files may name another to build on with ``extends: other.yaml`` (relative to themselves); mappings
-are merged key by key, everything else is replaced, and null removes an environment.
+A file can extend another with ``extends: other.yaml`` (relative to itself): mappings are merged key by
+key, all other values are replaced, and null removes an environment.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAY_CHANGE_ON_RESUME = (
     "megatron.moments_dtype",
     "megatron.recompute*",
 )
-"""Settings that a resumed run may have other values of than it started with."""
+"""Settings that may change when a run is resumed."""
 
 
 PACKAGED = Path(__file__).parents[1] / "configs"
@@ -69,10 +69,10 @@ PACKAGED = Path(__file__).parents[1] / "configs"
 
 
 def find_config(path: Path) -> Path:
-    """Return the file that a config's name stands for: that file, or the packaged one of its name.
+    """Return the config file at this path, or the packaged config of that name.
 
     Raises:
-        ConfigError: there is neither; the message says where was looked.
+        ConfigError: neither exists; the message names the path and a similar file.
     """
     try:
         if path.exists():
@@ -92,10 +92,10 @@ def find_config(path: Path) -> Path:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge, override and check a config.
+    """Read a config with its bases, apply the overrides and validate it.
 
     Raises:
-        ConfigError: one line naming the file or the field.
+        ConfigError: one line that names the file or the field.
     """
     path = find_config(Path(path))
     tree = _read_with_bases(path, ())
@@ -114,7 +114,7 @@ def validate(tree: Mapping[str, Any], source: str) -> Config:
     """Check a plain tree against the schema; ``source`` names it in errors.
 
     Raises:
-        ConfigError: names the first wrong field, and a likely spelling for an unknown one.
+        ConfigError: names the first invalid field, and for an unknown one a similar field.
     """
     try:
         return Config.model_validate(tree)
@@ -125,15 +125,15 @@ def validate(tree: Mapping[str, Any], source: str) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The whole config, defaults included, as YAML that :func:`load_config` reads back."""
+    """Return the whole config, with defaults, as YAML that :func:`load_config` can read."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def changes_on_resume(before: Config, now: Config) -> list[str]:
-    """List ``field: old -> new`` of what changed since the run started.
+    """List the settings that changed since the run started, as ``field: old -> new``.
 
     Raises:
-        ConfigError: something changed that would make it another run.
+        ConfigError: a setting changed that may not change on a resume.
     """
     old, new = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
     changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
@@ -142,14 +142,14 @@ def changes_on_resume(before: Config, now: Config) -> list[str]:
         key = refused[0]
         raise ConfigError(
             f"{key}: the run was started with {old.get(key)!r}, now it is {new.get(key)!r}; "
-            "that would be another run: choose another run.name"
+            "it may not change on a resume: set another run.name to start a new run"
             + (f" (also changed: {', '.join(refused[1:])})" if refused[1:] else "")
         )
     return differences(before, now)
 
 
 def differences(before: Config, now: Config) -> list[str]:
-    """List ``field: old -> new`` of everything that differs between two configs."""
+    """List all differences between two configs, as ``field: old -> new``."""
     old, new = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
     changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in changed]
@@ -163,7 +163,7 @@ def _read_with_bases(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: extends: is the name of one file")
+        raise ConfigError(f"{path}: extends: must be the name of one file")
     parent = _read_with_bases(_base_of(path, base), (*below, path.resolve()))
     return _merge(parent, tree)
 
@@ -254,7 +254,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _shortened(value: str | int | float | bool | None) -> str:
     if isinstance(value, int) and value.bit_length() > 200:
-        return "a number of so many digits"
+        return "a number with too many digits"
     shown = repr(value)
     return shown if len(shown) <= 100 else f"{shown[:100]}..."
 
@@ -276,7 +276,7 @@ def _section_below(model: type[BaseModel] | None, part: str) -> type[BaseModel] 
         return None
     field = model.model_fields.get(part)
     if field is None:
-        return model  # a key of a dict[str, Section] that the step before went through
+        return model  # a key of a dict[str, Section]
     return _section_in(field.annotation)
 
 

@@ -1,8 +1,8 @@
-"""Settings of the Megatron trainer, and how its ranks divide the work; without torch.
+"""The ``megatron`` section: parallelism and memory of the Megatron trainer. Does not import torch.
 
-Ranks are numbered as megatron-core numbers them, order ``tp-cp-ep-dp-pp``: neighbours share tensors,
-then a sequence, then experts, then data; pipeline stages lie furthest apart.  One node's ranks are
-consecutive, so tensor parallelism stays inside a node wherever ``tp`` divides its devices.
+Ranks have megatron-core's order ``tp-cp-ep-dp-pp``: tensor-parallel ranks are adjacent, pipeline stages are
+furthest apart.  The ranks of a node are consecutive, so tensor parallelism stays inside a node if ``tp``
+divides the node's devices.
 """
 
 from __future__ import annotations
@@ -14,51 +14,53 @@ from pydantic import Field
 from orhpc.config.base import Fraction, Positive, Section
 
 LARGEST_BETA2 = 0.992
-"""For moments in bfloat16: neighbours lie up to 2**-7 apart, and what decays by less may never move."""
+"""Largest ``adam_beta2`` for moments in bfloat16, whose relative spacing is up to 2**-7: a moment that decays
+by less in a step may be rounded back to its old value."""
 
 
 class MegatronSettings(Section):
-    """How megatron-core divides the model; only with ``train.backend: megatron``."""
+    """Parallelism and memory of megatron-core; only with ``train.backend: megatron``."""
 
     tp: Positive = 1
-    """Tensor parallelism; the sequence is divided likewise between the matrix products."""
+    """Tensor-parallel size. With more than 1, sequence parallelism is also used."""
     pp: Positive = 1
-    """Pipeline stages."""
+    """Pipeline-parallel size: number of pipeline stages."""
     vpp: Positive = 1
-    """Chunks of layers a stage, visited in turn: smaller bubbles, more messages."""
+    """Virtual pipeline size: chunks of layers per pipeline stage (interleaved schedule). More chunks give
+    smaller bubbles and more communication; more than 1 needs ``pp`` > 1."""
     cp: Positive = 1
-    """Context parallelism: ranks that share one sequence."""
+    """Context-parallel size: ranks that share each sequence."""
     ep: Positive = 1
-    """Expert parallelism."""
+    """Expert-parallel size: ranks over which a layer's experts are divided (MoE models)."""
     etp: Positive = 1
-    """Tensor parallelism inside experts."""
+    """Tensor-parallel size within an expert (MoE models)."""
     recompute: Literal["full", "selective"] = "full"
-    """What ``train.gradient_checkpointing`` computes again in the backward pass: whole layers, or only
-    ``recompute_modules`` of them."""
+    """What ``train.gradient_checkpointing`` recomputes in the backward pass. ``full``: whole layers.
+    ``selective``: only ``recompute_modules``."""
     recompute_modules: list[str] = Field(default_factory=lambda: ["core_attn"])
-    """megatron-core's names; only with ``recompute: selective``."""
+    """Modules to recompute with ``recompute: selective``, by megatron-core's names."""
     overlap: bool = True
-    """Reduce gradients during the backward pass."""
+    """Overlap the gradient reduction with the backward pass."""
     offload_optimizer: Fraction = 0.0
-    """Share of the optimiser's state that lives and is updated in host memory."""
+    """Fraction of the optimizer state that is stored and updated in host memory. Saves GPU memory; slower."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of Adam's two moments; master weights and sums of gradients stay float32.  ``bfloat16`` saves 4 bytes a
-    parameter, on CUDA alone, with ``train.adam_beta2`` of 0.992 or less (DeepSeek-V3, arXiv 2412.19437,
-    section 3.3.3, trained so with 0.95)."""
+    """Data type of Adam's two moments; master weights and accumulated gradients stay float32. ``bfloat16``
+    saves 4 bytes per parameter. It needs CUDA and ``train.adam_beta2`` of 0.992 or less (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.3, used 0.95)."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of megatron-core's TransformerConfig."""
+    """Further fields of megatron-core's TransformerConfig, by their names."""
 
     @property
     def ranks_per_copy(self) -> int:
-        """Ranks that together hold one copy of the model's dense part and share its micro-batches."""
+        """Ranks that together hold one copy of the dense parameters and share micro-batches."""
         return self.tp * self.cp * self.pp
 
     def data_ranks(self, ranks: int) -> int:
-        """How many ways the batch is divided."""
+        """Return the data-parallel size."""
         return ranks // self.ranks_per_copy
 
     def problems(self, ranks: int) -> list[str]:
-        """What is wrong whatever the model."""
+        """List the problems that do not depend on the model."""
         found: list[str] = []
         if ranks % self.ranks_per_copy:
             found.append(
@@ -72,21 +74,21 @@ class MegatronSettings(Section):
                 f"does not divide {ranks} trainer ranks"
             )
         if self.vpp > 1 and self.pp == 1:
-            found.append(f"megatron.vpp: {self.vpp} chunks a stage need more than one stage (megatron.pp)")
+            found.append(f"megatron.vpp: {self.vpp} chunks per stage need more than one stage (megatron.pp)")
         return found
 
     def moment_problems(self, adam_beta2: float, dtype: str) -> list[str]:
-        """What moments in bfloat16 cannot be had with."""
+        """List the settings that moments in bfloat16 cannot be combined with."""
         if self.moments_dtype == "float32":
             return []
         wanted = f"megatron.moments_dtype: {self.moments_dtype}"
         found: list[str] = []
         if self.offload_optimizer:
-            found.append(f"{wanted}: those in host memory (megatron.offload_optimizer) are float32")
+            found.append(f"{wanted}: moments in host memory (megatron.offload_optimizer) are float32")
         if adam_beta2 > LARGEST_BETA2:
             found.append(
-                f"{wanted} needs train.adam_beta2 of {LARGEST_BETA2} or less, not {adam_beta2}: what second "
-                "moments lose in a step would be lost in their rounding"
+                f"{wanted} needs train.adam_beta2 of {LARGEST_BETA2} or less, not {adam_beta2}: rounding "
+                "would cancel the decay of the second moments"
             )
         if dtype != "bfloat16":
             found.append(f"{wanted} needs model.dtype: bfloat16, not {dtype}")
@@ -94,5 +96,5 @@ class MegatronSettings(Section):
 
     @property
     def moment_bytes(self) -> int:
-        """Of both moments of one parameter."""
+        """Bytes of both moments of one parameter."""
         return 4 if self.moments_dtype == "bfloat16" else 8

@@ -1,4 +1,4 @@
-"""The ``placement`` section: which devices do what."""
+"""The ``placement`` section: which devices train and which generate."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from orhpc.config.base import Machines, Positive, Section
 
 
 class PlacementSettings(Section):
-    """Which devices do what.  A device is a GPU, or a process where ``device`` is ``cpu``."""
+    """Nodes, and which devices train and generate. A device is a GPU, or a process with ``device: cpu``."""
 
     device: Literal["cuda", "cpu"] = "cuda"
-    """Never guessed."""
+    """``cuda`` or ``cpu``; it is never detected."""
     mode: Literal["colocated", "split", "mixed"] = "colocated"
-    """``colocated``: engines and trainers share every device and take turns; ``split``: each has
-    its own; ``mixed``: trainers take the first devices, engines the last, and where they overlap they
-    take turns."""
+    """``colocated``: engines and trainers share every device and use it alternately. ``split``: they have
+    separate devices. ``mixed``: trainers have the first devices and engines the last, and where the two
+    overlap they use the devices alternately."""
     nodes: Machines = 1
+    """Number of nodes."""
     devices_per_node: Machines = 4
+    """Devices (GPUs) per node."""
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of one GPU (GiB): 79.6 for an H100, 139.8 for an H200. Null: detected on the nodes, and on a
     login node from SLURM's GRES type."""
@@ -27,9 +29,11 @@ class PlacementSettings(Section):
     """Host memory per node (GiB) available for offloaded trainer state. Null: detected on the nodes from the
     system or the job's limit."""
     trainer_devices: Positive | None = None
-    """``split`` and ``mixed``: devices in all for training; ``split``: null takes what engines leave."""
+    """Devices for training, over all nodes; only with ``split`` and ``mixed``. Null (``split`` only): those
+    that engines do not use."""
     engine_devices: Positive | None = None
-    """``split`` and ``mixed``: devices in all for engines."""
+    """Devices for engines, over all nodes; only with ``split`` and ``mixed``. Null (``split`` only): those
+    that trainers do not use."""
 
     @property
     def devices(self) -> int:
@@ -49,7 +53,7 @@ class PlacementSettings(Section):
 
     @property
     def shared_devices(self) -> int:
-        """Devices on which engines and trainers take turns."""
+        """Number of devices that engines and trainers use alternately."""
         return self.trainer_ranks + self.rollout_devices - self.devices
 
     @model_validator(mode="after")
@@ -68,7 +72,7 @@ class PlacementSettings(Section):
         if wanted > self.devices or (both and wanted != self.devices):
             raise ValueError(f"trainer and engine devices add up to {wanted}, not {self.devices}")
         if not both and wanted == self.devices:
-            raise ValueError("no device is left for the other side")
+            raise ValueError(f"no device is left for the {'engines' if self.trainer_devices else 'trainers'}")
         return self
 
     def _check_mixed(self) -> None:

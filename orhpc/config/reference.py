@@ -1,4 +1,4 @@
-"""``configs/base.yaml`` from the schema: every setting with its default and what it means.
+"""Generate ``configs/base.yaml`` from the schema: every setting with its default and description.
 
 python -m orhpc.config.reference > configs/base.yaml
 """
@@ -18,17 +18,17 @@ from orhpc.config import Config, EnvironmentSettings
 
 _WIDTH = 108
 _HEAD = """\
-# Every setting with its default and what it means, made from the schema: do not edit, but run
-# `python -m orhpc.config.reference > configs/base.yaml`. Configs build on it with `extends: base.yaml`
-# and name only what differs.
+# Every setting with its default and description. This file is generated from the schema; do not edit it, run
+# `python -m orhpc.config.reference > configs/base.yaml`. Other configs start with `extends: base.yaml` and
+# set only what differs.
 """
 _ENVIRONMENTS = """
-environments: {}  # Sources of tasks, by name; at least one is needed. One has these settings:
+environments: {}  # Environments by name; at least one is required. Each has these settings:
 """
 
 
 def reference() -> str:
-    """The text of ``configs/base.yaml``."""
+    """Return the text of ``configs/base.yaml``."""
     parts = [_HEAD]
     for name, field in Config.model_fields.items():
         default = _default(field)

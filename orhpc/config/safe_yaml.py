@@ -1,4 +1,4 @@
-"""YAML of a config or an override, read within bounds: no alias can make it larger than it looks."""
+"""Read the YAML of a config or an override, with limits on size and depth that also count aliases."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import yaml
 from orhpc.errors import ConfigError
 
 MOST_BYTES = 4 << 20
-"""Of one file."""
+"""Maximum size of one file, in bytes."""
 MOST_VALUES = 100_000
-"""Keys and values of one file, aliases written out."""
+"""Maximum number of keys and values of one file, with aliases expanded."""
 DEEPEST = 50
-"""Levels of one file."""
+"""Maximum nesting depth of one file."""
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-"""Control characters and lone surrogates: no file name, address or prompt holds them."""
+"""Control characters and lone surrogates, which no file name, address or prompt contains."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error: the second silently won before."""
+    """Safe YAML loader for which a duplicate key is an error; PyYAML silently uses the last one."""
 
 
 def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -30,7 +30,7 @@ def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict
         if not isinstance(key, str):
             raise ConfigError(f"{_place(key_node)}: key {key!r} is not text")
         if key in seen:
-            raise ConfigError(f"{_place(key_node)}: {key!r} stands twice")
+            raise ConfigError(f"{_place(key_node)}: {key!r} appears twice")
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -41,7 +41,7 @@ def _place(node: yaml.Node) -> str:
 
 
 def _int_or_time(loader: _Loader, node: yaml.ScalarNode) -> int | str:
-    """YAML 1.1 reads 4:00:00 as a number to base 60; here it stays the text that was written."""
+    """YAML 1.1 reads 4:00:00 as a base-60 number; return such a value as text."""
     text = str(loader.construct_scalar(node))
     return text if ":" in text else loader.construct_yaml_int(node)
 
@@ -55,11 +55,11 @@ def read_yaml(source: str | IO[str], where: str, *, or_text: bool = False) -> An
 
     Args:
         source: text, or an open file.
-        where: what it is, for messages.
-        or_text: text that is no YAML is returned as it is.
+        where: name of the source in messages.
+        or_text: return text that is not YAML unchanged.
 
     Raises:
-        ConfigError: it is no YAML, too large, nested too deeply, or holds control characters.
+        ConfigError: it is not YAML, too large, nested too deeply, or contains control characters.
     """
     text = source if isinstance(source, str) else source.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
@@ -72,26 +72,26 @@ def read_yaml(source: str | IO[str], where: str, *, or_text: bool = False) -> An
         if or_text:
             value = text
         else:
-            said = " ".join(str(error).replace("<unicode string>", where).split())
-            raise ConfigError(f"{where}: not YAML: {said[:300]}") from None
-    except (ValueError, OverflowError, LookupError) as error:  # a number or a date that is none
+            reason = " ".join(str(error).replace("<unicode string>", where).split())
+            raise ConfigError(f"{where}: not YAML: {reason[:300]}") from None
+    except (ValueError, OverflowError, LookupError) as error:  # an invalid number or date
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())[:200]}") from None
     _check_size(value, where)
     return value
 
 
 def _check_size(value: Any, where: str) -> None:
-    """Raises ConfigError for more values or levels than a config has, or for text that is none."""
+    """Raise ConfigError for too many values or levels, or for control characters in a text."""
     level, count = [value], 0
     for _ in range(DEEPEST):
         count += len(level)
         if not level:
             return
         if count > MOST_VALUES:
-            raise ConfigError(f"{where}: more than {MOST_VALUES} values, aliases written out")
+            raise ConfigError(f"{where}: more than {MOST_VALUES} values with aliases expanded")
         for text in level:
             if isinstance(text, str) and _NO_TEXT.search(text):
-                raise ConfigError(f"{where}: a text holds control characters")
+                raise ConfigError(f"{where}: a text contains control characters")
         level = [inner for node in level for inner in _inside(node)]
     raise ConfigError(f"{where}: nested deeper than {DEEPEST} levels")
 

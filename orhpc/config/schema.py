@@ -1,11 +1,11 @@
-"""The one schema of a run's settings: YAML, ``extends:`` and dotted overrides, resolved once.
+"""The schema of all settings of a run.
 
     config = load_config("configs/local.yaml", ["train.lr=1e-6"])
 
-A config file holds intent.  What follows from the machines at hand (ranks, addresses, ports) is
-worked out for each attempt by :mod:`orhpc.plan.placement` and never written back here.
-Everything wrong with a config is a :class:`~orhpc.errors.ConfigError` of one line that names the
-field.  This module imports neither torch nor ray: login nodes load it.
+Values that depend on the machines (ranks, addresses, ports) are computed for each attempt by
+:mod:`orhpc.plan.placement` and are not part of the config.  Every error in a config is a
+:class:`~orhpc.errors.ConfigError` of one line that names the field.  This module imports neither torch
+nor ray, because login nodes load it.
 """
 
 from __future__ import annotations
@@ -26,106 +26,116 @@ from orhpc.config.slurm import SlurmSettings
 
 
 class RunSettings(Section):
-    """Which run this is."""
+    """Name, location and seed of the run."""
 
     name: Name | None = None
-    """Folder under ``root``; the config file's stem when not given, so that the same command
-    always finds the same run."""
+    """Name of the run and of its folder under ``root``. Null: the config's file name without ``.yaml``, so
+    the same command resumes the same run."""
     root: str = "runs"
-    """Folder that holds run directories; on a filesystem that every node sees."""
+    """Folder that contains the run directories. It must be on a filesystem that all nodes share."""
     seed: NonNegative = 0
-    """Fixes task order, sampling seeds and initial weights of random models."""
+    """Random seed of the task order, of sampling, and of the initial weights of random models."""
     storage_wait_s: Seconds = 900.0
-    """How long a run whose filesystem is full, or away, waits for it before it leaves to be requeued."""
+    """Seconds that a run waits when its filesystem is full or unavailable, before it ends to be requeued."""
 
 
 class ModelSettings(Section):
     """The policy model."""
 
     path: str = "Qwen/Qwen3-4B"
-    """A local Hugging Face folder, a hub name (``Organisation/Name``), or ``bundled:NAME`` (``tiny``,
-    ``tiny-moe``, ``smollm2-135m-instruct``). Hub models are fetched once into ``HF_HOME``, which all nodes
-    must see; gated ones need ``HF_TOKEN``."""
+    """A local Hugging Face folder, a hub name (``Organization/Name``), or ``bundled:NAME`` (``tiny``,
+    ``tiny-moe``, ``smollm2-135m-instruct``). Hub models are downloaded once into ``HF_HOME``, which all nodes
+    must share; gated models need ``HF_TOKEN``."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model; null: ``main``. A run keeps the commit that it began with."""
+    """Branch, tag or commit of a hub model; null: ``main``. A run keeps using the commit
+    that it started with."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of weights and activations in the forward pass; master weights are always float32."""
+    """Data type of weights and activations in the forward pass. Master weights are always float32."""
     chat_format: Literal["auto", "chatml", "llama3", "deepseek", "glm"] = "auto"
-    """How messages become tokens; ``auto`` goes by the model's type and vocabulary."""
+    """Chat template that converts messages to tokens. ``auto``: chosen from the model's type and
+    vocabulary."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model folder."""
+    """Run Python code from the model folder. Set it only for models that you trust."""
     check: bool = True
-    """At every start, compare log-probabilities of the trainer and of CPU engines with transformers' own
-    forward pass on a few samples (up to 10 billion parameters), and those of every engine with the
-    trainer's; refuse a model that one of them computes wrongly.  The log and the event ``ready`` say what
-    was compared."""
+    """At every start, compare log-probabilities on a few samples: those of the trainer and of CPU engines
+    with the forward pass of transformers (models of up to 10 billion parameters), and those of every engine
+    with the trainer's. The run does not start if they disagree. The log and the event ``ready`` list what was
+    compared."""
 
 
 class RolloutSettings(Section):
-    """How rollouts are made."""
+    """How rollouts are generated."""
 
     batch_size: Positive = 32
-    """Prompt groups a step."""
+    """Prompt groups per step."""
     n_samples: Positive = 16
-    """Rollouts a prompt group."""
+    """Rollouts per prompt group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The trainer divides logits by the same temperature."""
+    """Sampling temperature. The trainer divides its logits by the same value."""
     top_p: float = 1.0
-    """Only 1: truncated sampling draws from another policy than the one that is trained."""
+    """Must be 1: truncated sampling draws from a different policy than the one that is trained."""
     top_k: int = -1
-    """Only -1, likewise."""
+    """Must be -1 (off), for the same reason."""
     min_p: float = 0.0
-    """Only 0, likewise."""
+    """Must be 0 (off), for the same reason."""
     max_response_tokens: Positive = 4096
-    """Tokens of one generation call."""
+    """Maximum number of tokens sampled in one generation call (one assistant turn)."""
     max_total_tokens: Positive = 32768
-    """Tokens of one rollout, prompt and environment text included; never exceeded."""
+    """Maximum number of tokens of one rollout, including the prompt and the environment's text."""
     thinking: bool = False
-    """Render the chat format's thinking mode."""
+    """Use the chat format's thinking mode."""
     system_prompt_template: str | None = None
-    """System message; ``{tools}`` becomes the tool descriptions, other braces stay as they are.
-    Null: the chat format's own text."""
+    """System message. ``{tools}`` is replaced by the tool descriptions; other braces are left unchanged.
+    Null: the chat format's default text."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Groups started, as a multiple of ``batch_size``; a step takes those that finish first."""
+    """Oversampling factor: prompt groups started per step, relative to ``batch_size``. The step uses the
+    first ``batch_size`` groups to finish."""
     filter: Literal["none", "equal_rewards"] = "none"
-    """``equal_rewards`` drops groups that carry no gradient and draws others."""
+    """``equal_rewards``: drop prompt groups whose rewards are all equal, which give no gradient, and start
+    others in their place."""
     max_refills: NonNegative = 3
-    """Times a step may draw a further batch because of filtered or failed groups."""
+    """Replacement groups that a step may start for filtered or failed ones, as a multiple of
+    ``batch_size``."""
     max_staleness: NonNegative = 0
-    """Policy versions that a rollout's oldest token may lie behind; 0 is synchronous."""
+    """Maximum age of a rollout's oldest token, in policy versions. 0: synchronous training; larger values let
+    engines generate while the trainer trains."""
     workers_per_node: Machines = 4
+    """Rollout worker processes per node."""
     max_concurrent: Positive = 512
-    """Rollouts in flight a worker."""
+    """Maximum number of rollouts in flight per worker."""
     retries: NonNegative = 2
-    """Fresh starts of one rollout, each in a new session, after its environment or engine failed."""
+    """Retries of one rollout, each in a new session, after its environment or engine failed."""
     max_failing_rollouts: Annotated[float, Field(ge=0)] = 0.5
-    """Failed rollouts that a prompt group may have and still be trained, with the rollouts that are left:
-    a share of its rollouts if below 1 (rounded down), else a number.  At least two must be left.  A group
-    with more failures is dropped and another is drawn (``max_refills``)."""
+    """Failed rollouts that are tolerated per prompt group: a fraction of its rollouts if below 1 (rounded
+    down), else a number. The group is trained with the remaining rollouts, at least two. A group with more
+    failures is dropped and replaced (``max_refills``)."""
     failing_environment: Literal["stop", "leave_out"] = "stop"
-    """What happens when an environment fails for good: ``stop`` ends the attempt (exit code 75 where its
-    server may come back, 2 where nothing but its code fails); ``leave_out`` goes on with the tasks of the
-    other environments, and tries it again at the next start."""
+    """What happens when an environment fails permanently. ``stop``: end the attempt, with exit code 75 if its
+    server may recover and 2 if only its code fails. ``leave_out``: continue with the tasks of the other
+    environments, and try it again at the next start."""
     failing_environment_after: Positive = 64
-    """Failed rollouts in a row, each tried again as ``retries`` says, after which an environment counts as
-    failing for good."""
+    """Consecutive failed rollouts, each after its ``retries``, after which an environment counts as
+    permanently failing."""
     tool_timeout_s: Seconds = 600.0
-    """Deadline of one tool call, until an environment's own calls have shown how long they take: a call is
-    then given up after ten times the longest that was answered, and not before 30 s."""
+    """Timeout of one tool call, in seconds, until enough calls of an environment have been measured. From
+    then on it is ten times the longest answered call, at least 30 s."""
     session_timeout_s: Seconds = 120.0
-    """Deadline of opening an environment session, its prompt included."""
+    """Timeout for opening an environment session and reading its prompt, in seconds."""
     environment_start_timeout_s: Seconds = 600.0
-    """How long a starting environment server is waited for."""
+    """Timeout for the start of an environment server, in seconds."""
     custom_agent: str | None = None
-    """``package.module:function`` in place of the agent loop (its signature: orhpc.rollout.agent)."""
+    """``package.module:function`` that replaces the agent loop. Its signature is in orhpc.rollout.agent.
+    Null: the built-in loop."""
     custom_reward: str | None = None
-    """``package.module:function`` from a finished rollout to its reward."""
+    """``package.module:function`` that computes the reward of a finished rollout. Null: the environment's
+    rewards."""
     record_routes: bool = False
-    """Ask engines of MoE models for expert routes and keep them in the record."""
+    """Record the experts that the engines chose for each token (MoE models only). Needed by
+    ``train.routing_replay``."""
     openreward_upload: bool = False
-    """Upload rollouts to OpenReward in the background; needs the key OPENREWARD_API_KEY."""
+    """Upload rollouts to OpenReward in the background. Needs OPENREWARD_API_KEY."""
     openreward_run_name: Name | None = None
-    """Name of the upload; null: the run's name."""
+    """Name of the uploaded run. Null: ``run.name``."""
 
     @model_validator(mode="after")
     def _caps(self) -> Self:
@@ -133,7 +143,7 @@ class RolloutSettings(Section):
             if getattr(self, name) != off:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is refused for training rollouts: the engine's "
-                    f"log-probabilities would be another policy's; leave it at {off} (evaluation may set it)"
+                    f"log-probabilities would be of another policy; leave it at {off} (evaluation may set it)"
                 )
         if self.max_response_tokens >= self.max_total_tokens:
             raise ValueError("max_response_tokens must be below max_total_tokens")
@@ -141,90 +151,102 @@ class RolloutSettings(Section):
 
 
 class TrainSettings(Section):
-    """The optimisation."""
+    """The trainer and the optimizer."""
 
     backend: Literal["fsdp", "megatron"] = "fsdp"
-    """``fsdp``: a transformers model, sharded over all ranks; ``megatron``: megatron-core, laid out as
-    the ``megatron`` section says."""
+    """``fsdp``: a transformers model, sharded over all ranks. ``megatron``: megatron-core, with the
+    parallelism of the ``megatron`` section."""
     steps: NonNegative = 3000
-    """Rollout and update steps of the run; 0: evaluate once (``evaluation.splits``) and train nothing."""
+    """Training steps of the run. 0: evaluate once (``evaluation.splits``) and do not train."""
     global_batch_size: Positive = 512
-    """Samples a mini-batch: one optimiser step."""
+    """Samples per mini-batch, that is, per optimizer step. ``rollout.batch_size`` x ``rollout.n_samples``
+    must equal ``global_batch_size`` x ``steps_per_rollout``."""
     steps_per_rollout: Positive = 1
-    """Mini-batches a step."""
+    """Mini-batches (optimizer steps) per training step."""
     lr: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape over the whole run after warm-up; linear and cosine end at ``lr_min``."""
+    """Learning rate after warm-up. ``linear`` and ``cosine`` decay to ``lr_min`` at the last step."""
     lr_warmup_steps: NonNegative = 0
-    """Optimiser steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up from 0."""
     lr_min: Annotated[float, Field(ge=0)] = 0.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Gradient clipping: gradients are scaled down to at most this global norm."""
     max_tokens_per_gpu: Positive = 8192
-    """Packed tokens a micro-batch and rank; a longer single rollout gets a micro-batch alone."""
+    """Maximum number of packed tokens per micro-batch and rank. A longer sample gets a micro-batch of its
+    own. Lower it if the trainer runs out of GPU memory."""
     dynamic_batch: bool = True
-    """Pack under ``max_tokens_per_gpu``; false: ``micro_batch_size`` rollouts a micro-batch."""
+    """Pack samples into micro-batches of up to ``max_tokens_per_gpu``. False: ``micro_batch_size`` samples
+    per micro-batch."""
     micro_batch_size: Positive = 1
+    """Samples per micro-batch and rank if ``dynamic_batch`` is false."""
     gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, more compute."""
     routing_replay: bool = False
-    """Send every token to the experts that the engine chose for it (MoE models); needs
+    """Route every token to the experts that the engine chose for it (MoE models only). Needs
     ``rollout.record_routes``."""
     logprob_chunk_tokens: Positive = 8192
-    """Rows of logits that exist at a time.  A micro-batch that needs no more keeps its logits for the
-    backward pass; of a longer one they are computed again, chunk by chunk."""
+    """Maximum number of tokens whose logits are in memory at a time. A micro-batch with no more tokens keeps
+    its logits for the backward pass; for a longer one they are recomputed chunk by chunk."""
     threads: Positive | None = None
-    """CPU threads of one trainer rank; null shares out the machine's."""
+    """CPU threads per trainer rank. Null: an equal share of the machine's."""
     replay_rollouts: str | None = None
-    """Folder of a rollout record (``RUN/rollouts``): train from it, without engines."""
+    """Folder of recorded rollouts (``RUN/rollouts``) to train on, without engines. Null: generate
+    rollouts."""
     deterministic: bool = False
-    """Refuse kernels whose result may differ between two runs."""
+    """Use only deterministic kernels; an operation without one is an error."""
     profile_steps: list[Positive] = Field(default_factory=list)
-    """Steps whose updates are traced by torch's profiler, into ``RUN/profiles/step_N``; slows them."""
+    """Steps whose update is traced by torch's profiler into ``RUN/profiles/step_N``. Tracing slows them
+    down."""
     profile_ranks: list[NonNegative] = Field(default_factory=lambda: [0])
     """Trainer ranks that write a trace."""
 
 
 class CheckpointSettings(Section):
-    """What is kept, and where a run starts."""
+    """Checkpoints (commits), and the checkpoint that a run starts from."""
 
     save_interval: Positive | None = 10
-    """Steps between commits; null: none is ever made, also not at the end, so a resume starts from nothing.
-    For measurements of models whose commits no disk here would hold."""
+    """Steps between commits. Null: no commit is written, not even at the end, so a resume starts from the
+    beginning; for benchmarks of models whose commits do not fit on disk."""
     keep: Positive = 2
-    """Newest commits kept."""
+    """Number of newest commits to keep; older ones are deleted."""
     keep_every: Positive | None = None
-    """Commits of steps divisible by it are kept for good."""
+    """Commits of steps that are divisible by this number are never deleted. Null: only the newest are
+    kept."""
     load: str | None = None
-    """Commit folder, or run directory, whose weights and optimiser a new run starts from."""
+    """Commit folder, or run directory, whose weights and optimizer state a new run starts from. Null: the
+    weights of ``model.path``."""
     save_timeout_s: Seconds = 1800.0
-    """A save that takes longer is abandoned, loudly."""
+    """Seconds after which a commit is abandoned, with an error in the log."""
     spare_host_memory: bool = False
-    """Where trainers sleep: write commits from the memory they sleep in, not from a copy of their own.  The
-    next sync waits for the write to end."""
+    """Write commits directly from the host memory that holds the offloaded trainer state, without a second
+    copy. Saves host memory, but the next weight sync waits until the commit is written. Needs trainers and
+    engines that share devices."""
 
 
 class EvaluationSettings(Section):
-    """Evaluation every k steps."""
+    """Periodic evaluation."""
 
     interval: NonNegative = 0
-    """Steps between evaluations; 0: never, but once in a run of ``train.steps: 0``."""
+    """Steps between evaluations. 0: no evaluation, except the one of a run with ``train.steps: 0``."""
     at_start: bool = True
-    """Also before the first step."""
+    """Also evaluate before the first step."""
     splits: dict[str, list[str]] = Field(default_factory=dict)
-    """Environment key to the splits to evaluate on; the environment need not train."""
+    """For each environment, by name, the splits to evaluate on. It may be an environment that is not used for
+    training."""
     num_samples: Positive | None = None
-    """Tasks a split; null: all."""
+    """Tasks per split. Null: all."""
     n_samples: Positive = 1
-    """Rollouts a task."""
+    """Rollouts per task."""
     sampling: SamplingSettings = SamplingSettings()
 
 
 class WandbSettings(Section):
-    """Weights & Biases; offline without a key, and never able to stop a run."""
+    """Weights & Biases. Without WANDB_API_KEY it logs offline. Its failures never stop a run."""
 
     enabled: bool = True
     project: Name = "orhpc"
@@ -239,16 +261,17 @@ class Config(Section):
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     precision: Precision = "bf16"
-    """``bf16``: nothing is quantised, engines and trainers compute in ``model.dtype``; ``fp8-rollout``:
-    engines hold block-wise e4m3 weights (128 x 128), quantised at every weight sync; ``fp8``: the
-    trainer's layers compute with the same blocks too (TransformerEngine).  Routers, norms, embeddings
-    and the head stay as they are."""
+    """``bf16``: no quantization, engines and trainers compute in ``model.dtype``. ``fp8-rollout``: engines
+    hold block-wise e4m3 weights (128 x 128), quantized at every weight sync. ``fp8``: the trainer's layers
+    also compute in block-wise FP8 (TransformerEngine). Routers, norms, embeddings and the head are never
+    quantized."""
     placement: PlacementSettings = PlacementSettings()
     engine: EngineSettings = EngineSettings()
     rollout: RolloutSettings = RolloutSettings()
     environments: Annotated[dict[str, EnvironmentSettings], Field(default_factory=dict)]
     secrets: dict[str, str | None] = Field(default_factory=dict)
-    """Secrets for all environments; an environment's own come first."""
+    """Secrets that all environments receive, as name and source (see ``environments``). A secret of the same
+    name in an environment takes precedence."""
     train: TrainSettings = TrainSettings()
     megatron: MegatronSettings = MegatronSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -260,25 +283,25 @@ class Config(Section):
 
     @property
     def data_ranks(self) -> int:
-        """How many ways the trainer divides a batch: ranks that share micro-batches count once."""
+        """Data-parallel size of the trainer: ranks that share micro-batches count once."""
         ranks = self.placement.trainer_ranks
         return self.megatron.data_ranks(ranks) if self.train.backend == "megatron" else ranks
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Trainer ranks that share each sequence, and with it the token budget of a micro-batch."""
+        """Trainer ranks that share each sequence, and therefore the token budget of a micro-batch."""
         return self.megatron.cp if self.train.backend == "megatron" else 1
 
     @property
     def routes_wanted(self) -> bool:
-        """Whether trainers fetch expert routes: to replay them, or to count where they would differ."""
+        """Whether trainers fetch expert routes, to replay them or to count mismatches."""
         return self.train.routing_replay or (
             self.rollout.record_routes and self.train.replay_rollouts is None
         )
 
     @property
     def secret_sources(self) -> list[dict[str, str | None]]:
-        """Where all secrets of the run come from: those of all environments, and each one's own."""
+        """Sources of all secrets of the run: the shared ones, then those of each environment."""
         return [self.secrets, *(e.secrets for e in self.environments.values())]
 
     @model_validator(mode="after")
@@ -290,7 +313,7 @@ class Config(Section):
 
 
 def _contradictions(c: Config) -> list[str]:
-    """Everything that no single field can know to be wrong."""
+    """List the contradictions between settings of different sections."""
     problems: list[str] = []
     rollouts = c.rollout.batch_size * c.rollout.n_samples
     trained = c.train.global_batch_size * c.train.steps_per_rollout
@@ -311,18 +334,18 @@ def _contradictions(c: Config) -> list[str]:
         problems.append("engine.backend: cpu needs placement.device: cpu")
     if c.placement.rollout_devices % c.engine.tp:
         problems.append(
-            f"engine.tp: {c.placement.rollout_devices} devices cannot be shared out to engines "
+            f"engine.tp: {c.placement.rollout_devices} devices cannot be divided into engines "
             f"of {c.engine.tp}"
         )
     if c.placement.shared_devices % c.engine.tp:
         problems.append(
-            f"engine.tp: engines of {c.engine.tp} would lie half on the {c.placement.shared_devices} "
+            f"engine.tp: an engine of {c.engine.tp} would be only partly on the {c.placement.shared_devices} "
             "devices that are shared with trainers"
         )
     if c.engine.sync == "ipc" and c.placement.shared_devices < c.placement.rollout_devices:
         problems.append("engine.sync: ipc needs every engine on the trainers' devices; use auto")
     if c.checkpoint.spare_host_memory and not c.placement.shared_devices:
-        problems.append("checkpoint.spare_host_memory: no trainer sleeps with placement.mode: split")
+        problems.append("checkpoint.spare_host_memory: placement.mode: split offloads no trainer state")
     if c.engine.sync == "broadcast" and c.placement.shared_devices and c.placement.device == "cuda":
         problems.append("engine.sync: broadcast cannot reach engines on the trainers' devices; use auto")
     if any(rank >= c.placement.trainer_ranks for rank in c.train.profile_ranks):
@@ -334,12 +357,12 @@ def _contradictions(c: Config) -> list[str]:
         problems.append("megatron: has settings, but train.backend is not megatron")
     problems += precision_problems(c)
     if c.engine.deterministic and c.evaluation.sampling.min_p:
-        problems.append("evaluation.sampling.min_p: SGLang samples none with engine.deterministic")
+        problems.append("evaluation.sampling.min_p: SGLang does not support it with engine.deterministic")
     return problems
 
 
 def _source_problems(c: Config) -> list[str]:
-    """What is wrong with where tasks come from."""
+    """List the problems of the settings that say where tasks come from."""
     problems: list[str] = []
     replays = c.train.replay_rollouts is not None
     if not c.environments and not replays:
@@ -354,7 +377,7 @@ def _source_problems(c: Config) -> list[str]:
     if c.train.steps == 0 and (replays or not c.evaluation.splits):
         problems.append("train.steps: 0 evaluates and trains nothing; it needs evaluation.splits")
     for name, settings in c.environments.items():
-        own = settings.over(c.rollout)
+        own = settings.apply_to(c.rollout)
         if own.max_total_tokens > c.rollout.max_total_tokens:
             problems.append(f"environments.{name}.max_total_tokens: is above rollout.max_total_tokens")
         if own.max_response_tokens >= own.max_total_tokens:
@@ -364,7 +387,7 @@ def _source_problems(c: Config) -> list[str]:
         elif (settings.replicas or 0) > c.rollout.workers_per_node:
             problems.append(
                 f"environments.{name}.replicas: {settings.replicas} are more than the "
-                f"{c.rollout.workers_per_node} rollout.workers_per_node, each of which keeps to one server"
+                f"{c.rollout.workers_per_node} rollout.workers_per_node, each of which uses one server"
             )
         if not settings.trains and name not in c.evaluation.splits:
             unused = "trains nothing (splits, weight), and evaluation.splits does not name it"

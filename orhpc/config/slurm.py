@@ -1,7 +1,7 @@
-"""The ``slurm:`` section of a config: what the batch script asks for and how its processes start.
+"""The ``slurm`` section: options of the batch job, and how its processes start.
 
-No value can add a line or an option to the script: header words are matched against a fixed set of
-characters, and what the shell sees is one line that the renderer quotes.
+No value can add a line or an option to the batch script: values in #SBATCH lines may contain only a fixed
+set of characters, and values in shell commands are single lines that are quoted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _OURS = {"signal", "nodes", "ntasks", "ntasks-per-node", "array", "requeue", "no
 
 
 def _sbatch_value(value: str) -> str:
-    """One word of a batch script's header: nothing that ends the word, the line or starts a comment."""
+    """Refuse characters that would end the word or the line, or start a comment."""
     if not _SBATCH_VALUE.fullmatch(value):
         raise ValueError(
-            f"{value!r}: only letters, digits and _.,:;@=+/%&|*!()[]- may stand in a #SBATCH line"
+            f"{value!r}: only letters, digits and _.,:;@=+/%&|*!()[]- are allowed in a #SBATCH line"
         )
     return value
 
@@ -44,7 +44,7 @@ def _extra_option(value: str) -> str:
     if not name:
         raise ValueError(f"{value!r}: write --option or --option=value")
     if name[1] in _OURS:
-        raise ValueError(f"{value!r}: --{name[1]} is the launcher's own")
+        raise ValueError(f"{value!r}: --{name[1]} is set by the launcher")
     _sbatch_value(value)
     return value
 
@@ -56,14 +56,15 @@ ExtraOption = Annotated[str, AfterValidator(_extra_option)]
 
 
 class ContainerSettings(Section):
-    """What the job's processes run in."""
+    """The container that the job's processes run in."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    """``pyxis``: srun's --container options (enroot); ``apptainer``: apptainer exec."""
+    """``none``: no container. ``pyxis``: srun's --container options (enroot). ``apptainer``: apptainer
+    exec."""
     image: OneLine | None = None
-    """Image, in the runtime's own notation."""
+    """Container image, in the notation of the runtime. Needed with ``pyxis`` and ``apptainer``."""
     mounts: list[OneLine] = Field(default_factory=list)
-    """``SOURCE:TARGET`` folders beside the working directory and the run root."""
+    """Folders to mount, as ``SOURCE:TARGET``, in addition to the working directory and ``run.root``."""
 
     @model_validator(mode="after")
     def _image_where_needed(self) -> Self:
@@ -73,42 +74,45 @@ class ContainerSettings(Section):
 
 
 class SlurmSettings(Section):
-    """The batch job.  Null leaves an option to the site's default."""
+    """The batch job. Null: the cluster's default."""
 
     partition: SbatchValue | None = None
     account: SbatchValue | None = None
     qos: SbatchValue | None = None
     time: TimeLimit = None
-    """Minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``; the job comes back after it."""
+    """Time limit: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``. A job that reaches it is requeued and resumes."""
     gpus_per_node: NonNegative | None = None
-    """Null: ``placement.devices_per_node`` where the device is cuda, else none."""
+    """GPUs requested per node. Null: ``placement.devices_per_node`` if ``placement.device`` is ``cuda``, else
+    none."""
     cpus_per_task: Positive | None = None
-    """CPU cores a node, where nodes are shared."""
+    """CPU cores per node. Set it on clusters whose nodes are shared between jobs."""
     mem: SbatchValue | None = "0"
-    """Memory a node; ``0`` is all of it."""
+    """Memory per node, in SLURM's notation (``200G``). ``0``: all of it."""
     exclusive: bool = True
-    """No other job on the nodes."""
+    """Request nodes that no other job uses."""
     constraint: SbatchValue | None = None
     reservation: SbatchValue | None = None
     exclude: SbatchValue | None = None
-    """Nodes to stay away from, in SLURM's notation."""
+    """Nodes to exclude, in SLURM's notation."""
     mail_user: SbatchValue | None = None
     mail_type: SbatchValue | None = None
     extra_sbatch: list[ExtraOption] = Field(default_factory=list)
-    """Further ``--option=value`` lines."""
+    """Further options of sbatch, as ``--option=value``."""
     srun_args: list[OneLine] = Field(default_factory=list)
-    """Further words for srun."""
+    """Further arguments of srun."""
     modules: list[OneLine] = Field(default_factory=list)
     """Environment modules to load before anything else."""
     container: ContainerSettings = ContainerSettings()
     python: OneLine | None = None
-    """Interpreter of the job; null: that of the launcher, ``.venv/bin/python``, or ``python3``."""
+    """Python interpreter of the job. Null: the launcher's, ``.venv/bin/python`` or ``python3``."""
     signal_lead_s: Positive | None = None
-    """Seconds before the time limit at which the job stops and commits; null: twice the commit
-    time measured in this run."""
+    """Seconds before the time limit at which the job stops and commits. Null: twice the slowest of the run's
+    last commits."""
     interface: OneLine | None = None
-    """Network interface of the job's own traffic; null: the one that the node's name resolves to."""
+    """Network interface for traffic between the job's nodes. Null: the one that the node's name resolves
+    to."""
     health_command: OneLine | None = None
-    """Shell command that has to succeed on every node at each start; else the node is excluded."""
+    """Shell command that is run on every node at each start; a node where it fails is excluded. Null:
+    none."""
     start_timeout_s: Seconds = 300.0
-    """How long the first node waits for the others."""
+    """Seconds that the first node waits for the others."""

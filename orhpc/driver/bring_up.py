@@ -87,7 +87,7 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         await task_sequence(config, workers[0]),
         workers,
         seed=config.run.seed,
-        per_environment={name: e.over(config.rollout) for name, e in config.environments.items()},
+        per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
         position=position,
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
     )

@@ -28,7 +28,7 @@ def due(config: Config, step: int) -> bool:
 
 def sampling_of(config: Config, environment: str) -> Sampling:
     """Evaluation's own sampling parameters, with an environment's limits."""
-    s, rollout = config.evaluation.sampling, config.environments[environment].over(config.rollout)
+    s, rollout = config.evaluation.sampling, config.environments[environment].apply_to(config.rollout)
     return Sampling(
         max_new_tokens=s.max_response_tokens or rollout.max_response_tokens,
         temperature=s.temperature,

@@ -66,7 +66,7 @@ class Saver:
         """Why the last commit failed."""
 
     async def after_step(self) -> None:
-        """Finalise a finished save, begin one when it is due."""
+        """Finalize a finished save, begin one when it is due."""
         state = self.state
         await self.poll()
         interval = self._settings.save_interval
@@ -74,7 +74,7 @@ class Saver:
             await self._begin(state)
 
     async def poll(self) -> None:
-        """Finalise the save under way when all shards are durable; never waits for them."""
+        """Finalize the save under way when all shards are durable; never waits for them."""
         async with self._one_at_a_time:
             save = self._under_way
             if save is None:
@@ -82,7 +82,7 @@ class Saver:
             try:
                 files = await self._trainers.save_poll()
                 if files is not None:
-                    self._finalise(save, files)
+                    self._finalize(save, files)
                 elif time.monotonic() - save.started > self._settings.save_timeout_s:
                     raise CheckpointError(f"the save took longer than {self._settings.save_timeout_s:.0f} s")
             except CheckpointError as error:
@@ -170,16 +170,16 @@ class Saver:
                 return
             try:
                 files = await self._trainers.finish_save(self._settings.save_timeout_s)
-                self._finalise(save, files)
+                self._finalize(save, files)
             except CheckpointError as error:
                 await self._failed(save, error)
 
-    def _finalise(self, save: _UnderWay, files: tuple[commits.ShardFile, ...]) -> None:
+    def _finalize(self, save: _UnderWay, files: tuple[commits.ShardFile, ...]) -> None:
         parent = str(self._parent) if self._parent else None
         manifest = commits.Manifest(
             save.name.step, save.name.attempt, parent, files, save.state.to_manifest()
         )
-        commits.finalise(save.folder, manifest)
+        commits.finalize(save.folder, manifest)
         self._under_way, self._parent = None, save.name
         self._events.write(
             "commit",

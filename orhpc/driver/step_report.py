@@ -55,7 +55,7 @@ def report(run: Reporting, step: CompletedStep) -> None:
     )
     if line := opening_notice(numbers):
         run.notice(f"step {state.step}: {line}")
-    for alarm in alarms.raised(run.config.alarms, numbers):
+    for alarm in alarms.raised_alarms(run.config.alarms, numbers):
         log.warning("step %d: %s", state.step, alarm)
         run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
         run.tracker.alert(f"step {state.step}: {alarm}")

@@ -144,7 +144,7 @@ class Agent:
         context = AgentContext(
             environment=environment,
             settings=settings,
-            rollout=settings.over(self.config.rollout),
+            rollout=settings.apply_to(self.config.rollout),
             chat=self.chat,
             generate=generate,
             sampling=request.sampling,

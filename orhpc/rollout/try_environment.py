@@ -197,7 +197,7 @@ async def _open(
             name,
             settings,
             secrets=resolve_secrets(config.secrets, settings.secrets),
-            rollout=settings.over(config.rollout),
+            rollout=settings.apply_to(config.rollout),
             url=own.url if own else None,
             key=own.key if own else None,
         )

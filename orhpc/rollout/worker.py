@@ -91,7 +91,7 @@ class RolloutWorker:
                 name,
                 settings,
                 secrets=resolve_secrets(self._config.secrets, settings.secrets),
-                rollout=settings.over(self._config.rollout),
+                rollout=settings.apply_to(self._config.rollout),
                 url=self._environment_urls.get(name),
                 key=self._environment_key,
             )

@@ -1,4 +1,4 @@
-"""The run directory: its paths, commits, events, records, and what to do when the filesystem refuses."""
+"""The run directory: its paths, commits, events, records, and retries when the filesystem fails."""
 
 from orhpc.rundir.paths import BUFFER, MANIFEST, CommitName, RunDir
 from orhpc.rundir.sealed import sync_folder, write_atomic

@@ -1,9 +1,9 @@
-"""The commit protocol of checkpoints, torch-free: begin, finalise, verify, choose, sweep.
+"""The commit protocol of checkpoints: begin, finalize, verify, choose, sweep. Does not import torch.
 
-Trainer ranks write their shards into a hidden folder and report name, size and SHA-256 of each.
-:func:`finalise` then writes ``manifest.json`` beside them and renames the folder, in the order
-shards, fsync, manifest, fsync, rename, fsync of the parent: a folder with a commit's name is
-always whole, and whatever else a crash left is recognised and swept.
+Trainer ranks write their shards into a hidden folder and report the name, size and SHA-256 of each.
+:func:`finalize` then writes ``manifest.json`` into that folder and renames it.  The order is shards, fsync,
+manifest, fsync, rename, fsync of the parent, so a folder with a commit's name is always complete, and the
+incomplete folders that a crash leaves can be recognized and removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """One file of a checkpoint, as the rank that wrote it saw it."""
+    """One file of a checkpoint, as reported by the rank that wrote it."""
 
     name: str
     size: int
@@ -40,13 +40,13 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What ``manifest.json`` holds: everything about a commit but its tensors."""
+    """Content of ``manifest.json``: everything in a commit except its tensors."""
 
     step: int
     """Steps completed."""
     attempt: int
     parent: str | None
-    """Name of the commit before it in the lineage."""
+    """Name of the previous commit in the lineage."""
     files: tuple[ShardFile, ...]
     state: dict[str, Any] = field(default_factory=dict)
     """The driver's own state: data position, buffer index, W&B run id, what recovery learned."""
@@ -54,12 +54,12 @@ class Manifest:
 
 
 def begin(rundir: RunDir, name: CommitName) -> Path:
-    """Make the hidden folder that ranks write the commit's shards into.
+    """Create the hidden folder for the commit's shards.
 
-    What crashed saves of older attempts left behind is removed: the commit may need the room.
+    Incomplete saves of older attempts are deleted, because the commit may need their space.
 
     Raises:
-        CheckpointError: the filesystem refused.
+        CheckpointError: the filesystem refused the write.
     """
     folder = rundir.checkpoints / f".{name}.partial"
     try:
@@ -69,21 +69,21 @@ def begin(rundir: RunDir, name: CommitName) -> Path:
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
-        raise CheckpointError(f"{name}: cannot be begun: {error}") from error
+        raise CheckpointError(f"{name}: cannot be started: {error}") from error
     return folder
 
 
 def discard(rundir: RunDir, name: CommitName) -> None:
-    """Remove what there is of a commit that failed; nobody may still write into it."""
+    """Delete the files of a failed commit; no rank may still be writing to them."""
     shutil.rmtree(rundir.checkpoints / f".{name}.partial", ignore_errors=True)
 
 
-def finalise(folder: Path, manifest: Manifest) -> Path:
-    """Turn a folder of durable shards into a commit.
+def finalize(folder: Path, manifest: Manifest) -> Path:
+    """Turn a folder of shards that are on disk into a commit.
 
     Raises:
         CheckpointError: a shard is missing or has another size than its rank reported, or the
-            filesystem refused; the earlier commits are untouched.
+            filesystem refused the write; earlier commits are unchanged.
     """
     name = CommitName(manifest.step, manifest.attempt)
     target = folder.parent / str(name)
@@ -93,7 +93,7 @@ def finalise(folder: Path, manifest: Manifest) -> Path:
             if size != shard.size:
                 raise CheckpointError(f"{name}: {shard.name} has {size} bytes, {shard.size} were written")
         write_sealed(folder / MANIFEST, asdict(manifest))
-        if target.exists():  # a damaged one, which this attempt has passed over and done again
+        if target.exists():  # a damaged commit that this attempt skipped and wrote again
             shutil.rmtree(target.rename(target.with_name(f".{name}.doomed")))
         folder.rename(target)
         sync_folder(folder.parent)
@@ -106,8 +106,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a commit's manifest.
 
     Raises:
-        CheckpointError: it is missing, torn or of another format.
-        StorageRefused: the filesystem does not let it be read.
+        CheckpointError: it is missing, incomplete or of another format.
+        StorageRefused: the filesystem refused the read.
     """
     try:
         raw = read_sealed(folder / MANIFEST, [f.name for f in fields(Manifest)])
@@ -128,11 +128,11 @@ def _never() -> bool:
 
 
 def verify(folder: Path, stop: Callable[[], bool] = _never) -> Manifest:
-    """Read a commit's manifest and compare every file with it, bit for bit.
+    """Read a commit's manifest and check the size and SHA-256 of every file.
 
     Raises:
         CheckpointError: names the first file that is missing, short or changed.
-        StorageRefused: the filesystem does not let it be read.
+        StorageRefused: the filesystem refused the read.
         StopRequested: ``stop`` became true.
     """
     manifest = read_manifest(folder)
@@ -170,26 +170,30 @@ def newest_good(
     rundir: RunDir,
     stop: Callable[[], bool] = _never,
     wait_s: float = 0.0,
-    tell: Callable[[str], None] = lambda problem: None,
+    report: Callable[[str], None] = lambda problem: None,
 ) -> tuple[CommitName | None, Manifest | None, list[str]]:
-    """Choose the commit to resume from; all of it is read, which takes minutes for a large one.
+    """Choose the commit to resume from. It is read completely, which takes minutes for a large one.
 
-    ``wait_s``: how long one that the filesystem does not let be read is tried again, of which ``tell`` is
-    told once; then it is passed over like a damaged one.
+    Args:
+        rundir: the run.
+        stop: whether the run has been asked to stop.
+        wait_s: seconds to retry a commit that the filesystem refuses to read; then it is skipped like a
+            damaged one.
+        report: called once per such commit.
 
     Returns:
         Its name and manifest (None, None before the first commit), and one line about each newer
-        commit that had to be passed over.
+        commit that was skipped.
 
     Raises:
-        CheckpointError: there are commits and not one of them is whole; starting over in silence
-            would throw the run away.
+        CheckpointError: there are commits, but none is intact; silently starting from the beginning
+            would lose the run.
         StopRequested: ``stop`` became true.
     """
     passed_over: list[str] = []
     for name in rundir.lineage():
         try:
-            return name, _when_readable(rundir.checkpoints / str(name), stop, wait_s, tell), passed_over
+            return name, _when_readable(rundir.checkpoints / str(name), stop, wait_s, report), passed_over
         except CheckpointError as error:
             passed_over.append(str(error))
     if passed_over:
@@ -198,28 +202,28 @@ def newest_good(
 
 
 def _when_readable(
-    folder: Path, stop: Callable[[], bool], wait_s: float, tell: Callable[[str], None]
+    folder: Path, stop: Callable[[], bool], wait_s: float, report: Callable[[str], None]
 ) -> Manifest:
-    end, told = time.monotonic() + wait_s, False
+    end, reported = time.monotonic() + wait_s, False
     while True:
         try:
             return verify(folder, stop)
         except StorageRefused as error:
             if time.monotonic() >= end:
                 raise CheckpointError(str(error)) from None
-            if not told:
-                tell(f"{error}; waiting for up to {wait_s:.0f} s")
-                told = True
+            if not reported:
+                report(f"{error}; waiting for up to {wait_s:.0f} s")
+                reported = True
         if stop():
             raise StopRequested("asked to stop while a commit could not be read")
         time.sleep(_AGAIN_S)
 
 
 def source(path: Path) -> Path:
-    """The commit folder that ``checkpoint.load`` means: one by itself, or a run's newest good one.
+    """Return the commit folder of ``checkpoint.load``: that folder, or the newest intact commit of a run.
 
     Raises:
-        CheckpointError: there is no whole commit.
+        CheckpointError: there is no intact commit.
     """
     if not (path / "attempts").is_dir():
         verify(path)
@@ -234,12 +238,12 @@ def source(path: Path) -> Path:
 def sweep(
     rundir: RunDir, attempt: int, *, keep: int, keep_every: int | None, pinned: Sequence[CommitName] = ()
 ) -> list[str]:
-    """Remove old commits and what crashed saves of older attempts left behind.
+    """Delete old commits and the incomplete saves of older attempts.
 
-    Only the newest attempt may: from a stale one's view the run's real commits are strangers.
+    Does nothing unless ``attempt`` is the newest, because an older one does not know the run's later commits.
 
     Keeps the newest ``keep`` of the lineage, those of steps divisible by ``keep_every``, and the
-    ``pinned`` ones.  Commits outside the lineage go too.
+    ``pinned`` ones.  Commits outside the lineage are deleted.
 
     Returns:
         Names of the folders removed.
@@ -259,7 +263,7 @@ def sweep(
 
 
 def _sweep_torn(rundir: RunDir, newest: int) -> list[str]:
-    """Remove what saves of attempts before ``newest`` left, and removals that were cut short."""
+    """Delete incomplete saves of attempts before ``newest``, and folders whose deletion was interrupted."""
     removed: list[str] = []
     for path in rundir.checkpoints.glob(".*"):
         partial = CommitName.parse(path.name.removeprefix(".").removesuffix(".partial"))

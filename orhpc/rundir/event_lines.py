@@ -1,4 +1,4 @@
-"""What events say in one line each: for the live display, and for the driver's log."""
+"""Format events as single lines, for the live display and the driver's log."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Event = dict[str, Any]
 
 
 def line_of(event: Event) -> str | None:
-    """One line about a step, a commit, an evaluation or a stage of an attempt; None: about anything else.
+    """Return a line for a step, a commit, an evaluation or a stage of an attempt; None for other events.
 
-    Failures, alarms and notices have lines of their own, wherever they are raised.
+    Failures, alarms and notices are formatted where they are raised.
     """
     kind = event["event"]
     if kind == "step":
@@ -33,7 +33,7 @@ def line_of(event: Event) -> str | None:
 
 
 def start_of(event: Event) -> str:
-    """What an attempt's weights are, by its ``bring_up`` event."""
+    """Return what an attempt's weights were loaded from, by its ``bring_up`` event."""
     if event.get("commit"):
         return f"commit {event['commit']}"
     if event.get("load"):
@@ -42,7 +42,7 @@ def start_of(event: Event) -> str:
 
 
 def lowered_budget(event: Event) -> str:
-    """What a ``bring_up`` event says of a token budget below its setting; empty where it is not."""
+    """Describe a token budget that a ``bring_up`` event reports below its setting; empty if it is not."""
     tokens, setting = event.get("max_tokens"), event.get("max_tokens_per_gpu")
     if tokens is None or tokens == setting:
         return ""
@@ -51,40 +51,40 @@ def lowered_budget(event: Event) -> str:
 
 
 def step_line(event: Event, left: str = "") -> str:
-    """A step's numbers; ``left`` is the time that remains, as text."""
-    said = (
+    """Format a step's numbers; ``left`` is the remaining time, as text."""
+    numbers = (
         f"step {event['step']}/{event['steps']}  reward {number(event, 'reward_mean', '.3f')}"
         f"  length {number(event, 'response_length_mean', '.1f')}"
         f"  {number(event, 'tokens_per_s', '.0f')} tokens/s  {event['seconds']:.1f} s ({phases_of(event)})"
     )
-    return "  ".join(part for part in (said, left, failures_of(event)) if part)
+    return "  ".join(part for part in (numbers, left, failures_of(event)) if part)
 
 
 def number(event: Event, key: str, form: str) -> str:
-    """A metric as text; a dash where the event has none."""
+    """Format a metric; a dash if the event does not have it."""
     value = event.get(key)
     return format(value, form) if isinstance(value, (int, float)) else "-"
 
 
 def phases_of(event: Event) -> str:
-    """Seconds of a step's phases, without those that took no time."""
+    """Format the seconds of a step's phases, without those below 0.05 s."""
     return " ".join(f"{k} {v:.1f}" for k, v in event["phases"].items() if v >= 0.05)
 
 
 def _evaluated(event: dict[str, Any], name: str) -> str:
-    """One split of an evaluation, with the rollouts that failed, which count as the lowest score."""
+    """Format one split of an evaluation; failed rollouts count as the lowest score."""
     failed, mean = event.get(f"failed/{name}", 0), f"{name} {event[f'reward_mean/{name}']:.3f}"
     return f"{mean} ({failed:.0f} of {event[f'rollouts/{name}']:.0f} rollouts failed)" if failed else mean
 
 
 def failures_of(event: dict[str, Any]) -> str:
-    """A step's failed and retried rollouts and dropped groups, by environment; empty without any."""
-    said = []
+    """Format a step's failed and retried rollouts and dropped groups, by environment; empty if none."""
+    parts = []
     for key, what in (("failed_rollouts", "failed"), ("retried_rollouts", "retried"),
                       ("failed_groups", "groups dropped")):  # fmt: skip
         if not event.get(key):
             continue
         names = [f"{k.partition('/')[2]} {v:.0f}" for k, v in event.items() if k.startswith(f"{key}/")]
         where = f" ({', '.join(names)})" if names else ""
-        said.append(f"{what} {event[key]:.0f}{where}")
-    return "  ".join(said)
+        parts.append(f"{what} {event[key]:.0f}{where}")
+    return "  ".join(parts)

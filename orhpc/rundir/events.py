@@ -1,8 +1,8 @@
-"""``events.jsonl``: one JSON object a line, append-only, each naming its attempt.
+"""``events.jsonl``: an append-only log with one JSON object per line, each with its attempt number.
 
-It is the one source of status, display and report.  A line is written by a single ``write`` on a
-descriptor opened for appending, so lines of several processes never mix; the last line of a killed
-process may be torn, and readers leave it out.
+Status, display and report read only this file.  A line is written by a single ``write`` to a descriptor
+opened for appending, so lines of several processes never mix.  The last line of a killed process may be
+incomplete, and readers skip it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from orhpc.rundir.storage import REFUSALS
 
 log = logging.getLogger(__name__)
 FAILURES = ("restart", "failed", "commit_failed", "commit_passed_over", "storage_refused")
-"""Events that say what went wrong, each with an ``error``."""
+"""Events that report a failure; each has an ``error`` field."""
 
 
 _LARGEST = 1e11
-"""Of a time or a count: later than any date that can be shown, NaN and infinity."""
+"""Upper bound of a valid time or count; it also excludes NaN and infinity."""
 _KINDS: dict[str, type] = {
     "time": float, "attempt": int, "step": int, "steps": int, "seconds": float, "phases": dict,
     "error": str, "kind": str, "reason": str,
 }  # fmt: skip
-"""Fields that readers rely on, wherever they occur."""
+"""Types of the fields that readers use, in any event."""
 _NEEDED = {"step": ("step",), "notice": ("reason",), "alarm": ("reason",)}
 
 
@@ -39,26 +39,26 @@ class EventLog:
     """Appends events of one attempt."""
 
     def __init__(
-        self, path: Path, attempt: int, said: Callable[[dict[str, Any]], object] | None = None
+        self, path: Path, attempt: int, on_event: Callable[[dict[str, Any]], object] | None = None
     ) -> None:
-        """``said`` is called with every event after it has been appended."""
+        """``on_event`` is called with every event after it has been appended."""
         self.attempt = attempt
-        self._said = said
+        self._on_event = on_event
         self._untaken = b""
-        """What a full filesystem has not taken yet."""
+        """Bytes that could not be written yet, because the filesystem is full."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._end_torn_line(path)
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Append one event; returns it as readers will see it.
 
-        ``time`` is seconds since the epoch.  Numbers that JSON lacks (NaN, infinity) become text.  What a
-        full filesystem does not take goes before the next event, or before :meth:`close`.
+        ``time`` is seconds since the epoch.  Numbers that JSON lacks (NaN, infinity) become text.  Bytes that
+        a full filesystem refuses are written with the next event, or by :meth:`close`.
         """
         line = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **_plain(fields)}
         self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        if self._said is not None:
-            self._said(line)
+        if self._on_event is not None:
+            self._on_event(line)
         return line
 
     def close(self) -> None:
@@ -75,10 +75,10 @@ class EventLog:
             if error.errno not in REFUSALS:
                 raise
             if new:
-                log.error("events.jsonl: %s; events are kept until it takes them", error.strerror)
+                log.error("events.jsonl: %s; events are kept in memory and written later", error.strerror)
 
     def _end_torn_line(self, path: Path) -> None:
-        """A predecessor killed in mid-write must not swallow our first line."""
+        """End the incomplete line of a killed process, so that the first new line is not appended to it."""
         size = path.stat().st_size
         if size:
             with path.open("rb") as stream:
@@ -104,12 +104,12 @@ def _plain(value: Any) -> Any:
 
 
 def failure_line(event: dict[str, Any]) -> str:
-    """One of :data:`FAILURES` in a line: what failed, and how."""
+    """Format an event of :data:`FAILURES` as one line."""
     return f"{event.get('kind') or event['event'].replace('_', ' ')}: {event['error']}"
 
 
 def parse_lines(lines: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:
-    """Parse event lines, leaving out torn ones and those of attempts that a newer one replaced."""
+    """Parse event lines; skip incomplete ones and those of attempts that a newer one replaced."""
     newest = 0
     for line in lines:
         if not line.endswith("\n"):
@@ -129,7 +129,7 @@ def parse_lines(lines: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _well_formed(event: dict[str, Any]) -> bool:
-    """Whether a line has what every reader of such an event relies on."""
+    """Whether an event has the fields that readers require, with the right types."""
     kind = event.get("event")
     if not isinstance(kind, str):
         return False
@@ -147,7 +147,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every valid event of a run, in order; empty before the first."""
+    """Return all valid events of a run, in order; empty if there is no file yet."""
     try:
         with path.open(encoding="utf-8", errors="replace") as stream:
             return list(parse_lines(list(stream)))
@@ -156,7 +156,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class Tail:
-    """Events appended to a file since the last look."""
+    """Yields the events that were appended to a file since the last call."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
@@ -179,5 +179,5 @@ class Tail:
 
 
 def steps_of(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The step events that count: of a step done again after a resume, the last."""
+    """Return the step events by step; of a step repeated after a resume, the last one."""
     return {e["step"]: e for e in events if e["event"] == "step"}

@@ -1,4 +1,4 @@
-"""Small JSON files that carry the SHA-256 of their own content, so that a changed byte is noticed."""
+"""Small JSON files with the SHA-256 of their content, so that corruption is detected."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from orhpc.errors import OrhpcError
 
 _SEAL = "sha256"
 _MOST_BYTES = 256 << 20
-"""More is none of these files."""
+"""Maximum size of such a file."""
 
 
 class Damaged(OrhpcError):
-    """A file of the run directory is not what was written; the message names it."""
+    """A file of the run directory is corrupt; the message names it."""
 
 
 def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record so that a reader sees the old or the new one, and notices any other."""
+    """Write a record atomically, with its checksum."""
     write_atomic(path, json.dumps({**record, _SEAL: _digest(record)}, indent=1))
 
 
 def read_sealed(path: Path, known: Collection[str]) -> dict[str, Any]:
-    """Read a record, without its checksum.
+    """Read a record, check it and return it without its checksum.
 
     Args:
-        path: of the file.
-        known: keys that a record without a checksum may have; earlier releases wrote none.
+        path: path of the file.
+        known: keys that a record without a checksum may have (earlier releases wrote no checksum).
 
     Raises:
         FileNotFoundError: there is no such file.
-        Damaged: it is not whole, or not what was written.
+        Damaged: it is incomplete, or differs from what was written.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise Damaged(f"{path} is damaged: it is too large")
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise Damaged(f"{path} is damaged: it is empty or no JSON") from None
+        raise Damaged(f"{path} is damaged: it is empty or not JSON") from None
     if not isinstance(record, dict):
-        raise Damaged(f"{path} is damaged: it is no record")
+        raise Damaged(f"{path} is damaged: it is not a record")
     seal = record.pop(_SEAL, None)
     intact = record.keys() <= set(known) if seal is None else seal == _digest(record)
     if not intact:
@@ -53,12 +53,12 @@ def read_sealed(path: Path, known: Collection[str]) -> dict[str, Any]:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    # As a reader sees it: keys are text, and tuples are lists.
+    # Round trip through JSON: keys become text, and tuples become lists.
     return hashlib.sha256(json.dumps(json.loads(json.dumps(record)), sort_keys=True).encode()).hexdigest()
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new content, also after a crash.
+    """Write a small file so that a reader sees the old or the new content, even after a crash.
 
     A symbolic link of that name is replaced, never followed.
     """
@@ -76,7 +76,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names in a folder durable."""
+    """Fsync a folder, so that created and renamed entries survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

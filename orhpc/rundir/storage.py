@@ -1,7 +1,7 @@
-"""A filesystem that refuses: full, over quota, read-only, or without its server.
+"""Handle a filesystem that refuses operations: full, over quota, read-only, or without its server.
 
-On shared filesystems this is an everyday event, and most often over in minutes.  Whoever writes says what
-with :func:`refusals`; code that can wait does so with :class:`StorageRetry`.
+This is common on shared filesystems and is usually over in minutes.  Writes are wrapped in :func:`refusals`;
+code that can wait retries with :class:`StorageRetry`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from orhpc.errors import StopRequested, StorageRefused
 
 T = TypeVar("T")
 Store = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Runs a write and retries it while the filesystem refuses, as :meth:`StorageRetry.run` does."""
+"""Runs a write and retries it while the filesystem refuses it, like :meth:`StorageRetry.run`."""
 REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES}
     | {errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EKEYEXPIRED}
 )
-"""What reads and writes fail with where the filesystem is at fault, and not who reads or writes.
+"""Error numbers of reads and writes that fail because of the filesystem and not because of the caller.
 
 EACCES is among them because a file server that has lost its table of users or whose tickets have expired
-answers so; ENOTCONN and ESHUTDOWN are what FUSE and Lustre say of a server that is gone.
+returns it; FUSE and Lustre return ENOTCONN and ESHUTDOWN for a server that is gone.
 """
 NO_SERVER = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN})
-"""Those that nothing but a filesystem without its server gives, whatever the file."""
+"""Error numbers that only a filesystem without its server returns."""
 _PAUSE_S = 5.0
 _PROBE_BYTES = 1 << 20
-"""More than what starts an attempt."""
+"""More than an attempt writes at its start."""
 _STOP_POLL_S = 0.2
 
 
 def is_refusal(error: OSError, below: Path | None = None) -> bool:
     """Whether an error is one of :data:`REFUSALS`.
 
-    ``below``: a folder outside of which "permission denied" is a matter of the file, not of the filesystem.
+    ``below``: a folder; outside of it, "permission denied" concerns the file and not the filesystem.
     """
     if error.errno == errno.EACCES and below is not None:
         return error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(below)
@@ -51,7 +51,7 @@ def is_refusal(error: OSError, below: Path | None = None) -> bool:
 
 @contextlib.contextmanager
 def refusals(what: str, below: Path | None = None) -> Iterator[None]:
-    """Raises StorageRefused for an OSError that means one, as of :func:`is_refusal`; others pass."""
+    """Raise StorageRefused in place of an OSError that :func:`is_refusal` accepts; others pass through."""
     try:
         yield
     except OSError as error:
@@ -62,8 +62,8 @@ def refusals(what: str, below: Path | None = None) -> Iterator[None]:
 
 
 def probe(folder: Path) -> None:
-    """Raises StorageRefused when a folder does not take a small file, as for a full disk or quota."""
-    with refusals("the run directory takes nothing"), tempfile.NamedTemporaryFile(dir=folder) as file:
+    """Raise StorageRefused if a small file cannot be written, for example on a full disk or quota."""
+    with refusals("the run directory refuses writes"), tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(os.urandom(_PROBE_BYTES))
         file.flush()
         os.fsync(file.fileno())
@@ -85,7 +85,7 @@ class StorageRetry:
     async def run(
         self, write: Callable[[], Awaitable[T]], *, meanwhile: Callable[[], Awaitable[object]] | None = None
     ) -> T:
-        """Do a write, again while it is refused; ``meanwhile`` runs between two tries and may make room.
+        """Run a write and retry it while it is refused.  ``meanwhile`` runs between tries and may free space.
 
         Raises:
             StorageRefused: the last refusal, after :attr:`wait_s`.
@@ -108,7 +108,7 @@ class StorageRetry:
 
 
 async def pause(seconds: float, stop: Callable[[], bool]) -> bool:
-    """Let time pass until ``stop`` becomes true; returns whether it has."""
+    """Sleep for that long or until ``stop`` becomes true; returns whether it did."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if stop():
@@ -132,24 +132,24 @@ def retry_write(write: Callable[[], T], wait_s: float, report: Callable[[str], N
 
 
 class Outages:
-    """For looks at a filesystem that are made again and again anyway: a refused one does not count."""
+    """For periodic polls of a filesystem: a refused poll is reported once and otherwise ignored."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """``tell`` is called at the beginning and at the end of every outage."""
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None]) -> None:
+        """``report`` is called at the beginning and at the end of every outage."""
+        self._report = report
         self._since: float | None = None
 
     def look(self, at: Callable[[], T], otherwise: T) -> T:
-        """What ``at`` returns, or ``otherwise`` where the filesystem refuses."""
+        """Return the result of ``at``, or ``otherwise`` if the filesystem refuses."""
         try:
             with refusals("the run directory refuses"):
                 found = at()
         except StorageRefused as error:
             if self._since is None:
                 self._since = time.monotonic()
-                self._tell(f"{error}; waiting until it answers again")
+                self._report(f"{error}; waiting until it answers again")
             return otherwise
         if self._since is not None:
-            self._tell(f"the run directory answers again after {time.monotonic() - self._since:.0f} s")
+            self._report(f"the run directory answers again after {time.monotonic() - self._since:.0f} s")
             self._since = None
         return found

@@ -166,7 +166,7 @@ def test_a_hub_that_cannot_be_reached(stranger: Stranger) -> None:
 def test_a_setting_changed_after_a_step(stranger: Stranger) -> None:
     stranger.ok("orhpc", *LAUNCH, "run.name=changed", "train.steps=1")
     done = stranger.run("orhpc", *LAUNCH, "run.name=changed", "rollout.temperature=0.5")
-    assert "that would be another run: choose another run.name" in one_line(done.stderr)
+    assert "it may not change on a resume: set another run.name to start a new run" in one_line(done.stderr)
     assert done.returncode == EXIT_CONFIG
 
 

@@ -145,7 +145,7 @@ def plant_stale_commit(run: JobRun, attempt: int) -> CommitName:
     manifest = commits.read_manifest(folder)
     for file in manifest.files:
         os.link(folder / file.name, partial / file.name)
-    commits.finalise(partial, replace(manifest, step=name.step, attempt=attempt))
+    commits.finalize(partial, replace(manifest, step=name.step, attempt=attempt))
     return name
 
 

@@ -29,7 +29,7 @@ def expected_rollouts(config: Config, name: str) -> int:
     if settings.trains:
         share = settings.weight / sum(e.weight for e in config.environments.values() if e.trains)
         groups = rollout.batch_size * (rollout.oversample + rollout.max_staleness)
-        training = share * groups * settings.over(rollout).n_samples
+        training = share * groups * settings.apply_to(rollout).n_samples
     limit = rollout.workers_per_node * rollout.max_concurrent
     evaluating = 0
     if splits := evaluation.splits.get(name):

@@ -18,7 +18,7 @@ from orhpc.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from orhpc.launch.__main__ import main as launch
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rundir import CommitName, RunDir
-from orhpc.rundir.commits import Manifest, begin, finalise
+from orhpc.rundir.commits import Manifest, begin, finalize
 from orhpc.rundir.events import EventLog
 from orhpc.rundir.record import record_path, write_rollouts
 from orhpc.types import RolloutEnd, Task
@@ -153,7 +153,7 @@ def run(tmp_path: Path) -> RunDir:
     log.write("restart", kind="RayLost", error="x", exit_code=75)
     log.close()
     (run.attempt(1) / "driver.log").write_text("line\n")
-    finalise(begin(run, CommitName(1, 1)), Manifest(1, 1, None, ()))
+    finalize(begin(run, CommitName(1, 1)), Manifest(1, 1, None, ()))
     request = RolloutRequest("0.0", 0, 0, Task("e", "train", 0), seed=1)
     made = RolloutBuilder().rollout(request, RolloutEnd.FAILED, reward=None, error="x", seconds=0.0, limit=1)
     write_rollouts(record_path(run.rollouts_of(1), 1, 0), [made])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orhpc.commands.cli import main
 from orhpc.commands.report import CHARTS, Chart, draw, goodput, page
-from orhpc.config.alarms import AlarmSettings, raised
+from orhpc.config.alarms import AlarmSettings, raised_alarms
 from orhpc.launch.slurm import ledger
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events
@@ -99,17 +99,17 @@ def test_alarms_are_raised_beyond_the_threshold_only(value: float, threshold: fl
         rollout_kl=threshold, effective_sample_size=threshold, extreme_token_fraction=None
     )
     metrics = {"rollout_kl": value, "effective_sample_size": value, "extreme_token_fraction": 1.0}
-    names = {alarm.metric for alarm in raised(settings, metrics)}
+    names = {alarm.metric for alarm in raised_alarms(settings, metrics)}
     assert ("rollout_kl" in names) == (value > threshold)
     assert ("effective_sample_size" in names) == (value < threshold)
     assert "extreme_token_fraction" not in names
 
 
 def test_a_metric_that_is_not_a_number_raises_its_alarm_and_a_missing_one_does_not() -> None:
-    assert [str(a) for a in raised(AlarmSettings(), {"rollout_kl": math.nan})] == [
+    assert [str(a) for a in raised_alarms(AlarmSettings(), {"rollout_kl": math.nan})] == [
         "rollout_kl nan is above 0.01"
     ]
-    assert not list(raised(AlarmSettings(), {"reward_mean": 1.0}))
+    assert not list(raised_alarms(AlarmSettings(), {"reward_mean": 1.0}))
 
 
 def test_every_attempt_is_counted_and_a_killed_one_is_called_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Configs: defaults, merging, overrides, and one clear line for everything that is wrong."""
+"""Configs: defaults, merging, overrides, and error messages of one clear line."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
     return message
 
 
-def test_defaults_are_those_users_come_with() -> None:
-    """The defaults of the table in the field's training examples."""
+def test_defaults_match_common_training_examples() -> None:
+    """The defaults are those of published training examples."""
     c = Config.model_construct()
     assert c.model.path == "Qwen/Qwen3-4B"
     assert (c.train.lr, c.train.weight_decay, c.train.lr_schedule) == (1e-5, 0.0, "constant")
@@ -50,8 +50,8 @@ def test_defaults_are_those_users_come_with() -> None:
     assert c.placement.device == "cuda"
 
 
-def test_base_file_is_the_schema_s_reference() -> None:
-    """Every setting, with its default and its description, those of an environment included."""
+def test_base_yaml_matches_the_schema() -> None:
+    """It lists every setting with default and description, including those of an environment."""
     text = (ROOT / "configs/base.yaml").read_text()
     assert text == reference(), "python -m orhpc.config.reference > configs/base.yaml"
     assert yaml.safe_load(text) == Config.model_construct(environments={}).model_dump(mode="json")
@@ -107,7 +107,7 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
             ["environments.org/env.weight=0", "evaluation.splits={org/env: [test]}", "evaluation.interval=1"],
             "all are for evaluation only",
         ),
-        (ENVIRONMENT + "a: 1\na: 2", [], "'a' stands twice"),
+        (ENVIRONMENT + "a: 1\na: 2", [], "'a' appears twice"),
         (ENVIRONMENT, ["rollout.batch_size=3"], "golden rule"),
         (ENVIRONMENT, ["rollout.top_p=0.9"], "top_p=0.9 is refused for training rollouts"),
         (ENVIRONMENT, ["rollout.top_k=50"], "top_k=50 is refused"),
@@ -118,7 +118,7 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
         (ENVIRONMENT, ["run.name=../x"], "is not a name"),
         (ENVIRONMENT, ["placement.mode=split"], "mode: split needs"),
         (ENVIRONMENT, ["engine.tp=3"], "engine.tp"),
-        (ENVIRONMENT, ["secrets.key=hunter2"], "values never stand in a config"),
+        (ENVIRONMENT, ["secrets.key=hunter2"], "never the value itself"),
         (ENVIRONMENT, ["environments.org/env.url=http://x"], "url and serve exclude each other"),
         (ENVIRONMENT, ["evaluation.interval=3"], "evaluation needs evaluation.splits"),
         ("train: {steps: 3}", [], "environments: at least one is needed"),
@@ -154,12 +154,12 @@ def test_any_bytes_give_a_config_or_a_config_error(
 ) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "c.yaml"
     path.write_bytes(data)
-    with pytest.raises(ConfigError):  # an empty environments section is wrong too
+    with pytest.raises(ConfigError):  # an empty environments section is an error too
         load_config(path)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "others", "said"),
+    ("precision", "others", "message"),
     [
         ("fp8", ["train.backend=fsdp"], "TransformerEngine: train.backend: megatron"),
         (
@@ -179,14 +179,14 @@ def test_any_bytes_give_a_config_or_a_config_error(
         ("fp16", [], "precision: .*'bf16', 'fp8-rollout' or 'fp8'"),
     ],
 )
-def test_nothing_runs_unquantised_in_silence(
-    tmp_path: Path, wanted: str, others: list[str], said: str
+def test_settings_that_contradict_the_precision_are_refused(
+    tmp_path: Path, precision: str, others: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(write(tmp_path, ENVIRONMENT), [f"precision={wanted}", *others])
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, ENVIRONMENT), [f"precision={precision}", *others])
 
 
-def test_every_precision_has_a_config_that_runs(tmp_path: Path) -> None:
+def test_every_precision_has_a_valid_config(tmp_path: Path) -> None:
     path = write(tmp_path, ENVIRONMENT)
     assert load_config(path).precision == "bf16"
     scaled = ["precision=fp8-rollout", "engine.power_of_two_scales=true"]
@@ -214,7 +214,7 @@ def test_a_bad_config_ends_in_a_second_with_exit_2_and_starts_nothing(tmp_path: 
     assert result.stderr.count("\n") == 1
     assert "train.lrr" in result.stderr
     assert not (tmp_path / "runs").exists()
-    assert seconds < 2  # under a second where nothing else runs; caches and clocks are shared
+    assert seconds < 2  # under one second on an idle machine
 
 
 def test_the_login_node_side_imports_neither_torch_nor_ray() -> None:

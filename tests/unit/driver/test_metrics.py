@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from orhpc.config import EnvironmentSettings
-from orhpc.config.alarms import AlarmSettings, raised
+from orhpc.config.alarms import AlarmSettings, raised_alarms
 from orhpc.driver.evaluation import evaluation_metrics
 from orhpc.driver.metrics import rollout_metrics, summary_metrics
 from orhpc.launch.display import failures_of
@@ -75,7 +75,9 @@ def test_failures_are_counted_for_each_environment_and_are_in_no_mean() -> None:
     assert numbers["failed_share"] == 0.5
     assert numbers["reward_mean"] == numbers["reward_mean/a"] == 1.0
     assert numbers["staleness_mean"] == 0
-    assert [str(alarm) for alarm in raised(AlarmSettings(), numbers)] == ["failed_share 0.5 is above 0.1"]
+    assert [str(alarm) for alarm in raised_alarms(AlarmSettings(), numbers)] == [
+        "failed_share 0.5 is above 0.1"
+    ]
     assert failures_of(numbers) == "failed 4 (a 4)  retried 4 (b 4)  groups dropped 1 (a 1)"
     assert failures_of(rollout_metrics(StepGroups([group(2, "b", DONE, DONE)]), 3)) == ""
 

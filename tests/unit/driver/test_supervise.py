@@ -154,7 +154,7 @@ def committed(rundir: RunDir, step: int, attempt: int, content: bytes = b"weight
         "trainer.00000-of-00001.safetensors", len(content), hashlib.sha256(content).hexdigest()
     )
     state = State(step=step, max_tokens=1000).to_manifest()
-    return commits.finalise(folder, commits.Manifest(step, attempt, None, (shard,), state))
+    return commits.finalize(folder, commits.Manifest(step, attempt, None, (shard,), state))
 
 
 def test_loaded_weights_are_named_in_the_event(run: Run, tmp_path: Path) -> None:

@@ -571,8 +571,8 @@ def test_an_environments_own_limits_come_before_the_runs(model_dir: str) -> None
     running = agent.run(group(), 0, environment=Room(answers={"add": []}), generate=policy)
     asyncio.run(running)  # type: ignore[arg-type]
     assert "Be brief." in agent.chat.codec.decode(policy.prompts[0])
-    assert room.over(config.rollout).max_total_tokens == 900
-    assert room.over(config.rollout).n_samples == config.rollout.n_samples
+    assert room.apply_to(config.rollout).max_total_tokens == 900
+    assert room.apply_to(config.rollout).n_samples == config.rollout.n_samples
 
 
 def test_functions_of_the_users_are_called(model_dir: str) -> None:

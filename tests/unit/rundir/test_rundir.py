@@ -38,7 +38,7 @@ def commit(run: RunDir, step: int, attempt: int, content: bytes = b"weights") ->
     folder = commits.begin(run, name)
     (folder / "rank_0.bin").write_bytes(content)
     shard = ShardFile("rank_0.bin", len(content), hashlib.sha256(content).hexdigest())
-    commits.finalise(folder, Manifest(step, attempt, None, (shard,), {"next_group": step}))
+    commits.finalize(folder, Manifest(step, attempt, None, (shard,), {"next_group": step}))
     return name
 
 
@@ -155,7 +155,7 @@ def test_finalise_refuses_a_short_shard(tmp_path: Path) -> None:
     folder = commits.begin(run, name)
     (folder / "rank_0.bin").write_bytes(b"abc")
     with pytest.raises(CheckpointError, match="3 bytes"):
-        commits.finalise(folder, Manifest(1, name.attempt, None, (ShardFile("rank_0.bin", 4, "0"),)))
+        commits.finalize(folder, Manifest(1, name.attempt, None, (ShardFile("rank_0.bin", 4, "0"),)))
     assert run.lineage() == []
 
 

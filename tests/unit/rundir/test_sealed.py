@@ -24,7 +24,7 @@ DAMAGED = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 5000, b'{"started_from
 def commit(run: RunDir, step: int, attempt: int, parent: str | None) -> CommitName:
     name = CommitName(step, attempt)
     folder = commits.begin(run, name)
-    commits.finalise(folder, Manifest(step, attempt, parent, (), {"next_group": 7}))
+    commits.finalize(folder, Manifest(step, attempt, parent, (), {"next_group": 7}))
     return name
 
 

@@ -151,7 +151,7 @@ def test_a_commit_that_cannot_be_read_for_a_while_is_not_passed_over(
     with pytest.raises(StorageRefused):
         commits.verify(server.folder)
     server.away(error, 1)
-    name, manifest, passed_over = commits.newest_good(run, wait_s=30.0, tell=told.append)
+    name, manifest, passed_over = commits.newest_good(run, wait_s=30.0, report=told.append)
     assert (name, passed_over) == (six, [])
     assert manifest is not None
     assert os.strerror(error) in told[0]

@@ -105,7 +105,7 @@ def test_what_the_shell_sees_stays_one_word(field: str, value: str) -> None:
     [
         ("slurm.partition='a b'", "slurm.partition"),
         ('slurm.account="a\\nb"', "slurm.account"),
-        ("slurm.extra_sbatch=['--signal=USR1@5']", "--signal is the launcher's own"),
+        ("slurm.extra_sbatch=['--signal=USR1@5']", "--signal is set by the launcher"),
         ("slurm.extra_sbatch=['comment=x']", "write --option"),
         ("slurm.time=tomorrow", "is not a time limit"),
         ("slurm.container.kind=pyxis", "container.image is needed"),
