@@ -124,7 +124,7 @@ def test_a_family_whose_checkpoints_merge_tensors_is_refused_by_name(tmp_path: P
     save_tiny("hrm_text", tmp_path)
     backend = FsdpBackend(make_config(), str(tmp_path), 0, 1)
     with pytest.raises(
-        ModelError, match="family 'hrm_text' cannot be trained: its checkpoints hold"
+        ModelError, match="family 'hrm_text' cannot be trained: its checkpoints merge"
     ) as caught:
         backend.build()
     assert "\n" not in str(caught.value)
