@@ -140,7 +140,7 @@ def test_sent_weights_never_reach_a_draft_model(drafter: dict[str, Any], monkeyp
 @pytest.mark.parametrize(("more", "said"), [
     ({"sync": "disk"}, "sync: disk would load the policy into the draft model /draft"),
     ({"check_weights": True}, "check_weights would load the policy into the draft model /draft"),
-    ({"precision": "fp8-rollout"}, "precision: fp8-rollout starts engines without the files' weights"),
+    ({"precision": "fp8-rollout"}, "precision: fp8-rollout starts engines with dummy weights"),
 ])  # fmt: skip
 def test_what_would_give_a_draft_model_wrong_weights_is_refused(
     drafter: dict[str, Any], more: dict[str, Any], said: str
@@ -152,7 +152,7 @@ def test_what_would_give_a_draft_model_wrong_weights_is_refused(
 def test_fp8_goes_with_drafting_without_a_model_alone() -> None:
     config(precision="fp8-rollout", speculative={"algorithm": "NGRAM"})
     for own in ({"speculative": {"algorithm": "NEXTN"}}, {"extra": {"speculative_algorithm": "NEXTN"}}):
-        with pytest.raises(ValueError, match="precision: fp8-rollout starts engines without"):
+        with pytest.raises(ValueError, match="precision: fp8-rollout starts engines with dummy"):
             config(precision="fp8-rollout", **own)
 
 
