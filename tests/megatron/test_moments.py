@@ -110,7 +110,7 @@ def test_training_goes_on_from_a_commit_of_either_kind(tmp_path: Path) -> None:
     [
         ({}, {"adam_beta2": 0.999}, "bfloat16", "needs train.adam_beta2 of 0.992 or less, not 0.999"),
         ({}, {"adam_beta2": 0.95}, "float32", "needs model.dtype: bfloat16, not float32"),
-        ({"offload_optimizer": 0.5}, {"adam_beta2": 0.95}, "bfloat16", "those in host memory"),
+        ({"offload_optimizer": 0.5}, {"adam_beta2": 0.95}, "bfloat16", "moments in host memory"),
         ({}, {"adam_beta2": 0.992}, "bfloat16", None),
     ],
 )
