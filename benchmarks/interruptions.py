@@ -11,7 +11,7 @@ from a person; what the site does (starting a node, slurmd or slurmctld again, m
 Nodes and slurmd come up again only when the run is back.  "Reached" is the newest step before the run
 stopped, "from" the step that it went on from.  Time is from the fault to the first newer step (where nothing
 had to be started, to the step that ended the longest pause since), and SLURM's share of it from the end of
-the old attempt, or from the fault where nobody was told, to the first line of the batch script.
+the old attempt, or from the fault if the job received no signal, to the first line of the batch script.
 
 At the end every step has to have been trained exactly once in the run's lineage, nothing may be left on any
 node, and there has to be one W&B run.  Exit code 1 if not, or if the run did not come back once.
@@ -58,7 +58,7 @@ BACK_S = 300.0
 QUIET_S = 20.0
 """What needs no new attempt is watched for so long after the fault: its effect may be late."""
 GONE_S = 90.0
-"""What is left of earlier attempts has to be gone so soon after the return."""
+"""Seconds after the return within which all processes of earlier attempts must have ended."""
 _WORKING = {"idle", "allocated", "mixed"}
 
 

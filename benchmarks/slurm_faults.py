@@ -30,7 +30,7 @@ from tests.slurm.kit import JobRun, preempt
 
 STOPPED_S = 20.0
 AWAY_S = 15.0
-"""How long the driver is stopped, and how long the run directory takes nothing."""
+"""Seconds for which the driver is stopped, or the run directory refuses writes."""
 
 
 @dataclass
@@ -180,7 +180,7 @@ def _slurmd_lost(scene: Scene, node: int) -> float:
 
 def _power_failure(scene: Scene, node: int) -> float:
     def repair() -> None:
-        scene.cluster.clear_files(node)  # nobody else can, of a node that lost power
+        scene.cluster.clear_files(node)  # the job cannot, on a node that lost power
         scene.cluster.power_on(node)
 
     now = time.time()

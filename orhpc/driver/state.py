@@ -1,4 +1,4 @@
-"""What a run stands on between two steps, besides the trainers' shards."""
+"""The state of a run between two steps, apart from the trainers' shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orhpc.rundir import commits
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a commit holds beside the trainer's shards."""
+    """What a commit holds in addition to the trainers' shards."""
 
     step: int = 0
     """Steps completed; also the policy version of the weights."""

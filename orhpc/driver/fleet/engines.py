@@ -95,7 +95,7 @@ class Engines:
             transfer_timeout_s=config.engine.sync_timeout_s,
             vocabulary=vocabulary,
             target_only=config.engine.separate_drafter,
-            probes=False,  # whoever is down misses turns and syncs, and has to be healed
+            probes=False,  # an engine that was down has missed weight syncs: only a restart brings it back
         )
         self.router_url: str | None = None
         """Of the router that workers send their requests to, if there is one."""
@@ -175,7 +175,7 @@ class Engines:
     async def heal(self) -> list[int]:
         """Start dead servers, and all others that are down, again on their ports; returns indices.
 
-        One that is down has missed calls, and nobody knows any more what it holds, though its process lives.
+        An engine that is down has missed calls: its weights are unknown even if its process lives.
         They hold the base model's weights, and the workers send them nothing until a sync has given
         them the published version.
         """

@@ -40,7 +40,7 @@ def test_steps_made_again_count_as_lost_until_a_new_one() -> None:
         events(("step", 4.0, 5)),  # one is missing
         events(("step", 4.0, 3)),  # one was made twice without a start in between
         events(("bring_up", 4.0, 2), ("step", 5.0, 4)),
-        events(("bring_up", 4.0, 4), ("step", 5.0, 5)),  # from a step that nobody made
+        events(("bring_up", 4.0, 4), ("step", 5.0, 5)),  # from a step that was never made
     ],
 )
 def test_a_lineage_has_every_step_once(wrong: list[dict[str, Any]]) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from orhpc.config.files import load_config
-from orhpc.launch.node import processes
-from orhpc.launch.node.ray_cluster import RayNode, make_token
+from orhpc.launch.node.ray_cluster import RayNode
 from orhpc.process.ports import free_ports
 from orhpc.process.secrets import REDACTED
 from orhpc.process.terminal import to_server
 from orhpc.rollout.engines.process import EngineProcess
+from tests.ray_head import running_head
 
 HOST = "127.0.0.1"
 ALL, OWN, ACCOUNT, KEY = "hunter2-of-all", "hunter2-of-one", "hunter2-of-an-account", "hunter2-of-the-engine"
@@ -90,15 +90,8 @@ os._exit(0)
 @pytest.fixture
 def head(tmp_path: Path, config: Path) -> Iterator[tuple[RayNode, str, Path]]:
     """Ray, with the secrets in its environment, as in a run."""
-    token = make_token(tmp_path)
-    node = RayNode("n0", HOST, token, tmp_path / "ray.log", cpus=4, object_store_bytes=10**8)
-    try:
-        node.begin_head()
-        address = node.await_head()
-        assert processes.wait_until(node.joined, 60)
-        yield node, address, token
-    finally:
-        node.stop()
+    with running_head(tmp_path, cpus=4) as running:
+        yield running
 
 
 def test_actors_repeat_no_secret(head: tuple[RayNode, str, Path], config: Path, tmp_path: Path) -> None:

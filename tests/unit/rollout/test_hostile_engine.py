@@ -141,7 +141,7 @@ SPACES = b" " * 65536
         pytest.param("generate", "/generate", endless("application/json", SPACES), 16, id="a generation"),
         pytest.param("generate", "/generate", zipped(b" " * 700_000_000), 16, id="a gzip bomb"),
         pytest.param("generate", "/generate", endless("text/html", SPACES, status="500 X"), 16, id="error"),
-        pytest.param("health", "/health", endless("text/html", SPACES), 16, id="whoever has the port"),
+        pytest.param("health", "/health", endless("text/html", SPACES), 16, id="another process on the port"),
         pytest.param("server_info", "/server_info", endless("application/json", SPACES), 200, id="control"),
         pytest.param("end_update", END_UPDATE, endless("application/json", SPACES), 200, id="transfer"),
     ],

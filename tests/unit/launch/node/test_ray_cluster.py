@@ -13,11 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orhpc.launch.node import processes
-from orhpc.launch.node.ray_cluster import RayNode, make_token
+from orhpc.launch.node.ray_cluster import RayNode
 from orhpc.launch.node.ray_start import accepts
-
-HOST = "127.0.0.1"
+from tests.ray_head import HOST, running_head
 
 DRIVER = """
 import json, os, signal, sys, time
@@ -65,16 +63,8 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayNode, str, Path]]:
-    folder = tmp_path_factory.mktemp("ray")
-    token = make_token(folder)
-    node = RayNode("n0", HOST, token, folder / "ray.log", cpus=1, object_store_bytes=10**8)
-    try:
-        node.begin_head()
-        address = node.await_head()
-        assert processes.wait_until(node.joined, 60)
-        yield node, address, token
-    finally:
-        node.stop()
+    with running_head(tmp_path_factory.mktemp("ray"), cpus=1) as running:
+        yield running
 
 
 def ask(address: str, method: str, token: str | None) -> str:

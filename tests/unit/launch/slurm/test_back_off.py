@@ -139,7 +139,7 @@ def start(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def start_again(run: RunDir) -> int:
-    Path(os.environ["ORHPC_JOB_FOLDER"], "held").unlink(missing_ok=True)  # each start has a folder of its own
+    Path(os.environ["ORHPC_JOB_FOLDER"], "held").unlink(missing_ok=True)  # each start has its own folder
     return launcher.main([CONFIG, f"run.root={run.path.parent}", "run.name=run"])
 
 

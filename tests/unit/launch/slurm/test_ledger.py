@@ -29,13 +29,6 @@ from orhpc.rundir.events import EventLog
 
 
 @pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    return run
-
-
-@pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A squeue that answers with the state in a file, in squeue's own form."""
     folder = tmp_path / "bin"

@@ -38,13 +38,6 @@ ABOUT = "JobId=7 JobState={state} Reason=None Restarts={restarts} EndTime=Unknow
 
 
 @pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    return run
-
-
-@pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that a stand-in of scontrol prints; squeue and sinfo say nothing."""
     folder = tmp_path / "bin"

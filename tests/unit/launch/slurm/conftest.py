@@ -1,0 +1,17 @@
+"""What the tests of SLURM's part share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orhpc.rundir import RunDir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    """An empty run directory."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
