@@ -177,8 +177,8 @@ class TrainSettings(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradient clipping: gradients are scaled down to at most this global norm."""
     max_tokens_per_gpu: Positive = 8192
-    """Maximum number of packed tokens per micro-batch and rank. A longer sample gets a micro-batch of its
-    own. Lower it if the trainer runs out of GPU memory."""
+    """Maximum number of packed tokens per micro-batch and rank. A longer sample gets its own
+    micro-batch. Lower it if the trainer runs out of GPU memory."""
     dynamic_batch: bool = True
     """Pack samples into micro-batches of up to ``max_tokens_per_gpu``. False: ``micro_batch_size`` samples
     per micro-batch."""
