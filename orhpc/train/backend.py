@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from torch import Tensor
 from orhpc.train.batch import PackedBatch
 from orhpc.train.loss.grpo import LossInputs, MetricSums
 from orhpc.train.sleep.residence import OffloadStats
-
-if TYPE_CHECKING:
-    pass
 
 
 class Role(Enum):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from orhpc.config import Config
-from orhpc.train.weights.fp8 import choose_scales
-
-if TYPE_CHECKING:
-    from orhpc.config import Config
 from orhpc.train.backend import Backend
+from orhpc.train.weights.fp8 import choose_scales
 
 
 def make_backend(config: Config, model_dir: str, rank: int, world_size: int) -> Backend:

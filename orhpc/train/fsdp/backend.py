@@ -74,7 +74,6 @@ class FsdpBackend:
         config = self._model_config()
         longest = self.config.rollout.max_total_tokens
         refuse_changing_positions(config, longest, "a trainer that packs samples", "rollout.max_total_tokens")
-        self.policy, self._shapes = self._load(trained=True)
         self._hf_names = HfNames(empty_model(config, self.config.model), config)
         self._hf_names.check()
         self.policy, self._shapes = self._load(trained=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,6 @@ from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay
 from orhpc.train.hf_model import logit_scaling_of
 from orhpc.train.loss.head import token_logprobs
 from orhpc.train.pinned import to_device
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
