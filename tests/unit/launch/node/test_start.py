@@ -304,17 +304,17 @@ def test_on_one_node_the_driver_starts_once_the_raylet_is_up(
 
     started_after: list[int] = []
 
-    def start_driver(*args: object) -> subprocess.Popen[bytes]:
+    def spawn(*args: object, **settings: object) -> subprocess.Popen[bytes]:
         started_after.append(Ray.looks)
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(first_node, "RayNode", Ray)
-    monkeypatch.setattr(first_node, "_start_driver", start_driver)
+    monkeypatch.setattr(first_node.processes, "spawn", spawn)
     monkeypatch.setattr(first_node, "RAYLETS_S", 5.0 if comes_up else 0.3)
     monkeypatch.setattr(ServedEnvironments, "start", lambda self: None)
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     attempt = rundir.begin_attempt(kind="local")
     here = Node("n0", HOST, 2)
-    assert first_node.run_first_node(rundir, attempt, config_of(), here, tmp_path / "stop") == 0
+    assert first_node.Attempt(rundir, attempt, config_of(), here, tmp_path / "stop").run() == 0
     assert started_after[0] >= 4
