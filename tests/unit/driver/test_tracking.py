@@ -169,6 +169,7 @@ def test_without_wandb_installed_the_run_goes_on(
     assert "W&B is off for this attempt" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_server_out_of_reach_leaves_the_data_in_the_run_directory(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert backward.get_total_flops() == pytest.approx(2 * forward.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
 def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:

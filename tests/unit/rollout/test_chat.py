@@ -632,6 +632,7 @@ def test_a_broken_template_is_one_clear_line(template: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controls", [QWEN, LLAMA, DEEPSEEK, GLM4, GLM], ids=lambda c: c[0])
 def test_any_turn_is_parsed_in_time_linear_in_its_length(controls: tuple[str, ...]) -> None:
     """Text repeated 100,000 times, after each way to start a call, used to take 67 s and more."""

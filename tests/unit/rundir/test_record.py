@@ -187,6 +187,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_changed_byte_is_noticed_wherever_it_is(stored: bytes, data: st.DataObject) -> None:

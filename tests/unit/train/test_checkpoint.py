@@ -276,6 +276,7 @@ def commit_of(folder: Path, model_dir: str) -> dict[str, torch.Tensor]:
 FAMILIES = ["llama", "qwen3_moe", "gemma3", "deepseek_v3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_commit_loads_in_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str

@@ -62,6 +62,7 @@ def test_evaluation_counts_too() -> None:
     assert expected_rollouts(unknown, "e") == 200  # all that the workers take
 
 
+@pytest.mark.slow
 @given(st.integers(1, 512), st.integers(2, 32), st.integers(1, 16), st.integers(1, 256))
 def test_there_is_always_one_and_never_more_than_are_used(
     groups: int, samples: int, workers: int, cpus: int

@@ -52,6 +52,7 @@ def test_ports_of_servers_are_held_until_they_start(tmp_path: Path) -> None:
     assert all(is_free(HOST, port) for port in ports)
 
 
+@pytest.mark.slow
 def test_servers_start_on_the_ports_that_were_held(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.serve=no_such_module:Environment")
     (tmp_path / "environment.key").write_text("key")
@@ -216,6 +217,7 @@ def test_another_node_leaves_soon_after_a_signal_once_the_first_is_gone(
     assert "the first node is gone: exiting" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_node_stays_after_a_signal_until_the_first_has_committed(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as head:
         thread = other_that_was_signalled(tmp_path, f"{HOST}:{head.getsockname()[1]}")

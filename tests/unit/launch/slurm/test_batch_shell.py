@@ -176,6 +176,7 @@ def test_an_srun_that_starts_nothing_is_killed_and_the_job_comes_back_later(shel
     assert len(shell.calls("srun")) == 1
 
 
+@pytest.mark.slow
 def test_an_srun_is_not_killed_while_the_first_node_works(shell: Shell) -> None:
     shell.program(
         "srun",
