@@ -100,11 +100,6 @@ def job_state(job_id: str) -> str | None:
     return result.stdout.split()[0] if result.returncode == 0 and result.stdout.strip() else None
 
 
-def is_active(job_id: str) -> bool:
-    """Whether a job runs or will run (again)."""
-    return job_state(job_id) in ACTIVE
-
-
 def job_info(job_id: str) -> JobInfo | None:
     """The controller's fields of a job; None if it does not know the job any more."""
     result = query("scontrol", "show", "job", "--oneliner", job_id)
@@ -127,11 +122,6 @@ def cancel(job_id: str) -> None:
     result = query("scancel", job_id)
     if result.returncode:
         raise PreflightError(f"scancel {job_id}: {' '.join(result.stderr.split())}")
-
-
-def own_job() -> str | None:
-    """Id of the job that this process runs in."""
-    return os.environ.get("SLURM_JOB_ID")
 
 
 def nodes_down() -> list[str]:

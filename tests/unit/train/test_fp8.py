@@ -15,9 +15,16 @@ from torch import Tensor
 
 from orhpc.errors import ModelError
 from orhpc.train.weights import fp8
-from orhpc.train.weights.fp8 import dequantize_blocks, make_quantizer, quantize_blocks
+from orhpc.train.weights.fp8 import make_quantizer, quantize_blocks
 
 BLOCK = fp8.BLOCK
+
+
+def dequantize_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Invert :func:`quantize_blocks` up to rounding; float32 ``[N, K]``."""
+    rows, columns = values.shape
+    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return values.float() * spread
 
 
 def e4m3_values() -> np.ndarray:
