@@ -144,13 +144,20 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="several are compared")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the first run's directory",
+    )
     parser.set_defaults(run=report)
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write RUN/report.html."""
-    print(write_report(existing_run(options.run_dir)))
+    """Write a page about one or several runs."""
+    print(write_report([existing_run(path) for path in options.run_dirs], options.output))
     return EXIT_OK
 
 
