@@ -15,7 +15,7 @@ from orhpc.launch.checks import checklist, commit_space, host_memory
 from orhpc.launch.display import Display
 from orhpc.launch.node.first_node import run_first_node
 from orhpc.launch.slurm import holder
-from orhpc.models import chat_families
+from orhpc.models import chat_formats
 from orhpc.plan.placement import local_node, plan
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import probe
@@ -54,7 +54,7 @@ def run_local(config: Config) -> int:
         for change in changes:
             print(f"changed since the last start: {change}")
         model.ensure_models(config, rundir)
-        chat_families.check(config, model.model_folder(config, rundir))
+        chat_formats.check(config, model.model_folder(config, rundir))
         attempt = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
         print(f"run directory: {rundir.path} (attempt {attempt}, step {done} of {config.train.steps} done)")
         stop_file = rundir.attempt(attempt) / "stop"

@@ -47,7 +47,7 @@ from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.launch.slurm.preempt import LimitWatch, Signals
 from orhpc.launch.slurm.verdict import AttemptEvidence
-from orhpc.models import chat_families
+from orhpc.models import chat_formats
 from orhpc.plan.placement import Node
 from orhpc.rundir import write_atomic
 from orhpc.rundir.event_lines import line_of
@@ -195,7 +195,7 @@ class FirstNode:
         prepare.check_machine(self.config)
         with rendezvous.preparing(self.rundir, self.job):
             model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.received))
-        chat_families.check(self.config, model.model_folder(self.config, self.rundir))
+        chat_formats.check(self.config, model.model_folder(self.config, self.rundir))
         return False
 
     def _lower_budget(self, attempt: int) -> int | None:
