@@ -21,9 +21,9 @@ from torch.nn import functional
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import stages
-from orhpc.train.megatron.families import Build, spans
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers
+from orhpc.train.megatron.model_config import Build, spans
 from orhpc.train.megatron.names import Naming
 from orhpc.train.megatron.plain import plain_block, share_latent_projections
 
