@@ -305,7 +305,10 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
         for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
             target = held.pop(name, None)
             if target is None:
-                raise ModelError(f"megatron-core's model has no {name}: a rule in megatron/names.py is wrong")
+                raise ModelError(
+                    f"megatron-core's model has no {name}: a rule in megatron/names.py, or the family's row "
+                    "in models/families, is wrong"
+                )
             if target.shape != values.shape:
                 raise ModelError(
                     f"megatron-core's {name} is {list(target.shape)}, the checkpoint's {list(values.shape)}"
