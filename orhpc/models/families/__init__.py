@@ -13,8 +13,8 @@ To add a family:
    config's name to ``FAMILIES`` in ``tests/megatron/test_layouts.py``, which compares log-probabilities and
    gradients with transformers and FSDP.  If megatron-core cannot build the family, say why in ``not_built``.
 5. If packed attention lacks something that the class in transformers does, write an adapter in
-   ``orhpc/train/attention`` and add it to ``ADAPTERS`` there.  ``tests/unit/models/test_forward_check.py``
-   compares packed samples with transformers.
+   ``orhpc/train/attention`` and add it to ``ADAPTERS`` in ``adapters.py`` there.
+   ``tests/unit/models/test_forward_check.py`` compares packed samples with transformers.
 
 Other modules read fields of a row and never compare a family's name
 (``tests/unit/models/test_family_names.py``).  Chat formats are independent of families
