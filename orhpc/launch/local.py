@@ -15,7 +15,7 @@ from orhpc.launch.checks import checklist, commit_space, host_memory
 from orhpc.launch.display import Display
 from orhpc.launch.node.first_node import Attempt
 from orhpc.launch.slurm import holder
-from orhpc.models import chat_families
+from orhpc.models import chat_formats
 from orhpc.plan.placement import local_node, plan
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import probe
@@ -77,7 +77,7 @@ def run_local(config: Config) -> int:
         for change in changes:
             print(f"changed since the last start: {change}")
         model.ensure_models(config, rundir)
-        chat_families.check(config, model.model_folder(config, rundir))
+        chat_formats.check(config, model.model_folder(config, rundir))
         number = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
         print(f"run directory: {rundir.path} (attempt {number}, step {done} of {config.train.steps} done)")
         stop_file = rundir.attempt(number) / "stop"

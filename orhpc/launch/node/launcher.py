@@ -36,7 +36,7 @@ from orhpc.launch.slurm import back_off, holder, ledger
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.ledger import Reason
 from orhpc.launch.slurm.preempt import Signals
-from orhpc.models import chat_families
+from orhpc.models import chat_formats
 from orhpc.rundir import write_atomic
 from orhpc.rundir.events import read_events
 from orhpc.rundir.storage import StorageRetry, probe, refusals, retry_write
@@ -166,7 +166,7 @@ class FirstNode:
         prepare.check_machine(self.config)
         with rendezvous.preparing(self.rundir, self.job):
             model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.received))
-        chat_families.check(self.config, model.model_folder(self.config, self.rundir))
+        chat_formats.check(self.config, model.model_folder(self.config, self.rundir))
         return False
 
     def _lower_budget(self, attempt: int) -> int | None:

@@ -21,7 +21,6 @@ from orhpc.train.hf_model import DTYPES, load_model_config, logit_scaling_of
 from orhpc.train.loss.grpo import LossInputs, MetricSums, packed_loss
 from orhpc.train.loss.head import VocabularyPart
 from orhpc.train.megatron.export import Exporter
-from orhpc.train.megatron.families import build_of
 from orhpc.train.megatron.hf_mapping import HfMapping, Target
 from orhpc.train.megatron.hf_stream import HfFolder
 from orhpc.train.megatron.model import (
@@ -33,6 +32,7 @@ from orhpc.train.megatron.model import (
     start_groups,
     transformer_config,
 )
+from orhpc.train.megatron.model_config import build_of
 from orhpc.train.megatron.optim import MegatronOptimizer, wrap
 from orhpc.train.megatron.packing import RankBatch
 from orhpc.train.megatron.routing_replay import StageReplay, refuse_dense

@@ -21,9 +21,9 @@ from torch.nn import functional
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import stages
-from orhpc.train.megatron.families import Build, spans
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers
+from orhpc.train.megatron.model_config import Build, spans
 from orhpc.train.megatron.names import Naming
 from orhpc.train.megatron.plain import plain_block, share_latent_projections
 
@@ -305,7 +305,10 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
         for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
             target = held.pop(name, None)
             if target is None:
-                raise ModelError(f"megatron-core's model has no {name}: a rule in megatron/names.py is wrong")
+                raise ModelError(
+                    f"megatron-core's model has no {name}: a rule in megatron/names.py, or the family's row "
+                    "in models/families, is wrong"
+                )
             if target.shape != values.shape:
                 raise ModelError(
                     f"megatron-core's {name} is {list(target.shape)}, the checkpoint's {list(values.shape)}"
