@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from orhpc.commands import doctor, files, init, jobs
+from orhpc.commands import doctor, files, init, jobs, runs
 from orhpc.commands.plan import main as plan
 from orhpc.commands.report import write_report
 from orhpc.config.files import load_config
@@ -58,6 +58,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
     commands.add_parser("plan", help="plan ranks and memory without a node (orhpc plan --help)")
     commands.add_parser("try-env", help="run one session of an environment (orhpc try-env --help)")
+    runs.add_runs(commands.add_parser("runs", help="list the runs of a folder with their state"))
     _add_status(commands.add_parser("status", help="show the progress and the jobs of a run"))
     _add_report(commands.add_parser("report", help="write an HTML report of a run"))
     jobs.add_check(commands.add_parser("check", help="check whether a config can run, without using a GPU"))

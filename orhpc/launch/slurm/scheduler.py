@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -98,6 +99,17 @@ def job_state(job_id: str) -> str | None:
     """State of a job as shown by squeue; None if SLURM does not know the job any more."""
     result = query("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format", "%T")
     return result.stdout.split()[0] if result.returncode == 0 and result.stdout.strip() else None
+
+
+def job_states(job_ids: Sequence[str]) -> dict[str, str]:
+    """States of several jobs by id, with one call of squeue; jobs that SLURM does not know are left out."""
+    result = query(
+        "squeue", "--noheader", "--jobs", ",".join(job_ids), "--states", "all", "--format", "%i %T"
+    )
+    if result.returncode:  # squeue refuses a list if it knows none of its jobs
+        return {}
+    found = dict(line.split()[:2] for line in result.stdout.splitlines() if len(line.split()) >= 2)
+    return {job: found[job] for job in job_ids if job in found}
 
 
 def job_info(job_id: str) -> JobInfo | None:
