@@ -38,7 +38,7 @@ from orhpc.train.process_groups import join_default_group, meeting_file, typed_f
 from orhpc.train.profile import traced
 from orhpc.train.sleep.residence import asleep_bytes, memory
 from orhpc.train.step_report import StepReport
-from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
+from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
 from orhpc.train.weights.buckets import BucketSpec, for_wire, plan_buckets, quantized
 from orhpc.train.weights.fp8 import Quantize, make_quantizer, unchanged
 from orhpc.train.weights.sender import BucketStage, WeightSender
@@ -247,9 +247,9 @@ class TrainerRank:
                 batches, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=between
             )
 
-    def break_off(self) -> None:
+    def abandon_collectives(self) -> None:
         """Stop waiting for other ranks: one has failed, and the attempt is over."""
-        break_off_collectives()
+        abandon_collectives()
 
     def request_stop(self) -> None:
         """Abandon the current step at the next micro-batch, if it has taken no optimizer step yet.
