@@ -126,12 +126,16 @@ class Trainers:
         For the end of an attempt: ranks that wait for a failed one stop doing so, and none can take part
         in any collective afterwards.  False when a rank is gone or does not answer soon.
         """
-        breaking = [
-            call(r.break_off.options(concurrency_group=_CONTROL).remote(), "trainer break_off", ANSWER_S)
+        abandoning = [
+            call(
+                r.abandon_collectives.options(concurrency_group=_CONTROL).remote(),
+                "trainer abandon_collectives",
+                ANSWER_S,
+            )
             for r in self.ranks
         ]
         try:
-            await asyncio.gather(*breaking)
+            await asyncio.gather(*abandoning)
             return all(await self.all_within(ANSWER_S, TrainerRank.holds_whole_step))
         except OrhpcError as error:
             log.warning("the trainers cannot commit: %s", error)
