@@ -149,7 +149,7 @@ def attempts_since(run: RunDir, fault: float) -> list[tuple[int, float]]:
     """Number and start time of every attempt whose batch script began after a fault."""
     found = []
     for number in range(1, run.newest_attempt() + 1):
-        began = run.attempt_facts(number).get("script_started")
+        began = run.attempt_metadata(number).get("script_started")
         if began is not None and began > fault:
             found.append((number, float(began)))
     return found
@@ -213,7 +213,7 @@ def await_calm(scene: Scene) -> None:
     """Wait until every node works, earlier attempts have left no processes, and some steps are made."""
     cluster, run = scene.cluster, scene.run
     wait_until(lambda: _WORKING.issuperset(cluster.node_states()), 150, "working nodes", cluster.report)
-    began = run.run.attempt_facts(run.run.newest_attempt())["script_started"] - 2.0
+    began = run.run.attempt_metadata(run.run.newest_attempt())["script_started"] - 2.0
     wait_until(
         lambda: not cluster.processes(began), GONE_S, "the end of older attempts",
         lambda: "\n".join(cluster.processes(began)),

@@ -216,16 +216,16 @@ async def one_phase(
     await asyncio.sleep(options.pause)
     before = {kind: cpu_seconds(of_kind) for kind, of_kind in pids.items()}
     began = time.monotonic()
-    taken = await producer.take(0)
+    step_groups = await producer.collect(0)
     phase = time.monotonic() - began
     after = {kind: cpu_seconds(of_kind) for kind, of_kind in pids.items()}
-    rollouts = [r for g in taken.groups for r in g.rollouts]
+    rollouts = [r for g in step_groups.groups for r in g.rollouts]
     assert len(rollouts) == options.groups * options.samples
     assert all(r.end == "terminal" and r.response_tokens == options.tokens for r in rollouts), rollouts[0]
     record = folder / f"record_{number}"
     record.mkdir()
     for worker in workers:
-        own = [(g.id, None, True) for g in taken.groups if g.rollouts[0].worker == worker.index]
+        own = [(g.id, None, True) for g in step_groups.groups if g.rollouts[0].worker == worker.index]
         if own:
             await worker.call("record", str(record), own)
 

@@ -331,7 +331,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=["bf16", "split", "restart", "fp8", "plain"])
     parser.add_argument("--seconds", type=float, default=560.0, help="of all, the report included (560)")
     parser.add_argument("--case-seconds", type=float, default=540.0, help="of one case at most (540)")
-    parser.add_argument("--offload", type=float, default=0.5, help="share of the optimizer on the host in split (0.5)")
+    parser.add_argument(
+        "--offload", type=float, default=0.5, help="share of the optimizer on the host in split (0.5)"
+    )
     parser.add_argument("--out", type=Path, help="small files: events, figures, ends of logs")
     parser.add_argument("--work", type=Path, default=Path("/tmp/one_node"), help="models and runs: large")
     parser.add_argument("--size", choices=["30b", "tiny"], default="30b")

@@ -41,8 +41,8 @@ class Standing:
     @classmethod
     def of(cls, rundir: RunDir) -> Standing:
         """Ask SLURM, or look for the process of ``--local``."""
-        if rundir.attempt_facts(rundir.newest_attempt()).get("kind") == "local":
-            process = rundir.held_by()
+        if rundir.attempt_metadata(rundir.newest_attempt()).get("kind") == "local":
+            process = rundir.lock_holder()
             return cls({}, f"{process}: running" if process else _none_left(rundir, "process"))
         if not scheduler.available():
             return cls({}, None)
@@ -155,7 +155,7 @@ def _batch_outputs(run: RunDir) -> list[Path]:
     """Outputs of the run's batch scripts; those of jobs submitted by hand are in sbatch's working folder."""
     outputs = {path.resolve(): None for path in sorted(run.path.glob("slurm-*.out"))}
     for number in range(1, run.newest_attempt() + 1):
-        output = run.attempt_facts(number).get("output")
+        output = run.attempt_metadata(number).get("output")
         if output is not None and Path(output).is_file():
             outputs[Path(output).resolve()] = None
     return list(outputs)

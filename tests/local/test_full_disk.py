@@ -102,7 +102,7 @@ def test_a_run_whose_last_commit_does_not_fit_is_not_finished(disk: Path) -> Non
         said = process.stdout.read() if process.stdout else ""
     assert "step 8, the last, is trained but not committed" in said
     assert "No space left on device" in said
-    assert "goes on from step 3" in said
+    assert "continues from step 3" in said
     events = read_events(rundir.events)
     assert sorted(steps_of(events)) == list(range(1, 9))
     assert "finished" not in [e["event"] for e in events]

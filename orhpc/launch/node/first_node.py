@@ -25,7 +25,7 @@ from orhpc.launch.node.scratch import SharedMemorySweeper
 from orhpc.plan.placement import Node, Placement, plan
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog, read_events, steps_of
-from orhpc.rundir.storage import Outages
+from orhpc.rundir.storage import ToleratedOutages
 
 TICK_S = 0.2
 RAYLETS_S = 60.0
@@ -109,7 +109,7 @@ class _Parts:
         self._settle: Settle | None = None
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
-        self._outages, self._sweeper = Outages(say), SharedMemorySweeper()
+        self._outages, self._sweeper = ToleratedOutages(say), SharedMemorySweeper()
 
     def bring_up(self, gather: Gather | None, settle: Settle | None) -> None:
         """Start everything; Ray's head starts while this node waits for the others.
@@ -156,7 +156,7 @@ class _Parts:
 
     def look(self, tick: Callable[[], None]) -> None:
         """Call ``tick``, which tolerates an unavailable run directory."""
-        self._outages.look(tick, None)
+        self._outages.run(tick, None)
 
     def _wait_once(self, tick: Callable[[], None], kill: Callable[[], bool]) -> int:
         driver, ray = self._driver, self._ray
@@ -165,7 +165,7 @@ class _Parts:
         while driver.poll() is None and ray.alive():
             # The driver itself waits for an unavailable run directory, and reports when it gives up.
             self.look(tick)
-            self._outages.look(self.environments.keep_up, None)
+            self._outages.run(self.environments.keep_up, None)
             self._sweeper.tick()
             if kill():
                 driver.kill()

@@ -23,7 +23,7 @@ from orhpc.errors import NodeLost, PreflightError
 from orhpc.launch.node.network_variables import say
 from orhpc.launch.slurm.job import Job
 from orhpc.rundir import RunDir, write_atomic
-from orhpc.rundir.storage import Outages
+from orhpc.rundir.storage import ToleratedOutages
 
 _POLL_S = 0.1
 _BEAT_S = 5.0
@@ -121,7 +121,7 @@ def gather(
     folder = rundir.attempt(attempt) / "nodes"
     end = time.monotonic() + timeout_s
     missing = list(range(1, nodes))
-    outages = Outages(say)
+    outages = ToleratedOutages(say)
 
     def look() -> list[int]:
         tick()
@@ -129,7 +129,7 @@ def gather(
         return [rank for rank in missing if not (folder / f"{rank:03d}.json").exists()]
 
     while missing and time.monotonic() < end:
-        missing = outages.look(look, missing)
+        missing = outages.run(look, missing)
         time.sleep(_POLL_S)
     if missing:
         raise NodeLost(
@@ -174,14 +174,14 @@ def ended(rundir: RunDir, attempt: int) -> bool:
 
 def _appears(path: Path, timeout_s: float, sign: Path, stop: Callable[[], bool]) -> bool:
     limit, seen = time.monotonic() + timeout_s, ""
-    outages = Outages(say)
+    outages = ToleratedOutages(say)
 
     def there() -> bool:
         _refresh(path.parent)
         return path.exists()
 
     while time.monotonic() < limit and not stop():
-        if outages.look(there, False):
+        if outages.run(there, False):
             return True
         if (count := _text(sign)) != seen:
             limit, seen = time.monotonic() + timeout_s, count

@@ -81,8 +81,8 @@ def test_an_engine_with_the_trainers_weights_is_accepted(engine: str, trainers: 
     (answers, difference) = asyncio.run(compared(engine, trainers, trainers.rank.config, folder))
     assert difference < 1e-4
     (answer,) = answers
-    assert len(answer.tokens) == engine_check.PROMPT + len(answer.logprobs)
-    assert 1 <= len(answer.logprobs) <= engine_check.SAMPLED
+    assert len(answer.tokens) == engine_check.PROMPT_TOKENS + len(answer.logprobs)
+    assert 1 <= len(answer.logprobs) <= engine_check.SAMPLED_TOKENS
     assert max(answer.tokens) < VOCABULARY
 
 

@@ -69,7 +69,7 @@ def servers() -> Iterator[list[Server]]:
 class Watched(Engines):
     """Says which engines were ended; there is no process behind them."""
 
-    async def _end(self, engine: Engine) -> None:
+    async def _stop(self, engine: Engine) -> None:
         self.ended.append(engine.url)
 
     ended: list[str]
@@ -133,9 +133,9 @@ def test_without_an_engine_left_the_run_starts_its_parts_anew(servers: list[Serv
 def test_an_engine_with_devices_of_its_own_may_be_lost_after_a_sync(servers: list[Server]) -> None:
     async def run() -> None:
         engines = engines_at(servers, {"mode": "mixed", "trainer_devices": 1, "engine_devices": 2})
-        assert (engines.shared, engines.apart) == ([servers[0].url], [servers[1].url])
+        assert (engines.shared, engines.dedicated) == ([servers[0].url], [servers[1].url])
         servers[1].fails_at = "/continue_generation"
-        await engines.go_on()
+        await engines.continue_generation()
         assert engines.ended == [servers[1].url]
         await engines.pause()  # nobody is left to be paused, and one serves
         assert servers[0].calls == []
@@ -178,10 +178,10 @@ def test_an_engine_that_is_down_is_healed_though_its_process_lives(servers: list
         hosts = [LivingHost([]), LivingHost([])]
         for engine, host in zip(engines._engines, hosts, strict=True):
             engine.hosts = [host]  # type: ignore[list-item]
-        assert await engines.heal() == []
+        assert await engines.restart_failed() == []
         assert engines.ended == []
         engines.pool.mark_down(servers[1].url, "it did not answer in time")
-        assert await engines.heal() == [1]
+        assert await engines.restart_failed() == [1]
         assert engines.ended == [servers[1].url]
         assert hosts[1].told == ["alive", "alive", "start", "wait_ready"]
         assert hosts[0].told == ["alive", "alive"]
@@ -206,7 +206,7 @@ def test_a_server_is_started_again_by_the_actor_that_holds_its_port(
         engine = engines._engines[0]
         first, second = Host(told, lost=lost), Host(told)
         engine.hosts, engine.starters = [first], [lambda: second]  # type: ignore[list-item]
-        await Engines._end(engines, engine)
+        await Engines._stop(engines, engine)
         await engines._bring_up([engine])
         assert engine.hosts == ([second] if lost else [first])
         assert killed == ([first] if lost else [])

@@ -27,20 +27,20 @@ class Parts:
         self._failing, self._at, self._error = failing, at, error
         self.producer = self
         self.workers: list[Any] = []
-        self.taken = 0
+        self.collected = 0
 
     @property
     def position(self) -> Position:
-        return Position(4 * self.taken, ())
+        return Position(4 * self.collected, ())
 
     async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
-        self.taken += 1
+        self.collected += 1
         return StepGroups([]), {}
 
     async def publish(self, step: int) -> dict[str, float]:
         return self._perhaps("publish", step)
 
-    async def record(self, step: int, taken: StepGroups, store: Store) -> None:
+    async def record(self, step: int, step_groups: StepGroups, store: Store) -> None:
         self._perhaps("record", step)
 
     def _perhaps(self, what: str, step: int) -> dict[str, float]:

@@ -59,12 +59,12 @@ DONE, FAILED = RolloutEnd.TERMINAL, RolloutEnd.FAILED
 
 
 def test_failures_are_counted_for_each_environment_and_are_in_no_mean() -> None:
-    taken = StepGroups(
+    step_groups = StepGroups(
         [group(1, "a", DONE, DONE, FAILED, DONE), group(2, "b", DONE, DONE, DONE, DONE, retries=1)],
         [group(3, "a", FAILED, FAILED, FAILED, DONE), group(4, "b", DONE, DONE, DONE, DONE)],
         Counter(failed=1, equal_rewards=1),
     )
-    numbers = rollout_metrics(taken, 3)
+    numbers = rollout_metrics(step_groups, 3)
     assert (numbers["failed_rollouts"], numbers["retried_rollouts"], numbers["failed_groups"]) == (4, 4, 1)
     assert (numbers["failed_rollouts/a"], numbers["retried_rollouts/b"], numbers["failed_groups/a"]) == (
         4,

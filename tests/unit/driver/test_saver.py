@@ -103,7 +103,7 @@ def test_a_commit_that_fails_is_an_event_and_an_alert_and_the_next_is_made(tmp_p
     asyncio.run(three_steps())
     told = [(e["event"], e["step"]) for e in read_events(rundir.events)]
     assert told == [("commit", 1), ("commit_failed", 2), ("commit", 3)]
-    assert alerts == ["commit step_2.a001 failed, training goes on: no memory"]
+    assert alerts == ["commit step_2.a001 failed, training continues: no memory"]
 
 
 def test_a_step_that_failed_after_its_update_is_committed_by_the_rescue(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_run_ends_with_its_last_step_committed_or_with_an_error(
         saver = make_saver(
             rundir, settings, trainers, events, state, print, StorageRetry(0.5, print, lambda: False)
         )
-        await saver.finish_run(again_s=0.01)
+        await saver.finish_run(retry_s=0.01)
 
     if committed:
         asyncio.run(end())

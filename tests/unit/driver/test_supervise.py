@@ -211,7 +211,7 @@ def test_a_token_budget_is_what_memory_taught_or_a_new_setting(
     state = asyncio.run(choose_start(run, lowered)).state
     assert (state.max_tokens, state.setting, run.max_tokens) == (tokens, 1000, tokens)
     (event,) = read_events(run.rundir.events)
-    said = f"; out of memory before: {tokens} tokens a micro-batch instead of train.max_tokens_per_gpu 1000"
+    said = f"; out of memory before: {tokens} tokens per micro-batch instead of train.max_tokens_per_gpu 1000"
     assert line_of(event) == f"starting from commit {folder.name}" + (said if tokens < 1000 else "")
     assert State.from_manifest(commits.Manifest(2, 1, None, (), state.to_manifest())) == state
 

@@ -139,7 +139,7 @@ def test_what_is_not_a_record_is_one_clear_line(tmp_path: Path, content: bytes |
 
 
 def test_an_empty_folder_is_not_a_record(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="holds no rollout record"):
+    with pytest.raises(RecordError, match="contains no rollout record"):
         read_step(tmp_path)
 
 
@@ -176,7 +176,7 @@ def test_what_a_full_disk_refuses_can_still_be_read(room: int, writes: list[tupl
         assert target.read() == reference.getvalue()
         refused = sum(len(data) for _, data in writes) > room
         expected = pytest.raises(OSError, match="No space left") if refused else contextlib.nullcontext()
-        with expected, target.telling():
+        with expected, target.reporting_failure():
             pass
 
 

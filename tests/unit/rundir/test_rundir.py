@@ -64,7 +64,7 @@ def test_a_stale_attempt_s_commits_are_ignored(tmp_path: Path) -> None:
     commit(run, 40, second)
     sixteen = commit(run, 16, third)
     assert run.lineage() == [sixteen, fifteen, ten]
-    assert commits.newest_good(run)[0] == sixteen
+    assert commits.newest_intact(run)[0] == sixteen
 
 
 def test_an_attempt_that_never_chose_a_start_changes_nothing(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_damaged_commit_is_passed_over_and_named(tmp_path: Path, damage: str) 
         os.truncate(manifest, 10)
     else:
         manifest.unlink()
-    name, found, passed_over = commits.newest_good(run)
+    name, found, passed_over = commits.newest_intact(run)
     assert name == good
     assert found is not None
     assert found.state == {"next_group": 1}
@@ -125,8 +125,8 @@ def test_comparing_a_commit_ends_with_the_stop(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     name = commit(run, 1, start(run))
     with pytest.raises(StopRequested):
-        commits.newest_good(run, lambda: True)
-    assert commits.newest_good(run)[0] == name
+        commits.newest_intact(run, lambda: True)
+    assert commits.newest_intact(run)[0] == name
 
 
 def test_no_whole_commit_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_no_whole_commit_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     bad = commit(run, 2, start(run))
     (run.checkpoints / str(bad) / "rank_0.bin").unlink()
     with pytest.raises(CheckpointError, match="no commit"):
-        commits.newest_good(run)
+        commits.newest_intact(run)
 
 
 def test_a_save_killed_between_shards_never_looks_like_a_commit(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_save_killed_between_shards_never_looks_like_a_commit(tmp_path: Path) 
     one = commit(run, 1, attempt)
     torn = commits.begin(run, CommitName(2, attempt))
     (torn / "rank_0.bin").write_bytes(b"half")
-    assert commits.newest_good(run)[0] == one
+    assert commits.newest_intact(run)[0] == one
     later = start(run, one)
     assert torn.name in commits.sweep(run, later, keep=2, keep_every=None)
     assert not torn.exists()
@@ -212,14 +212,14 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
 
 def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    code = f"from orhpc.rundir import RunDir\nwith RunDir({str(run.path)!r}).held(): print('held')"
-    with run.held():
+    code = f"from orhpc.rundir import RunDir\nwith RunDir({str(run.path)!r}).locked(): print('held')"
+    with run.locked():
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "RunDirBusy" in result.stderr
         assert f"process {os.getpid()}" in result.stderr
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "held\n"
-    with run.held(), pytest.raises(RunDirBusy), RunDir(run.path).held():
+    with run.locked(), pytest.raises(RunDirBusy), RunDir(run.path).locked():
         pass
 
 
@@ -300,4 +300,4 @@ def test_a_restart_in_place_goes_on_from_its_own_commits(tmp_path: Path) -> None
     assert run.lineage() == [two]
     four = commit(run, 4, attempt, b"damaged later")
     assert commit(run, 4, attempt, b"done again") == four
-    assert commits.newest_good(run)[0] == four
+    assert commits.newest_intact(run)[0] == four

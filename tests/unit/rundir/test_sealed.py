@@ -69,7 +69,7 @@ def test_a_changed_byte_of_a_manifest_is_noticed(run: RunDir, data: st.DataObjec
 def test_a_damaged_manifest_is_passed_over(run: RunDir) -> None:
     path = run.checkpoints / "step_3.a002" / commits.MANIFEST
     path.write_text(path.read_text().replace('"next_group": 7', '"next_group": 8'))
-    name, _, passed_over = commits.newest_good(run)
+    name, _, passed_over = commits.newest_intact(run)
     assert str(name) == "step_2.a002"
     assert "step_3.a002" in passed_over[0]
 

@@ -20,7 +20,7 @@ from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Reason
 from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir, commits, storage
-from orhpc.rundir.storage import Outages, StorageRetry, retry_write
+from orhpc.rundir.storage import StorageRetry, ToleratedOutages, retry_write
 from tests.unit.rundir.test_rundir import commit, make_run, start
 
 AWAY = [errno.EIO, errno.ESTALE, errno.EACCES]
@@ -57,15 +57,15 @@ def test_a_look_that_is_refused_does_not_count(server: Server, tmp_path: Path, e
     run = make_run(tmp_path)
     run.begin_attempt()
     told: list[str] = []
-    outages = Outages(told.append)
+    outages = ToleratedOutages(told.append)
     server.away(error, 3)
-    assert [outages.look(run.newest_attempt, -1) for _ in range(5)] == [-1, -1, -1, 1, 1]
+    assert [outages.run(run.newest_attempt, -1) for _ in range(5)] == [-1, -1, -1, 1, 1]
     begun, over = told
     assert os.strerror(error) in begun
     assert "waiting until it answers again" in begun
     assert over == "the run directory answers again after 0 s"
     with pytest.raises(ZeroDivisionError):
-        outages.look(lambda: 1 // 0, 0)
+        outages.run(lambda: 1 // 0, 0)
 
 
 def test_a_write_without_an_event_loop_is_tried_again_for_so_long(server: Server, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_run_root_that_may_not_be_written_is_one_line(
     assert launcher.main(["configs/tiny.yaml", f"run.root={root}"]) == EXIT_CONFIG
     assert (tmp_path / "code").read_text() == str(EXIT_CONFIG)
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be made: Permission denied"]
+    assert said == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be created: Permission denied"]
     with pytest.raises(ConfigError):
         RunDir(root / "other").create()
     with pytest.raises(StorageRefused):
@@ -151,14 +151,14 @@ def test_a_commit_that_cannot_be_read_for_a_while_is_not_passed_over(
     with pytest.raises(StorageRefused):
         commits.verify(server.folder)
     server.away(error, 1)
-    name, manifest, passed_over = commits.newest_good(run, wait_s=30.0, report=told.append)
+    name, manifest, passed_over = commits.newest_intact(run, wait_s=30.0, report=told.append)
     assert (name, passed_over) == (six, [])
     assert manifest is not None
     assert os.strerror(error) in told[0]
     server.away(error, 1000)  # for good, as a broken disk
-    name, _, passed_over = commits.newest_good(run, wait_s=0.0)
+    name, _, passed_over = commits.newest_intact(run, wait_s=0.0)
     assert name == four
     assert os.strerror(error) in passed_over[0]
     (run.checkpoints / str(four) / commits.MANIFEST).unlink()
     with pytest.raises(CheckpointError):
-        commits.newest_good(run)
+        commits.newest_intact(run)

@@ -261,7 +261,7 @@ def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
     monkeypatch.setattr(bring_up.ray, "init", init)
     monkeypatch.setattr(bring_up.ray, "shutdown", lambda: None)
     monkeypatch.setattr(bring_up, "wait_for_nodes", lambda nodes, timeout_s: None)
-    monkeypatch.setattr(bring_up, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(bring_up, "_RETRY_S", 0.01)
     monkeypatch.setattr(bring_up, "_JOIN_S", 0.2)
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_COLOR_PREFIX"):
         monkeypatch.setenv(name, "")

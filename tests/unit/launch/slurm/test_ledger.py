@@ -298,7 +298,7 @@ def test_a_local_process_holds_a_run_too(
     rundir: RunDir, squeue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holder, "_LOCK_WAIT_S", 0.1)
-    with rundir.held(), pytest.raises(RunDirBusy, match=f"process {os.getpid()}"):
+    with rundir.locked(), pytest.raises(RunDirBusy, match=f"process {os.getpid()}"):
         holder.claim(rundir, "7")
     holder.claim(rundir, "7")
 
