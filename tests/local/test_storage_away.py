@@ -1,4 +1,4 @@
-"""A run whose file server is away for a while: it waits, loses nothing, and says so."""
+"""A run whose file server is temporarily unavailable: it waits, loses nothing, and reports it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 14
 
 
-def test_a_run_goes_on_after_its_file_server_was_away(tmp_path: Path) -> None:
-    """Three times in one run: an I/O error, a stale file handle, a permission denied."""
+def test_a_run_continues_after_its_file_server_was_unavailable(tmp_path: Path) -> None:
+    """Three times in one run: I/O error, stale file handle, permission denied."""
     root, sign = tmp_path / "runs", tmp_path / "away"
     rundir = RunDir(root / "tiny")
     env = {"ORHPC_TEST_AWAY": str(sign), "PYTHONPATH": str(Path(__file__).parent / "away")}
@@ -39,7 +39,7 @@ def test_a_run_goes_on_after_its_file_server_was_away(tmp_path: Path) -> None:
     assert [e["error"] for e in events if e["event"] in ("failed", "restart")] == []
     refused = " ".join(e["error"] for e in events if e["event"] == "storage_refused")
     assert any(os.strerror(error) in said + refused for error in (errno.EIO, errno.ESTALE, errno.EACCES))
-    assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, STEPS + 1))  # none twice
+    assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, STEPS + 1))  # none repeated
     for step in range(1, STEPS + 1):
         assert len(read_step(rundir.rollouts_of(step))) == 16
     assert rundir.lineage()[0].step == STEPS

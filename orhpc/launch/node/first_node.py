@@ -177,7 +177,7 @@ class _Parts:
         # A driver may notice the loss of Ray before us, and then ends without reporting it.
         is_suspect = driver.poll() is None or driver.returncode in _WITHOUT_RAY or driver.returncode < 0
         if is_suspect and not kill() and processes.wait_until(lambda: not ray.alive(), _RAY_NOTICED_S):
-            raise RayLost(f"Ray's processes on {self._node.name} ended: {ray.last_words()}")
+            raise RayLost(f"Ray's processes on {self._node.name} ended: {ray.last_log_line()}")
         return driver.wait()
 
     def _begin_ray(self) -> RayNode:

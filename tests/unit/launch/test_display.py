@@ -1,4 +1,4 @@
-"""What a local run says of itself."""
+"""The display of a local run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orhpc.launch.display import Display
 from orhpc.rundir.events import EventLog
 
 
-def test_a_failure_is_the_reason_of_an_end_only_until_a_step_has_followed(tmp_path: Path) -> None:
+def test_a_failure_is_the_reason_of_an_end_only_if_no_step_followed_it(tmp_path: Path) -> None:
     log, said = EventLog(tmp_path / "events.jsonl", 1), io.StringIO()
     display = Display(tmp_path / "events.jsonl", 1, Console(file=said, width=200))
 
@@ -35,7 +35,7 @@ def test_a_failure_is_the_reason_of_an_end_only_until_a_step_has_followed(tmp_pa
 
 
 def steps_shown(width: int, height: int, count: int, folder: Path) -> list[int]:
-    """Steps in what a terminal of this size shows of the panel, which it cuts at its height."""
+    """Steps of the panel that are visible on a terminal of this size, which cuts it at its height."""
     said = io.StringIO()
     console = Console(file=said, width=width, height=height, force_terminal=True, color_system=None)
     log = EventLog(folder / "events.jsonl", 1)
@@ -62,7 +62,7 @@ def test_the_newest_steps_stay_visible(tmp_path: Path, width: int, height: int, 
     assert steps_shown(width, height, 20, tmp_path) == list(range(21 - rows, 21))
 
 
-def test_the_start_is_said_as_it_is(tmp_path: Path) -> None:
+def test_the_display_describes_the_start_correctly(tmp_path: Path) -> None:
     log, said = EventLog(tmp_path / "events.jsonl", 1), io.StringIO()
     display = Display(tmp_path / "events.jsonl", 1, Console(file=said, width=200))
     log.write("bring_up", step=0, commit=None)
