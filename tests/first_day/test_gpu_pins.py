@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["torch-2.11.txt", "torch-2.14.txt"])
-def test_every_pin_holds_at_once(name: str, tmp_path: Path) -> None:
+def test_all_pins_are_compatible(name: str, tmp_path: Path) -> None:
     """``uv`` resolves the extras under the constraints, and needs no other version of anything."""
     target = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_34"]
     extras = [word for extra in ("gpu", "megatron", "gym") for word in ("--extra", extra)]

@@ -133,7 +133,7 @@ def one_line(said: str) -> str:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake: str, stranger: Stranger, folders: None) -> None:
+def test_a_mistake_gives_one_error_line(mistake: str, stranger: Stranger, folders: None) -> None:
     words, code, said = MISTAKES[mistake]
     done = stranger.run("orhpc", *words, timeout=60)
     assert re.search(said, one_line(done.stderr)), done.stderr
@@ -188,7 +188,7 @@ def test_an_environment_that_raises_is_shown_once_with_its_own_traceback(strange
     assert [p.name for p in attempts.iterdir() if p.name.isdigit()] == ["001"]
 
 
-def test_a_correction_after_a_failed_first_start_is_taken(stranger: Stranger) -> None:
+def test_a_corrected_config_is_accepted_after_a_failed_first_start(stranger: Stranger) -> None:
     """The run of the test before did no step, so its settings may be corrected."""
     out = stranger.ok("orhpc", *LAUNCH, "run.name=broken", "evaluation.interval=0", "train.steps=1")
     assert "changed since the last start: environments.mine.serve" in out

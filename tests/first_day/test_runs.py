@@ -29,7 +29,7 @@ print(model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] - ids.shap
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_says_what_it_is_and_what_is_here(stranger: Stranger) -> None:
+def test_the_command_prints_its_version_and_the_installed_parts(stranger: Stranger) -> None:
     assert stranger.ok("orhpc", "--version").startswith("orhpc ")
     assert "ok   orhpc[run]: is installed" in stranger.ok("orhpc", "doctor")
     checked = stranger.ok("orhpc", "check", "train.yaml", "model.path=Acme/Qwen3")
@@ -39,7 +39,7 @@ def test_the_command_says_what_it_is_and_what_is_here(stranger: Stranger) -> Non
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_hub_name_trains_and_its_export_answers(name: str, stranger: Stranger, hub: Hub) -> None:
+def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: Stranger, hub: Hub) -> None:
     """Of every family that can be rolled out; only what training needs is fetched, and only once."""
     hub.requests.clear()  # others have asked for this model before
     run = f"run.name={name}"
@@ -55,14 +55,14 @@ def test_a_hub_name_trains_and_its_export_answers(name: str, stranger: Stranger,
     assert int(stranger.ok("python", "-c", ANSWER, str(exported)).split()[-1]) > 0
 
 
-def test_a_reward_of_one_s_own_changes_what_is_paid(stranger: Stranger) -> None:
+def test_a_custom_reward_changes_the_rewards(stranger: Stranger) -> None:
     (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
     words = ["model.path=Acme/Qwen3", "run.name=rewarded", "rollout.custom_reward=mine:always", *SMALL]
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
     assert "reward 0.250" in out
 
 
-def test_a_run_that_only_evaluates(stranger: Stranger) -> None:
+def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
     words = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *words)
     assert "evaluation" in out
@@ -71,7 +71,7 @@ def test_a_run_that_only_evaluates(stranger: Stranger) -> None:
     assert status["step"] == 0
 
 
-def test_the_same_command_again_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
+def test_repeating_the_command_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
     """Also where the hub can no longer be reached: the second start needs nothing from outside."""
     words = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
     stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")

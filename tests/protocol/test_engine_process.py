@@ -44,7 +44,7 @@ def no_external(servers: dict[str, Server]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_external")
-def test_life_and_death(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_the_process_starts_serves_and_stops(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     log = tmp_path / "logs" / "engine.log"
     process = EngineProcess(
         engine_config(extra={"load_format": "dummy"}),
@@ -111,7 +111,7 @@ def test_a_failure_to_start_says_why(tmp_path: Path) -> None:
     process.stop()
 
 
-def test_a_crash_while_starting_is_told_by_its_exception(tmp_path: Path) -> None:
+def test_a_crash_while_starting_is_reported_by_its_exception(tmp_path: Path) -> None:
     """SGLang's last log lines report the shutdown of its processes, not the cause."""
     crash = (
         "import traceback\n"
