@@ -1,4 +1,4 @@
-"""The commonest mistakes of a first day: one line each that says what to do, and the right exit code."""
+"""Common mistakes of new users: each gives one line that says what to do, and the right exit code."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_an_environment_that_raises_is_shown_once_with_its_own_traceback(strange
 
 
 def test_a_corrected_config_is_accepted_after_a_failed_first_start(stranger: Stranger) -> None:
-    """The run of the test before did no step, so its settings may be corrected."""
+    """The run of the previous test made no step, so its settings may be corrected."""
     out = stranger.ok("orhpc", *LAUNCH, "run.name=broken", "evaluation.interval=0", "train.steps=1")
     assert "changed since the last start: environments.mine.serve" in out
     assert "finished" in out

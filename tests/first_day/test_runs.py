@@ -1,4 +1,4 @@
-"""What a stranger does first: train a model by its hub name on a task of their own, export, ask it."""
+"""First steps of a new user: train a model by its hub name on their own task, export it, and generate."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_the_command_prints_its_version_and_the_installed_parts(stranger: Strang
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: Stranger, hub: Hub) -> None:
-    """Of every family that can be rolled out; only what training needs is fetched, and only once."""
-    hub.requests.clear()  # others have asked for this model before
+    """For every family that supports rollouts; only the files for training are downloaded, and only once."""
+    hub.requests.clear()  # other tests have requested this model before
     run = f"run.name={name}"
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", f"model.path=Acme/{name}", run, *SMALL)
     assert "step 2/2" in out
@@ -72,7 +72,7 @@ def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
 
 
 def test_repeating_the_command_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
-    """Also where the hub can no longer be reached: the second start needs nothing from outside."""
+    """Also if the hub can no longer be reached: the second start needs no network."""
     words = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
     stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, HF_ENDPOINT="http://127.0.0.1:9")
