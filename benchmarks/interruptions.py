@@ -164,8 +164,8 @@ def slurm_share(run: RunDir, fault: float) -> float | None:
     share = None
     for number, began in attempts_since(run, fault):
         old = ledger.outcome_of(run, number - 1)
-        told = old is not None and fault < old.ended < began
-        share = (share or 0.0) + began - (old.ended if told and old is not None else fault)
+        reports = old is not None and fault < old.ended < began
+        share = (share or 0.0) + began - (old.ended if reports and old is not None else fault)
     return share
 
 

@@ -79,9 +79,9 @@ class Scene:
         self.cluster.on_node(node, "kill", f"-{number}", str(victim))
         return now
 
-    def settings(self, *words: str) -> None:
+    def settings(self, *arguments: str) -> None:
         """Have SLURM change something: ``scontrol update``."""
-        result = self.cluster.run("scontrol", "update", *words)
+        result = self.cluster.run("scontrol", "update", *arguments)
         assert result.returncode == 0, result.stderr
 
 
@@ -154,8 +154,8 @@ def _without_controller(scene: Scene, fault: Callable[[], float]) -> float:
     scene.cluster.stop_controller()
     try:
         now = fault()
-        said, told = scene.run.output, "controller does not answer"
-        wait_until(lambda: told in said(), 150, "the wait", scene.run.whole_output)
+        text, reports = scene.run.output, "controller does not answer"
+        wait_until(lambda: reports in text(), 150, "the wait", scene.run.whole_output)
         time.sleep(5)
     finally:
         scene.cluster.start_controller()

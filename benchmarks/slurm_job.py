@@ -103,11 +103,11 @@ def load() -> str:
 @contextmanager
 def observer(place: Path, token: Path, nodes: int) -> Iterator[subprocess.Popen[str]]:
     """A process, with its imports done, that reports when a Ray cluster has this many nodes."""
-    words = [sys.executable, "-c", OBSERVER, str(place), str(nodes)]
+    arguments = [sys.executable, "-c", OBSERVER, str(place), str(nodes)]
     # Ray reads them when it is imported, and logs many warnings until the head answers.
     variables = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     with subprocess.Popen(
-        words,
+        arguments,
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -197,8 +197,8 @@ def bare_write(folder: Path, sizes: list[int]) -> float:
 def commit(config: str, signals: int) -> None:
     took: list[float] = []
     with cluster() as on:
-        words = ["train.steps=100000", "checkpoint.save_interval=100000", "wandb.enabled=false"]
-        run = sbatch(on, on.shared, *words, options=("--nodes=1",), config=config)
+        arguments = ["train.steps=100000", "checkpoint.save_interval=100000", "wandb.enabled=false"]
+        run = sbatch(on, on.shared, *arguments, options=("--nodes=1",), config=config)
         for attempt in range(1, signals + 1):
             run.wait_step(attempt, 1, 600)
             time.sleep(0.37 * attempt % 2)  # a different phase of a step each time

@@ -141,7 +141,7 @@ def layout(options: argparse.Namespace, trainers: int, engines: int) -> tuple[st
 def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[str]:
     """All overrides of a case: for the machine, the model and the case, then the user's."""
     rollouts = options.groups * options.samples
-    words = [
+    args = [
         f"run.root={options.work / 'runs'}", f"run.name={case.name}", "wandb.enabled=false",
         f"model.path={folder}", f"placement.devices_per_node={options.gpus}",
         f"rollout.batch_size={options.groups}", f"rollout.n_samples={options.samples}",
@@ -152,13 +152,13 @@ def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[
         f"placement.host_memory_gib={options.host_gib}",
     ]  # fmt: skip
     if options.device == "cpu":
-        words += CPU
+        args += CPU
     elif not options.own_kernels:
         kernels = KERNELS | {"cuda_graph_bs_decode": GRAPHS}
         if "precision=fp8" in case.overrides:
             kernels |= {"fp8_gemm_backend": "triton"}  # DeepGEMM compiles for two minutes on a new machine
-        words += [f"engine.extra.{name}={json.dumps(value)}" for name, value in kernels.items()]
-    return [*words, *case.overrides, *options.set]
+        args += [f"engine.extra.{name}={json.dumps(value)}" for name, value in kernels.items()]
+    return [*args, *case.overrides, *options.set]
 
 
 def model_folder(case: Case, options: argparse.Namespace) -> Path:
@@ -181,10 +181,10 @@ def machine() -> tuple[str, float]:
     """Name of the first GPU and its memory in GiB; creates no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "cpu", 0.0
-    name, mib = said.rsplit(",", 1)
+    name, mib = output.rsplit(",", 1)
     return name.strip(), float(mib) / 1024
 
 
@@ -352,8 +352,8 @@ def parse() -> argparse.Namespace:
 
 def outcome_of(case: Case, options: argparse.Namespace, name: str) -> Outcome:
     p = config_of(case, options).placement
-    words = [*options.set, *case.overrides]
-    return Outcome(case.name, words, name, p.devices, p.trainer_ranks, p.rollout_devices, layers=case.layers)
+    args = [*options.set, *case.overrides]
+    return Outcome(case.name, args, name, p.devices, p.trainer_ranks, p.rollout_devices, layers=case.layers)
 
 
 def main() -> int:

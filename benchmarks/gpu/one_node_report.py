@@ -164,8 +164,8 @@ def _weights(steps: Sequence[Event]) -> list[Row]:
         rows.append(("waited for the trainer's sleep and wake", note))
     turns = {name: middle(steps, lambda s, name=name: s.get(f"seconds_{name}")) for name in TURNS}
     if any(turns.values()):
-        told = ", ".join(f"{name} {took:.2f}" for name, took in turns.items() if took is not None)
-        rows.append(("turns of the two sides, s", told))
+        shown = ", ".join(f"{name} {took:.2f}" for name, took in turns.items() if took is not None)
+        rows.append(("switching between the two sides, s", shown))
     return rows
 
 
@@ -198,10 +198,10 @@ def _commits(events: Sequence[Event], steps: Sequence[Event]) -> list[Row]:
     commits = [event for event in events if event["event"] == "commit"]
     if not commits:
         return []
-    told = ", ".join(f"step {e['step']}: {e['bytes'] / 1e9:.2f} GB in {e['seconds']:.1f} s" for e in commits)
+    shown = ", ".join(f"step {e['step']}: {e['bytes'] / 1e9:.2f} GB in {e['seconds']:.1f} s" for e in commits)
     at = {event["step"] for event in commits}
     stalls = ", ".join(f"{s['phases']['checkpoint']:.2f}" for s in steps if s["step"] in at)
-    return [("commits, written while training goes on", told), ("checkpoint stall, s", stalls)]
+    return [("commits, written during training", shown), ("checkpoint stall, s", stalls)]
 
 
 def _restart(outcome: Mapping[str, Any], events: Sequence[Event], steps: Sequence[Event]) -> list[Row]:

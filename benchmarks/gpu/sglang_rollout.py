@@ -131,9 +131,9 @@ async def sglang_side(url: str, model: Path, prompt_tokens: int, rollouts: int, 
     )
     if run.returncode or not report.exists():
         raise RuntimeError(f"sglang.benchmark.serving: {(run.stderr or run.stdout)[-1500:]}")
-    said = json.loads(report.read_text().splitlines()[-1])
-    assert said["completed"] == rollouts, said["completed"]
-    return said["output_throughput"]
+    output = json.loads(report.read_text().splitlines()[-1])
+    assert output["completed"] == rollouts, output["completed"]
+    return output["output_throughput"]
 
 
 def engine(

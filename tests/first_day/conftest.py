@@ -48,7 +48,7 @@ class Stranger:
     variables: dict[str, str]
 
     def run(
-        self, *words: str, timeout: float = 240, stdin: str | None = None, **variables: str
+        self, *arguments: str, timeout: float = 240, stdin: str | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end."""
         env = {"HOME": str(self.home), "PATH": f"{self.programs}:{self.system}", "LANG": "C.UTF-8"}
@@ -56,7 +56,7 @@ class Stranger:
             if name in os.environ:
                 env[name] = os.environ[name]
         return subprocess.run(
-            [str(self.programs / words[0]), *words[1:]],
+            [str(self.programs / arguments[0]), *arguments[1:]],
             cwd=self.folder,
             env={**env, **self.variables, **variables},
             capture_output=True,
@@ -66,11 +66,11 @@ class Stranger:
             input=stdin,
         )
 
-    def ok(self, *words: str, timeout: float = 240, **variables: str) -> str:
+    def ok(self, *arguments: str, timeout: float = 240, **variables: str) -> str:
         """Run one command that must succeed; returns its output."""
-        done = self.run(*words, timeout=timeout, **variables)
+        done = self.run(*arguments, timeout=timeout, **variables)
         assert done.returncode == 0, (
-            f"{' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+            f"{' '.join(arguments)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
         return done.stdout
 

@@ -57,14 +57,14 @@ def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: St
 
 def test_a_custom_reward_changes_the_rewards(stranger: Stranger) -> None:
     (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
-    words = ["model.path=Acme/Qwen3", "run.name=rewarded", "rollout.custom_reward=mine:always", *SMALL]
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
+    arguments = ["model.path=Acme/Qwen3", "run.name=rewarded", "rollout.custom_reward=mine:always", *SMALL]
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *arguments, "train.steps=1")
     assert "reward 0.250" in out
 
 
 def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
-    words = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *words)
+    arguments = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *arguments)
     assert "evaluation" in out
     assert "mine/test" in out
     status = json.loads(stranger.ok("orhpc", "status", "--json", "runs/judged"))
@@ -73,9 +73,11 @@ def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
 
 def test_repeating_the_command_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
     """Also if the hub can no longer be reached: the second start needs no network."""
-    words = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
-    stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, HF_ENDPOINT="http://127.0.0.1:9")
+    arguments = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
+    stranger.ok("orhpc", "launch", "--local", "train.yaml", *arguments, "train.steps=1")
+    out = stranger.ok(
+        "orhpc", "launch", "--local", "train.yaml", *arguments, HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert "attempt 2, step 1 of 2 done" in out
     assert "finished" in out
 

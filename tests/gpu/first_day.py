@@ -84,15 +84,15 @@ def serve_models(gguf: Path) -> Path:
 
 
 def run(
-    programs: Path, words: tuple[str, ...], log: Path, env: dict[str, str], seconds: float
+    programs: Path, args: tuple[str, ...], log: Path, env: dict[str, str], seconds: float
 ) -> tuple[int, str]:
     """Run one command in the user's folder; returns its exit code and its row of the table."""
     began = time.monotonic()
-    command = [str(programs / "orhpc"), *words]
-    if words[0] == "ANSWER":
-        command = [str(programs / "python"), "-c", ANSWER, words[1]]
+    command = [str(programs / "orhpc"), *args]
+    if args[0] == "ANSWER":
+        command = [str(programs / "python"), "-c", ANSWER, args[1]]
     with log.open("a") as stream:
-        stream.write(f"\n$ {' '.join(words)}\n")
+        stream.write(f"\n$ {' '.join(args)}\n")
         stream.flush()
         start = stream.tell()
         try:
@@ -109,12 +109,12 @@ def run(
             code = 124
     with log.open() as stream:
         stream.seek(start)
-        said = [line for line in stream.read().splitlines() if line.strip()]
+        output = [line for line in stream.read().splitlines() if line.strip()]
     took = time.monotonic() - began
-    telling = [line for line in said if re.match(r"(answer:|BAD|step \d+/|finished|orhpc)", line)] or said
+    results = [line for line in output if re.match(r"(answer:|BAD|step \d+/|finished|orhpc)", line)] or output
     return (
         code,
-        f"exit {code} {took:5.0f} s  orhpc {' '.join(words)[:70]}: {telling[-1][:160] if telling else ''}",
+        f"exit {code} {took:5.0f} s  orhpc {' '.join(args)[:70]}: {results[-1][:160] if results else ''}",
     )
 
 
@@ -150,12 +150,12 @@ def main() -> int:
         shutil.copytree(ROOT / "tests", WORK / "home" / "tests", dirs_exist_ok=True)
         env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(WORK / "hf"), "HF_HUB_OFFLINE": "0"}
         for case in options.cases:
-            for words in CASES[case]:
+            for args in CASES[case]:
                 left = end - time.monotonic()
                 if left < 20:
-                    rows.append(f"{case:7} no time left for orhpc {' '.join(words)[:60]}")
+                    rows.append(f"{case:7} no time left for orhpc {' '.join(args)[:60]}")
                     break
-                code, row = run(programs, words, options.out / f"{case}.log", env, left)
+                code, row = run(programs, args, options.out / f"{case}.log", env, left)
                 rows.append(f"{case:7} {row}")
                 print(rows[-1], flush=True)
                 if code and case != "doctor":

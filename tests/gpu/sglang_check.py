@@ -258,12 +258,12 @@ def speculative(options: argparse.Namespace) -> list[Row]:
     """
     options.size = "small"
     drafter = moe_30b_layers(1, "drafter")
-    words = f"{{algorithm: STANDALONE, draft_model: {drafter}, num_steps: 3, num_draft_tokens: 4}}"
+    arguments = f"{{algorithm: STANDALONE, draft_model: {drafter}, num_steps: 3, num_draft_tokens: 4}}"
     average = 1 / SIZES["small"]["vocab_size"]
     return moe(
         options,
         "speculative",
-        f"engine.speculative={words}",
+        f"engine.speculative={arguments}",
         f"engine.extra.speculative_accept_threshold_single={average:.6f}",
         # The engine's checksum includes the draft model's weights, so weights are not compared.
         "engine.check_weights=false",

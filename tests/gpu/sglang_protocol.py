@@ -105,9 +105,9 @@ def _suite(
     for line in lines:
         if line.startswith(("FAILED", "ERROR", "E  ")):
             print(f"   {name}: {line[:220]}", flush=True)
-    said = lines[-1] if lines else "nothing"
+    output = lines[-1] if lines else "nothing"
     return (
         f"protocol, {name}",
         code == 0 and secret,
-        f"{said}; ready after {waited:.0f} s; key hidden: {secret}",
+        f"{output}; ready after {waited:.0f} s; key hidden: {secret}",
     )

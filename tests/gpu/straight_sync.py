@@ -41,9 +41,9 @@ async def straight_sync(url: str, buckets: list[list[NamedTensor]]) -> float:
                 "flush_cache": False,
             }
             async with session.post(f"{url}/update_weights_from_tensor", json=body) as answer:
-                said = await answer.json()
-                if answer.status != 200 or not said["success"]:
-                    raise RuntimeError(f"{answer.status}: {said}")
+                output = await answer.json()
+                if answer.status != 200 or not output["success"]:
+                    raise RuntimeError(f"{answer.status}: {output}")
     return time.perf_counter() - began
 
 

@@ -77,8 +77,8 @@ def test_a_run_waits_for_disk_space_and_continues(disk: Path) -> None:
 
 def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
-    words = ("train.steps=9", "checkpoint.save_interval=3")
-    with kit.started(disk, *words) as process:
+    arguments = ("train.steps=9", "checkpoint.save_interval=3")
+    with kit.started(disk, *arguments) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit")
         ballast = fill(disk)
         time.sleep(6)
@@ -86,7 +86,7 @@ def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> N
         assert process.wait(60) == 75
     assert rundir.lineage()
     ballast.unlink()
-    again = kit.run(disk, *words)
+    again = kit.run(disk, *arguments)
     assert again.returncode == 0, again.stdout + again.stderr
     assert rundir.lineage()[0].step == 9
     assert not list(rundir.checkpoints.glob(".*"))
@@ -94,19 +94,19 @@ def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> N
 
 def test_a_run_whose_last_commit_does_not_fit_is_not_finished(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
-    words = ("train.steps=8", "checkpoint.save_interval=3", "run.storage_wait_s=1")
-    with kit.started(disk, *words) as process:
+    arguments = ("train.steps=8", "checkpoint.save_interval=3", "run.storage_wait_s=1")
+    with kit.started(disk, *arguments) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit")
         ballast = fill(disk, leave=BELOW_A_COMMIT)
         assert process.wait(120) == 1
-        said = process.stdout.read() if process.stdout else ""
-    assert "step 8, the last, is trained but not committed" in said
-    assert "No space left on device" in said
-    assert "continues from step 3" in said
+        output = process.stdout.read() if process.stdout else ""
+    assert "step 8, the last, is trained but not committed" in output
+    assert "No space left on device" in output
+    assert "continues from step 3" in output
     events = read_events(rundir.events)
     assert sorted(steps_of(events)) == list(range(1, 9))
     assert "finished" not in [e["event"] for e in events]
     ballast.unlink()
-    again = kit.run(disk, *words)
+    again = kit.run(disk, *arguments)
     assert again.returncode == 0, again.stdout + again.stderr
     assert rundir.lineage()[0].step == 8

@@ -59,11 +59,11 @@ class HangingJob:
             "SLURMD_NODENAME": "localhost",
             "SLURM_JOB_NAME": "x", "SLURM_JOB_PARTITION": "p", "ORHPC_PYTHON": sys.executable,
         }  # fmt: skip
-        words = ["bash", f"{folder}/script", "configs/tiny.yaml", f"run.root={folder}/runs"]
-        words += ["slurm.interface=lo", "wandb.enabled=false", *overrides]
+        arguments = ["bash", f"{folder}/script", "configs/tiny.yaml", f"run.root={folder}/runs"]
+        arguments += ["slurm.interface=lo", "wandb.enabled=false", *overrides]
         self.output = folder / "output"
         with self.output.open("wb") as output:
-            self.shell = subprocess.Popen(words, env=variables, stdout=output, stderr=output)
+            self.shell = subprocess.Popen(arguments, env=variables, stdout=output, stderr=output)
         self.tree: dict[int, psutil.Process] = {}
 
     def program(self, name: str, text: str) -> None:
@@ -93,8 +93,8 @@ class HangingJob:
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[HangingJob]:
-    words = getattr(request, "param", ())
-    made = HangingJob(tmp_path, *words, srun=f"{TASK if words else ''}exec sleep 1000")
+    arguments = getattr(request, "param", ())
+    made = HangingJob(tmp_path, *arguments, srun=f"{TASK if arguments else ''}exec sleep 1000")
     yield made
     if made.shell.poll() is None:
         for process in psutil.Process(made.shell.pid).children(recursive=True):

@@ -53,8 +53,8 @@ def test_the_log_of_a_successful_run_has_its_steps_and_no_lines_of_ray(finished:
     text = (finished.attempt(1) / "driver.log").read_text()
     steps = [f"step {step}/{STEPS}  reward " for step in range(1, STEPS + 1)]
     rest = ["starting from the base model", "committed step 4 (", "evaluation after step 3: "]
-    for said in [*steps, *rest, f"finished after step {STEPS}"]:
-        assert text.count(said) == 1, said
+    for lines in [*steps, *rest, f"finished after step {STEPS}"]:
+        assert text.count(lines) == 1, lines
     assert "\x1b" not in text
     others = [line for line in text.splitlines() if " INFO orhpc." not in line]
     libkineto = ("profiler_st", "External init callback")  # printed during the profiled step
@@ -327,10 +327,10 @@ def _processes(module: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if module.encode() in words:
+            if module.encode() in command:
                 found.append(int(entry.name))
     return found
 

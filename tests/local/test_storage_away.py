@@ -23,8 +23,8 @@ def test_a_run_continues_after_its_file_server_was_unavailable(tmp_path: Path) -
     root, sign = tmp_path / "runs", tmp_path / "away"
     rundir = RunDir(root / "tiny")
     env = {"ORHPC_TEST_AWAY": str(sign), "PYTHONPATH": str(Path(__file__).parent / "away")}
-    words = (f"train.steps={STEPS}", "checkpoint.save_interval=3", "run.storage_wait_s=120")
-    with kit.started(root, *words, env=env) as process:
+    arguments = (f"train.steps={STEPS}", "checkpoint.save_interval=3", "run.storage_wait_s=120")
+    with kit.started(root, *arguments, env=env) as process:
         for step, error in ((3, errno.EIO), (6, errno.ESTALE), (9, errno.EACCES)):
             kit.wait_for(process, rundir, lambda e, s=step: e["event"] == "step" and e["step"] >= s)
             sign.write_text(str(error))
@@ -32,13 +32,13 @@ def test_a_run_continues_after_its_file_server_was_unavailable(tmp_path: Path) -
             assert process.poll() is None, process.stdout.read() if process.stdout else ""
             sign.unlink()
         code = process.wait(200)
-        said = process.stdout.read() if process.stdout else ""
-    assert code == 0, said
+        output = process.stdout.read() if process.stdout else ""
+    assert code == 0, output
     events = read_events(rundir.events)
     assert sorted(steps_of(events)) == list(range(1, STEPS + 1))
     assert [e["error"] for e in events if e["event"] in ("failed", "restart")] == []
     refused = " ".join(e["error"] for e in events if e["event"] == "storage_refused")
-    assert any(os.strerror(error) in said + refused for error in (errno.EIO, errno.ESTALE, errno.EACCES))
+    assert any(os.strerror(error) in output + refused for error in (errno.EIO, errno.ESTALE, errno.EACCES))
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, STEPS + 1))  # none repeated
     for step in range(1, STEPS + 1):
         assert len(read_step(rundir.rollouts_of(step))) == 16

@@ -146,7 +146,7 @@ def test_a_deadline_holds_while_starting(folders: dict[str, tuple[Path, Path]], 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["--host", "0.0.0.0"], "api-key-file"),
         (["--host", "localhost"], "not an IP address"),
@@ -162,12 +162,12 @@ def test_bad_arguments_end_with_one_line_and_exit_code_2(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
-    said: str,
+    output: str,
 ) -> None:
     from orhpc.rollout.engines.cpu import __main__ as program
 
     monkeypatch.setattr(program, "_die_with_parent", lambda: None)
     argv = ["--model-path", str(folders["dense"][0]), "--port", "1", "--context-length", "64", *arguments]
     assert program.main(argv) == 2
-    assert said in caplog.records[-1].getMessage()
+    assert output in caplog.records[-1].getMessage()
     assert "\n" not in caplog.records[-1].getMessage()

@@ -256,7 +256,7 @@ def test_a_refused_part_makes_an_open_update_partial(ours: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "output"),
     [
         ([("model.nonsense", torch.zeros(2))], "nonsense"),
         ([("model.norm.weight", torch.zeros(2))], "shape"),
@@ -264,16 +264,16 @@ def test_a_refused_part_makes_an_open_update_partial(ours: Server) -> None:
     ids=["name", "shape"],
 )
 def test_what_does_not_fit_is_refused_and_whole_weights_stay_whole(
-    ours: Server, named: Named, said: str
+    ours: Server, named: Named, output: str
 ) -> None:
-    with pytest.raises(WeightSyncFailed, match=said):
+    with pytest.raises(WeightSyncFailed, match=output):
         ours.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(named)], weight_version="9"))
     assert_serves(ours, ours.folder, 0)
 
 
 def test_bad_folders_are_refused_and_whole_weights_stay_whole(ours: Server, tmp_path: Path) -> None:
-    def refused(folder: Path, said: str) -> None:
-        with pytest.raises(WeightSyncFailed, match=said):
+    def refused(folder: Path, output: str) -> None:
+        with pytest.raises(WeightSyncFailed, match=output):
             ours.use(lambda c: c.update_weights_from_disk(str(folder), weight_version="9"))
 
     refused(tmp_path / "none", "no safetensors")

@@ -24,8 +24,8 @@ class Stranger:
         taken = {entry.pw_uid for entry in pwd.getpwall()}
         uid = next(i for i in range(_FIRST_UID, _FIRST_UID + 1000) if i not in taken)
         program = Path(__file__).with_name("stranger.py")
-        words = [*enter, sys.executable, str(program), str(uid)]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [*enter, sys.executable, str(program), str(uid)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._answer() == {"ready": uid}
 
     def _answer(self) -> Any:

@@ -45,7 +45,7 @@ def request(
 
 def take(host: str, port: int) -> str:
     """Try in every way to bind a port, and answer 200 to all requests there; returns "" on success."""
-    said = ""
+    output = ""
     for option in (None, socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         listener = socket.socket()
         if option is not None:
@@ -55,12 +55,12 @@ def take(host: str, port: int) -> str:
             listener.listen()
         except OSError as error:
             listener.close()
-            said = error.strerror or str(error)
+            output = error.strerror or str(error)
             continue
         _kept.append(listener)
         threading.Thread(target=_answer_all, args=[listener], daemon=True).start()
         return ""
-    return said
+    return output
 
 
 def _answer_all(listener: socket.socket) -> None:

@@ -90,8 +90,8 @@ class JobRun:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    if module in words and any(str(self.run.path.parent) in word for word in words):
+                    arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    if module in arguments and any(str(self.run.path.parent) in word for word in arguments):
                         return int(entry.name)
         raise AssertionError(f"no process runs {module}")
 
@@ -126,9 +126,9 @@ class JobRun:
         return "\n".join([self.cluster.state(self.job), self.cluster.report(), *output])
 
 
-def orhpc(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+def orhpc(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run an ``orhpc`` command, as on a login node."""
-    return cluster.run(sys.executable, "-m", "orhpc.commands.cli", *words, cwd=ROOT)
+    return cluster.run(sys.executable, "-m", "orhpc.commands.cli", *arguments, cwd=ROOT)
 
 
 def launch(cluster: Cluster, root: Path, nodes: int, *overrides: str) -> JobRun:

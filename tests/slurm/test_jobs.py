@@ -68,8 +68,8 @@ def test_the_first_node_fetches_a_hub_model_while_the_others_wait(cluster: Clust
     with Hub(root / "served", host=f"{NET}.1", bytes_per_s=150_000) as hub:
         cluster.environment = {**before, "HF_ENDPOINT": hub.url, "HF_HOME": str(root / "hf")}
         try:
-            words = ["model.path=Acme/Tiny", "train.steps=1", "slurm.start_timeout_s=6"]
-            run = sbatch(cluster, root, *words, options=("--nodes=2",))
+            arguments = ["model.path=Acme/Tiny", "train.steps=1", "slurm.start_timeout_s=6"]
+            run = sbatch(cluster, root, *arguments, options=("--nodes=2",))
         finally:
             cluster.environment = before
         run.wait_state("COMPLETED", "FAILED", timeout=BRING_UP_S)
@@ -82,28 +82,28 @@ def test_the_first_node_fetches_a_hub_model_while_the_others_wait(cluster: Clust
 
 def test_a_run_directory_that_is_not_shared_is_detected(cluster: Cluster, root: Path) -> None:
     command = ["sbatch", "--parsable", "--nodes=2", f"--output={root}/slurm-%j.out", "slurm/train.sbatch"]
-    words = ["configs/tiny.yaml", "run.root=/tmp/runs", "slurm.start_timeout_s=8"]
-    job = cluster.run(*command, *words, cwd=ROOT).stdout.strip()
+    arguments = ["configs/tiny.yaml", "run.root=/tmp/runs", "slurm.start_timeout_s=8"]
+    job = cluster.run(*command, *arguments, cwd=ROOT).stdout.strip()
     JobRun(cluster, job, RunDir(root)).wait_state("FAILED")
     assert "filesystem that all nodes share" in (root / f"slurm-{job}.out").read_text()
 
 
 def test_every_node_is_checked_and_the_login_node_reports_problems(cluster: Cluster, root: Path) -> None:
-    words = ("configs/tiny.yaml", f"run.root={root}")
+    arguments = ("configs/tiny.yaml", f"run.root={root}")
     health = "slurm.health_command=[ $SLURMD_NODENAME != n2 ] || { echo no GPU here; false; }"
     command = ["sbatch", "--wait", "--nodes=4", f"--output={root}/preflight.out", "slurm/preflight.sbatch"]
-    assert cluster.run(*command, *words, health, cwd=ROOT, timeout=90).returncode == EXIT_PREFLIGHT
+    assert cluster.run(*command, *arguments, health, cwd=ROOT, timeout=90).returncode == EXIT_PREFLIGHT
     lines = (root / "preflight.out").read_text().splitlines()
     for check in ("network", "disk", "clock", "internet", "ports", "health command"):
-        said = {line.split()[0]: line.split()[1] for line in lines if f"  {check}: " in line}
+        output = {line.split()[0]: line.split()[1] for line in lines if f"  {check}: " in line}
         bad = {"n2": "BAD"} if check == "health command" else {}
-        assert said == dict.fromkeys(("n0", "n1", "n2", "n3"), "ok") | bad, check
+        assert output == dict.fromkeys(("n0", "n1", "n2", "n3"), "ok") | bad, check
     assert [line for line in lines if "BAD" in line] == ["n2  BAD  health command: exit 1: no GPU here"]
 
-    good = orhpc(cluster, "check", *words, "slurm.partition=low", "placement.nodes=4")
+    good = orhpc(cluster, "check", *arguments, "slurm.partition=low", "placement.nodes=4")
     assert good.returncode == EXIT_OK, good.stdout
     assert "ok   cluster: Job " in good.stdout
-    bad = orhpc(cluster, "check", *words, "placement.nodes=5")
+    bad = orhpc(cluster, "check", *arguments, "placement.nodes=5")
     assert bad.returncode == EXIT_PREFLIGHT
     assert "BAD  cluster: sbatch refuses: " in bad.stdout
     assert cluster.run("squeue", "--noheader").stdout == ""

@@ -48,8 +48,8 @@ class Listener:
 
 @pytest.fixture
 def run(cluster: Cluster, root: Path) -> Iterator[JobRun]:
-    words = ("train.steps=1000000", "checkpoint.save_interval=5", "wandb.enabled=false")
-    made = sbatch(cluster, root, *words, options=("--nodes=2",))
+    arguments = ("train.steps=1000000", "checkpoint.save_interval=5", "wandb.enabled=false")
+    made = sbatch(cluster, root, *arguments, options=("--nodes=2",))
     yield made
     cluster.run("scancel", made.job)
     made.wait_state("CANCELLED")
@@ -88,8 +88,8 @@ def listening(pid: int) -> Iterator[tuple[str, int]]:
             if state == "0A" and f"socket:[{inode}]" in sockets:
                 host, port = local.split(":")
                 # The kernel prints an address as 32-bit words of this machine's byte order.
-                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
-                yield socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:"), int(port, 16)
+                arguments = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+                yield socket.inet_ntop(family, b"".join(arguments)).removeprefix("::ffff:"), int(port, 16)
 
 
 def test_neighbors_get_no_access_and_the_job_continues(cluster: Cluster, run: JobRun) -> None:

@@ -147,12 +147,12 @@ def test_an_engine_with_dedicated_devices_may_be_lost_after_a_sync(servers: list
 class Host:
     """An engine's actor that records its calls; its ``stop`` may fail."""
 
-    def __init__(self, told: list[str], *, lost: bool = False) -> None:
-        self.told, self.lost = told, lost
+    def __init__(self, reports: list[str], *, lost: bool = False) -> None:
+        self.reports, self.lost = reports, lost
 
     def __getattr__(self, name: str) -> Any:
         async def answer(*_: Any) -> Any:
-            self.told.append(name)
+            self.reports.append(name)
             if self.lost:
                 raise RayLost("the actor is gone")
 
@@ -164,7 +164,7 @@ class LivingHost(Host):
 
     def __getattr__(self, name: str) -> Any:
         async def answer(*_: Any) -> bool:
-            self.told.append(name)
+            self.reports.append(name)
             return True
 
         return SimpleNamespace(remote=answer)
@@ -183,8 +183,8 @@ def test_an_engine_that_is_down_is_restarted_even_if_its_process_is_alive(server
         engines.pool.mark_down(servers[1].url, "it did not answer in time")
         assert await engines.restart_failed() == [1]
         assert engines.ended == [servers[1].url]
-        assert hosts[1].told == ["alive", "alive", "start", "wait_ready"]
-        assert hosts[0].told == ["alive", "alive"]
+        assert hosts[1].reports == ["alive", "alive", "start", "wait_ready"]
+        assert hosts[0].reports == ["alive", "alive"]
         assert not engines.pool.down()
         assert servers[1].calls == ["/release_memory_occupation"]
         await engines.pool.close()
@@ -199,12 +199,12 @@ def test_a_server_is_restarted_by_the_actor_that_holds_its_port(
     """With a new actor, any process could bind the port, to which workers still send the key."""
     killed: list[Any] = []
     monkeypatch.setattr(ray, "kill", killed.append)
-    told: list[str] = []
+    reports: list[str] = []
 
     async def work() -> None:
         engines = engines_at(servers, {})
         engine = engines._engines[0]
-        first, second = Host(told, lost=lost), Host(told)
+        first, second = Host(reports, lost=lost), Host(reports)
         engine.hosts, engine.starters = [first], [lambda: second]  # type: ignore[list-item]
         await Engines._stop(engines, engine)
         await engines._bring_up([engine])
@@ -213,4 +213,4 @@ def test_a_server_is_restarted_by_the_actor_that_holds_its_port(
         await engines.pool.close()
 
     asyncio.run(work())
-    assert told == ["stop", "start", "wait_ready"]
+    assert reports == ["stop", "start", "wait_ready"]

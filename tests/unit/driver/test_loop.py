@@ -113,11 +113,11 @@ def _steps(folder: Path) -> list[int]:
     return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "step"]
 
 
-@pytest.mark.parametrize(("refusals", "wait_s", "told"), [(0, 60, 0), (3, 60, 1), (3, 0, 1)])
-def test_refused_writes_are_retried_until_the_time_limit(refusals: int, wait_s: float, told: int) -> None:
+@pytest.mark.parametrize(("refusals", "wait_s", "reports"), [(0, 60, 0), (3, 60, 1), (3, 0, 1)])
+def test_refused_writes_are_retried_until_the_time_limit(refusals: int, wait_s: float, reports: int) -> None:
     tries: list[int] = []
     meanwhile: list[int] = []
-    said: list[str] = []
+    output: list[str] = []
 
     async def write() -> str:
         tries.append(1)
@@ -129,7 +129,7 @@ def test_refused_writes_are_retried_until_the_time_limit(refusals: int, wait_s: 
         meanwhile.append(len(tries))
 
     async def run() -> str:
-        return await StorageRetry(wait_s, said.append, lambda: False, 0.01).run(write, meanwhile=make_room)
+        return await StorageRetry(wait_s, output.append, lambda: False, 0.01).run(write, meanwhile=make_room)
 
     if wait_s:
         assert asyncio.run(run()) == "written"
@@ -139,7 +139,7 @@ def test_refused_writes_are_retried_until_the_time_limit(refusals: int, wait_s: 
         with pytest.raises(StorageRefused, match="no room"):
             asyncio.run(run())
         assert len(tries) == 1
-    assert len(said) == told
+    assert len(output) == reports
 
 
 def test_a_stop_ends_the_waiting() -> None:

@@ -101,8 +101,8 @@ def test_a_failed_commit_gives_an_event_and_an_alert_and_the_next_one_is_made(tm
         await saver.finish()
 
     asyncio.run(three_steps())
-    told = [(e["event"], e["step"]) for e in read_events(rundir.events)]
-    assert told == [("commit", 1), ("commit_failed", 2), ("commit", 3)]
+    reports = [(e["event"], e["step"]) for e in read_events(rundir.events)]
+    assert reports == [("commit", 1), ("commit_failed", 2), ("commit", 3)]
     assert alerts == ["commit step_2.a001 failed, training continues: no memory"]
 
 
@@ -111,7 +111,7 @@ def test_a_step_that_failed_after_its_update_is_committed_by_the_rescue(tmp_path
     rundir.create()
     trainers: Any = Trainers()
     events = EventLog(rundir.events, attempt=1)
-    told: list[int] = []
+    reports: list[int] = []
 
     async def two_commits() -> None:
         settings = CheckpointSettings(save_interval=1)
@@ -120,12 +120,12 @@ def test_a_step_that_failed_after_its_update_is_committed_by_the_rescue(tmp_path
         await saver.after_step()
         saver.state = State(step=2)  # and its weight sync fails
         await saver.poll()  # the commit of step 1
-        told.append(saver.state_is_committed)
+        reports.append(saver.state_is_committed)
         await saver.rescue()
-        told.append(saver.state_is_committed)
+        reports.append(saver.state_is_committed)
 
     asyncio.run(two_commits())
-    assert told == [False, True]
+    assert reports == [False, True]
 
 
 def test_concurrent_polls_finalize_a_commit_once(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def attempts(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[in
     return script
 
 
-def told(run: Run) -> list[tuple[str, str | None]]:
+def reports(run: Run) -> list[tuple[str, str | None]]:
     events = read_events(run.rundir.events)
     return [(e["event"], e.get("kind")) for e in events if e["event"] != "step"]
 
@@ -90,7 +90,7 @@ def test_out_of_memory_halves_the_budget_until_the_run_gives_up(run: Run, attemp
     lowered = attempts(*[([], OutOfMemory("step 1: out of memory"))] * 4)
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
     assert lowered == [None, 500, 250, 125]
-    assert told(run) == [("restart", "OutOfMemory")] * 3 + [("failed", "OutOfMemory")]
+    assert reports(run) == [("restart", "OutOfMemory")] * 3 + [("failed", "OutOfMemory")]
 
 
 def test_a_new_step_restores_the_whole_failure_budget(run: Run, attempts: Any) -> None:
@@ -98,7 +98,7 @@ def test_a_new_step_restores_the_whole_failure_budget(run: Run, attempts: Any) -
     lowered = attempts(*[([step], failure) for step in range(1, 7)], ([7], None))
     assert asyncio.run(supervise(run)) == EXIT_OK
     assert lowered == [None, 500, 250, 125, 62, 31, 15]
-    assert told(run)[-1] == ("finished", None)
+    assert reports(run)[-1] == ("finished", None)
 
 
 def test_the_token_budget_never_reaches_zero(run: Run, attempts: Any) -> None:
@@ -112,7 +112,7 @@ def test_non_finite_steps_are_rolled_back_once_without_a_new_step(run: Run, atte
     failure = NonFinite("optimiser step 4: loss nan")
     lowered = attempts(([1, 2], failure), ([2], failure))
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
-    assert told(run) == [("restart", "NonFinite"), ("failed", "NonFinite")]
+    assert reports(run) == [("restart", "NonFinite"), ("failed", "NonFinite")]
     assert lowered == [None, None]  # a smaller micro-batch would not help
 
 
@@ -120,26 +120,26 @@ def test_non_finite_steps_far_apart_are_each_rolled_back(run: Run, attempts: Any
     failure = NonFinite("optimiser step 4: loss nan")
     attempts(([1, 2], failure), ([3, 4], failure), ([5, 6], None))
     assert asyncio.run(supervise(run)) == EXIT_OK
-    assert told(run) == [("restart", "NonFinite")] * 2 + [("finished", None)]
+    assert reports(run) == [("restart", "NonFinite")] * 2 + [("finished", None)]
 
 
-@pytest.mark.parametrize(("error", "code", "said"), [
+@pytest.mark.parametrize(("error", "code", "output"), [
     (ModelError("no such model"), EXIT_CONFIG, ("failed", "ModelError")),
     (StopRequested("asked to stop"), EXIT_REQUEUE, ("stopped", None)),
 ])  # fmt: skip
 def test_permanent_failures_and_stops_are_not_retried(
-    run: Run, attempts: Any, error: OrhpcError, code: int, said: tuple[str, str | None]
+    run: Run, attempts: Any, error: OrhpcError, code: int, output: tuple[str, str | None]
 ) -> None:
     assert len(attempts(([], error))) == 0
     assert asyncio.run(supervise(run)) == code
-    assert told(run) == [said]
+    assert reports(run) == [output]
 
 
 def test_nothing_is_retried_after_a_stop_request(run: Run, attempts: Any, tmp_path: Path) -> None:
     attempts(([], OutOfMemory("out of memory")))
     (tmp_path / "stop").touch()
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
-    assert told(run) == [("failed", "OutOfMemory")]
+    assert reports(run) == [("failed", "OutOfMemory")]
 
 
 # --- the initial state of an attempt --------------------------------------------------------------------
@@ -211,8 +211,10 @@ def test_the_token_budget_is_the_lowered_one_or_a_new_setting(
     state = asyncio.run(choose_start(run, lowered)).state
     assert (state.max_tokens, state.setting, run.max_tokens) == (tokens, 1000, tokens)
     (event,) = read_events(run.rundir.events)
-    said = f"; out of memory before: {tokens} tokens per micro-batch instead of train.max_tokens_per_gpu 1000"
-    assert line_of(event) == f"starting from commit {folder.name}" + (said if tokens < 1000 else "")
+    output = (
+        f"; out of memory before: {tokens} tokens per micro-batch instead of train.max_tokens_per_gpu 1000"
+    )
+    assert line_of(event) == f"starting from commit {folder.name}" + (output if tokens < 1000 else "")
     assert State.from_manifest(commits.Manifest(2, 1, None, (), state.to_manifest())) == state
 
 

@@ -133,8 +133,8 @@ def test_no_failure_of_wandb_reaches_the_caller(
     own.alert("rollout_kl is high")
     own.close(10)
     assert failing in fake.calls
-    (said,) = {record.message for record in caplog.records}
-    assert "network is unreachable" in said and "\n" not in said
+    (output,) = {record.message for record in caplog.records}
+    assert "network is unreachable" in output and "\n" not in output
     if failing == "alert":
         assert [step for step, _ in fake.rows] == [1, 2, 3]
     if failing == "log":

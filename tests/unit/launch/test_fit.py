@@ -133,9 +133,9 @@ def test_an_impossible_layout_is_refused_with_the_nearest_possible_one(tmp_path:
     place = {"placement": {"nodes": 2, "devices_per_node": 8}, "train": {"backend": "megatron"}}
     with pytest.raises(ConfigError, match="ep = 16 does not divide 8 experts; ") as caught:
         plan_of("Mixtral-8x7B", tmp_path, megatron={"ep": 16}, **place)
-    words = dict(re.findall(r"megatron\.(\w+)=(\d+)", str(caught.value)))
-    assert words["ep"] == "8"
-    plan_of("Mixtral-8x7B", tmp_path, megatron={k: int(v) for k, v in words.items()}, **place)
+    arguments = dict(re.findall(r"megatron\.(\w+)=(\d+)", str(caught.value)))
+    assert arguments["ep"] == "8"
+    plan_of("Mixtral-8x7B", tmp_path, megatron={k: int(v) for k, v in arguments.items()}, **place)
 
 
 # --- device memory -------------------------------------------------------------------------
@@ -204,17 +204,17 @@ def test_check_launch_and_plan_refuse_the_same_configs(
 ) -> None:
     program(commands, "sinfo", "echo gpu:h100:4")
     write_model_folder(tmp_path / "model", REAL["Qwen3-30B-A3B"][0])
-    words = [f"model.path={tmp_path / 'model'}", "engine.tp=4", f"run.root={tmp_path / 'runs'}"]
-    said = {}
+    arguments = [f"model.path={tmp_path / 'model'}", "engine.tp=4", f"run.root={tmp_path / 'runs'}"]
+    output = {}
     for command in ("plan", "launch", "launch --dry-run", "check"):
         name, *flags = command.split()
-        code = main([name, *flags, "default.yaml", *words])
+        code = main([name, *flags, "default.yaml", *arguments])
         answer = capsys.readouterr()
         assert code == (EXIT_PREFLIGHT if name == "check" else EXIT_CONFIG)
         line = next(x for x in (answer.err or answer.out).splitlines() if "a trainer device needs" in x)
-        said[command] = line.split("a trainer device")[1]
-    assert len(set(said.values())) == 1
-    assert "trainer ranks would do" in said["plan"]
+        output[command] = line.split("a trainer device")[1]
+    assert len(set(output.values())) == 1
+    assert "trainer ranks would do" in output["plan"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -222,12 +222,12 @@ def test_plan_and_check_accept_sglang_s_options(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_model_folder(tmp_path / "model", QWEN_14_HEADS)
-    words = ["default.yaml", f"model.path={tmp_path / 'model'}", f"run.root={tmp_path}"]
-    words += ["--sglang-mem-fraction-static", "0.3", "--check-weights"]
-    assert main(["plan", *words]) == EXIT_OK
+    arguments = ["default.yaml", f"model.path={tmp_path / 'model'}", f"run.root={tmp_path}"]
+    arguments += ["--sglang-mem-fraction-static", "0.3", "--check-weights"]
+    assert main(["plan", *arguments]) == EXIT_OK
     halved = re.search(r"a token, (\d+) tokens", capsys.readouterr().out)
-    assert main(["check", *words]) == EXIT_OK
-    assert main(["plan", *words[:3]]) == EXIT_OK
+    assert main(["check", *arguments]) == EXIT_OK
+    assert main(["plan", *arguments[:3]]) == EXIT_OK
     whole = re.search(r"a token, (\d+) tokens", capsys.readouterr().out)
     assert halved is not None
     assert whole is not None

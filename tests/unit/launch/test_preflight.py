@@ -87,7 +87,7 @@ def test_a_gpu_with_fewer_links_than_the_others_is_bad(counts: list[tuple[str, i
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "output"),
     [
         (["H100, 0, Not Active"] * 2, "ok   gpus: 2 x H100"),
         (["H100, [N/A], Not Active"] * 2, "ok   gpus: 2 x H100"),
@@ -99,13 +99,13 @@ def test_a_gpu_with_fewer_links_than_the_others_is_bad(counts: list[tuple[str, i
         ),
     ],
 )
-def test_gpus(rows: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus(rows: list[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(rows)
     program(tmp_path, "nvidia-smi", f"[ $1 = nvlink ] || cat <<END\n{text}\nEND", monkeypatch)
     config = config_of(placement={"device": "cuda", "devices_per_node": 2}, engine={"tp": 2})
     verdicts = preflight.node_verdicts(config, job(), tmp_path)
     lines = [f"{'ok ' if v.good else 'BAD'}  {v.check}: {v.line}" for v in verdicts]
-    assert next(line for line in lines if "  gpus: " in line).startswith(said)
+    assert next(line for line in lines if "  gpus: " in line).startswith(output)
     assert "ok   nvlink: no NVLink here" in lines
 
 
@@ -145,10 +145,10 @@ def test_a_node_without_host_memory_for_offloaded_state_is_refused_in_one_line(t
     write_model_folder(tmp_path, REAL["Qwen3-30B-A3B"][0])
     wanted = {"model": {"path": str(tmp_path)}, "engine": {"tp": 2}}
     place = {"device": "cuda", "devices_per_node": 8, "host_memory_gib": 600.0}
-    said = r"needs 341\.\d+ \(while engines .* = 682\.\d+ GiB .* has 600\.00 GiB"
-    with pytest.raises(PreflightError, match=said):
+    output = r"needs 341\.\d+ \(while engines .* = 682\.\d+ GiB .* has 600\.00 GiB"
+    with pytest.raises(PreflightError, match=output):
         host_memory.check(config_of(placement=place, **wanted))
-    with pytest.raises(PreflightError, match=said):  # before a job is submitted
+    with pytest.raises(PreflightError, match=output):  # before a job is submitted
         submit(config_of(placement=place, **wanted), "none.yaml", [])
     assert "host_memory_gib: null" in host_memory.check_configured(
         config_of(placement={**place, "host_memory_gib": None}, **wanted)

@@ -59,7 +59,7 @@ def test_existing_references_are_accepted(name: str, project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "output"),
     [
         ("mine:scor", r"mine\.py defines no 'scor'; did you mean mine:score\?"),
         ("nowhere:f", "there is no module 'nowhere' in .* or among the installed packages"),
@@ -71,8 +71,8 @@ def test_existing_references_are_accepted(name: str, project: Path) -> None:
         ("pack.deep.envs:Other", "defines no 'Other'"),
     ],
 )
-def test_missing_references_give_one_error_line(name: str, said: str, project: Path) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_missing_references_give_one_error_line(name: str, output: str, project: Path) -> None:
+    with pytest.raises(ConfigError, match=output) as caught:
         check_reference("rollout.custom_reward", name, project)
     assert str(caught.value).startswith("rollout.custom_reward: ")
     assert "\n" not in str(caught.value)

@@ -164,13 +164,13 @@ def _owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(_mode, "chmod go-w"), (_group, "chmod go-w"), (_owner, "another user")]
+    ("change", "output"), [(_mode, "chmod go-w"), (_group, "chmod go-w"), (_owner, "another user")]
 )
 def test_a_run_directory_that_others_can_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Any], None], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Any], None], output: str
 ) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     change(run.path, monkeypatch)
-    with pytest.raises(ConfigError, match=rf"{said}"):
+    with pytest.raises(ConfigError, match=rf"{output}"):
         run.create()

@@ -56,11 +56,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def test_a_refused_poll_does_not_count(server: Server, tmp_path: Path, error: int) -> None:
     run = make_run(tmp_path)
     run.begin_attempt()
-    told: list[str] = []
-    outages = ToleratedOutages(told.append)
+    reports: list[str] = []
+    outages = ToleratedOutages(reports.append)
     server.away(error, 3)
     assert [outages.run(run.newest_attempt, -1) for _ in range(5)] == [-1, -1, -1, 1, 1]
-    begun, over = told
+    begun, over = reports
     assert os.strerror(error) in begun
     assert "waiting until it answers again" in begun
     assert over == "the run directory answers again after 0 s"
@@ -69,13 +69,13 @@ def test_a_refused_poll_does_not_count(server: Server, tmp_path: Path, error: in
 
 
 def test_a_write_without_an_event_loop_is_retried_until_the_limit(server: Server, tmp_path: Path) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     server.away(errno.ESTALE, 2)
-    retry_write(lambda: (tmp_path / "x").write_text("y"), 5.0, told.append)
-    assert len(told) == 1
+    retry_write(lambda: (tmp_path / "x").write_text("y"), 5.0, reports.append)
+    assert len(reports) == 1
     server.away(errno.ESTALE, 1000)
     with pytest.raises(StorageRefused, match="Stale file handle"):
-        retry_write(lambda: (tmp_path / "x").write_text("y"), 0.0, told.append)
+        retry_write(lambda: (tmp_path / "x").write_text("y"), 0.0, reports.append)
 
 
 def first_node(tmp_path: Path, restart: int = 0) -> launcher.FirstNode:
@@ -129,8 +129,8 @@ def test_a_run_root_without_write_permission_gives_one_error_line(
     server.away(errno.EACCES, 1000)
     assert launcher.main(["configs/tiny.yaml", f"run.root={root}"]) == EXIT_CONFIG
     assert (tmp_path / "code").read_text() == str(EXIT_CONFIG)
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be created: Permission denied"]
+    output = capsys.readouterr().err.splitlines()
+    assert output == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be created: Permission denied"]
     with pytest.raises(ConfigError):
         RunDir(root / "other").create()
     with pytest.raises(StorageRefused):
@@ -143,16 +143,16 @@ def test_a_temporarily_unreadable_commit_is_not_skipped(server: Server, tmp_path
     run = make_run(tmp_path)
     attempt = start(run)
     four, six = commit(run, 4, attempt), commit(run, 6, attempt)
-    told: list[str] = []
+    reports: list[str] = []
     server.folder = run.checkpoints / str(six)
     server.away(error, 1)
     with pytest.raises(StorageRefused):
         commits.verify(server.folder)
     server.away(error, 1)
-    name, manifest, passed_over = commits.newest_intact(run, wait_s=30.0, report=told.append)
+    name, manifest, passed_over = commits.newest_intact(run, wait_s=30.0, report=reports.append)
     assert (name, passed_over) == (six, [])
     assert manifest is not None
-    assert os.strerror(error) in told[0]
+    assert os.strerror(error) in reports[0]
     server.away(error, 1000)  # permanently, like a broken disk
     name, _, passed_over = commits.newest_intact(run, wait_s=0.0)
     assert name == four

@@ -79,8 +79,8 @@ try:
 except grpc.RpcError as error:
     print(error.code().name)
 """
-    words = [sys.executable, "-c", code, json.dumps([address, method, token])]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    arguments = [sys.executable, "-c", code, json.dumps([address, method, token])]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
 NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
@@ -108,9 +108,12 @@ def test_no_server_of_a_node_answers_without_the_token(head: tuple[RayNode, str,
     refused = []
     for process in psutil.Process(node._process.pid).children(recursive=True):
         for port in {port for _, port in listening(process)}:
-            said = {ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
-            assert said <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (process.cmdline()[:3], said)
-            refused += ["UNAUTHENTICATED"] * ("UNAUTHENTICATED" in said)
+            output = {ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
+            assert output <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (
+                process.cmdline()[:3],
+                output,
+            )
+            refused += ["UNAUTHENTICATED"] * ("UNAUTHENTICATED" in output)
     assert len(refused) == len(OF_EVERY_SERVER)
 
 
@@ -133,14 +136,14 @@ def test_actors_survive_a_restart_of_the_gcs(
     env = {**os.environ, **node.environment()}
     command = [sys.executable, "-c", DRIVER, address, str(token)]
     with (
-        (tmp_path / "said").open("w") as said,
+        (tmp_path / "output").open("w") as output,
         subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
         ) as driver,
     ):
         assert driver.stdin is not None
         assert driver.stdout is not None
-        assert driver.stdout.readline() == "counting\n", (tmp_path / "said").read_text()[-2000:]
+        assert driver.stdout.readline() == "counting\n", (tmp_path / "output").read_text()[-2000:]
         gcs = gcs_of(node)
         if by == "a signal":
             gcs.kill()
@@ -149,7 +152,7 @@ def test_actors_survive_a_restart_of_the_gcs(
             gcs.wait(10)  # Ray 2.60 aborts
         driver.stdin.write("go on\n")
         driver.stdin.flush()
-        assert driver.stdout.readline() == "still counting\n", (tmp_path / "said").read_text()[-2000:]
+        assert driver.stdout.readline() == "still counting\n", (tmp_path / "output").read_text()[-2000:]
         assert driver.wait(60) == 0
     assert gcs_of(node).is_running()
     assert node.alive()

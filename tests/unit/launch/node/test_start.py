@@ -140,18 +140,18 @@ def test_a_start_waits_until_the_run_directory_accepts_writes(
 def test_ray_start_waits_for_its_arguments_and_then_for_the_head(tmp_path: Path) -> None:
     (port,) = free_ports(1, HOST)
     order = {"arguments": ["start", "--help"], "variables": {"COLUMNS": "70"}, "head": f"{HOST}:{port}"}
-    said = tmp_path / "said"
+    output = tmp_path / "output"
     command = [sys.executable, "-m", "orhpc.launch.node.ray_start"]
-    with said.open("wb") as log, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log) as process:
+    with output.open("wb") as log, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log) as process:
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.close()
         time.sleep(4.0)
         assert process.poll() is None
-        assert said.read_bytes() == b""
+        assert output.read_bytes() == b""
         with socket.create_server((HOST, port)):
             assert process.wait(60) == 0
-    assert "Start Ray processes manually" in said.read_text()
+    assert "Start Ray processes manually" in output.read_text()
 
 
 @pytest.mark.slow
@@ -192,11 +192,11 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     placed = tmp_path / "placement.yaml"
     placed.write_text(Placement((), (), (), (), {}, ray_address=address).to_yaml())
     servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), tmp_path)
-    words = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
+    command_line = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
 
     def keep_up() -> None:
         try:
-            other_node._keep_up(*words)
+            other_node._keep_up(*command_line)
         finally:
             ray_node.stop()
 

@@ -232,6 +232,6 @@ def test_no_signal_is_lost_while_slurm_is_queried_about_the_previous_one(tmp_pat
         assert "SIGUSR2" in shell.stdout.readline()  # bash may merge two simultaneous signals
         time.sleep(0.005 * index)
         shell.send_signal(signal.SIGTERM)
-    said = [shell.communicate()[0] for shell in shells]
-    assert all("SIGTERM" in text for text in said), said
-    assert all(text.endswith("described\ndescribed\n") for text in said), said
+    output = [shell.communicate()[0] for shell in shells]
+    assert all("SIGTERM" in text for text in output), output
+    assert all(text.endswith("described\ndescribed\n") for text in output), output

@@ -49,7 +49,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "about"
 
 
-def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool) -> Outcome:
+def signalled(rundir: RunDir, scontrol: Path, about: str, lines: str, noted: bool) -> Outcome:
     """The reason why an attempt ended after a stop request, for a job that SLURM describes like this."""
     folder = rundir.path.parent
     (folder / "stop").touch()
@@ -60,7 +60,7 @@ def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool
     output.write_text("an earlier start: " + PREEMPTED)
     written = BatchOutput(output)
     with output.open("a") as stream:
-        stream.write(said)
+        stream.write(lines)
     job = Job("7", 0, 0, 2, "n0", "7", folder)
     attempt = rundir.begin_attempt(kind="slurm")
     ended = AttemptEvidence(
@@ -70,7 +70,7 @@ def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool
 
 
 @pytest.mark.parametrize(
-    ("state", "restarts", "said", "reason"),
+    ("state", "restarts", "lines", "reason"),
     [
         ("COMPLETING", 1, PREEMPTED, Reason.PREEMPTED),  # without grace time scontrol shows no more
         ("COMPLETING", 1, REQUEUED, Reason.REQUEUED),
@@ -80,15 +80,15 @@ def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool
     ],
 )
 def test_an_attempt_stopped_by_slurm_has_the_right_reason(
-    rundir: RunDir, scontrol: Path, state: str, restarts: int, said: str, reason: Reason
+    rundir: RunDir, scontrol: Path, state: str, restarts: int, lines: str, reason: Reason
 ) -> None:
     about = ABOUT.format(state=state, restarts=restarts)
-    outcome = signalled(rundir, scontrol, about, said, noted=True)
+    outcome = signalled(rundir, scontrol, about, lines, noted=True)
     assert (outcome.reason, outcome.exit_code) == (reason, EXIT_REQUEUE)
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "code"),
+    ("lines", "reason", "code"),
     [
         ("", Reason.KILLED, EXIT_REQUEUE),  # scancel of the step alone
         ("srun: error: n1: task 1: Killed\n", Reason.KILLED, EXIT_REQUEUE),
@@ -99,12 +99,12 @@ def test_an_attempt_stopped_by_slurm_has_the_right_reason(
     ],
 )
 def test_a_step_that_ended_in_a_running_job_has_the_right_reason(
-    rundir: RunDir, scontrol: Path, said: str, reason: Reason, code: int
+    rundir: RunDir, scontrol: Path, lines: str, reason: Reason, code: int
 ) -> None:
     about = ABOUT.format(state="RUNNING", restarts=0)
-    outcome = signalled(rundir, scontrol, about, said, noted=False)
+    outcome = signalled(rundir, scontrol, about, lines, noted=False)
     assert (outcome.reason, outcome.exit_code) == (reason, code)
-    assert said.partition("error: ")[2].strip() in outcome.detail
+    assert lines.partition("error: ")[2].strip() in outcome.detail
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_an_attempt_after_an_out_of_memory_failure_has_half_the_token_budget(
     log.close()
     first = first_node(rundir, tmp_path, "train.max_tokens_per_gpu=1024")
     assert first._lower_budget(1) == lowered
-    said = capsys.readouterr().err
-    assert (f"{lowered} tokens per micro-batch from now on" in said) is (lowered is not None)
+    lines = capsys.readouterr().err
+    assert (f"{lowered} tokens per micro-batch from now on" in lines) is (lowered is not None)
 
 
 def test_the_batch_output_shows_the_steps_of_this_attempt(
@@ -256,5 +256,5 @@ def test_the_batch_output_shows_the_steps_of_this_attempt(
     log.close()
     first._tick()
     first._tick()
-    said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert [line.partition(": ")[2][:16] for line in said] == ["step 4/9 reward ", "committed step 4"]
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(": ")[2][:16] for line in lines] == ["step 4/9 reward ", "committed step 4"]
