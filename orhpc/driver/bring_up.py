@@ -145,7 +145,7 @@ def ray_connect(placement: Placement, token: Path) -> None:
     """Join the job's Ray cluster as its driver, once every node is in it.
 
     ``ray.init`` is retried: while this node's raylet is still starting, which takes long on a busy node, it
-    raises an error that cannot be told apart from others.
+    raises a generic error.
 
     Raises:
         RayLost: the driver could not connect, or a node did not join, in time.

@@ -2,7 +2,7 @@
 
 It consumes finished prompt groups and produces policy versions.  Each iteration waits for, in this order:
 the groups of the step (:meth:`orhpc.driver.runtime.Runtime.collect`), the trainers' update, the workers'
-record of the rollouts, the weight sync.  A commit is written while training goes on.
+record of the rollouts, the weight sync.  A commit is written while training continues.
 """
 
 from __future__ import annotations
