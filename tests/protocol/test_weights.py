@@ -126,7 +126,7 @@ class Sender:
         self.name = name
         self.group: dist.ProcessGroup | None = None
 
-    def beside(self, work: Callable[[], Any], call: Callable[[EngineClient], Any]) -> None:
+    def run_concurrently(self, work: Callable[[], Any], call: Callable[[EngineClient], Any]) -> None:
         """Run the sender and the call concurrently; the call's failure is raised first."""
         failures: list[Exception] = []
 
@@ -159,7 +159,7 @@ class Sender:
                 timeout_s=20,
             )
 
-        self.beside(
+        self.run_concurrently(
             ours,
             lambda c: c.init_weights_update_group(
                 master_address="127.0.0.1",
@@ -186,7 +186,7 @@ class Sender:
             )
             await client.end_update()
 
-        self.beside(ours, receive)
+        self.run_concurrently(ours, receive)
 
     def leave(self) -> None:
         if self.group is not None:
