@@ -1,17 +1,17 @@
-"""The agent loop beside a raw HTTP client on the same scripted engine, and its CPU a turn.
+"""The agent loop against a raw HTTP client on the same scripted engine, and its CPU time per turn.
 
     python benchmarks/agent_loop.py [--concurrent 512] [--latency 1.0 3.0] [--repeats 3]
 
-The engine is a process of its own that answers ``/generate`` in SGLang's protocol: after a latency
-drawn by request id, the same for both sides, or at once.  The environment is in this process, so
-that nothing but the loop is measured.  The raw client posts the same requests, encoded beforehand,
-and throws the answers away: nothing in Python can be much faster.
+The engine is a separate process that answers ``/generate`` in SGLang's protocol, after a latency drawn by
+request id (the same for both sides) or at once.  The environment runs in this process, so that only the loop
+is measured.  The raw client posts the same requests, encoded in advance, and discards the answers: nothing in
+Python can be much faster.
 
-Two comparisons, medians of repeats that take turns:
+Two comparisons; both report medians of alternating repeats:
 
-* requests a second at ``--concurrent`` rollouts on the engine with a latency (target >= 0.95);
-* CPU seconds a turn on the engine without one, beside parsing and tokenising alone, and beside the raw
-  client.
+* requests per second at ``--concurrent`` rollouts on the engine with a latency (target >= 0.95);
+* CPU seconds per turn on the engine without latency, against parsing and tokenization alone, and against
+  the raw client.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TOOL = ToolSpec(
 
 
 def serve(port: int, low: float, high: float, call: list[int], answer: list[int]) -> None:
-    """Answer forever; the turn is read from the request id."""
+    """Answer requests until killed; the turn is read from the request id."""
 
     def body(ids: list[int]) -> bytes:
         meta = {
@@ -120,7 +120,7 @@ class Engine:
 
 
 class Catalogue:
-    """The environment, and its one session for all."""
+    """The environment, and its one session, which all rollouts share."""
 
     prompt = "What do three of the blue ones cost? " + "Be careful with the numbers. " * 8
     tools = (TOOL,)
@@ -164,7 +164,7 @@ async def agent_side(url: str, chat: Any, rollouts: int, label: str) -> tuple[fl
 
 
 def raw_bodies(chat: Any, call: list[int]) -> list[tuple[bytes, bytes]]:
-    """What the agent posts each turn, before and after the number of its rollout."""
+    """The request body of each turn, before and after the rollout's number."""
     from orhpc.rollout.client.wire import generate_body
 
     bodies = []
@@ -181,7 +181,7 @@ def raw_bodies(chat: Any, call: list[int]) -> list[tuple[bytes, bytes]]:
 async def raw_side(
     url: str, bodies: list[tuple[bytes, bytes]], rollouts: int, label: str
 ) -> tuple[float, float]:
-    """The same requests without a loop around them."""
+    """The same requests without the agent loop."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         connector=connector, headers={"Content-Type": "application/json"}
@@ -199,7 +199,7 @@ async def raw_side(
 
 
 def text_alone(chat: Any, call: list[int], answer: list[int], rollouts: int) -> float:
-    """CPU seconds a turn of nothing but parsing and tokenising."""
+    """CPU seconds per turn of parsing and tokenization alone."""
     began = time.process_time()
     for _ in range(rollouts):
         chat.prompt_ids(Catalogue.prompt, tools=Catalogue.tools)
@@ -259,7 +259,7 @@ async def compare(options: argparse.Namespace) -> int:
     loop, client, alone = (1e3 * statistics.median(values) for values in (agent, raw, text))
     print(f"\nCPU of a turn, no latency, {options.cpu_rollouts} rollouts, medians of {options.repeats}")
     print(f"  agent loop, all of it     {loop:6.3f} ms")
-    print(f"  parse and tokenise alone  {alone:6.3f} ms   agent / this = {loop / alone:.2f}")
+    print(f"  parse and tokenize alone  {alone:6.3f} ms   agent / this = {loop / alone:.2f}")
     print(f"  raw client                {client:6.3f} ms   agent / this = {loop / client:.2f}")
     print(f"  the loop's own            {loop - alone - client:6.3f} ms")
     return 0 if ratio >= options.target else 1

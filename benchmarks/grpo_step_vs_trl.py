@@ -1,14 +1,13 @@
-"""One GRPO step, whole, against TRL's GRPOTrainer on the same model, tasks, shapes and types.
+"""A complete GRPO step against TRL's GRPOTrainer on the same model, tasks, shapes and dtypes.
 
     .venv/bin/pip install -e '.[bench]'
     .venv/bin/python benchmarks/grpo_step_vs_trl.py [--repeats 3] [--steps 6]
 
-Both sides sample 4 prompts x 4 completions of up to 48 tokens with SmolLM2-135M-Instruct in
-float32 on all cores, take one optimiser step without gradient checkpointing, and are timed by
-their own clocks, the first two steps of each process left out (memory is cold).  The learning rate
-is 0 on both sides, so that both go on sampling from the same policy, whose answers have the same
-lengths.  The sides alternate, because machines are noisy; what counts is the median of completion
-tokens a second.
+Both sides sample 4 prompts x 4 completions of up to 48 tokens with SmolLM2-135M-Instruct in float32 on all
+cores, take one optimizer step without gradient checkpointing, and are timed by their own clocks. The first
+two steps of each process are left out because memory is cold. The learning rate is 0 on both sides, so that
+both keep sampling from the same policy, with answers of the same lengths. The sides alternate, because
+machines are noisy; the result is the median of completion tokens per second.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ def ours(steps: int) -> list[tuple[float, float]]:
 
 
 def theirs(steps: int) -> list[tuple[float, float]]:
-    """The same of TRL, in a process of its own."""
+    """The same for TRL, in a separate process."""
     command = [sys.executable, str(Path(__file__).absolute()), "--trl-child", "--steps", str(steps)]
     result = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return json.loads(result.stdout.strip().splitlines()[-1])[WARM_UP:]
 
 
 def trl_child(steps: int) -> None:
-    """Run GRPOTrainer and print (completion tokens, seconds) a step."""
+    """Run GRPOTrainer and print (completion tokens, seconds) for each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

@@ -1,20 +1,21 @@
-"""One run on a real SLURM of four nodes on this machine, interrupted again and again: does it come back?
+"""Interrupt one run repeatedly on a real four-node SLURM on this machine, and check that it recovers.
 
     python -m benchmarks.interruptions [--seed 7] [--count 30] [--out TABLE.md]
 
-A job of two nodes trains the tiny model and commits every five steps.  It is interrupted ``--count`` times by
-kinds that a seeded generator draws, every kind of :mod:`benchmarks.slurm_faults` once before any comes again,
-at a random moment a few steps after the last return.
+A job of two nodes trains the tiny model and commits every five steps.  It is interrupted ``--count`` times at
+random moments, a few steps after the previous recovery. A seeded generator draws the kinds of
+:mod:`benchmarks.slurm_faults`; each is drawn once before any is repeated.
 
-"Back" is a run that has made a step newer than any that it had made when the fault struck, without help
-from a person; what the site does (starting a node, slurmd or slurmctld again, making space) is no help.
-Nodes and slurmd come up again only when the run is back.  "Reached" is the newest step before the run
-stopped, "from" the step that it went on from.  Time is from the fault to the first newer step (where nothing
-had to be started, to the step that ended the longest pause since), and SLURM's share of it from the end of
+A run has recovered ("back") when it has made a step newer than any made before the fault, without help from a
+person. Repairs by the site (restarting a node, slurmd or slurmctld, freeing space) do not count as help;
+nodes and slurmd are restarted only after the run has recovered. "Reached" is the newest step before the run
+stopped, "from" the step from which it continued. The time is from the fault to the first newer step (if
+nothing had to be started, to the step that ended the longest pause since). SLURM's share is from the end of
 the old attempt, or from the fault if the job received no signal, to the first line of the batch script.
 
-At the end every step has to have been trained exactly once in the run's lineage, nothing may be left on any
-node, and there has to be one W&B run.  Exit code 1 if not, or if the run did not come back once.
+At the end every step must have been trained exactly once in the run's lineage, no process or file may be left
+on any node, and there must be one W&B run. The exit code is 1 otherwise, or if the run failed to recover at
+least once.
 
 Needs root and Debian's slurm-wlm, munge and iproute2.
 """
@@ -54,9 +55,9 @@ WORDS = ("train.steps=1000000", "checkpoint.save_interval=5")
 OPTIONS = ("--partition=low", "--nodes=2", "--signal=B:USR2@100")
 STORAGE_MB = 400
 BACK_S = 300.0
-"""A run that takes longer to come back has not."""
+"""Seconds; a run that needs longer has not recovered."""
 QUIET_S = 20.0
-"""What needs no new attempt is watched for so long after the fault: its effect may be late."""
+"""Seconds to watch a fault that needs no new attempt: its effect may be delayed."""
 GONE_S = 90.0
 """Seconds after the return within which all processes of earlier attempts must have ended."""
 _WORKING = {"idle", "allocated", "mixed"}
@@ -64,7 +65,7 @@ _WORKING = {"idle", "allocated", "mixed"}
 
 @dataclass(frozen=True)
 class Row:
-    """What one interruption cost."""
+    """The cost of one interruption."""
 
     kind: str
     reached: int
@@ -74,7 +75,7 @@ class Row:
     to_step_s: float
     slurm_s: float | None
     problem: str = ""
-    """Why the run did not come back; empty: it did."""
+    """Why the run did not recover; empty if it did."""
 
     @property
     def lost(self) -> int:
@@ -95,7 +96,7 @@ class Row:
         return [self.kind, *numbers, self.needed, f"{self.to_step_s:.1f}", slurm, back]
 
 
-# --- what the events say ----------------------------------------------------------------------------
+# --- reading the events ----------------------------------------------------------------------------
 
 
 def steps(events: Events) -> list[int]:
@@ -104,20 +105,20 @@ def steps(events: Events) -> list[int]:
 
 @dataclass(frozen=True)
 class Return:
-    """How a run went on after a fault, as far as its events say by now."""
+    """How a run continued after a fault, according to its events so far."""
 
     reached: int
     resumed: int
     first: float | None
-    """When the first step was made that is newer than all before; None: not yet."""
+    """When the first step newer than all before was made; None: not yet."""
     in_attempt: int
     """The attempt that made it."""
     made: int
-    """Steps since, this one included."""
+    """Number of steps since, including this one."""
 
 
 def look(events: Events, fault: float) -> Return:
-    """Find the first new step after a fault, and where the run had been and went on from."""
+    """Find the first new step after a fault, the newest step before it, and the step resumed from."""
     before = [e for e in events if e["time"] <= fault]
     after = [e for e in events if e["time"] > fault]
     ups = [i for i, e in enumerate(after) if e["event"] == "bring_up"]
@@ -136,7 +137,7 @@ def look(events: Events, fault: float) -> Return:
 
 
 def longest_pause(before: Events, made: Events) -> Return:
-    """Of a run that goes on without a start: the fault may show some steps later."""
+    """For a run that continues without a new attempt: the fault may take effect some steps later."""
     last = max((e["time"] for e in before if e["event"] == "step"), default=made[0]["time"])
     pauses = [e["time"] - p for e, p in zip(made, [last, *(e["time"] for e in made)], strict=False)]
     i = pauses.index(max(pauses))
@@ -145,10 +146,10 @@ def longest_pause(before: Events, made: Events) -> Return:
 
 
 def attempts_since(run: RunDir, fault: float) -> list[tuple[int, float]]:
-    """Number of every attempt whose batch script began after a fault, and when that was."""
+    """Number and start time of every attempt whose batch script began after a fault."""
     found = []
     for number in range(1, run.newest_attempt() + 1):
-        began = run.attempt_facts(number).get("script_started")
+        began = run.attempt_metadata(number).get("script_started")
         if began is not None and began > fault:
             found.append((number, float(began)))
     return found
@@ -159,17 +160,17 @@ def restarts_since(events: Events, fault: float) -> int:
 
 
 def slurm_share(run: RunDir, fault: float) -> float | None:
-    """SLURM's part of the way back, over all new attempts; None where there was none."""
+    """SLURM's share of the recovery time, over all new attempts; None if there were none."""
     share = None
     for number, began in attempts_since(run, fault):
         old = ledger.outcome_of(run, number - 1)
-        told = old is not None and fault < old.ended < began
-        share = (share or 0.0) + began - (old.ended if told and old is not None else fault)
+        reports = old is not None and fault < old.ended < began
+        share = (share or 0.0) + began - (old.ended if reports and old is not None else fault)
     return share
 
 
 def assert_one_lineage(events: Events) -> None:
-    """Every start went on from a step that had been made, and made each next one once."""
+    """Check that every attempt resumed from a completed step and made each later step once."""
     at = newest = 0
     for event in events:
         if event["event"] == "bring_up":
@@ -185,7 +186,7 @@ def assert_one_lineage(events: Events) -> None:
 
 
 def is_quiet(scene: Scene, kind: Kind, fault: float, found: Return) -> bool:
-    """Whether the run is back, and nothing of the fault's effects is still to come."""
+    """Whether the run has recovered and no effect of the fault is still to come."""
     run = scene.run.run
     if found.first is None or found.made < 3:
         return False
@@ -209,10 +210,10 @@ def await_return(scene: Scene, kind: Kind, fault: float) -> Return:
 
 
 def await_calm(scene: Scene) -> None:
-    """Wait until every node works, nothing of an earlier attempt is left, and some steps are made."""
+    """Wait until every node works, earlier attempts have left no processes, and some steps are made."""
     cluster, run = scene.cluster, scene.run
     wait_until(lambda: _WORKING.issuperset(cluster.node_states()), 150, "working nodes", cluster.report)
-    began = run.run.attempt_facts(run.run.newest_attempt())["script_started"] - 2.0
+    began = run.run.attempt_metadata(run.run.newest_attempt())["script_started"] - 2.0
     wait_until(
         lambda: not cluster.processes(began), GONE_S, "the end of older attempts",
         lambda: "\n".join(cluster.processes(began)),
@@ -229,7 +230,7 @@ def repair(scene: Scene) -> None:
 
 
 def interrupt(scene: Scene, kind: Kind) -> Row:
-    """Inject one fault, wait for the return, and say what it cost."""
+    """Inject one fault, wait for recovery, and return its cost."""
     begun, problem = time.time(), ""
     fault = begun
     try:
@@ -247,8 +248,8 @@ def interrupt(scene: Scene, kind: Kind) -> Row:
     )  # fmt: skip
 
 
-def start_anew(scene: Scene) -> None:
-    """After a fault that the run did not survive: its next job goes on with the rest of the sequence."""
+def submit_again(scene: Scene) -> None:
+    """After a fault that the run did not survive, submit a new job for the rest of the sequence."""
     cluster = scene.cluster
     cluster.run("scancel", scene.run.job)
     repair(scene)
@@ -264,7 +265,7 @@ def start_anew(scene: Scene) -> None:
 
 @contextlib.contextmanager
 def filesystem() -> Iterator[Path]:
-    """A small filesystem that the nodes see, which they do of all but /tmp that is there when they boot."""
+    """A small filesystem that the nodes see: it is mounted before they boot, and not under /tmp."""
     with tempfile.TemporaryDirectory(prefix="orhpc-runs-", dir="/var/tmp") as name:
         options = f"size={STORAGE_MB}m,mode=0755"
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "orhpc-runs", name], check=True)
@@ -275,7 +276,7 @@ def filesystem() -> Iterator[Path]:
 
 
 def sequence(on: Cluster, storage: Path, seed: int, kinds: list[Kind]) -> tuple[list[Row], list[str]]:
-    """Interrupt one run by all these kinds; returns the rows, and what was wrong at the end."""
+    """Interrupt one run by all these kinds; returns the rows, and the problems found at the end."""
     sign = on.shared / "away"
     on.environment = {**on.environment, **environment(storage, sign)}
     run = sbatch(on, storage, *WORDS, options=OPTIONS)
@@ -288,12 +289,12 @@ def sequence(on: Cluster, storage: Path, seed: int, kinds: list[Kind]) -> tuple[
         print(f"{number}: {' | '.join(rows[-1].cells())} (load {os.getloadavg()[0]:.1f})", flush=True)
         if rows[-1].problem:
             print(rows[-1].problem, flush=True)
-            start_anew(scene)
+            submit_again(scene)
     return rows, at_end(scene, rows)
 
 
 def at_end(scene: Scene, rows: list[Row]) -> list[str]:
-    """Cancel the run, and list what is not as it should be."""
+    """Cancel the run, and list the problems found."""
     run, wrong = scene.run, []
     scene.cluster.run("scancel", run.job)
     run.wait_state("CANCELLED")

@@ -1,4 +1,4 @@
-"""Token slots left empty by the batch planner, against what no packing can beat.
+"""Token slots left empty by the batch planner, against lower bounds for any packing.
 
     python benchmarks/packing.py [--budget 8192] [--samples 512]
 
@@ -20,7 +20,7 @@ from orhpc.types import Location, Sample
 
 
 def distributions(n: int, budget: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Lengths of ``n`` rollouts as they are met in practice, in tokens."""
+    """Typical lengths of ``n`` rollouts, in tokens."""
     mixture = rng.random(n)
     shapes = {
         "single-turn, short": rng.normal(300, 60, n),
@@ -35,7 +35,7 @@ def distributions(n: int, budget: int, rng: np.random.Generator) -> dict[str, np
 
 
 def l2_bound(lengths: np.ndarray, budget: int) -> int:
-    """Martello and Toth's L2: the most that any split into long, medium and short samples proves."""
+    """Martello and Toth's L2: the best bound over all splits into long, medium and short samples."""
     best = -(-int(lengths.sum()) // budget)
     for short in np.unique(lengths[lengths <= budget // 2]):
         alone = int((lengths > budget - short).sum())

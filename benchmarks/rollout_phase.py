@@ -1,16 +1,16 @@
-"""Where a short rollout phase goes: seconds of each stage, and CPU of each kind of process.
+"""Time of a short rollout phase by stage, and CPU time by kind of process.
 
     python benchmarks/rollout_phase.py [--groups 8 --samples 16] [--phases 4] [--workers 4 --replicas 4]
     python benchmarks/rollout_phase.py --groups 1 --samples 1 --phases 10 --workers 1 --replicas 1
 
-Everything is as in a run but the engine: the producer, rollout workers under Ray, and OpenReward
-servers of the bundled arithmetic environment.  The engine is a process of its own that answers every
-request after ``--latency`` with as many tokens as a turn has, their log-probabilities and expert
-routes (two layers of eight experts a token), in SGLang's protocol.
+Everything except the engine is as in a run: the producer, rollout workers under Ray, and OpenReward servers
+of the bundled arithmetic environment. The engine is a separate process that speaks SGLang's protocol and
+answers every request after ``--latency`` with the tokens of a turn, their log-probabilities and expert routes
+(two layers, eight experts per token).
 
-Phases follow each other as steps of a run do, ``--pause`` apart, with the step's record written in
-between; the first opens the connections and is printed by itself.  CPU seconds say what more cores
-divide; the second command, one rollout at a time, says what they do not.
+Phases follow each other like the steps of a run, ``--pause`` seconds apart, with the step's record written in
+between. The first phase opens the connections and is printed separately. CPU seconds show the work that more
+cores would divide; the second command, one rollout at a time, shows the latency that they would not reduce.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from orhpc.process.ports import free_ports
 
 LAYERS, TOPK, EXPERTS = 2, 8, 128
 PROMPTS = range(8, 200)
-"""Prompt lengths, in tokens, that the engine has an answer for."""
+"""Prompt lengths, in tokens, for which the engine has an answer."""
 
 
 # --- the engine -------------------------------------------------------------------------------------
 
 
 def serve(port: int, latency: float, ids: list[int]) -> None:
-    """Answer forever."""
+    """Answer requests until killed."""
     from orhpc.wire.routes import encode_routes
 
     def body(prompt_tokens: int) -> bytes:
@@ -84,7 +84,7 @@ def serve(port: int, latency: float, ids: list[int]) -> None:
 
 
 def answer_ids(tokenizer: Any, tokens: int, end: int) -> list[int]:
-    """A turn of exactly ``tokens`` ids that says something and stops."""
+    """A turn of exactly ``tokens`` ids: some text, then the stop token."""
     ids = tokenizer.encode("The sum of these two numbers is 42. " * tokens, add_special_tokens=False)
     return [*ids[: tokens - 1], end]
 
@@ -128,7 +128,7 @@ async def engine_ready(url: str) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """A small run's, of so many rollouts of exactly so many tokens."""
+    """The config of a small run with these numbers of rollouts and tokens per rollout."""
     return load_config(
         Path(__file__).parent.parent / "configs/tiny.yaml",
         [
@@ -212,20 +212,20 @@ async def one_phase(
     folder: Path,
     number: int,
 ) -> dict[str, float]:
-    """Seconds of a phase, of its rollouts' stages (means), and CPU milliseconds a rollout."""
+    """Seconds of a phase and of its rollouts' stages (means), and CPU milliseconds per rollout."""
     await asyncio.sleep(options.pause)
     before = {kind: cpu_seconds(of_kind) for kind, of_kind in pids.items()}
     began = time.monotonic()
-    taken = await producer.take(0)
+    step_groups = await producer.collect(0)
     phase = time.monotonic() - began
     after = {kind: cpu_seconds(of_kind) for kind, of_kind in pids.items()}
-    rollouts = [r for g in taken.groups for r in g.rollouts]
+    rollouts = [r for g in step_groups.groups for r in g.rollouts]
     assert len(rollouts) == options.groups * options.samples
     assert all(r.end == "terminal" and r.response_tokens == options.tokens for r in rollouts), rollouts[0]
     record = folder / f"record_{number}"
     record.mkdir()
     for worker in workers:
-        own = [(g.id, None, True) for g in taken.groups if g.rollouts[0].worker == worker.index]
+        own = [(g.id, None, True) for g in step_groups.groups if g.rollouts[0].worker == worker.index]
         if own:
             await worker.call("record", str(record), own)
 

@@ -1,21 +1,20 @@
-"""What recording and replaying expert routes costs on a CPU.
+"""The cost of recording and replaying expert routes on a CPU.
 
     PYTHONPATH=. python benchmarks/routing.py [--seconds 150]
 
-Decode: 8192 tokens x 48 layers x top 8 from SGLang's encoding, beside base64 alone.
+Decode: 8192 tokens x 48 layers x top 8 from SGLang's encoding, against base64 decoding alone.
 
-Replay: an update of a random Qwen3-MoE (4 layers, 32 experts, top 4) with the recorded experts forced upon it
-and compared with the routers' own (``replayed``), beside the same update in which the routers choose and
-nothing is known of routes (``own choice``).  The recorded routes are those that the routers choose, so that
-both compute the same: random routes would give experts another load.  One trainer does both, so that they
-compute in the same memory, and they take turns update by update, in an order that is turned round each time,
-so that none has a better clock, cache or neighbour.  The first updates, whose memory is cold, are left out.
-On a machine that others use too, OMP_NUM_THREADS=1 and the processor time tell more: threads that wait for
-each other wait for the others as well.
+Replay: an update of a random Qwen3-MoE (4 layers, 32 experts, top 4) that uses the recorded experts and
+compares them with the routers' own choice (``replayed``), against the same update without routes (``own
+choice``). The recorded routes are those that the routers choose, so that both compute the same; random routes
+would load the experts differently. One trainer does both, so that both use the same memory. The two alternate
+update by update, in an order that is reversed each time, so that clock, cache and other load affect both
+equally. The first updates, whose memory is cold, are left out. On a shared machine, use OMP_NUM_THREADS=1 and
+read the processor time: with several threads, a thread that other load delays also delays the threads that
+wait for it.
 
-One router: forward and backward pass of a router alone, left alone and replayed.  What replay adds is a few
-small operations there and nothing elsewhere, so this tells it where updates differ by more than it from one
-to the next.
+One router: forward and backward pass of a single router, with its own choice and replayed. Replay adds only a
+few small operations in the router, so this measures its cost even if updates vary by more than that.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ LAYERS, EXPERTS, TOPK = 4, 32, 4
 OWN, REPLAYED = SIDES = ("own choice", "replayed")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 COLD = 8
-"""First updates of each side, which are left out."""
+"""Number of first updates of each side that are left out."""
 
 
 def decoding(repeats: int) -> tuple[float, float]:
-    """Median seconds of decoding, and of its base64 alone."""
+    """Median seconds of decoding, and of base64 decoding alone."""
     shape = RouteShape(48, 8, 128)
     wire = encode_routes(np.random.default_rng(0).integers(0, 128, (8192, 48, 8)))
     whole, base64 = [], []
@@ -81,10 +80,10 @@ def model(folder: Path) -> str:
 
 
 def keep_memory() -> None:
-    """Let this process keep the memory that an update gives back (glibc's mallopt(3)).
+    """Let this process keep the memory that an update frees (glibc's mallopt(3)).
 
-    Whether the allocator returns it to the kernel, and its pages have to come anew, is an accident that
-    costs up to a fifth of an update.
+    Otherwise the allocator sometimes returns it to the kernel; faulting the pages in again costs up to a
+    fifth of an update.
     """
     libc = ctypes.CDLL(None)
     for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
@@ -93,9 +92,9 @@ def keep_memory() -> None:
 
 
 def updates(folder: str, seconds_allowed: float) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each update by side, and those that processors worked for it in all threads.
+    """(Wall-clock seconds, CPU seconds of all threads) of each update, by side.
 
-    Updates of one index ran one after the other.
+    Updates with the same index ran one directly after the other.
     """
     (minibatch,) = plan_batches(
         make_samples(8, longest=256), ranks=1, n_minibatches=1, max_tokens=512
@@ -127,9 +126,9 @@ def updates(folder: str, seconds_allowed: float) -> dict[str, list[tuple[float, 
 
 
 class Switch:
-    """Makes a trainer that replays into one that was built otherwise.
+    """Switches a trainer between routing replay and the routers' own choice.
 
-    Its routers' hooks stay where nothing is known of routes: a dozen calls that return at once.
+    Without routes the routers' hooks stay installed: a dozen calls that return at once.
     """
 
     def __init__(self, trainer: TrainerRank) -> None:
@@ -145,7 +144,7 @@ class Switch:
 
 
 def _with_own_routes(trainer: TrainerRank, minibatch: MiniBatch) -> MiniBatch:
-    """The mini-batch with the experts that the trainer's routers choose when they are left alone."""
+    """The mini-batch with the experts that the trainer's routers choose without replay."""
     chosen: list[torch.Tensor] = []
     hooks = [
         module.register_forward_hook(lambda _router, _inputs, output: chosen.append(output[2]))
@@ -169,7 +168,7 @@ def _with_own_routes(trainer: TrainerRank, minibatch: MiniBatch) -> MiniBatch:
 
 
 class _OneRouter(nn.Module):
-    """Named as in a model, where replay finds its routers by it."""
+    """Named as in a model, because replay finds routers by their names."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
@@ -177,7 +176,7 @@ class _OneRouter(nn.Module):
 
 
 def router(tokens: int, hidden: int, experts: int, topk: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a router's forward and backward pass, left alone and replayed."""
+    """Median seconds of a router's forward and backward pass, with its own choice and replayed."""
     config = Qwen3MoeConfig(
         hidden_size=hidden, num_experts=experts, num_experts_per_tok=topk, norm_topk_prob=True
     )

@@ -1,17 +1,18 @@
-"""What :mod:`benchmarks.interruptions` does to a running job, by kind: all of it is injected for real.
+"""The faults that :mod:`benchmarks.interruptions` injects into a running job.
 
 By SLURM: preemption by a job of a higher partition, with and without grace time; ``scontrol requeue``; USR2
-three times; USR2 while the nodes still gather; the time limit; ``scancel`` of the step; slurmctld away while
-the driver is killed or the batch shell is told to stop; slurmd killed on a node whose tasks live on.
-By ``kill -9`` on the nodes: the launcher of the first node and of another, the driver, Ray's GCS, the raylet
-of the head and of another node, a trainer, an engine, a rollout worker, an environment server.  By the
-machine: power failure of the first node and of another (the end of the node's pid 1), the driver stopped
-for a while, a filesystem that is full (a tmpfs, filled to its last byte), and a file server that is away,
-which is the one that has to be played: ``tests/local/away`` has what the job's Python processes open below
-the run directory fail with EIO.
+sent three times; USR2 during the rendezvous of the nodes; the time limit; ``scancel`` of the step; slurmctld
+unavailable while the driver is killed or the batch shell receives a signal; slurmd killed on a node whose
+tasks continue. By ``kill -9`` on the nodes: the launcher of the first node and of another, the driver, Ray's
+GCS, the raylet of the head and of another node, a trainer, an engine, a rollout worker, an environment
+server.  By the machine: power failure of the first node and of another (killing the node's pid 1), the driver
+stopped for some seconds, a full filesystem (a tmpfs, filled to its last byte), and an unavailable file
+server. Only the last is simulated: ``tests/local/away`` makes the job's Python processes fail with EIO when
+they open files below the run directory.
 
-What the site does belongs to the fault: a node is powered on again and slurmd started again once the run is
-back; the controller is started, space made and the driver woken after some seconds, while the run waits.
+The faults include the repair by the site: a node is powered on and slurmd restarted once the run has
+recovered; the controller is started, space freed and the driver resumed after some seconds, while the run
+waits.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ AWAY_S = 15.0
 
 @dataclass
 class Scene:
-    """The run under test, and what may be done to it."""
+    """The run under test, and the means to disturb it."""
 
     cluster: Cluster
     run: JobRun
     draw: random.Random
     storage: Path
-    """A filesystem of the run directory's own."""
+    """The filesystem that holds only the run directory."""
     sign: Path
-    """While it exists, it names the error that the run directory answers with."""
+    """While this file exists, it names the error of every access to the run directory."""
     repairs: list[Callable[[], None]] = field(default_factory=list)
-    """What the site does once the run is back."""
+    """Repairs by the site once the run has recovered."""
 
     def first(self) -> int:
         """Number of the job's first node."""
@@ -60,7 +61,7 @@ class Scene:
         return int(self.draw.choice(self.run.nodes()).removeprefix("n"))
 
     def processes(self, node: int, name: str, word: str = "") -> list[int]:
-        """Process ids on a node, as it sees them, by the kernel's name and a word of the command line."""
+        """Process ids in a node's own namespace, by process name and a word of the command line."""
         found = []
         for line in self.cluster.on_node(node, "ps", "-eo", "pid=,comm:15=,args=").splitlines():
             pid, rest = line.split(maxsplit=1)
@@ -70,7 +71,7 @@ class Scene:
         return sorted(found)
 
     def signal(self, node: int, name: str, word: str = "", *, number: str = "KILL") -> float:
-        """Signal one such process; returns when."""
+        """Signal one such process; returns the time."""
         found = self.processes(node, name, word)
         assert found, f"n{node} has no process {name} {word}"
         victim = found[0] if name == "slurm_script" else self.draw.choice(found)
@@ -78,9 +79,9 @@ class Scene:
         self.cluster.on_node(node, "kill", f"-{number}", str(victim))
         return now
 
-    def settings(self, *words: str) -> None:
+    def settings(self, *arguments: str) -> None:
         """Have SLURM change something: ``scontrol update``."""
-        result = self.cluster.run("scontrol", "update", *words)
+        result = self.cluster.run("scontrol", "update", *arguments)
         assert result.returncode == 0, result.stderr
 
 
@@ -90,9 +91,9 @@ class Kind:
 
     name: str
     inject: Callable[[Scene], float]
-    """Injects it; returns when, in seconds since the epoch."""
+    """Injects the fault; returns the time, in seconds since the epoch."""
     ends_attempt: bool
-    """Whether a new attempt has to follow; where not, a restart in place or nothing may do."""
+    """Whether a new attempt must follow; if not, a restart in place or no restart may suffice."""
 
 
 def _preemption(scene: Scene) -> float:
@@ -131,7 +132,7 @@ def _signal_while_nodes_gather(scene: Scene) -> float:
 
 
 def _time_limit(scene: Scene) -> float:
-    """The fault is the signal: until then SLURM lets the job be."""
+    """The fault is the signal: until then SLURM does not touch the job."""
     run, attempt = scene.run, scene.run.run.newest_attempt()
     scene.settings(f"jobid={run.job}", f"TimeLimit={run.minutes() + 2}")
     outcome = run.wait_outcome(attempt, 300)
@@ -153,8 +154,8 @@ def _without_controller(scene: Scene, fault: Callable[[], float]) -> float:
     scene.cluster.stop_controller()
     try:
         now = fault()
-        said, told = scene.run.output, "controller does not answer"
-        wait_until(lambda: told in said(), 150, "the wait", scene.run.whole_output)
+        text, reports = scene.run.output, "controller does not answer"
+        wait_until(lambda: reports in text(), 150, "the wait", scene.run.whole_output)
         time.sleep(5)
     finally:
         scene.cluster.start_controller()
@@ -212,7 +213,7 @@ def _disk_full(scene: Scene) -> float:
 
 
 def _takes(stream: FileIO, size: int) -> bool:
-    """Write so many bytes, or as many as there is space for; returns whether there was any."""
+    """Write up to this many bytes, limited by free space; returns whether any were written."""
     try:
         return bool(stream.write(b"x" * size))
     except OSError as error:
@@ -267,7 +268,7 @@ KINDS = (
 
 
 def drawn(draw: random.Random, count: int, kinds: tuple[Kind, ...] = KINDS) -> list[Kind]:
-    """So many kinds in random order: every kind once before any comes again."""
+    """This many kinds in random order: each is drawn once before any is repeated."""
     found: list[Kind] = []
     while len(found) < count:
         found += draw.sample(kinds, len(kinds))
@@ -275,7 +276,7 @@ def drawn(draw: random.Random, count: int, kinds: tuple[Kind, ...] = KINDS) -> l
 
 
 def environment(storage: Path, sign: Path) -> dict[str, str]:
-    """What a job needs in its environment for its file server to be away."""
+    """Environment variables that let a job's file server become unavailable."""
     away = Path(__file__).parents[1] / "tests/local/away"
     others = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     return {

@@ -1,15 +1,15 @@
-"""What the job adds to bare Ray and to a bare write, on a real SLURM of four nodes on this machine.
+"""The overhead of a job over bare Ray and over a bare write, on a real four-node SLURM on this machine.
 
     python -m benchmarks.slurm_job bring-up [--nodes 4] [--repeats 3]
     python -m benchmarks.slurm_job commit [--config configs/tiny.yaml] [--signals 5]
     python -m benchmarks.slurm_job interruptions
 
 ``bring-up``: from the first line of the batch script to the moment when Ray's GCS knows all nodes, for
-``slurm/train.sbatch`` and for a script that does nothing but ``ray start`` on the same nodes with the same
-options, in turns.  A process outside the nodes asks the GCS of either.  Target: at most 1.2 times.
+``slurm/train.sbatch`` and for a script that runs only ``ray start`` on the same nodes with the same options,
+alternating. A process outside the nodes queries both GCS servers. Target: at most 1.2 times.
 
-``commit``: from the signal of the batch shell to the durable commit, beside writing and syncing as many bytes
-in as many files on the same filesystem.  Target: at most one second more.
+``commit``: from the signal to the batch shell to the durable commit, against writing and syncing the same
+number of bytes and files on the same filesystem. Target: at most one second more.
 
 ``interruptions``: runs tests/slurm and prints what every interruption in it cost.
 
@@ -36,7 +36,7 @@ from tests.slurm.kit import ROOT, TABLE, assert_nothing_left, sbatch
 
 PORT = 15100
 PROCESSES = 3
-"""Processes for which Ray makes workers ready on a node: a trainer, an engine and a rollout worker."""
+"""Worker processes that Ray starts in advance on a node: a trainer, an engine and a rollout worker."""
 BARE = f"""\
 #!/bin/bash
 #SBATCH --ntasks-per-node=1
@@ -102,12 +102,12 @@ def load() -> str:
 
 @contextmanager
 def observer(place: Path, token: Path, nodes: int) -> Iterator[subprocess.Popen[str]]:
-    """A process, its imports done, that says when a Ray cluster has so many nodes."""
-    words = [sys.executable, "-c", OBSERVER, str(place), str(nodes)]
-    # Ray reads them when it is imported, and complains loudly until the head answers.
+    """A process, with its imports done, that reports when a Ray cluster has this many nodes."""
+    arguments = [sys.executable, "-c", OBSERVER, str(place), str(nodes)]
+    # Ray reads them when it is imported, and logs many warnings until the head answers.
     variables = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     with subprocess.Popen(
-        words,
+        arguments,
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -197,11 +197,11 @@ def bare_write(folder: Path, sizes: list[int]) -> float:
 def commit(config: str, signals: int) -> None:
     took: list[float] = []
     with cluster() as on:
-        words = ["train.steps=100000", "checkpoint.save_interval=100000", "wandb.enabled=false"]
-        run = sbatch(on, on.shared, *words, options=("--nodes=1",), config=config)
+        arguments = ["train.steps=100000", "checkpoint.save_interval=100000", "wandb.enabled=false"]
+        run = sbatch(on, on.shared, *arguments, options=("--nodes=1",), config=config)
         for attempt in range(1, signals + 1):
             run.wait_step(attempt, 1, 600)
-            time.sleep(0.37 * attempt % 2)  # another part of a step each time
+            time.sleep(0.37 * attempt % 2)  # a different phase of a step each time
             before = load()
             run.signal_batch("USR2")
             outcome = run.wait_outcome(attempt, 180)

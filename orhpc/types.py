@@ -1,12 +1,12 @@
-"""What flows between producer, workers, driver and trainers, with the shape of every array.
+"""Data exchanged between producer, workers, driver and trainers, with the shape of every array.
 
 Shape suffixes: ``_T`` tokens of one rollout, ``_P`` tokens of a packed micro-batch, ``_N`` tokens
-sampled by one generation, ``_S`` samples.  Arrays are numpy on this side of the trainer, so that
-nothing here needs torch.
+sampled by one generation, ``_S`` samples.  Arrays outside of the trainer are numpy arrays, so that this
+module does not need torch.
 
-Two kinds of things are kept apart.  *Payloads* (:class:`Rollout`) hold arrays and text; they live
-in the rollout worker that made them and in the files it writes.  *Summaries*
-(:class:`RolloutSummary`) hold numbers; they are all that the driver ever sees.
+There are two kinds of types.  *Payloads* (:class:`Rollout`) hold arrays and text; they stay in the rollout
+worker that created them and in the files that it writes.  *Summaries* (:class:`RolloutSummary`) hold numbers;
+the driver sees nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task of an environment, by position; its text stays in the environment server."""
+    """One task of an environment, by its index; its text stays in the environment server."""
 
     environment: str
     """Key of the environment in the config's ``environments`` section."""
@@ -43,20 +43,20 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an engine samples one generation; SGLang's names and meanings."""
+    """Sampling parameters of one generation, with SGLang's names and meanings."""
 
     max_new_tokens: int
     """At most this many tokens in this generation."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 means the most likely token."""
+    """Divisor of the logits; 0 selects the most likely token."""
 
     top_p: float = 1.0
     top_k: int = -1
     """-1: no limit."""
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    """A generation ends after any of these; the stop token is part of the output."""
+    """A generation ends after any of these tokens; the stop token is part of the output."""
 
     seed: int | None = None
     """Makes the generation a function of prompt, weights and seed."""
@@ -68,32 +68,32 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """A stop token was sampled; it is the last token of the output."""
     LENGTH = "length"
-    """``max_new_tokens`` or the context length was reached in mid-sentence."""
+    """``max_new_tokens`` or the context length was reached."""
     ABORT = "abort"
-    """The engine was paused or told to abort; the output is a valid prefix, possibly empty."""
+    """The engine was paused or asked to abort; the output is a valid prefix, possibly empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled in answer to one prompt of token ids."""
+    """An engine's output for one prompt of token ids."""
 
     tokens_N: Int32Array
-    """Sampled token ids, a stop token included."""
+    """Sampled token ids, including a stop token."""
 
     logprobs_N: Float32Array
-    """Log-probability of each under the temperature-scaled distribution it was drawn from."""
+    """Log-probability of each token under the temperature-scaled distribution from which it was sampled."""
 
     finish_reason: FinishReason
     version: int
-    """Policy version of the weights that sampled it."""
+    """Policy version of the sampling weights."""
 
     prompt_tokens: int
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
 
     routes: NDArray[Any] | None = None
-    """Experts chosen, uint8 or uint16 ``[rows, layers, topk]``, for context positions
-    ``routes_start .. prompt_tokens + N - 2``; None for dense models or when not asked for."""
+    """Chosen experts, uint8 or uint16 ``[rows, layers, topk]``, for context positions
+    ``routes_start .. prompt_tokens + N - 2``; None for dense models or if not requested."""
 
     routes_start: int = 0
     """Context position of the first row of ``routes``."""
@@ -103,9 +103,9 @@ class RolloutEnd(StrEnum):
     """Why a rollout ended."""
 
     TERMINAL = "terminal"
-    """The environment said that the task is finished."""
+    """The environment ended the task."""
     ANSWERED = "answered"
-    """The model answered without a tool call and the environment has no terminal tool to take it."""
+    """The model answered without a tool call, and the environment has no terminal tool for answers."""
     MAX_TURNS = "max_turns"
     LENGTH = "length"
     """The response or the total length cap was reached."""
@@ -113,7 +113,7 @@ class RolloutEnd(StrEnum):
     FAILED = "failed"
     """Infrastructure failed; there is no reward and the rollout is never trained on."""
     ABORTED = "aborted"
-    """The run was stopped; likewise never trained on as it is."""
+    """The run was stopped; the rollout is never trained on in this form."""
 
     @property
     def trainable(self) -> bool:
@@ -122,7 +122,7 @@ class RolloutEnd(StrEnum):
 
 @dataclass(slots=True)
 class Turn:
-    """One assistant turn: what was sampled and what the environment made of it."""
+    """One assistant turn: the sampled tokens and the environment's response to them."""
 
     start: int
     """Position of the first sampled token in the rollout's ``tokens_T``."""
@@ -132,13 +132,13 @@ class Turn:
     version: int
     """Oldest policy version among the turn's tokens."""
     tool_calls: int = 0
-    """Calls executed."""
+    """Number of executed calls."""
     malformed: int = 0
-    """Calls that did not parse or validate, shown to the model as errors."""
+    """Number of calls that could not be parsed or validated, shown to the model as errors."""
     raised: int = 0
-    """Calls whose tool raised, shown to the model as errors."""
+    """Number of calls whose tool raised, shown to the model as errors."""
     reward: float | None = None
-    """Sum of what the environment paid for this turn; None when it paid nothing."""
+    """Sum of the environment's rewards for this turn; None if there were none."""
 
 
 @dataclass(slots=True)
@@ -146,50 +146,50 @@ class Waits:
     """Wall-clock seconds that one rollout spent waiting."""
 
     opening: float = 0.0
-    """For its session, prompt and tools."""
+    """Opening the session and fetching prompt and tools."""
     engine: float = 0.0
-    """For generations, connections and decoding of answers included."""
+    """Generations, including connecting and decoding answers."""
     tools: float = 0.0
-    """For tool calls and the verification of plain answers."""
+    """Tool calls and the verification of plain answers."""
 
 
 @dataclass(slots=True)
 class Rollout:
-    """Everything one attempt at a task produced: the payload, held by the worker that made it."""
+    """All data of one rollout of a task: the payload, held by the worker that created it."""
 
     id: str
     """``<group id>.<sample>``, unique in the run."""
     group_id: int
     sample: int
-    """Position in the prompt group, 0-based."""
+    """Index in the prompt group, starting at 0."""
     task: Task
     seed: int
     """Base seed of its generations."""
     tokens_T: Int32Array
-    """Prompt, sampled tokens and environment text, as the engine saw them."""
+    """Prompt, sampled tokens and environment text, exactly as sent to or sampled by the engine."""
     loss_mask_T: BoolArray
-    """True for exactly the tokens the policy sampled."""
+    """True for exactly the tokens that the policy sampled."""
     logprobs_T: Float32Array
     """Log-probability at sampling time; 0 where the mask is False."""
     versions_T: Int32Array
     """Policy version that sampled the token; -1 where the mask is False."""
     end: RolloutEnd
     reward: float | None
-    """Reduced, clamped reward; None exactly when ``end`` is not trainable."""
+    """Reduced, clamped reward; None if and only if ``end`` is not trainable."""
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Human-readable transcript: ``{"role", "content", ...}``; never trained on."""
     error: str | None = None
-    """One line about what failed."""
+    """One line that describes the failure."""
     routes: NDArray[Any] | None = None
-    """uint8 or uint16 ``[T - 1, layers, topk]``: experts chosen for each position when its
-    successor was sampled or prefilled; None when not recorded."""
+    """uint8 or uint16 ``[T - 1, layers, topk]``: experts chosen for each position when the next token
+    was sampled or prefilled; None if not recorded."""
     seconds: float = 0.0
     """Wall-clock seconds from session start to end."""
     waits: Waits | None = None
-    """What of ``seconds`` was waiting; None where that was not measured, as in what a record gives back."""
+    """Seconds spent waiting; None if not measured, for example for rollouts read from a record."""
     retries: int = 0
-    """Fresh starts that it took, after failures of the environment or an engine; not recorded."""
+    """Number of restarts after failures of the environment or an engine; not recorded."""
 
     @property
     def length(self) -> int:
@@ -202,7 +202,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a rollout's arrays can be fetched by a trainer rank."""
+    """Location from which a trainer rank can fetch a rollout's arrays."""
 
     file: str | None = None
     """HDF5 record; None while the arrays are only in memory."""
@@ -211,25 +211,25 @@ class Location:
     arrays: Any = None
     """Ray reference to the dict of ``tokens_T``, ``loss_mask_T``, ``logprobs_T``."""
     routes: tuple[Any, ...] | None = None
-    """Ray references to the routes, one a pipeline stage, so that a rank is sent its own layers' only."""
+    """Ray references to the routes, one per pipeline stage, so that a rank receives only its own layers'."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """A rollout without its arrays: what the driver knows."""
+    """A rollout without its arrays, as the driver sees it."""
 
     id: str
     group_id: int
     sample: int
     task: Task
     length: int
-    """Tokens, prompt included."""
+    """Number of tokens, including the prompt."""
     response_tokens: int
-    """Tokens the policy sampled: the sum of the loss mask."""
+    """Number of tokens that the policy sampled: the sum of the loss mask."""
     end: RolloutEnd
     reward: float | None
     min_version: int
-    """Oldest policy version among its sampled tokens."""
+    """Oldest policy version among the sampled tokens."""
     turns: int
     tool_calls: int
     malformed: int
@@ -239,17 +239,17 @@ class RolloutSummary:
     error: str | None = None
     waits: Waits | None = None
     retries: int = 0
-    """Fresh starts that it took, after failures of the environment or an engine."""
+    """Number of restarts after failures of the environment or an engine."""
     raised: int = 0
-    """Tool calls that raised and were shown to the model as errors."""
+    """Number of tool calls that raised and were shown to the model as errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What the producer asks a worker to roll out."""
+    """A prompt group that the producer requests from a worker."""
 
     id: int
-    """Position in the run's sequence of prompt groups; also fixes the seeds."""
+    """Position in the run's sequence of prompt groups; also determines the seeds."""
     task: Task
     n_samples: int
     sampling: Sampling
@@ -259,23 +259,23 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """All rollouts of one task, finished: what the producer hands to training."""
+    """All finished rollouts of one task, as the producer passes them to training."""
 
     id: int
     task: Task
     rollouts: tuple[RolloutSummary, ...]
-    """All of them, failed ones included."""
+    """All rollouts, including failed ones."""
     notices: tuple[str, ...] = ()
-    """What the worker has to report of its environments since the group before."""
+    """The worker's reports about its environments since the previous group."""
 
     @property
     def trainable(self) -> tuple[RolloutSummary, ...]:
-        """The rollouts that have a reward: what the group trains, and is judged by."""
+        """The rollouts that have a reward; only these are trained on and used for advantages."""
         return tuple(r for r in self.rollouts if r.end.trainable)
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """Rewards of the trainable rollouts, in their order."""
+        """Rewards of the trainable rollouts, in the same order."""
         return tuple(r.reward for r in self.trainable)
 
     @property
@@ -286,11 +286,11 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout as the batch planner sees it: lengths and numbers, no arrays."""
+    """One rollout as the batch planner sees it, without arrays."""
 
     rollout_id: str
     length: int
-    """Tokens T, prompt included."""
+    """Number of tokens T, including the prompt."""
     response_tokens: int
     advantage: float
     """Group-relative advantage, the same for every sampled token."""
@@ -302,7 +302,7 @@ class MicroBatch:
     """One forward and backward pass of one rank."""
 
     samples: tuple[Sample, ...]
-    """Packed one after another; empty when this rank only keeps step with the others."""
+    """Packed one after another; empty if this rank only takes part in the others' collectives."""
 
     @property
     def tokens(self) -> int:
@@ -311,20 +311,20 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimiser step over all ranks."""
+    """One optimizer step over all ranks."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
     """``ranks[r][m]``: every rank has the same number of micro-batches."""
     n_samples: int
-    """Samples of the whole mini-batch, over all ranks: a loss normaliser."""
+    """Samples of the whole mini-batch, over all ranks: a loss normalizer."""
     n_tokens: int
-    """Sampled tokens of the whole mini-batch: the other loss normaliser."""
+    """Sampled tokens of the whole mini-batch: the other loss normalizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """All mini-batches of one step, planned on lengths."""
+    """All mini-batches of one step, planned from the samples' lengths."""
 
     minibatches: tuple[MiniBatch, ...]
     padding: float
-    """Share of planned token slots that hold no token."""
+    """Share of planned token slots without a token."""

@@ -17,7 +17,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @pytest.fixture(autouse=True)
 def _own_interfaces() -> Iterator[None]:
-    """A trainer rank in the test's own process chooses its network for good; the next test's is another."""
+    """A trainer rank in the test's own process sets its network interface permanently; reset it per test."""
     before = {name: os.environ.get(name) for name in _INTERFACES}
     yield
     for name, value in before.items():

@@ -1,4 +1,4 @@
-"""What a command takes of a processor: unlike the clock, the same beside other tests."""
+"""Processor time of a command: unlike wall-clock time, it does not depend on other tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def run_timed(command: list[str], **options: Any) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run it to its end with its output captured; returns it and its seconds of processor time."""
+    """Run a command with captured output; returns the result and its seconds of processor time."""
     before = os.times()
     result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     after = os.times()

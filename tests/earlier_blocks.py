@@ -1,6 +1,6 @@
-"""Blocks of experts as transformers 5.12 has them for DeepSeek-V3 and GLM-4.5: routers return logits alone.
+"""Expert blocks like transformers 5.12's for DeepSeek-V3 and GLM-4.5, whose routers return only logits.
 
-Where torch is 2.11, such a release is what there is; here the blocks are built of a newer one's parts.
+With torch 2.11 only such a release can be installed; here the blocks are built from a newer release's parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LogitsTopkRouter(nn.Module):
 
 
 class EarlierBlock(nn.Module):
-    """Chooses experts itself, between its router and its experts; without groups of experts."""
+    """A block that chooses the experts itself, between its router and its experts; without expert groups."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class EarlierBlock(nn.Module):
 
 
 def with_earlier_blocks(model: nn.Module) -> None:
-    """Put them in the places of the model's own."""
+    """Replace the model's blocks by these."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "gate") and hasattr(module, "experts"):
             parent, _, child = name.rpartition(".")

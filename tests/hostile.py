@@ -1,4 +1,4 @@
-"""An HTTP server of an environment that answers a chosen request with whatever bytes a test wants."""
+"""An environment's HTTP server that answers a chosen request with arbitrary bytes from a test."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def result(value: Any) -> Raw:
 
 
 def zipped(body: bytes) -> Raw:
-    """Compressed, whether it was asked for or not."""
+    """A compressed answer, even if the client did not request it."""
     return answer(gzip.compress(body), headers=("Content-Encoding: gzip",))
 
 
 def endless(kind: str, piece: bytes, *, status: str = "200 OK", most: int = 1 << 30) -> Raw:
-    """The same again and again, until the client hangs up or has taken ``most`` bytes."""
+    """Repeat the same data until the client disconnects or has received ``most`` bytes."""
 
     async def write(writer: asyncio.StreamWriter) -> None:
         head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -3,8 +3,8 @@
     with Hub(root) as hub:            # root/Organisation/Name/ are model folders
         env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(empty)}
 
-Speaks what ``huggingface_hub`` asks: ``/api/models/NAME[/revision/R|/tree/R]`` and ``/NAME/resolve/R/FILE``
-with ranges, ETags and the ``X-Error-Code`` header of the hub's own refusals.
+Implements the requests of ``huggingface_hub``: ``/api/models/NAME[/revision/R|/tree/R]`` and
+``/NAME/resolve/R/FILE`` with ranges, ETags and the ``X-Error-Code`` header of the hub's own refusals.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Hub:
     failures: int = -1
     """How many requests fail before the hub recovers; negative: all of them."""
     cut_after: int = 0
-    """Bytes after which a file's connection is dropped, once a file; 0: never."""
+    """Bytes after which a file's connection is dropped, once per file; 0: never."""
     bytes_per_s: float = 0.0
-    """0: as fast as it can."""
+    """0: no limit."""
     host: str = "127.0.0.1"
     """Address that it listens on."""
     requests: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Hub:
         self._server.server_close()
 
     def downloads(self, name: str) -> list[str]:
-        """Files of a model whose content was asked for."""
+        """Files of a model whose content was requested."""
         return [r.rsplit("/", 1)[1] for r in self.requests if r.startswith(f"GET /{name}/resolve/")]
 
     def fails(self) -> bool:
@@ -75,7 +75,7 @@ def _files(repository: Path) -> list[Path]:
 
 
 def commit_of(repository: Path) -> str:
-    """The commit that the hub calls a folder's present content."""
+    """The hub's commit id for a folder's present content."""
     content = [f"{f.relative_to(repository)} {_etag(f)}" for f in _files(repository)]
     return hashlib.sha1("".join(content).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Model folders that look whole to a launcher, without weights worth loading."""
+"""Model folders that look complete to a launcher, without usable weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray's head as a launcher starts it, for tests."""
+"""Ray's head for tests, started like a launcher does."""
 
 from __future__ import annotations
 

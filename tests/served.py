@@ -1,4 +1,4 @@
-"""The real OpenReward server in a thread, behind a door at which tests inject faults."""
+"""The real OpenReward server in a thread, behind a layer that injects faults."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Served:
-    """A running server; ``answers`` are given in place of its own, by path, and used up."""
+    """A running server; ``answers`` replace its own once each, by path."""
 
     def __init__(self, environments: list[type], *, tracebacks: bool = False) -> None:
         self.server = Server(environments, return_errors="stacktrace" if tracebacks else "exception")
         self.requests: list[tuple[str, dict[str, str]]] = []
-        """Path and headers of every request but pings, in order."""
+        """Path and headers of every request except pings, in order."""
         self.connections: set[tuple[str, int]] = set()
         """Address of every client's connection."""
         self.answers: dict[str, list[tuple[int, dict[str, str]]]] = {}
-        """Path to (status, headers) answered once each before the request gets through."""
+        """Maps a path to (status, headers) answers that are each given once before a request is served."""
         self.documents: dict[str, Any] = {}
-        """Path to JSON that the platform's API answers there."""
+        """Maps a path to the JSON answer of the platform's API."""
         self.cut: dict[str, list[str]] = {}
-        """Path to ``before`` or ``after``: break the connection before or after its first event."""
+        """Maps a path to ``before`` or ``after``: break the connection before or after its first event."""
         self.sockets: dict[tuple[str, int], Any] = {}
         self.url = ""
         self.stop: Callable[[], None] = lambda: None
-        """Take the server down within the test."""
+        """Stop the server during the test."""
 
     @property
     def sessions(self) -> int:
-        """Sessions open on the server."""
+        """Number of sessions that are open on the server."""
         return len(self.server._active_envs)
 
     def calls(self, path: str) -> int:
@@ -105,10 +105,10 @@ class _Protocol(H11Protocol):
 
 @contextlib.contextmanager
 def serve(*environments: type, port: int = 0, tracebacks: bool = False) -> Iterator[Served]:
-    """Serve on loopback until the block ends; ``tracebacks``: as the job's own servers send them."""
+    """Serve on loopback until the block ends; ``tracebacks``: send them, like the job's own servers."""
     AppStatus.should_exit, AppStatus.should_exit_event = False, None  # of an earlier event loop
     served = Served(list(environments), tracebacks=tracebacks)
-    # Said to be TCP, so that asyncio turns Nagle's algorithm off.
+    # Declared as TCP, so that asyncio disables Nagle's algorithm.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))

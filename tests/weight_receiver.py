@@ -1,4 +1,4 @@
-"""An engine's end of weight sync in a process of its own: joins, receives, reports."""
+"""The engine's side of a weight sync in a separate process: joins, receives, reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from orhpc.wire.weights import empty_bucket, join_weight_group, unflatten_bucket
 
 Announced = tuple[str, str, tuple[int, ...]]
-"""Name, type and shape of one tensor, as ``/update_weights_from_distributed`` is told them."""
+"""Name, dtype and shape of one tensor, as passed to ``/update_weights_from_distributed``."""
 
 
 def receive(port: int, rank: int, world: int, buckets: list[list[Announced]], pipe: Any) -> None:

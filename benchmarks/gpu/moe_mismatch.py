@@ -1,16 +1,16 @@
-"""Do engine and trainer compute the same mixture of experts? Real SGLang beside TransformerEngine, one GPU.
+"""Mismatch of engine and trainer for a mixture of experts: SGLang against TransformerEngine on one GPU.
 
     python benchmarks/gpu/moe_mismatch.py --out DIR [--layers 8] [--seconds 90] [--responses 512]
 
-A model of Qwen3-30B-A3B's layer shapes (128 experts, 8 a token) is trained on Python source for a while, by
-the Megatron trainer itself, because random routers prove nothing.  SGLang servers, in bfloat16 and in
-block-wise FP8, get its weights as in a weight sync and sample with log-probabilities and routes; the trainer
-computes the same tokens with routing replay off and on, in bfloat16 and in FP8.  What is compared is what
-every training step reports (:func:`orhpc.train.loss.grpo.mismatch`), with 95 % intervals by bootstrap over
-responses.  On the way, a weight sync is timed beside SGLang's straight calls.  Results are written to
-``DIR/moe_mismatch.json`` as they come; the table is printed last.  ``--device cpu`` (with
-``PYTHONPATH=tests/megatron/site``) runs all of it but FP8 and the straight calls on a small model, with a
-cpu engine in float32 beside a trainer in bfloat16.
+The Megatron trainer first trains a model of Qwen3-30B-A3B's layer shapes (128 experts, 8 per token) on Python
+source, because random routers would prove nothing. SGLang servers, in bfloat16 and in block-wise FP8, receive
+its weights through a weight sync and sample with log-probabilities and routes; the trainer computes the same
+tokens with routing replay off and on, in bfloat16 and in FP8. The compared metrics are those of a training
+step (:func:`orhpc.train.loss.grpo.mismatch`), with 95 % intervals by bootstrap over responses. A weight sync
+is also timed against direct calls of SGLang's API. Results are written to ``DIR/moe_mismatch.json`` as they
+are measured; the table is printed last. ``--device cpu`` (with ``PYTHONPATH=tests/megatron/site``) runs
+everything except FP8 and the direct calls on a small model, with a CPU engine in float32 and a trainer in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = {
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 4096,
     "rope_theta": 1e6, "tie_word_embeddings": False, "eos_token_id": 0, "bos_token_id": None,
 }  # fmt: skip
-"""Qwen3-30B-A3B's layers over bytes."""
+"""Qwen3-30B-A3B's layers with a vocabulary of bytes."""
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
@@ -51,14 +51,14 @@ SMALL: dict[str, Any] = {
 PUBLISHED = "published, Qwen3-30B-A3B: KL 1.5e-3 without replay, 7.5e-4 with it (0.50); dense 8B: 6.4e-4"
 TARGET = 0.5
 PRECISIONS = {"bf16": "bf16", "fp8-rollout": "fp8", "fp8": "fp8"}
-"""``precision`` to the engine that samples under it."""
+"""Maps ``precision`` to the engine that samples with it."""
 
 
 # --- differences ----------------------------------------------------------------------------------------
 
 
 def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -> tuple[kit.Sums, float]:
-    """What a training step would report of these responses, by response."""
+    """The metrics that a training step would report, for each response."""
     found: dict[str, np.ndarray] = {}
     counts: dict[str, dict[str, float]] = {}
     minibatch = kit.planned(trainer, [response.sample() for response in responses])
@@ -73,7 +73,7 @@ def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -
 
 
 def compare(report: kit.Report, precision: str, trainer: Any, responses: Sequence[kit.Response]) -> None:
-    """Both rows of one precision, and the ratio of their KL; a failure is a row too."""
+    """Both rows of one precision, and the ratio of their KL; a failure also becomes a row."""
     try:
         _compare(report, precision, trainer, responses)
     except Exception as error:
@@ -117,7 +117,7 @@ def start_engines(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             continue
         extra = {
             "max_total_tokens": context * options.concurrent, "disable_decode_cuda_graph": True,
-            # As configs/gpu-smollm2.yaml has it: log-probabilities are not rounded to bfloat16.
+            # As in configs/gpu-smollm2.yaml: log-probabilities are not rounded to bfloat16.
             "enable_fp32_lm_head": True,
         }  # fmt: skip
         if name == "fp8":
@@ -130,7 +130,7 @@ def start_engines(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def train(options: argparse.Namespace, report: kit.Report, folder: Path, text: kit.Text) -> Any:
-    """A trainer of the model, after a while of next-token training."""
+    """A trainer of the model, after some seconds of next-token training."""
     from tests.gpu.megatron_replay import NoReplay
 
     precision = "fp8-rollout" if options.device == "cuda" else "bf16"
@@ -202,7 +202,7 @@ def run(options: argparse.Namespace, report: kit.Report) -> None:
     engines = start_engines(options, folder)
     report.put("model", shape)
     try:
-        # TransformerEngine before anything uses cuDNN: where a machine has two, it must load its own.
+        # Import TransformerEngine before anything uses cuDNN: on a machine with two, it must load its own.
         importlib.import_module("tests.gpu.megatron_kit")
         if options.device == "cuda":
             kit.write_weights(folder, "cuda")
@@ -221,16 +221,16 @@ def run(options: argparse.Namespace, report: kit.Report) -> None:
     if "fp8" not in wanted:
         return kit.close_trainer(trainer)
     folder = exported(report, trainer)
-    del trainer  # or its memory would stay taken beside the next one's
+    del trainer  # otherwise its memory would still be allocated when the next one is built
     trainer = in_fp8(options, report, folder)
     compare(report, "fp8", trainer, wanted["fp8"])
     kit.close_trainer(trainer)
 
 
 def exported(report: kit.Report, trainer: Any) -> Path:
-    """Write what a trainer has learnt, and close it."""
+    """Write a trainer's weights, and close it."""
     folder = kit.WORK / "moe-trained"
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    shutil.rmtree(folder, ignore_errors=True)  # from an earlier run
     began = time.monotonic()
     trainer.export_hf(str(folder))
     report.put("seconds of the export", round(time.monotonic() - began, 1))
@@ -239,7 +239,7 @@ def exported(report: kit.Report, trainer: Any) -> Path:
 
 
 def in_fp8(options: argparse.Namespace, report: kit.Report, folder: Path) -> Any:
-    """A trainer of those weights whose layers compute in FP8."""
+    """A trainer with those weights whose layers compute in FP8."""
     gc.collect()
     torch.cuda.empty_cache()
     report.put("GB that the trainer before has left", round(torch.cuda.memory_allocated() / 1e9, 2))
@@ -265,7 +265,7 @@ COLUMNS = {
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown, values with their intervals."""
+    """A Markdown table of values with their intervals."""
     lines = ["| precision, replay | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for precision in PRECISIONS:
         for replay in ("off", "on"):

@@ -1,18 +1,18 @@
-"""Qwen3-30B-A3B's shapes at full size on one node: the whole loop by the ordinary entry, and what it costs.
+"""Measure complete training runs with Qwen3-30B-A3B's shapes at full size on one node.
 
     python benchmarks/gpu/one_node.py --out DIR [--cases bf16 fp8 split restart plain] [--seconds 560]
 
-Weights are random, rollouts are those of a bundled environment, and every run is
-``python -m orhpc.launch --local configs/qwen3-30b-a3b-node*.yaml`` with overrides: ``bf16`` and ``fp8``
-(co-located on all GPUs), ``split`` (half train with an offloaded optimiser, half serve), ``restart``
-(fewer layers, so that commits fit the disk: SIGTERM in the middle, then the same command again) and
-``plain`` (``bf16`` without routing replay, for its KL).  A case that was measured before, by
-``DIR/one_node.json``, is left out, so that the same command goes on where a time limit ended it.  Events are
-copied to DIR as they come; the report, beside published figures, is printed last and by ``--report DIR``.
+Weights are random, rollouts come from a bundled environment, and every run is ``python -m orhpc.launch
+--local configs/qwen3-30b-a3b-node*.yaml`` with overrides: ``bf16`` and ``fp8`` (co-located on all GPUs),
+``split`` (half of the GPUs train with an offloaded optimizer, half serve), ``restart`` (fewer layers, so that
+commits fit the disk: SIGTERM in the middle, then the same command again) and ``plain`` (``bf16`` without
+routing replay, for its KL). Cases that ``DIR/one_node.json`` lists as measured are skipped, so the same
+command continues after a time limit. Events are copied to DIR during the run; the report, with published
+figures for comparison, is printed last and by ``--report DIR``.
 
-``--gpus``, ``--layers``, ``--tp``, ``--ep`` and ``--engine-tp`` fit it to fewer GPUs; ``--device cpu --size
-tiny`` (with ``PYTHONPATH=tests/megatron/site``) tries it without any.  What each case would take is checked
-against the machine first, GPU memory, host memory and disk, and what does not fit is not started.
+``--gpus``, ``--layers``, ``--tp``, ``--ep`` and ``--engine-tp`` adapt it to fewer GPUs; ``--device cpu --size
+tiny`` (with ``PYTHONPATH=tests/megatron/site``) tries it without any. The GPU memory, host memory and disk
+space of each case are compared with the machine first; a case that does not fit is not started.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from tests.gpu.sglang_check import KERNELS  # noqa: E402
 COLOCATED, SPLIT = "configs/qwen3-30b-a3b-node.yaml", "configs/qwen3-30b-a3b-node-split.yaml"
 COLOCATED_ON_FOUR = "configs/qwen3-30b-a3b-node-of-four.yaml"
 PROMPT_TOKENS = 256
-"""Room for the prompt: the environment's are about 100 bytes."""
+"""Tokens reserved for the prompt; the environment's prompts have about 100 bytes."""
 GRAPHS = [1, 8, 32, 64, 128, 256]
 PROCESS_BYTES = 5 * GIB
-"""Host memory of one trainer rank or engine rank beside weights: libraries, CUDA, NCCL."""
+"""Host memory of one trainer rank or engine rank besides weights: libraries, CUDA, NCCL."""
 HOST_GIB = 70
-"""Of a GPU's share of the node's memory.  What the system calls its total says too little on machines whose
-memory grows as it is used."""
+"""Host memory per GPU of a node.  On machines whose memory grows with use, the total that the system reports
+is too small."""
 OFFLOAD_ROUNDING = 1.5
-"""torch's pinned memory comes in powers of two: this model's experts take 4/3 of their size."""
+"""torch allocates pinned memory in powers of two: this model's experts take 4/3 of their size."""
 LEAVE_S = 30.0
 _WEIGHT_BYTES = 2
 CPU = (
@@ -67,19 +67,19 @@ CPU = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run, or two where it is stopped in the middle."""
+    """One run, or two if it is stopped in the middle."""
 
     name: str
     config: str
     layers: int
     overrides: tuple[str, ...]
     stop_at: int | None = None
-    """SIGTERM when so many steps are done; then the same command again."""
+    """Send SIGTERM after this many steps, then repeat the same command."""
 
 
 @dataclass
 class Outcome:
-    """What is known of a case; written as it comes."""
+    """Results of a case so far; written after each change."""
 
     name: str
     overrides: list[str]
@@ -92,17 +92,17 @@ class Outcome:
     began: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
     stopped: float | None = None
-    """When SIGTERM was sent; seconds since the epoch, like the others."""
+    """When SIGTERM was sent; like the other times, in seconds since the epoch."""
     planned_gb: float = 0.0
-    """Largest trainer memory by ``orhpc plan``."""
+    """Peak trainer memory according to ``orhpc plan``."""
     parameters: int = 0
     flops: dict[str, float] = field(default_factory=dict)
-    """Of one token's training without recomputation, at the mean length ``length``."""
+    """FLOPs to train on one token without recomputation, at the mean length ``length``."""
     problem: str = ""
 
 
 def cases(options: argparse.Namespace) -> dict[str, Case]:
-    """Every case on the devices of the options."""
+    """Every case, for the devices given by the options."""
     steps, half = options.steps, max(1, options.gpus // 2)
     cut = min(options.cut_layers, options.layers)
     colocated = layout(options, options.gpus, options.gpus)
@@ -129,7 +129,7 @@ def cases(options: argparse.Namespace) -> dict[str, Case]:
 
 
 def layout(options: argparse.Namespace, trainers: int, engines: int) -> tuple[str, ...]:
-    """How the model is divided over so many GPUs of each side."""
+    """The parallel layout for this number of GPUs on each side."""
     wanted = {
         "megatron.tp": min(options.tp, trainers),
         "megatron.ep": min(options.ep, trainers),
@@ -139,9 +139,9 @@ def layout(options: argparse.Namespace, trainers: int, engines: int) -> tuple[st
 
 
 def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[str]:
-    """All overrides of a case: the machine's, the model's, its own, then the user's."""
+    """All overrides of a case: for the machine, the model and the case, then the user's."""
     rollouts = options.groups * options.samples
-    words = [
+    args = [
         f"run.root={options.work / 'runs'}", f"run.name={case.name}", "wandb.enabled=false",
         f"model.path={folder}", f"placement.devices_per_node={options.gpus}",
         f"rollout.batch_size={options.groups}", f"rollout.n_samples={options.samples}",
@@ -152,13 +152,13 @@ def overrides_of(case: Case, options: argparse.Namespace, folder: Path) -> list[
         f"placement.host_memory_gib={options.host_gib}",
     ]  # fmt: skip
     if options.device == "cpu":
-        words += CPU
+        args += CPU
     elif not options.own_kernels:
         kernels = KERNELS | {"cuda_graph_bs_decode": GRAPHS}
         if "precision=fp8" in case.overrides:
             kernels |= {"fp8_gemm_backend": "triton"}  # DeepGEMM compiles for two minutes on a new machine
-        words += [f"engine.extra.{name}={json.dumps(value)}" for name, value in kernels.items()]
-    return [*words, *case.overrides, *options.set]
+        args += [f"engine.extra.{name}={json.dumps(value)}" for name, value in kernels.items()]
+    return [*args, *case.overrides, *options.set]
 
 
 def model_folder(case: Case, options: argparse.Namespace) -> Path:
@@ -166,33 +166,34 @@ def model_folder(case: Case, options: argparse.Namespace) -> Path:
 
 
 def config_of(case: Case, options: argparse.Namespace) -> Config:
-    """The run's config, over a folder that holds no more of the model than its shape."""
+    """The run's config, with a model folder that contains only the model's shape."""
     folder = options.work / f"{options.size}-{case.layers}-shape"
     if not (folder / "config.json").exists():
         model_config(case.layers, options.size).save_pretrained(folder)
     return load_config(ROOT / case.config, overrides_of(case, options, folder))
 
 
-# --- what fits ------------------------------------------------------------------------------------------
+# --- memory and disk checks
+# ------------------------------------------------------------------------------------------
 
 
 def machine() -> tuple[str, float]:
-    """Name of the first GPU and the GiB of its memory; no CUDA context is made for it."""
+    """Name of the first GPU and its memory in GiB; creates no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "cpu", 0.0
-    name, mib = said.rsplit(",", 1)
+    name, mib = output.rsplit(",", 1)
     return name.strip(), float(mib) / 1024
 
 
 def check(case: Case, options: argparse.Namespace, outcome: Outcome) -> str:
-    """What a case takes, as text.
+    """The resources that a case needs, as text.
 
     Raises:
-        OrhpcError: the layout cannot be, or a GPU would not hold its part.
-        MemoryError, OSError: host memory, or the disk, would not do.
+        OrhpcError: the layout is impossible, or a GPU has too little memory.
+        MemoryError, OSError: host memory, or the disk, is too small.
     """
     config = config_of(case, options)
     gib = options.gpu_gib or 1.0
@@ -225,7 +226,7 @@ def check(case: Case, options: argparse.Namespace, outcome: Outcome) -> str:
 
 
 def run_case(case: Case, options: argparse.Namespace, outcome: Outcome, until: float) -> None:
-    """Make the model, then run until the steps are done, or the deadline."""
+    """Create the model, then run until the steps are done or the deadline is reached."""
     began = time.monotonic()
     folder = write_model(model_folder(case, options), case.layers, options.size)
     print(f"   {folder.name}: there after {time.monotonic() - began:.1f} s", flush=True)
@@ -249,9 +250,9 @@ def run_case(case: Case, options: argparse.Namespace, outcome: Outcome, until: f
 def launch(
     case: Case, options: argparse.Namespace, outcome: Outcome, run: Path, stop_at: int | None, until: float
 ) -> int:
-    """One start of the run by the ordinary entry; 124 when the deadline ended it."""
+    """Start the run once with ``orhpc.launch``; returns 124 if the deadline ended it."""
     command = [sys.executable, "-m", "orhpc.launch", "--local", case.config]
-    # Ray ends processes at 95 % of what the system calls its memory, which may grow, page cache included.
+    # Ray kills processes at 95 % of the system's memory, page cache included, although that memory may grow.
     env = {**os.environ, "RAY_memory_monitor_refresh_ms": "0"}
     outcome.began.append(time.time())
     with (options.work / f"{case.name}.log").open("a") as log:
@@ -279,7 +280,7 @@ def launch(
 
 
 def leave(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs: asked twice it leaves without a commit."""
+    """End a run that is still active: after a second signal it exits without a commit."""
     for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -287,7 +288,7 @@ def leave(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(LEAVE_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # what it started ends with it
+        process.kill()  # its child processes end with it
         process.wait()
 
 
@@ -300,7 +301,7 @@ def copy_events(case: Case, options: argparse.Namespace, run: Path) -> list[dict
 
 
 def keep_failure(case: Case, options: argparse.Namespace, run: Path) -> None:
-    """The ends of a failed case's logs, for all cases in one file."""
+    """Append the last lines of a failed case's logs to one file for all cases."""
     with (options.out / "failures.txt").open("a") as file:
         for log in [options.work / f"{case.name}.log", *sorted(run.glob("attempts/*/*.log"))]:
             lines = log.read_text(errors="replace").splitlines()[-60:]
@@ -330,7 +331,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=["bf16", "split", "restart", "fp8", "plain"])
     parser.add_argument("--seconds", type=float, default=560.0, help="of all, the report included (560)")
     parser.add_argument("--case-seconds", type=float, default=540.0, help="of one case at most (540)")
-    parser.add_argument("--offload", type=float, default=0.5, help="share of the optimiser, of split (0.5)")
+    parser.add_argument(
+        "--offload", type=float, default=0.5, help="share of the optimizer on the host in split (0.5)"
+    )
     parser.add_argument("--out", type=Path, help="small files: events, figures, ends of logs")
     parser.add_argument("--work", type=Path, default=Path("/tmp/one_node"), help="models and runs: large")
     parser.add_argument("--size", choices=["30b", "tiny"], default="30b")
@@ -349,8 +352,8 @@ def parse() -> argparse.Namespace:
 
 def outcome_of(case: Case, options: argparse.Namespace, name: str) -> Outcome:
     p = config_of(case, options).placement
-    words = [*options.set, *case.overrides]
-    return Outcome(case.name, words, name, p.devices, p.trainer_ranks, p.rollout_devices, layers=case.layers)
+    args = [*options.set, *case.overrides]
+    return Outcome(case.name, args, name, p.devices, p.trainer_ranks, p.rollout_devices, layers=case.layers)
 
 
 def main() -> int:

@@ -1,14 +1,14 @@
-"""The report of ``one_node.py``: figures out of the runs' events, beside published ones.
+"""The report of ``one_node.py``: figures from the runs' events, with published ones for comparison.
 
-Everything is a median over the steps after the first :data:`WARM`, in which kernels compile and pinned
-memory is touched first.  MFU is that of PaLM (Chowdhery et al., arXiv:2204.02311, appendix B): FLOPs that
-forward and backward pass of the trained tokens need without recomputation, over seconds times the peak,
+Every figure is a median over the steps after the first :data:`WARM`, in which kernels compile and pinned
+memory is first touched.  MFU is defined as for PaLM (Chowdhery et al., arXiv:2204.02311, appendix B): FLOPs
+of the forward and backward pass of the trained tokens without recomputation, over seconds times the peak,
 
     MFU = tokens * flops(token) / (seconds * GPUs * peak),
 
 with ``flops(token)`` from :meth:`orhpc.models.ModelShape.training_flops` (attention included, at the mean
-length) and the dense bfloat16 peak of NVIDIA's H100 and H200 SXM data sheets, 989.5 TFLOP/s, whatever the
-precision.  ``update`` counts the seconds of the trainers' step alone, as published figures do.
+length) and the dense bfloat16 peak of NVIDIA's H100 and H200 SXM data sheets, 989.5 TFLOP/s, for every
+precision. ``update`` counts only the seconds of the trainers' step, as published figures do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OUTCOMES = "one_node.json"
 WARM = 2
 TURNS = ("trainer_sleep", "engines_resume", "engines_release", "trainer_wake")
 PEAK_FLOPS = {"H100": 989.5e12, "H200": 989.5e12}
-"""Dense bfloat16, a second."""
+"""Peak dense bfloat16 FLOPs per second."""
 PUBLISHED = """\
 Published, other machines and lengths (Qwen3-30B-A3B):
   train-rollout KL without / with routing replay        1.5e-3 / 7.5e-4
@@ -45,12 +45,12 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def measured(folder: Path) -> set[str]:
-    """Cases that have run to their end."""
+    """Cases that were measured completely."""
     return {n for n, o in outcomes(folder).items() if not o["problem"] and o["exits"][-1:] == [0]}
 
 
 def report(folder: Path) -> str:
-    """All cases, one block each, then what is published."""
+    """All cases, one block each, then the published figures."""
     blocks: list[str] = []
     rates: dict[str, float] = {}
     kl: dict[str, float] = {}
@@ -71,7 +71,7 @@ def report(folder: Path) -> str:
 
 
 def case_rows(outcome: Mapping[str, Any], events: Sequence[Event], steps: Sequence[Event]) -> list[Row]:
-    """What one case shows; whatever it did not reach is left out."""
+    """The figures of one case; parts that it did not reach are left out."""
     exits = ", ".join(map(str, outcome["exits"])) or "-"
     rows: list[Row] = [("exit codes; steps done", f"{exits}; {len(steps)}")]
     if outcome["problem"]:
@@ -90,7 +90,7 @@ def case_rows(outcome: Mapping[str, Any], events: Sequence[Event], steps: Sequen
 
 
 def middle(steps: Iterable[Event], value: Callable[[Event], float | None]) -> float | None:
-    """Median of what the steps have; null when none has it."""
+    """Median over the steps that have this value; None if no step has it."""
     found = [v for step in steps if (v := value(step)) is not None]
     return statistics.median(found) if found else None
 
@@ -100,12 +100,12 @@ def _warm(steps: Sequence[Event]) -> Sequence[Event]:
 
 
 def _turns(step: Event) -> float:
-    """Seconds that the two sides took to change places, which the rollout phase includes."""
+    """Seconds in which trainer and engine exchanged the GPU; the rollout phase includes them."""
     return sum(step.get(f"seconds_{name}", 0.0) for name in TURNS)
 
 
 def rollout_rate(outcome: Mapping[str, Any]) -> Callable[[Event], float]:
-    """Sampled tokens a second and engine GPU."""
+    """Sampled tokens per second per engine GPU."""
     gpus = outcome["engine_gpus"]
     return lambda s: s["response_tokens"] / (s["phases"]["rollout"] - _turns(s)) / gpus
 
@@ -164,8 +164,8 @@ def _weights(steps: Sequence[Event]) -> list[Row]:
         rows.append(("waited for the trainer's sleep and wake", note))
     turns = {name: middle(steps, lambda s, name=name: s.get(f"seconds_{name}")) for name in TURNS}
     if any(turns.values()):
-        told = ", ".join(f"{name} {took:.2f}" for name, took in turns.items() if took is not None)
-        rows.append(("turns of the two sides, s", told))
+        shown = ", ".join(f"{name} {took:.2f}" for name, took in turns.items() if took is not None)
+        rows.append(("switching between the two sides, s", shown))
     return rows
 
 
@@ -198,10 +198,10 @@ def _commits(events: Sequence[Event], steps: Sequence[Event]) -> list[Row]:
     commits = [event for event in events if event["event"] == "commit"]
     if not commits:
         return []
-    told = ", ".join(f"step {e['step']}: {e['bytes'] / 1e9:.2f} GB in {e['seconds']:.1f} s" for e in commits)
+    shown = ", ".join(f"step {e['step']}: {e['bytes'] / 1e9:.2f} GB in {e['seconds']:.1f} s" for e in commits)
     at = {event["step"] for event in commits}
     stalls = ", ".join(f"{s['phases']['checkpoint']:.2f}" for s in steps if s["step"] in at)
-    return [("commits, written while training goes on", told), ("checkpoint stall, s", stalls)]
+    return [("commits, written during training", shown), ("checkpoint stall, s", stalls)]
 
 
 def _restart(outcome: Mapping[str, Any], events: Sequence[Event], steps: Sequence[Event]) -> list[Row]:

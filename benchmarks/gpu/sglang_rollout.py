@@ -1,12 +1,12 @@
-"""Rollout tokens a second on one Hopper GPU: the agent loop beside SGLang's benchmark, FP8 beside bfloat16.
+"""Rollout tokens per second on one Hopper GPU: agent loop against SGLang's benchmark, FP8 against bfloat16.
 
     python benchmarks/gpu/sglang_rollout.py --model DIR [--concurrent 256] [--rollouts 512] [--repeats 2]
 
-Two SGLang servers on one GPU, bfloat16 and block-wise FP8, with random weights of ``--model``'s shapes
-(speed does not depend on them).  All sides sample 256 tokens after prompts of the same length, with
-log-probabilities, at the same concurrency: the agent loop; ``python -m sglang.benchmark.serving``; and a
-raw client that posts bodies encoded beforehand and reads nothing.  The servers take turns: the other one
-is idle.
+Two SGLang servers on one GPU, bfloat16 and block-wise FP8, with random weights of ``--model``'s shapes (speed
+does not depend on them).  Three clients sample 256 tokens after prompts of the same length, with
+log-probabilities, at the same concurrency: the agent loop; ``python -m sglang.benchmark.serving``; and a raw
+client that posts bodies encoded in advance and does not parse the answers. One server is measured at a time;
+the other is idle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEY = "key-of-a-benchmark"
 
 
 class Question:
-    """The environment, and its one session for all: one turn, and every answer ends it."""
+    """The environment, and its one session, which all rollouts share; every answer ends the episode."""
 
     tools = ()
     terminal = True
@@ -64,7 +64,7 @@ def prompt_of(number: int) -> str:
 
 
 async def agent_side(url: str, chat: Any, rollouts: int, concurrent: int, label: str) -> float:
-    """Tokens sampled a second by the agent loop."""
+    """Tokens per second sampled by the agent loop."""
     from orhpc.rollout.agent import AgentContext, run_rollout
     from orhpc.rollout.client import EnginePool
     from orhpc.rollout.transcript import RolloutRequest
@@ -91,7 +91,7 @@ async def agent_side(url: str, chat: Any, rollouts: int, concurrent: int, label:
 
 
 async def raw_side(url: str, chat: Any, rollouts: int, concurrent: int, label: str) -> float:
-    """Tokens sampled a second by a client that only posts and reads bytes."""
+    """Tokens per second sampled by a client that only posts and reads bytes."""
     from orhpc.rollout.client.wire import generate_body
 
     sampling = Sampling(max_new_tokens=TOKENS, stop_token_ids=chat.stop_token_ids, seed=1)
@@ -114,7 +114,7 @@ async def raw_side(url: str, chat: Any, rollouts: int, concurrent: int, label: s
 
 
 async def sglang_side(url: str, model: Path, prompt_tokens: int, rollouts: int, concurrent: int) -> float:
-    """Tokens sampled a second by SGLang's own serving benchmark, as it reports them."""
+    """Tokens per second reported by SGLang's own serving benchmark."""
     report = kit.WORK / "serving.jsonl"
     report.unlink(missing_ok=True)
     command = [
@@ -131,9 +131,9 @@ async def sglang_side(url: str, model: Path, prompt_tokens: int, rollouts: int, 
     )
     if run.returncode or not report.exists():
         raise RuntimeError(f"sglang.benchmark.serving: {(run.stderr or run.stdout)[-1500:]}")
-    said = json.loads(report.read_text().splitlines()[-1])
-    assert said["completed"] == rollouts, said["completed"]
-    return said["output_throughput"]
+    output = json.loads(report.read_text().splitlines()[-1])
+    assert output["completed"] == rollouts, output["completed"]
+    return output["output_throughput"]
 
 
 def engine(
@@ -142,7 +142,7 @@ def engine(
     extra = {**(more or {})}
     extra |= {"weight_version": "0", "load_format": "dummy", "disable_radix_cache": True}
     extra |= {"cuda_graph_bs_decode": sorted({*range(32, concurrent + 1, 32), 1, 8, concurrent})}
-    # Two servers that start at once see each other's memory; what each takes is bound by its tokens.
+    # Two servers that start together would count each other's memory as used; a token limit bounds each.
     extra |= {"max_total_tokens": 1024 * concurrent}
     config = kit.engine_config(
         memory_fraction=0.95, max_running=concurrent, context=1024, extra=extra, **settings

@@ -61,14 +61,14 @@ class Finding:
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "words", nargs="*", metavar="CONFIG | key=value", help="report what this config needs"
+        "arguments", nargs="*", metavar="CONFIG | key=value", help="report what this config needs"
     )
     parser.set_defaults(run=doctor)
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Print one line per finding; return 3 when something needed here is missing."""
-    config = load_config(*split_command_line(options.words)) if options.words else None
+    config = load_config(*split_command_line(options.arguments)) if options.arguments else None
     good = True
     for finding in examine(config):
         print(f"{finding.verdict:<4} {finding.what}: {finding.line}", flush=True)

@@ -41,8 +41,8 @@ class Standing:
     @classmethod
     def of(cls, rundir: RunDir) -> Standing:
         """Ask SLURM, or look for the process of ``--local``."""
-        if rundir.attempt_facts(rundir.newest_attempt()).get("kind") == "local":
-            process = rundir.held_by()
+        if rundir.attempt_metadata(rundir.newest_attempt()).get("kind") == "local":
+            process = rundir.lock_holder()
             return cls({}, f"{process}: running" if process else _none_left(rundir, "process"))
         if not scheduler.available():
             return cls({}, None)
@@ -155,24 +155,24 @@ def _batch_outputs(run: RunDir) -> list[Path]:
     """Outputs of the run's batch scripts; those of jobs submitted by hand are in sbatch's working folder."""
     outputs = {path.resolve(): None for path in sorted(run.path.glob("slurm-*.out"))}
     for number in range(1, run.newest_attempt() + 1):
-        output = run.attempt_facts(number).get("output")
+        output = run.attempt_metadata(number).get("output")
         if output is not None and Path(output).is_file():
             outputs[Path(output).resolve()] = None
     return list(outputs)
 
 
 def add_fetch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="+", metavar="Organisation/Name | CONFIG | key=value")
+    parser.add_argument("arguments", nargs="+", metavar="Organisation/Name | CONFIG | key=value")
     parser.add_argument("--revision", help="branch, tag or commit of a named model")
     parser.set_defaults(run=fetch)
 
 
 def fetch(options: argparse.Namespace) -> int:
     """Download the named models, or those of a config, into the hub's cache and print their folders."""
-    if all(is_hub_name(word) and not Path(word).exists() for word in options.words):
-        models = [(name, options.revision) for name in options.words]
+    if all(is_hub_name(word) and not Path(word).exists() for word in options.arguments):
+        models = [(name, options.revision) for name in options.arguments]
     else:
-        models = model.hub_models(load_config(*split_command_line(options.words)))
+        models = model.hub_models(load_config(*split_command_line(options.arguments)))
         if options.revision is not None:
             raise ConfigError("--revision: needs a model's name; for a config, set model.revision")
     for name, revision in models:
@@ -183,14 +183,14 @@ def fetch(options: argparse.Namespace) -> int:
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value")
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG | key=value")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
     parser.set_defaults(run=check)
 
 
 def check(options: argparse.Namespace) -> int:
     """Check a config on the login node and print one line per check."""
-    path, overrides = split_command_line(options.words)
+    path, overrides = split_command_line(options.arguments)
     overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)
     return checklist.report(checklist.on_the_login_node(config))

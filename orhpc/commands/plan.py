@@ -133,7 +133,9 @@ def _count(number: int) -> str:
 def parse(arguments: Sequence[str]) -> tuple[Config, float]:
     """Return the config and the memory of a device in GiB, from the command line."""
     parser = argparse.ArgumentParser(prog="orhpc plan", description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides"
+    )
     parser.add_argument("--nodes", type=int, help="plan for this many nodes")
     parser.add_argument(
         "--device-memory",
@@ -142,7 +144,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, float]:
         help="memory of one GPU; default: as orhpc check detects it, or 80",
     )
     options = parser.parse_intermixed_args(without_flags(arguments))
-    path, overrides = split_command_line(options.words)
+    path, overrides = split_command_line(options.arguments)
     overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)
     memory = fit.device_memory(config).gib if options.device_memory is None else options.device_memory

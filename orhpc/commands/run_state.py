@@ -136,8 +136,8 @@ def _judge(
     """``asked``: whether SLURM has answered, or need not be asked."""
     attempt = run.newest_attempt()
     last = events[-1] if events else {}
-    local = run.attempt_facts(attempt).get("kind") == "local"
-    if any(state not in _QUEUED for state in jobs.values()) or (local and run.held_by()):
+    local = run.attempt_metadata(attempt).get("kind") == "local"
+    if any(state not in _QUEUED for state in jobs.values()) or (local and run.lock_holder()):
         begun = [e for e in events if e.get("attempt") == attempt and e["event"] in ("ready", "step")]
         return State.RUNNING if begun else State.STARTING
     if jobs:

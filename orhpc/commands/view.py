@@ -81,11 +81,11 @@ def lines(rollout: Rollout) -> Iterator[str]:
 
 def _heading(message: Mapping[str, Any]) -> str:
     role = str(message.get("role"))
-    words = [f"{role} {message['name']}" if message.get("name") else role]
-    words += [f"reward {message['reward']:g}"] if message.get("reward") is not None else []
-    words += [f"error: {message['error']}"] if message.get("error") else []
-    words += [f"unfinished: {message['unfinished']}"] if message.get("unfinished") else []
-    return safe(", ".join(words))
+    parts = [f"{role} {message['name']}" if message.get("name") else role]
+    parts += [f"reward {message['reward']:g}"] if message.get("reward") is not None else []
+    parts += [f"error: {message['error']}"] if message.get("error") else []
+    parts += [f"unfinished: {message['unfinished']}"] if message.get("unfinished") else []
+    return safe(", ".join(parts))
 
 
 def _call(call: Mapping[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
     python -m orhpc.driver RUN_DIR ATTEMPT --stop-file FILE
 
-It consumes what the node's launcher left in ``attempts/NNN`` (config, placement, keys), joins the Ray cluster
-that is already there and runs :func:`orhpc.driver.attempt.attempt_once` until it succeeds or the policy table
+It reads the files that the node's launcher wrote to ``attempts/NNN`` (config, placement, keys), joins the
+running Ray cluster and runs :func:`orhpc.driver.attempt.attempt_once` until it succeeds or the policy table
 of :mod:`orhpc.errors` ends the process.  It produces events and an exit code.
 """
 
@@ -36,13 +36,13 @@ from orhpc.rundir.storage import refusals
 log = logging.getLogger("orhpc.driver")
 
 
-async def supervise(run: Run, lowered: int | None = None) -> int:
-    """Run attempts in place as the policy table says; returns the process's exit code."""
+async def supervise(run: Run, token_limit: int | None = None) -> int:
+    """Run and restart attempts according to the policy table; returns the process's exit code."""
     failures, last_step = 0, -1
     while True:
         try:
             with refusals("the run directory refuses", below=run.rundir.path):
-                await attempt_once(run, lowered)
+                await attempt_once(run, token_limit)
         except OrhpcError as error:
             policy = policy_of(error)
             reached = run.last_step
@@ -68,7 +68,7 @@ async def supervise(run: Run, lowered: int | None = None) -> int:
                 return policy.exit_code
             await asyncio.sleep(min(30.0, 2.0**failures))
             if policy.action is Action.RESTART_SMALLER:
-                lowered = run.max_tokens = max(1, run.max_tokens // 2)
+                token_limit = run.max_tokens = max(1, run.max_tokens // 2)
         else:
             run.events.write("finished", step=run.config.train.steps)
             return EXIT_OK
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.events.write("failed", kind=type(error).__name__, error=str(error), exit_code=code)
         return code
     except Exception as error:
-        log.exception("a bug, or something that no class of errors.py names")
+        log.exception("a bug, or a failure without a class in errors.py")
         run.events.write("failed", kind=type(error).__name__, error=str(error)[:500], exit_code=EXIT_FAILED)
         return EXIT_FAILED
     finally:
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # without Ray's three seconds of goodbye: the launcher takes Ray down
+    os._exit(code)  # skips Ray's shutdown, which takes three seconds: the launcher stops Ray

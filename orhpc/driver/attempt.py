@@ -1,4 +1,4 @@
-"""From the newest commit to the last step, once: bring the run up, train, commit on the way out."""
+"""One attempt: start the run's parts, train from the newest commit to the last step, commit at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orhpc.driver.bring_up import bring_up
 from orhpc.driver.loop import train
 from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import Start, choose_start
-from orhpc.driver.run import LEAVE_S, Run
+from orhpc.driver.run import CLOSE_AFTER_STOP_S, Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
 from orhpc.errors import EnvironmentUnavailable, NonFinite, PreflightError, StopRequested
@@ -17,18 +17,18 @@ from orhpc.errors import EnvironmentUnavailable, NonFinite, PreflightError, Stop
 log = logging.getLogger("orhpc.driver")
 
 
-async def attempt_once(run: Run, lowered: int | None) -> None:
-    """Train from the newest good commit to the end; what the trainers hold is committed on the way out.
+async def attempt_once(run: Run, token_limit: int | None) -> None:
+    """Train from the newest intact commit to the end; commit the trainers' last step at the end.
 
-    ``lowered`` limits the tokens of a micro-batch, after a failure for lack of memory.
+    ``token_limit``: maximum tokens per micro-batch, after an attempt that ran out of memory.
 
     Raises:
         StopRequested: the stop file appeared; the last step is committed.
-        OrhpcError: something failed; the policy table says what follows.
+        OrhpcError: something failed; the policy table decides what follows.
     """
     phases = Phases()
     run.unreported = None
-    runtime, start = await _started(run, lowered, phases)
+    runtime, start = await _bring_up(run, token_limit, phases)
     try:
         with phases.timed("restore"):
             await run.unless_stopped(runtime.trainers.restore(start.folder))
@@ -55,30 +55,30 @@ async def attempt_once(run: Run, lowered: int | None) -> None:
         )
         await _train_and_commit(run, runtime, saver)
     finally:
-        await _leave(run, runtime)
+        await _close(run, runtime)
 
 
-async def _started(run: Run, lowered: int | None, phases: Phases) -> tuple[Runtime, Start]:
-    """Everything that the run needs, with the base model's weights, and the state to restore."""
-    choosing = asyncio.ensure_future(choose_start(run, lowered))
+async def _bring_up(run: Run, token_limit: int | None, phases: Phases) -> tuple[Runtime, Start]:
+    """Start all parts of the run, with the base model's weights, and choose the state to restore."""
+    choosing = asyncio.ensure_future(choose_start(run, token_limit))
     try:
         runtime = await run.unless_stopped(bring_up(run, choosing, phases))
         return runtime, await choosing
     except EnvironmentUnavailable as error:
         if run.rundir.lineage():
             raise
-        # The wait for it is over and the run has no step to lose: its address is more likely wrong.
+        # It did not answer in time and the run has no step to lose: its address is probably wrong.
         raise PreflightError(str(error)) from error
     finally:
         choosing.cancel()
 
 
 async def _train_and_commit(run: Run, runtime: Runtime, saver: Saver) -> None:
-    """Train; however that ends, commit the last completed step, and report it once a commit holds it."""
+    """Train, then commit and report the last completed step, also after a failure."""
     try:
         await train(run, runtime, saver)
     except NonFinite:
-        raise  # the run goes back to the last commit: this state must not be committed
+        raise  # the run returns to the last commit: this state must not be committed
     except StopRequested:
         if run.config.train.steps:
             await saver.finish()
@@ -90,14 +90,14 @@ async def _train_and_commit(run: Run, runtime: Runtime, saver: Saver) -> None:
         if run.config.train.steps:  # a run that only evaluates has nothing to commit
             await saver.finish_run()
     finally:
-        # A step that no commit holds is made again, and reported then.
+        # A step that is in no commit is repeated, and reported then.
         if saver.state_is_committed:
             run.report_step()
 
 
-async def _leave(run: Run, runtime: Runtime) -> None:
-    """Close every part; after a stop within seconds, because the scheduler's grace period is short."""
+async def _close(run: Run, runtime: Runtime) -> None:
+    """Close every part; after a stop only for seconds, because the scheduler's grace period is short."""
     try:
-        await asyncio.wait_for(runtime.close(), LEAVE_S if run.stop_requested() else None)
+        await asyncio.wait_for(runtime.close(), CLOSE_AFTER_STOP_S if run.stop_requested() else None)
     except TimeoutError:
-        log.warning("not everything was closed within %.0f s of a stop", LEAVE_S)
+        log.warning("not everything was closed within %.0f s of a stop", CLOSE_AFTER_STOP_S)

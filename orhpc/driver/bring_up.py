@@ -1,4 +1,4 @@
-"""Bringing up what a run needs under Ray: trainers, engines and workers, all at the same time."""
+"""Start trainers, engines and workers under Ray, all concurrently."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from orhpc.rundir.record import RolloutFile
 from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
-_AGAIN_S = 2.0
-"""Seconds between two tries to join Ray."""
+_RETRY_S = 2.0
+"""Seconds between two attempts to join Ray."""
 _JOIN_S = 180.0
 """Seconds that the raylets of all nodes may take to join."""
 
@@ -40,7 +40,7 @@ _JOIN_S = 180.0
 async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runtime:
     """Start trainers, engines and workers; the trainers hold the base model's weights afterwards.
 
-    ``choosing`` finds meanwhile what the attempt starts from; ``phases`` gets the seconds of each part.
+    ``choosing`` concurrently finds the commit to start from; ``phases`` receives the seconds of each part.
 
     Raises:
         InfraError: a part did not start.
@@ -63,8 +63,8 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         producer = ReplayProducer(str(config.train.replay_rollouts))
         _, trainers = await gather_two(verified, start_trainers())
         return Runtime(config, rundir, trainers, None, [], producer, run.notice)
-    # Processes load their libraries for longer than their models; on shared devices, where both do not fit,
-    # the trainers' model is loaded once the engines have released theirs.
+    # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
+    # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
     environment_key = (run.folder / "environment.key").read_text().strip()
     starting_workers = start_workers(config, placement, ids, model_dir, rundir, run.attempt, environment_key)
@@ -117,7 +117,7 @@ def finished_groups(rundir: RunDir, position: Position, version: int, staleness:
     for path in sorted(rundir.buffer.glob("group_*.h5")):
         group = _read_group(path)
         wanted = group is not None and (group.id >= position.next_group or group.id in position.pending)
-        if group is not None and wanted and _fits(path, group, version, staleness):
+        if group is not None and wanted and _is_fresh(path, group, version, staleness):
             found.append(group)
         else:
             path.unlink()
@@ -129,12 +129,12 @@ def _read_group(path: Path) -> PromptGroup | None:
         with RolloutFile(path) as record:
             rollouts = tuple(record.summary(row) for row in range(len(record)))
     except RecordError as error:
-        log.warning("a buffered group is unreadable and will be rolled out again: %s", error)
+        log.warning("a buffered group is unreadable and will be generated again: %s", error)
         return None
     return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
 
 
-def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
+def _is_fresh(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
     with RolloutFile(path) as record:
         # A failed rollout has no tokens.
         newest = max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
@@ -144,15 +144,15 @@ def _fits(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
 def ray_connect(placement: Placement, token: Path) -> None:
     """Join the job's Ray cluster as its driver, once every node is in it.
 
-    ``ray.init`` fails where this node's raylet is not up yet, which takes long on a busy node, and then
-    raises a class that says nothing: it is tried again.
+    ``ray.init`` is retried: while this node's raylet is still starting, which takes long on a busy node, it
+    raises a generic error.
 
     Raises:
-        RayLost: Ray took no driver, or a node did not join, in time.
+        RayLost: the driver could not connect, or a node did not join, in time.
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-    os.environ["RAY_COLOR_PREFIX"] = "0"  # what other processes print goes into a file
+    os.environ["RAY_COLOR_PREFIX"] = "0"  # the output of other processes is written to a file
     use_loopback()
     end = time.monotonic() + _JOIN_S
     while True:
@@ -165,10 +165,11 @@ def ray_connect(placement: Placement, token: Path) -> None:
             )
             break
         except Exception as error:
-            problem = f"Ray takes no driver at {placement.ray_address}: {' '.join(str(error).split())[:300]}"
+            reason = " ".join(str(error).split())[:300]
+            problem = f"cannot connect to Ray at {placement.ray_address}: {reason}"
             ray.shutdown()
             if time.monotonic() > end:
                 raise RayLost(problem) from error
-            log.warning("%s; once more", problem)
-            time.sleep(_AGAIN_S)
+            log.warning("%s; trying again", problem)
+            time.sleep(_RETRY_S)
     wait_for_nodes(placement.nodes, _JOIN_S)

@@ -1,4 +1,4 @@
-"""Awaiting several things at once."""
+"""Helpers to await several coroutines concurrently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ B = TypeVar("B")
 
 
 async def timed(phases: Phases, name: str, work: Awaitable[A]) -> A:
-    """Await work and note how long it took as a phase."""
+    """Await work and record its duration as a phase."""
     with phases.timed(name):
         return await work
 

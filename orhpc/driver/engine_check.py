@@ -1,8 +1,8 @@
-"""Does an engine sample from the policy that the trainer computes?  Asked once an attempt, before it trains.
+"""Check, once per attempt and before training, that every engine samples from the trainer's policy.
 
 Every engine continues a prompt of random tokens by a few tokens, through the same protocol as rollouts, and
-the trainer computes the same tokens' log-probabilities.  This needs no knowledge of the model, and sees what
-:mod:`orhpc.models.forward_check` cannot: what SGLang computes, and whether the first weight sync was right.
+the trainer computes the log-probabilities of the same tokens.  This needs no knowledge of the model and
+covers what :mod:`orhpc.models.forward_check` cannot: SGLang's computation and the first weight sync.
 """
 
 from __future__ import annotations
@@ -26,39 +26,40 @@ from orhpc.types import Generation, Sampling
 
 log = logging.getLogger(__name__)
 
-PROMPT, BEYOND, MOST = 8, 24, 4352
-"""Tokens of a prompt; on GPUs the first one is so many longer than the model's windows, up to the last."""
-SAMPLED, FEW = 24, 8
-"""Tokens that each engine samples; of fewer than the second, the mean is taken as if they were as many."""
-MOST_ENGINES = 64
+PROMPT_TOKENS, BEYOND_WINDOW, MAX_PROMPT_TOKENS = 8, 24, 4352
+"""Tokens of a prompt.  On GPUs the first prompt is ``BEYOND_WINDOW`` tokens longer than the model's largest
+attention window for which it has at most ``MAX_PROMPT_TOKENS`` tokens."""
+SAMPLED_TOKENS, MIN_COUNT = 24, 8
+"""Tokens that each engine samples, and the smallest divisor of the mean difference over them."""
+MAX_ENGINES = 64
 BOUNDS = {"float32": 0.02, "bfloat16": 0.5}
-"""Nats that the two may differ by, on average, where both compute in the type, or one of them in the second.
-Rounding makes 1e-5 and 0.1 of random prompts; another kind of attention or of positions 0.5 and more."""
+"""Largest allowed mean difference in nats: ``float32`` if both compute in it, else ``bfloat16``.  On random
+prompts rounding causes 1e-5 and 0.1; a wrong kind of attention or of positions causes 0.5 or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one engine sampled."""
+    """The tokens that one engine sampled."""
 
     url: str
     tokens: list[int]
-    """Prompt and sampled ones."""
+    """Prompt tokens and sampled tokens."""
     logprobs: list[float]
-    """Of the sampled ones, by the engine."""
+    """Log-probabilities of the sampled tokens, from the engine."""
 
 
 async def ask(engines: Engines, config: Config, model_dir: str) -> list[Answer]:
-    """Have the engines sample; none where they cannot be asked, which is logged."""
+    """Have the engines sample; returns no answers if an engine fails, which is logged."""
     values: Mapping[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
     vocabulary = vocabulary_of(values) or 256
     values = {**values, **(values.get("text_config") or {})}
     generator = random.Random(7919)
     prompts: dict[str, list[int]] = {}
-    for index, url in enumerate(engines.urls[:MOST_ENGINES]):
+    for index, url in enumerate(engines.urls[:MAX_ENGINES]):
         length = _prompt_length(config, values, first=index == 0)
         prompts[url] = [generator.randrange(vocabulary) for _ in range(length)]
     sampling = Sampling(
-        max_new_tokens=min(SAMPLED, config.rollout.max_response_tokens),
+        max_new_tokens=min(SAMPLED_TOKENS, config.rollout.max_response_tokens),
         temperature=config.rollout.temperature,
     )
     try:
@@ -77,24 +78,34 @@ async def ask(engines: Engines, config: Config, model_dir: str) -> list[Answer]:
 
 
 def _prompt_length(config: Config, values: Mapping[str, Any], *, first: bool) -> int:
-    length = PROMPT
-    room = config.rollout.max_total_tokens - SAMPLED
+    length = PROMPT_TOKENS
+    room = config.rollout.max_total_tokens - SAMPLED_TOKENS
     if first and config.placement.device == "cuda":
         windows = [values.get(name) for name in ("sliding_window", "attention_chunk_size", "index_topk")]
-        length = max([PROMPT, *(int(w) + BEYOND for w in windows if w and int(w) + BEYOND <= MOST)])
+        length = max(
+            [
+                PROMPT_TOKENS,
+                *(
+                    int(w) + BEYOND_WINDOW
+                    for w in windows
+                    if w and int(w) + BEYOND_WINDOW <= MAX_PROMPT_TOKENS
+                ),
+            ]
+        )
     return max(1, min(length, room))
 
 
 async def compare(trainers: Trainers, answers: Sequence[Answer], config: Config) -> float:
     """Mean difference of the log-probabilities, in nats, of the engine that differs most.
 
-    Raises ModelError where it is larger than rounding makes it.
+    Raises:
+        ModelError: the difference is larger than rounding explains.
     """
     samples = [(answer.tokens, len(answer.logprobs)) for answer in answers]
     found = await trainers.all(TrainerRank.sampled_logprobs, samples)
     (ours,) = [values for values in found if values is not None][:1]
     means = [
-        float(np.abs(np.asarray(own) - np.asarray(answer.logprobs)).sum() / max(len(own), FEW))
+        float(np.abs(np.asarray(own) - np.asarray(answer.logprobs)).sum() / max(len(own), MIN_COUNT))
         for own, answer in zip(ours, answers, strict=True)
     ]
     worst = int(np.nanargmax(np.nan_to_num(means, nan=np.inf)))
@@ -106,8 +117,8 @@ async def compare(trainers: Trainers, answers: Sequence[Answer], config: Config)
             f"engine {answers[worst].url} does not sample from the trainer's policy: log-probabilities of "
             f"{len(answers[worst].logprobs)} tokens differ by {means[worst]:.3g} nats on average, where "
             f"rounding explains {bound:g}; engine.backend: {config.engine.backend} or train.backend: "
-            f"{config.train.backend} does not compute this model (model.check: false leaves this comparison "
-            "out)"
+            f"{config.train.backend} does not compute this model correctly (model.check: false skips this "
+            "comparison)"
         )
     log.info("engines and trainer agree within %.2g nats on %d samples", means[worst], len(answers))
     return means[worst]

@@ -1,4 +1,4 @@
-"""Evaluation every k steps, on named splits, with its own sampling parameters."""
+"""Evaluation every ``evaluation.interval`` steps, on named splits, with its own sampling parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orhpc.rollout.worker import RolloutWorker
 from orhpc.types import GroupRequest, PromptGroup, Sampling, Task
 
 FIRST_ID = 1 << 40
-"""Evaluation groups count from here, so that they never meet a training group's id."""
+"""Ids of evaluation groups start here, so that they never equal a training group's id."""
 
 
 def due(config: Config, step: int) -> bool:
@@ -42,10 +42,10 @@ async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[Pr
     """Roll out every evaluation task once; the same tasks and seeds each time.
 
     Returns:
-        The groups, and metrics named ``reward_mean/<environment>/<split>`` and so on.  A rollout that
-        failed counts in ``reward_mean`` with its environment's lowest score (:func:`lowest_score`), and
-        in ``success_rate`` as no success; ``failed/...`` is their number, ``rollouts/...`` that of all.
-        Lengths are those of the rollouts that did not fail.
+        The groups, and metrics named ``reward_mean/<environment>/<split>`` and so on.  A failed rollout
+        counts in ``reward_mean`` with its environment's lowest score (:func:`lowest_score`), and in
+        ``success_rate`` as no success; ``failed/...`` is the number of failed rollouts, ``rollouts/...``
+        the number of all.  Lengths include only rollouts that did not fail.
     """
     requests: list[GroupRequest] = []
     for environment, splits in config.evaluation.splits.items():
@@ -69,21 +69,21 @@ async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[Pr
 
 
 def lowest_score(settings: EnvironmentSettings) -> float:
-    """What a failed rollout counts as in an evaluation: ``min_reward`` where it is set, else 0."""
+    """The score of a failed rollout in an evaluation: ``min_reward`` if it is set, else 0."""
     return 0.0 if settings.min_reward is None else settings.min_reward
 
 
 def evaluation_metrics(
     groups: Sequence[PromptGroup], environments: Mapping[str, EnvironmentSettings]
 ) -> dict[str, float]:
-    """The numbers that :func:`evaluate` returns."""
+    """The metrics that :func:`evaluate` returns."""
     by_split: dict[tuple[str, str], list[PromptGroup]] = {}
     for group in groups:
         by_split.setdefault((group.task.environment, group.task.split), []).append(group)
     metrics: dict[str, float] = {}
-    for (environment, split), of_it in by_split.items():
+    for (environment, split), selected in by_split.items():
         name, lowest = f"{environment}/{split}", lowest_score(environments[environment])
-        rollouts = [r for g in of_it for r in g.rollouts]
+        rollouts = [r for g in selected for r in g.rollouts]
         scored = [r for r in rollouts if r.reward is not None]
         rewards = [lowest if r.reward is None else r.reward for r in rollouts]
         metrics[f"rollouts/{name}"] = float(len(rollouts))

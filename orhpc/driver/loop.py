@@ -2,7 +2,7 @@
 
 It consumes finished prompt groups and produces policy versions.  Each iteration waits for, in this order:
 the groups of the step (:meth:`orhpc.driver.runtime.Runtime.collect`), the trainers' update, the workers'
-record of the rollouts, the weight sync.  A commit is written while training goes on.
+record of the rollouts, the weight sync.  A commit is written while training continues.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
 
     Raises:
         StopRequested: the stop file appeared.
-        OrhpcError: a part of the run failed; ``saver.state`` is what the trainers hold, and
-            ``run.unreported`` the step that they made last, if it is not reported yet.
+        OrhpcError: a part of the run failed; ``saver.state`` is the state that the trainers hold, and
+            ``run.unreported`` their last step, if it is not reported yet.
     """
     config = run.config
     if saver.state.step == 0 and evaluation.due(config, 0):
@@ -44,22 +44,22 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         state, phases = saver.state, Phases()
         # Rollouts
         with phases.timed("rollout"):
-            taken, sharing = await runtime.collect(state.step, run.stop_requested)
+            step_groups, sharing = await runtime.collect(state.step, run.stop_requested)
         # Advantages and batches
         tokens = state.max_tokens * config.ranks_per_sequence
-        plan = plan_step(taken.groups, config, config.data_ranks, tokens)
+        plan = plan_step(step_groups.groups, config, config.data_ranks, tokens)
         # Update
         with phases.timed("update"):
             metrics = await update(run, runtime, plan, state)
-        # The trainers hold the next step now: whatever fails from here on, a commit would hold that step.
+        # The trainers hold the next step now: a commit made after a later failure contains this step.
         state = replace(state, step=state.step + 1, position=runtime.producer.position)
         saver.state = state
         metrics |= sharing | {"padding": plan.padding}
-        run.unreported = CompletedStep(state, taken, metrics, phases)
+        run.unreported = CompletedStep(state, step_groups, metrics, phases)
         # Record, publish, commit
         await saver.store(run.require_newest)
         with phases.timed("record"):
-            await runtime.record(state.step, taken, saver.store)
+            await runtime.record(state.step, step_groups, saver.store)
         with phases.timed("sync"):
             metrics |= await runtime.publish(state.step)
         with phases.timed("checkpoint"):
@@ -78,8 +78,8 @@ def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tok
     )
     samples = [
         Sample(r.id, r.length, r.response_tokens, float(a), r.location)
-        for group, of_group in zip(groups, advantages, strict=True)
-        for r, a in zip(group.trainable, of_group, strict=True)
+        for group, group_advantages in zip(groups, advantages, strict=True)
+        for r, a in zip(group.trainable, group_advantages, strict=True)
     ]
     return plan_batches(
         samples,
@@ -94,7 +94,7 @@ async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> d
     """Make the step's optimizer updates; all ranks skip a step whose gradient is not finite.
 
     Raises:
-        NonFinite: the step before was skipped too.
+        NonFinite: the previous step was skipped too.
     """
     if not plan.minibatches:
         log.warning("step %d has nothing to train on", state.step + 1)

@@ -1,4 +1,4 @@
-"""What a step reports: phase times, and rollout numbers under the names that users know."""
+"""The metrics of a step: phase times and rollout statistics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from orhpc.types import PromptGroup, RolloutEnd, RolloutSummary, Waits
 
 _SLOW_OPENING_S = 5.0
 _SLOW_OPENING_SHARE = 1 / 3
-"""Openings that take longer, and this share of a rollout, are said to limit the step."""
+"""Session openings that take longer than this, and more than this share of a rollout, limit the step."""
 
 
 class Phases:
-    """Wall-clock seconds of each phase of one step, or of a start, whose phases overlap."""
+    """Wall-clock seconds of each phase of one step, or of a start (whose phases overlap)."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -34,39 +34,41 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """Seconds since it began."""
+        """Seconds since this object was created."""
         return time.monotonic() - self._start
 
 
-def rollout_metrics(taken: StepGroups, version: int) -> dict[str, float]:
-    """Numbers about the step's rollouts.
+def rollout_metrics(step_groups: StepGroups, version: int) -> dict[str, float]:
+    """Statistics of the step's rollouts.
 
-    ``reward_mean`` and lengths are over trained rollouts; ``success_rate`` counts rewards above 0;
-    ``staleness_mean`` is in policy versions; ``dropped_*`` counts groups by reason.  Of failures see
+    ``reward_mean`` and lengths are over trained rollouts; ``success_rate`` is the share of rewards above 0;
+    ``staleness_mean`` is in policy versions; ``dropped_*`` counts groups by reason.  For failures see
     :func:`failure_metrics`.
     """
-    rollouts = [r for g in taken.groups for r in g.trainable]
-    metrics = {f"dropped_{reason}": float(n) for reason, n in taken.reasons.items()}
-    metrics["groups"] = float(len(taken.groups))
-    metrics |= failure_metrics(taken)
+    rollouts = [r for g in step_groups.groups for r in g.trainable]
+    metrics = {f"dropped_{reason}": float(n) for reason, n in step_groups.reasons.items()}
+    metrics["groups"] = float(len(step_groups.groups))
+    metrics |= failure_metrics(step_groups)
     if not rollouts:
         return metrics
     metrics |= summary_metrics(rollouts)
     metrics["staleness_mean"] = float(np.mean([version - r.min_version for r in rollouts]))
-    metrics["equal_reward_groups"] = sum(len(set(g.rewards)) == 1 for g in taken.groups) / len(taken.groups)
-    for environment, of_it in _by_environment(taken.groups).items():
-        metrics[f"reward_mean/{environment}"] = float(np.mean(of_it))
+    metrics["equal_reward_groups"] = sum(len(set(g.rewards)) == 1 for g in step_groups.groups) / len(
+        step_groups.groups
+    )
+    for environment, selected in _by_environment(step_groups.groups).items():
+        metrics[f"reward_mean/{environment}"] = float(np.mean(selected))
     return metrics
 
 
-def failure_metrics(taken: StepGroups) -> dict[str, float]:
-    """How the step's rollouts failed, those of groups that are not trained included.
+def failure_metrics(step_groups: StepGroups) -> dict[str, float]:
+    """Failures of the step's rollouts, including those of groups that are not trained on.
 
-    ``failed_rollouts``, ``retried_rollouts`` (made again in a new session) and ``failed_groups`` (dropped,
-    with failed rollouts) count; ``failed_share`` is the share of failed rollouts in the environment where
-    it is highest.  ``.../ENVIRONMENT`` is the same for one environment, where it is not 0.
+    ``failed_rollouts``, ``retried_rollouts`` (repeated in a new session) and ``failed_groups`` (dropped
+    groups with failed rollouts) are counts; ``failed_share`` is the share of failed rollouts in the
+    environment where it is highest.  ``.../ENVIRONMENT`` is the same for one environment, if it is not 0.
     """
-    groups = [*taken.groups, *taken.dropped]
+    groups = [*step_groups.groups, *step_groups.dropped]
     rollouts, failed, retried, lost = (Counter[str]() for _ in range(4))
     for group in groups:
         name = group.task.environment
@@ -74,7 +76,7 @@ def failure_metrics(taken: StepGroups) -> dict[str, float]:
         rollouts[name] += len(group.rollouts)
         failed[name] += failures
         retried[name] += sum(r.retries > 0 for r in group.rollouts)
-    for group in taken.dropped:
+    for group in step_groups.dropped:
         lost[group.task.environment] += any(r.end is RolloutEnd.FAILED for r in group.rollouts)
     metrics = {
         "failed_share": max((failed[n] / total for n, total in rollouts.items() if total), default=0.0)
@@ -89,8 +91,8 @@ def failure_metrics(taken: StepGroups) -> dict[str, float]:
 def summary_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, float]:
     """Rewards, lengths, ends and waits of a set of rollouts with rewards.
 
-    ``rollout_*_seconds_mean`` say where a rollout's seconds went: opening its session, waiting for the
-    engine, tool calls with verification; the rest is its own work and the closing of the session.
+    ``rollout_*_seconds_mean`` divide a rollout's seconds: opening its session, waiting for the engine, tool
+    calls with verification; the rest is the agent loop's own work and closing the session.
     """
     rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
     response = np.array([r.response_tokens for r in rollouts], dtype=np.float64)
@@ -116,7 +118,7 @@ def summary_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, float]:
 
 
 def opening_notice(numbers: Mapping[str, float]) -> str:
-    """A line when environment servers limit the step: their sessions take most of a rollout to open."""
+    """A line if environment servers limit the step because opening their sessions takes too long."""
     opening = numbers.get("rollout_opening_seconds_mean", 0.0)
     whole = numbers.get("rollout_seconds_mean", 0.0)
     if opening < _SLOW_OPENING_S or opening < _SLOW_OPENING_SHARE * whole:

@@ -1,4 +1,4 @@
-"""Which weights an attempt starts from: the run's newest good commit, ``checkpoint.load`` or the model."""
+"""Choose an attempt's initial weights: the newest intact commit, ``checkpoint.load`` or the base model."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ log = logging.getLogger("orhpc.driver")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where an attempt goes on from."""
+    """The state from which an attempt continues."""
 
     commit: CommitName | None
-    """The run's newest good commit; None before the first."""
+    """The run's newest intact commit; None before the first."""
     folder: Path | None
     """What the trainers restore: that commit, or ``checkpoint.load``; None: the base model."""
     state: State
 
 
-async def choose_start(run: Run, lowered: int | None) -> Start:
-    """Find the newest good commit, waiting for its filesystem, and record that this attempt starts from it.
+async def choose_start(run: Run, token_limit: int | None) -> Start:
+    """Find the newest intact commit, waiting for its filesystem, and record that this attempt starts from it.
 
-    ``lowered`` limits the tokens of a micro-batch, after an attempt that ran out of memory.
+    ``token_limit``: maximum tokens per micro-batch, after an attempt that ran out of memory.
 
     Raises:
-        CheckpointError: there are commits and none is whole, or ``checkpoint.load`` is not.
+        CheckpointError: there are commits but none is intact, or ``checkpoint.load`` is not.
         StorageRefused: the filesystem refused for ``run.storage_wait_s``.
-        StopRequested: the stop file appeared meanwhile.
+        StopRequested: the stop file appeared during the wait.
     """
 
     async def choose() -> Start:
         with refusals("the run directory refuses", below=run.rundir.path):
-            return await _choose_start(run, lowered)
+            return await _choose_start(run, token_limit)
 
     return await StorageRetry(run.config.run.storage_wait_s, log.error, run.stop_requested).run(choose)
 
 
-async def _choose_start(run: Run, lowered: int | None) -> Start:
+async def _choose_start(run: Run, token_limit: int | None) -> Start:
     over = threading.Event()  # set once the caller no longer waits: the thread stops reading
 
     def choose() -> tuple[CommitName | None, Path | None, Manifest | None, list[str]]:
         wait_s = run.config.run.storage_wait_s
-        found, manifest, passed = commits.newest_good(
+        found, manifest, passed = commits.newest_intact(
             run.rundir, lambda: over.is_set() or run.stop_requested(), wait_s, log.error
         )
         load = run.config.checkpoint.load
@@ -65,11 +65,13 @@ async def _choose_start(run: Run, lowered: int | None) -> Start:
     finally:
         over.set()
     for line in passed_over:
-        log.error("passed over: %s", line)
+        log.error("commit skipped: %s", line)
         run.events.write("commit_passed_over", error=line)
     run.rundir.record_start(run.attempt, name)
     setting = run.config.train.max_tokens_per_gpu
-    state = (State.from_manifest(manifest) if manifest else State(max_tokens=setting)).under(setting, lowered)
+    state = (State.from_manifest(manifest) if manifest else State(max_tokens=setting)).resumed(
+        setting, token_limit
+    )
     run.max_tokens = state.max_tokens
     loaded = {"load": str(folder)} if folder is not None and name is None else {}
     budget = {"max_tokens": state.max_tokens, "max_tokens_per_gpu": setting}

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _STOP_POLL_S = 0.2
 _STORAGE_ALERT_S = 60.0
 """Minimum seconds between two storage alerts."""
-LEAVE_S = 5.0
+CLOSE_AFTER_STOP_S = 5.0
 """Seconds that sessions and loggers may take to close after a stop and its commit."""
 
 
@@ -46,7 +46,7 @@ class Run:
         self.last_step_skipped = False
         """Whether that step made no update."""
         self.unreported: CompletedStep | None = None
-        """The step that the trainers have made and that is not reported yet."""
+        """The trainers' last step, if it is not reported yet."""
         self.storage = StorageRetry(self.config.run.storage_wait_s, self._refused, self.stop_requested)
         self._stop_file = stop_file
         self._alerted = -_STORAGE_ALERT_S
@@ -60,7 +60,7 @@ class Run:
             raise StopRequested("asked to stop")
 
     async def require_newest(self) -> None:
-        """Check that no newer attempt has begun, which would own the files that this one replaces.
+        """Check that no newer attempt has begun; it would own the files that this attempt replaces.
 
         Raises:
             NodeLost: a newer attempt has begun.
@@ -72,7 +72,7 @@ class Run:
             raise NodeLost("a newer attempt has begun")
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that does not look at the stop file itself.
+        """Await work that does not check the stop file itself.
 
         Raises:
             StopRequested: the stop file appeared first.
@@ -86,7 +86,7 @@ class Run:
             task.cancel()
 
     def report_step(self) -> None:
-        """Report the completed step, unless that has been done."""
+        """Report the completed step, unless it has been reported."""
         if self.unreported is None:
             return
         step, self.unreported = self.unreported, None
@@ -94,17 +94,17 @@ class Run:
         self.last_step, self.last_step_skipped = step.state.step, bool(step.metrics.get("skipped"))
 
     def notice(self, line: str) -> None:
-        """Report something that a person should look at and that does not end the run."""
+        """Report a problem that does not end the run but needs a person's attention."""
         log.warning("%s", line)
         self.events.write("notice", reason=line)
         self.tracker.alert(line)
 
     def close(self) -> None:
-        self.tracker.close(*([LEAVE_S] if self.stop_requested() else []))
+        self.tracker.close(*([CLOSE_AFTER_STOP_S] if self.stop_requested() else []))
         self.events.close()
 
     def _refused(self, problem: str) -> None:
-        """Report a refused write; all workers of a step may meet the same one."""
+        """Report a refused write; all workers of a step may report the same one."""
         log.error(problem)
         if time.monotonic() >= self._alerted + _STORAGE_ALERT_S:
             self._alerted = time.monotonic()

@@ -1,4 +1,4 @@
-"""Trainers, engines, workers and producer of a run, and what the loop does with all of them."""
+"""Trainers, engines, workers and producer of a run, and the loop's operations on them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CLOSE_S = 45.0
 
 @dataclass(slots=True)
 class Runtime:
-    """Everything that the driver leads.  Without engines, the run replays recorded rollouts."""
+    """All parts that the driver controls.  Without engines, the run replays recorded rollouts."""
 
     config: Config
     rundir: RunDir
@@ -49,79 +49,80 @@ class Runtime:
     notice: Callable[[str], None]
     """Called with each notice of the producer while a step collects rollouts."""
     unchecked: bool = False
-    """The engines are still to be compared with the trainer (:mod:`orhpc.driver.engine_check`)."""
+    """Whether the engines still have to be compared with the trainer (:mod:`orhpc.driver.engine_check`)."""
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Give the engines the trainer's weights; returns numbers about it, ``sync_bytes`` among them.
+        """Send the trainer's weights to the engines; returns metrics such as ``sync_bytes``.
 
-        A sync that breaks off is repeated once, after the engines that failed in it have been started
-        anew.
+        A failed sync is repeated once, after the engines that failed in it have been restarted.
 
         Raises:
-            WeightSyncFailed: no engine serves until a whole sync has followed.
+            WeightSyncFailed: no engine serves until a complete sync has followed.
         """
         if self.engines is None:
             return {}
-        await self._heal()
+        await self._restart_failed_engines()
         await self.engines.pause()
         released: list[float] = []
         if self.engines.shared:
-            # Both sides' weights are there at once, and the optimiser: gradients need not be.
+            # Both sides' weights and the optimizer state are on the device now: free the gradients.
             released = await self.trainers.all(TrainerRank.release_gradients)
         await self.engines.resume_weights()
-        if self.engines.pool.down():  # what was lost on the way
-            await self.engines.resume_weights_of(await self._heal())
+        if self.engines.pool.down():  # an engine failed in the calls above
+            await self.engines.resume_weights_of(await self._restart_failed_engines())
         sync = WeightSync(self.trainers, self.engines, self.rundir.path / "exchange")
         try:
             report = await sync.send(version)
         except WeightSyncFailed as error:
-            log.error("%s; once more", error)
+            log.error("%s; repeating the sync once", error)
             await self.trainers.all(TrainerRank.leave_weight_group)
             await self.engines.leave_group()
-            await self.engines.resume_weights_of(await self._heal())
+            await self.engines.resume_weights_of(await self._restart_failed_engines())
             report = await sync.send(version)
-        await self.engines.go_on()
+        await self.engines.continue_generation()
         await asyncio.gather(*(w.call(RolloutWorker.published, version) for w in self.workers))
         return report | ({"sync_seconds_shed": max(released)} if released else {})
 
-    async def _heal(self) -> list[str]:
+    async def _restart_failed_engines(self) -> list[str]:
         assert self.engines is not None
-        restarted = await self.engines.heal()
+        restarted = await self.engines.restart_failed()
         for index in restarted:
-            log.error("engine %d had ended or failed, and was started again", index)
+            log.error("engine %d had failed and was restarted", index)
         return [self.engines.urls[index] for index in restarted]
 
     async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
-        """The groups of the next step, and the numbers of :meth:`while_serving`.
+        """Collect the groups of the next step; returns them and the metrics of :meth:`while_serving`.
 
         Raises:
             EngineUnavailable: no engine is left.
             StopRequested: ``stop`` became true.
         """
-        return await self.while_serving(lambda: self._watched(self.producer.take(version, stop)))
+        return await self.while_serving(lambda: self._watched(self.producer.collect(version, stop)))
 
     async def _watched(self, work: Coroutine[Any, Any, A]) -> A:
-        """Await work while looking after the engines, and pass on what the producer notices."""
-        taking = asyncio.ensure_future(work)
+        """Await work while checking the engines, and forward the producer's notices."""
+        waiting = asyncio.ensure_future(work)
         try:
-            while not (await asyncio.wait([taking], timeout=_WATCH_S))[0]:
+            while not (await asyncio.wait([waiting], timeout=_WATCH_S))[0]:
                 if self.engines is not None:
                     await self.engines.watch()
-                self._pass_on()
-            return await taking
+                self._forward_notices()
+            return await waiting
         finally:
-            taking.cancel()
-            self._pass_on()
+            waiting.cancel()
+            self._forward_notices()
 
-    def _pass_on(self) -> None:
+    def _forward_notices(self) -> None:
         for line in self.producer.notices:
             self.notice(line)
 
     async def while_serving(self, work: Callable[[], Awaitable[A]]) -> tuple[A, dict[str, float]]:
-        """Do work while the engines serve; on shared devices the trainers are offloaded meanwhile.
+        """Do work while the engines serve; on shared devices the trainers are offloaded during it.
 
-        Returns its result and numbers about sharing the devices: what each side freed, left behind and how
-        long it took (``memory_*_gb``, ``seconds_*``), and the first time ``engine_check_diff``.
+        Returns:
+            The result, and metrics about sharing the devices: the memory that each side freed and kept, and
+            the seconds of both switches (``memory_*_gb``, ``seconds_*``); the first time also
+            ``engine_check_diff``.
 
         Raises:
             ModelError: an engine does not sample from the trainer's policy.
@@ -129,19 +130,19 @@ class Runtime:
         if self.engines is None:
             return await work(), {}
         if not self.engines.shared:
-            compared = await self._compared(await self._asked())
+            compared = await self._compare_engines(await self._engine_samples())
             return await work(), compared
         phases = Phases()
         offloaded = await self.trainers.sleep()
         with phases.timed("resume"):
             await self.engines.resume_serving()
-        answers = await self._asked()
+        answers = await self._engine_samples()
         result = await work()
         await self.engines.watch()
         with phases.timed("release"):
             await self.engines.release()
         reloaded = await self.trainers.wake()
-        numbers = await self._compared(answers)
+        numbers = await self._compare_engines(answers)
         numbers |= {f"seconds_engines_{name}": seconds for name, seconds in phases.seconds.items()}
         if offloaded and reloaded:
             numbers |= {
@@ -154,19 +155,19 @@ class Runtime:
             }
         return result, numbers
 
-    async def _asked(self) -> list[engine_check.Answer]:
+    async def _engine_samples(self) -> list[engine_check.Answer]:
         if not self.unchecked or self.engines is None:
             return []
         return await engine_check.ask(self.engines, self.config, str(model_folder(self.config, self.rundir)))
 
-    async def _compared(self, answers: Sequence[engine_check.Answer]) -> dict[str, float]:
+    async def _compare_engines(self, answers: Sequence[engine_check.Answer]) -> dict[str, float]:
         if not answers:
             return {}
         self.unchecked = False
         return {"engine_check_diff": await engine_check.compare(self.trainers, answers, self.config)}
 
-    async def record(self, step: int, taken: StepGroups, store: Store) -> None:
-        """Have every worker write its rollouts of the step and forget them, each through ``store``.
+    async def record(self, step: int, step_groups: StepGroups, store: Store) -> None:
+        """Have every worker write its rollouts of the step and free them, each through ``store``.
 
         Raises:
             OrhpcError: what ``store`` raises.
@@ -175,8 +176,8 @@ class Runtime:
             return
         folder = self.rundir.rollouts_of(step)
         await store(lambda: asyncio.to_thread(_recreate, folder))
-        trained = {g.id for g in taken.groups}
-        groups = [*taken.groups, *taken.dropped]
+        trained = {g.id for g in step_groups.groups}
+        groups = [*step_groups.groups, *step_groups.dropped]
         jobs: dict[int, list[RecordedGroup]] = {w.index: [] for w in self.workers}
         for i, group in enumerate(groups):
             file = group.rollouts[0].location.file
@@ -200,7 +201,7 @@ class Runtime:
                 await store(_recording(worker, folder, own))
 
     async def close(self) -> None:
-        """Stop everything; what is already gone does not matter."""
+        """Stop all parts; parts that have already ended are ignored."""
         closing = [w.call_within(_CLOSE_S, RolloutWorker.close) for w in self.workers]
         for outcome in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(outcome, BaseException):

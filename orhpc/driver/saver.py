@@ -1,7 +1,7 @@
-"""Commits of a running attempt: begun after a step, written while training goes on, then finalised.
+"""Commits of a running attempt: begun after a step, written while training continues, then finalized.
 
 A failed save costs the commit, never the run: it is reported as an event, in the log and as an
-alert, and the earlier commits stay.  Only the last one must be: a run that is not committed is not finished.
+alert, and the earlier commits remain.  Only the last step must be committed for the run to be finished.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from orhpc.rundir.storage import StorageRetry, pause
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_AGAIN_S = 60.0
-"""Between two tries at the run's last commit: what filled a disk is often gone by then."""
+_RETRY_S = 60.0
+"""Seconds between two attempts at the run's last commit: a full disk may have space again by then."""
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _PendingSave:
     name: CommitName
     state: State
     started: float
     folder: Path = Path()
-    """Where shards go; empty before it is made."""
+    """Folder of the shards; empty before it is created."""
 
 
 class Saver:
-    """Begins, polls and finalises commits, one at a time."""
+    """Begins, polls and finalizes commits, one at a time."""
 
     def __init__(
         self,
@@ -53,20 +53,20 @@ class Saver:
         state: State,
         alert: Callable[[str], object],
     ) -> None:
-        """``alert`` reports a failed commit to those who watch the run."""
+        """``alert`` sends a failed commit to the people who watch the run."""
         self._rundir, self._attempt, self._settings = rundir, attempt, settings
         self._trainers, self._events, self._storage = trainers, events, storage
         self._parent, self._alert = parent, alert
-        self._under_way: _UnderWay | None = None
-        self._one_at_a_time = asyncio.Lock()
-        """Several that wait for room ask for the save under way at once."""
+        self._pending: _PendingSave | None = None
+        self._lock = asyncio.Lock()
+        """Several writes that wait for space poll the pending save concurrently."""
         self.state = state
-        """What the trainers hold: the state of the last completed step, committed or not."""
+        """The state that the trainers hold: that of the last completed step, committed or not."""
         self._problem = ""
         """Why the last commit failed."""
 
     async def after_step(self) -> None:
-        """Finalize a finished save, begin one when it is due."""
+        """Finalize a finished save, and begin a new one if it is due."""
         state = self.state
         await self.poll()
         interval = self._settings.save_interval
@@ -74,9 +74,9 @@ class Saver:
             await self._begin(state)
 
     async def poll(self) -> None:
-        """Finalize the save under way when all shards are durable; never waits for them."""
-        async with self._one_at_a_time:
-            save = self._under_way
+        """Finalize the pending save if all shards are durable; never waits for them."""
+        async with self._lock:
+            save = self._pending
             if save is None:
                 return
             try:
@@ -91,12 +91,12 @@ class Saver:
     async def store(self, write: Callable[[], Awaitable[T]]) -> T:
         """Run a write to the run directory, retrying while the filesystem refuses it.
 
-        Between two tries the save under way is looked at: a commit that failed because it filled the
+        The pending save is polled between retries, so that a commit that failed because it filled the
         filesystem is removed.
 
         Raises:
             StorageRefused: the filesystem refused for ``run.storage_wait_s``.
-            StopRequested: the stop file appeared meanwhile.
+            StopRequested: the stop file appeared during the wait.
         """
         return await self._storage.run(write, meanwhile=self.poll)
 
@@ -110,16 +110,16 @@ class Saver:
         return self.state_is_committed or self._settings.save_interval is None
 
     async def finish(self) -> None:
-        """Commit the last completed step, unless it is, and wait until it is durable."""
+        """Commit the last completed step, unless it is committed, and wait until it is durable."""
         await self._wait()
         if not self._nothing_to_commit:
             await self._begin(self.state)
             await self._wait()
 
-    async def finish_run(self, again_s: float = _AGAIN_S) -> None:
-        """Commit the run's last step; if that fails, try again every ``again_s`` seconds.
+    async def finish_run(self, retry_s: float = _RETRY_S) -> None:
+        """Commit the run's last step; if that fails, try again every ``retry_s`` seconds.
 
-        It is given up after ``run.storage_wait_s``, or when the run is asked to stop.
+        Gives up after ``run.storage_wait_s``, or when the run is asked to stop.
 
         Raises:
             CheckpointError: it could not be; a run is not finished without.
@@ -128,21 +128,21 @@ class Saver:
         end = time.monotonic() + self._storage.wait_s
         await self.finish()
         while not self._nothing_to_commit and time.monotonic() < end and not stop():
-            log.error("the last step is not committed: %s; once more in %.0f s", self._problem, again_s)
-            await pause(min(again_s, max(0.0, end - time.monotonic())), stop)
+            log.error("the last step is not committed: %s; retrying in %.0f s", self._problem, retry_s)
+            await pause(min(retry_s, max(0.0, end - time.monotonic())), stop)
             await self.finish()
         if not self._nothing_to_commit:
             newest = self._parent.step if self._parent else 0
             raise CheckpointError(
                 f"step {self.state.step}, the last, is trained but not committed ({self._problem}); the same "
-                f"command goes on from step {newest}"
+                f"command continues from step {newest}"
             )
 
     async def rescue(self) -> None:
         """Commit the last completed step after a failure, if the trainers still hold it.
 
-        What failed then costs no step, however long ago the last commit was.  Before the first step there
-        is nothing to save.  Never raises: the failure it follows is what counts.
+        The failure then costs no step, however old the last commit is.  Before the first step there is
+        nothing to save.  Never raises, so that the original failure is reported.
         """
         if self._nothing_to_commit or self.state.step == 0:
             return
@@ -153,19 +153,19 @@ class Saver:
             log.exception("step %d could not be committed", self.state.step)
 
     async def _begin(self, state: State) -> None:
-        await self._wait()  # a save still under way was begun a whole interval ago
-        save = _UnderWay(CommitName(state.step, self._attempt), state, time.monotonic())
+        await self._wait()  # a save that is still pending was begun a whole interval ago
+        save = _PendingSave(CommitName(state.step, self._attempt), state, time.monotonic())
         try:
             save.folder = commits.begin(self._rundir, save.name)
             await self._trainers.save_begin(save.folder)
         except CheckpointError as error:
             await self._failed(save, error)
             return
-        self._under_way = save
+        self._pending = save
 
     async def _wait(self) -> None:
-        async with self._one_at_a_time:
-            save = self._under_way
+        async with self._lock:
+            save = self._pending
             if save is None:
                 return
             try:
@@ -174,13 +174,13 @@ class Saver:
             except CheckpointError as error:
                 await self._failed(save, error)
 
-    def _finalize(self, save: _UnderWay, files: tuple[commits.ShardFile, ...]) -> None:
+    def _finalize(self, save: _PendingSave, files: tuple[commits.ShardFile, ...]) -> None:
         parent = str(self._parent) if self._parent else None
         manifest = commits.Manifest(
             save.name.step, save.name.attempt, parent, files, save.state.to_manifest()
         )
         commits.finalize(save.folder, manifest)
-        self._under_way, self._parent = None, save.name
+        self._pending, self._parent = None, save.name
         self._events.write(
             "commit",
             step=save.name.step,
@@ -192,15 +192,15 @@ class Saver:
         try:
             commits.sweep(self._rundir, self._attempt, keep=settings.keep, keep_every=settings.keep_every)
         except OSError as error:
-            log.error("old commits could not be removed: %s", error)  # the next commit tries again
+            log.error("old commits could not be removed: %s", error)  # retried at the next commit
 
-    async def _failed(self, save: _UnderWay, error: CheckpointError) -> None:
-        self._under_way, self._problem = None, str(error)
-        log.error("commit %s failed, training goes on: %s", save.name, error)
+    async def _failed(self, save: _PendingSave, error: CheckpointError) -> None:
+        self._pending, self._problem = None, str(error)
+        log.error("commit %s failed, training continues: %s", save.name, error)
         self._events.write("commit_failed", step=save.name.step, error=str(error))
-        self._alert(f"commit {save.name} failed, training goes on: {error}")
+        self._alert(f"commit {save.name} failed, training continues: {error}")
         try:
-            if await self._trainers.save_give_up():  # ranks that have not failed write on
+            if await self._trainers.save_give_up():  # ranks that have not failed are still writing
                 commits.discard(self._rundir, save.name)
-        except OrhpcError as gone:  # whoever asks the trainers next is told too
-            log.error("%s: what was written of it stays: %s", save.name, gone)
+        except OrhpcError as lost:  # the next call to the trainers raises it too
+            log.error("%s: its partial files were not removed: %s", save.name, lost)

@@ -11,25 +11,25 @@ from orhpc.rundir import commits
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a commit holds in addition to the trainers' shards."""
+    """The contents of a commit in addition to the trainers' shards."""
 
     step: int = 0
     """Steps completed; also the policy version of the weights."""
     position: Position = field(default_factory=Position)
-    """Where the run stands in its data."""
+    """The run's position in its data."""
     max_tokens: int = 0
-    """Token budget of a micro-batch: the setting, or what running out of memory taught."""
+    """Token budget of a micro-batch: the setting, or a lower value after running out of memory."""
     setting: int | None = None
-    """``train.max_tokens_per_gpu`` when that was; None: not recorded, in commits of earlier releases."""
+    """``train.max_tokens_per_gpu`` at that time; None: not recorded, in commits of earlier releases."""
 
-    def under(self, setting: int, lowered: int | None) -> State:
-        """The state as an attempt goes on from it, of a run that has this ``train.max_tokens_per_gpu`` now.
+    def resumed(self, setting: int, token_limit: int | None) -> State:
+        """The state for an attempt of a run whose ``train.max_tokens_per_gpu`` is now ``setting``.
 
-        A changed setting replaces what an earlier one has taught; ``lowered`` is a limit in either case.
+        A changed setting replaces a lowered budget; ``token_limit`` applies in either case.
         """
         changed = self.setting is not None and self.setting != setting
         own = setting if changed else min(self.max_tokens, setting)
-        return replace(self, max_tokens=min(own, lowered or own), setting=setting)
+        return replace(self, max_tokens=min(own, token_limit or own), setting=setting)
 
     def to_manifest(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What a run reports after every step: its event, alarms, notices and W&B row."""
+"""The report of every step: its event, alarms, notices and W&B row."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Reporting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step that the trainers have made."""
+    """A step that the trainers have completed."""
 
     state: State
-    """After the step."""
-    taken: StepGroups
+    """State after the step."""
+    step_groups: StepGroups
     metrics: dict[str, float]
     phases: Phases
 
 
 def report(run: Reporting, step: CompletedStep) -> None:
     """Write one step's event and W&B row, and raise its alarms."""
-    state, taken, metrics, phases = step.state, step.taken, step.metrics, step.phases
-    numbers = rollout_metrics(taken, state.step - 1) | metrics
+    state, step_groups, metrics, phases = step.state, step.step_groups, step.metrics, step.phases
+    numbers = rollout_metrics(step_groups, state.step - 1) | metrics
     numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
     numbers["train_tokens_per_s"] = numbers.get("total_tokens", 0.0) / phases.seconds["update"]
     event = run.events.write(

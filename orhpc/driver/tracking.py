@@ -1,4 +1,4 @@
-"""Weights & Biases beside ``events.jsonl``: never needed, and never able to stop or slow training.
+"""Weights & Biases, in addition to ``events.jsonl``: optional, and never able to stop or slow training.
 
 All calls happen in one background thread that takes metrics from a bounded queue.  The run's id is
 kept in the run directory, so that every attempt continues the same W&B run.  Without a key in the
@@ -26,9 +26,9 @@ _FINISHED = "wandb_step"
 """File of the run directory: the newest step whose row an attempt has finished writing."""
 _FINISH_S = 30.0
 _START_S = 60.0
-"""How long W&B's server is waited for."""
+"""Seconds to wait for W&B's server."""
 _FAILED = {
-    "online": "W&B does not answer (%s); its data are kept, and `wandb sync %s/wandb/offline-*` sends them",
+    "online": "W&B does not answer (%s); its data are stored, and `wandb sync %s/wandb/offline-*` sends them",
     "offline": "W&B is off for this attempt: %s (%s)",
 }
 
@@ -40,7 +40,7 @@ class Tracker:
         self.dropped = 0
         """Metric rows and alarms that did not fit into the queue."""
         self._last = -1
-        """Newest step that W&B has a row of."""
+        """Newest step for which W&B has a row."""
         self._queue: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_QUEUE)
         self._config, self._rundir = config, rundir
         self._thread: threading.Thread | None = None
@@ -49,7 +49,7 @@ class Tracker:
             self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Hand over one step's metrics; returns at once."""
+        """Queue one step's metrics; returns at once."""
 
         def write(run: Any) -> None:
             run.log(metrics, step=step)
@@ -58,10 +58,10 @@ class Tracker:
         self._hand_over(write)
 
     def catch_up(self, step: int) -> None:
-        """Hand over rows up to ``step``, where this attempt starts, that no earlier attempt has finished.
+        """Queue rows up to ``step``, where this attempt starts, that no earlier attempt has finished.
 
-        An attempt that was killed may have left any part of its rows unwritten, and nobody can tell which.
-        W&B keeps one row a step, and refuses those before its newest.
+        A killed attempt may have left any of its rows unwritten, and which ones is not known.  W&B keeps one
+        row per step and refuses rows before its newest.
         """
         self._hand_over(lambda run: self._repeat(run, step))
 
@@ -77,7 +77,7 @@ class Tracker:
         self._last = max(self._last, step)
 
     def alert(self, text: str) -> None:
-        """Hand over an alarm, which W&B sends to whoever wants it; returns at once."""
+        """Queue an alarm, which W&B sends to its subscribers; returns at once."""
         self._hand_over(lambda run: run.alert(title="orhpc", text=text, wait_duration=600))
 
     def _hand_over(self, work: Callable[[Any], None]) -> None:
@@ -89,13 +89,13 @@ class Tracker:
             self.dropped += 1
 
     def close(self, timeout_s: float = _FINISH_S) -> None:
-        """Let the thread finish, within a deadline."""
+        """Wait until the thread has written everything, within a deadline."""
         if self._thread is None:
             return
         try:
             self._queue.put(None, timeout=1.0)
         except queue.Full:
-            log.warning("W&B is stuck; its last metrics are only in events.jsonl")
+            log.warning("W&B is blocked; its last metrics are only in events.jsonl")
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -108,7 +108,7 @@ class Tracker:
             try:
                 run = self._start(mode, again=online and mode == "offline")
                 break
-            except Exception as error:  # noqa: BLE001 - whatever a logger raises, training goes on
+            except Exception as error:  # noqa: BLE001 - no error of a logger may stop training
                 log.warning(_FAILED[mode], " ".join(str(error).split())[:300], self._rundir.path)
         while (work := self._queue.get()) is not None:
             if run is None:
@@ -125,9 +125,9 @@ class Tracker:
                 log.warning("W&B did not finish: %s", " ".join(str(error).split())[:300])
 
     def _start(self, mode: Literal["online", "offline"], *, again: bool) -> Any:
-        import wandb  # two seconds, and only this thread needs it
+        import wandb  # takes two seconds, and only this thread needs it
 
-        if again:  # its service still holds the run's id
+        if again:  # W&B's service still holds the run's id
             wandb.teardown()
         w, rundir = self._config.wandb, self._rundir
         return wandb.init(
@@ -161,7 +161,7 @@ def row_of(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    """Events hold what JSON lacks, NaN and infinity, as text."""
+    """The value as a number; events store NaN and infinity, which JSON lacks, as text."""
     if isinstance(value, str):
         return float(value) if value in ("nan", "inf", "-inf") else None
     return value if isinstance(value, int | float) else None
@@ -175,7 +175,7 @@ def _finished_step(rundir: RunDir) -> int:
 
 
 def run_id(rundir: RunDir) -> str:
-    """The W&B id of a run: made once, then the same for every attempt."""
+    """The W&B id of a run: created once, then the same for every attempt."""
     path = rundir.path / "wandb_id"
     if not path.exists():
         write_atomic(path, secrets.token_hex(8))

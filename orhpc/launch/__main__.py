@@ -26,7 +26,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         epilog="--sglang-NAME VALUE sets engine.extra.NAME, --check-weights engine.check_weights",
     )
-    parser.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides"
+    )
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
     parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
     parser.add_argument(
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code; every failure is one line on standard error."""
     try:
         options = parse(arguments)
-        path, overrides = split_command_line(options.words)
+        path, overrides = split_command_line(options.arguments)
         if options.nodes is not None:
             overrides.append(f"placement.nodes={options.nodes}")
         config = load_config(path, overrides)
@@ -58,7 +60,7 @@ def dry_run(config: Config, path: str, overrides: list[str]) -> int:
     checklist.require(checklist.of_config(config))
     rundir = prepare.run_directory(config)
     lead = submission.signal_lead(config, rundir)
-    options, script_arguments = submission.sbatch_words(config, rundir, path, overrides)
+    options, script_arguments = submission.sbatch_arguments(config, rundir, path, overrides)
     print("# submitted as\nsbatch " + shlex.join([*options, "SCRIPT", *script_arguments]))
     print("\n# batch script\n" + submission.render(config, lead, submission.own_python()))
     print("# resolved config\n" + dump_config(config))

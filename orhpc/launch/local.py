@@ -66,7 +66,7 @@ def run_local(config: Config) -> int:
     rundir = prepare.run_directory(config)
     rundir.create()
     probe(rundir.path)
-    with rundir.held():
+    with rundir.locked():
         holder.check_free(rundir)
         changes = prepare.write_config(rundir, config)
         done = prepare.committed_step(rundir)

@@ -144,8 +144,8 @@ def _check_layout(shape: ModelShape, layout: Layout, per_node: int) -> None:
             )
 
         best = min(near, key=distance)
-        words = ", ".join(f"megatron.{n}={getattr(best, n)}" for n in ("tp", "pp", "ep", "etp"))
-        raise ConfigError(f"{error}; {words} would do") from None
+        settings = ", ".join(f"megatron.{n}={getattr(best, n)}" for n in ("tp", "pp", "ep", "etp"))
+        raise ConfigError(f"{error}; {settings} would do") from None
 
 
 def _can_be(shape: ModelShape, layout: Layout, per_node: int) -> bool:

@@ -2,7 +2,7 @@
 
 Input: tasks of a :class:`~orhpc.rollout.tasks.TaskSequence`.  It waits for workers to generate the
 rollouts.  Output: summaries of finished groups (:class:`~orhpc.types.PromptGroup`).  With
-``max_staleness`` 0 it works only during :meth:`Producer.take`; otherwise it also generates while the
+``max_staleness`` 0 it works only during :meth:`Producer.collect`; otherwise it also generates while the
 trainer trains.  It runs in the driver's event loop and never handles arrays.
 """
 
@@ -117,7 +117,7 @@ class Producer:
         """Stored in a commit: a resumed run regenerates exactly the groups that were not trained on."""
         return Position(self._next, tuple(sorted({*self._requeued, *self._ready, *self._in_flight})))
 
-    async def take(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
+    async def collect(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
         """Wait for the next step's groups.
 
         Args:

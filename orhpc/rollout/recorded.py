@@ -27,7 +27,7 @@ class ReplayProducer:
         self.notices: list[str] = []
         """Always empty; part of the interface of :class:`~orhpc.rollout.producer.Producer`."""
 
-    async def take(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
+    async def collect(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
         """Return the groups of the step that follows ``version``.
 
         Raises:

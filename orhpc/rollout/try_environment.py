@@ -76,7 +76,7 @@ _CONSEQUENCES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="orhpc try-env", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("words", nargs="+", metavar="CONFIG | key=value")
+    parser.add_argument("arguments", nargs="+", metavar="CONFIG | key=value")
     parser.add_argument("--env", metavar="NAME", help="key in environments; required if there are several")
     parser.add_argument("--split", help="default: the first training split, or the first evaluation split")
     parser.add_argument("--task", type=int, default=0, metavar="N", help="index in the split (default: 0)")
@@ -89,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     try:
-        paths = [word for word in options.words if "=" not in word]
+        paths = [word for word in options.arguments if "=" not in word]
         if len(paths) != 1:
             raise ConfigError("pass one config file, and settings as key=value")
-        config = load_config(paths[0], [word for word in options.words if "=" in word])
+        config = load_config(paths[0], [word for word in options.arguments if "=" in word])
         turns = _script(options.script) if options.script else _typed()
         return asyncio.run(play(config, options.env, options.split, options.task, turns))
     except UserCodeError as error:

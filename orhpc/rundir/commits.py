@@ -24,7 +24,7 @@ from orhpc.rundir.storage import is_refusal
 
 FORMAT = 1
 _READ_BYTES = 16 << 20
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _sha256(path: Path, stop: Callable[[], bool]) -> str:
     return digest.hexdigest()
 
 
-def newest_good(
+def newest_intact(
     rundir: RunDir,
     stop: Callable[[], bool] = _never,
     wait_s: float = 0.0,
@@ -197,7 +197,7 @@ def newest_good(
         except CheckpointError as error:
             passed_over.append(str(error))
     if passed_over:
-        raise CheckpointError(f"no commit of {rundir.path} is whole: {passed_over[0]}")
+        raise CheckpointError(f"no commit of {rundir.path} is intact: {passed_over[0]}")
     return None, None, []
 
 
@@ -216,7 +216,7 @@ def _when_readable(
                 reported = True
         if stop():
             raise StopRequested("asked to stop while a commit could not be read")
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
 
 
 def source(path: Path) -> Path:
@@ -229,7 +229,7 @@ def source(path: Path) -> Path:
         verify(path)
         return path
     rundir = RunDir(path)
-    name, _, _ = newest_good(rundir)
+    name, _, _ = newest_intact(rundir)
     if name is None:
         raise CheckpointError(f"checkpoint.load: {path} has not committed anything")
     return rundir.checkpoints / str(name)

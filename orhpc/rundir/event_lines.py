@@ -46,7 +46,7 @@ def lowered_budget(event: Event) -> str:
     tokens, setting = event.get("max_tokens"), event.get("max_tokens_per_gpu")
     if tokens is None or tokens == setting:
         return ""
-    lowered = f"{tokens} tokens a micro-batch instead of train.max_tokens_per_gpu {setting}"
+    lowered = f"{tokens} tokens per micro-batch instead of train.max_tokens_per_gpu {setting}"
     return f"; out of memory before: {lowered}"
 
 

@@ -1,10 +1,10 @@
-"""The run directory: where things lie, who may write, and which attempt is the newest.
+"""The run directory: its paths, its lock, its attempts and the lineage of its commits.
 
-A run directory is all that a job needs to come back.  Each start of the job is an *attempt*: the
-folder ``attempts/NNN`` is made by one atomic ``mkdir``, so two starts never share a number.  Before
-an attempt trains, ``start.json`` in it names the commit it starts from.  From those the
-:meth:`RunDir.lineage` follows: what an older attempt commits after a newer one has started is not
-part of the run.
+A job needs nothing but its run directory to resume.  Each start of the job is an *attempt*: the folder
+``attempts/NNN`` is created by one atomic ``mkdir``, so two starts never share a number.  Before an attempt
+trains, it writes the commit from which it starts to its ``start.json``.  These files define
+:meth:`RunDir.lineage`: commits that an older attempt makes after a newer one has started are not part of the
+run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["CommitName", "RunDir", "sync_folder", "write_atomic"]
 
 log = logging.getLogger(__name__)
 BUFFER = "buffer"
-"""Folder of a run for groups that no step has trained yet."""
+"""Folder of a run for finished groups that no step has trained on yet."""
 MANIFEST = "manifest.json"
-"""What a commit holds, in its folder."""
+"""File that lists the contents of a commit, in the commit's folder."""
 
 COMMIT_NAME = re.compile(r"step_(\d+)\.a(\d+)")
 
@@ -54,14 +54,14 @@ class CommitName:
         return cls(int(match[1]), int(match[2])) if match else None
 
 
-_FACTS = (
+_ATTEMPT_KEYS = (
     "attempt", "time", "host", "pid", "kind", "changes", "job", "chain", "restart", "node", "script_started"
 )  # fmt: skip
-"""Of attempt.json."""
+"""Keys of attempt.json that earlier releases wrote without a checksum."""
 
 
 class RunDir:
-    """Paths of one run and the few operations that several processes must agree on."""
+    """Paths of one run, and the operations on it that several processes must coordinate."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
@@ -75,13 +75,13 @@ class RunDir:
         self.stop_file = self.path / "stop"
 
     def create(self, *, known: bool = False) -> None:
-        """Make the folders, readable by the owner only.
+        """Create the folders, readable only by the owner.
 
-        ``known``: the run has been here before, so that what cannot be read now is the filesystem's fault.
+        ``known``: the run is known to exist here, so "permission denied" is the filesystem's fault.
 
         Raises:
-            ConfigError: a folder cannot be made, belongs to another user, or can be written by others.
-            StorageRefused: a folder cannot be made, and the filesystem is at fault.
+            ConfigError: a folder cannot be created, belongs to another user, or can be written by others.
+            StorageRefused: a folder cannot be created because of the filesystem.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class RunDir:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 _check_owner(folder)
         except OSError as error:
-            problem = f"run.root: {self.path} cannot be made: {error.strerror}"
+            problem = f"run.root: {self.path} cannot be created: {error.strerror}"
             if is_refusal(error) and (known or error.errno not in (errno.EACCES, errno.EROFS)):
                 raise StorageRefused(problem) from None
             raise ConfigError(problem) from None
@@ -108,8 +108,8 @@ class RunDir:
         """Number of the newest attempt; 0 before the first."""
         return max((int(name) for name in _names_in(self.attempts) if name.isdigit()), default=0)
 
-    def begin_attempt(self, **facts: Any) -> int:
-        """Claim the next attempt number; ``facts`` go into its ``attempt.json``."""
+    def begin_attempt(self, **metadata: Any) -> int:
+        """Claim the next attempt number; ``metadata`` is stored in its ``attempt.json``."""
         number = self.newest_attempt() + 1
         while True:
             try:
@@ -122,7 +122,7 @@ class RunDir:
             "time": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            **facts,
+            **metadata,
         }
         write_sealed(self.attempt(number) / "attempt.json", record)
         link = self.attempts / f".latest.{number}"
@@ -131,10 +131,10 @@ class RunDir:
         link.replace(self.attempts / "latest")
         return number
 
-    def attempt_facts(self, number: int) -> dict[str, Any]:
-        """What an attempt noted of itself when it began; nothing where that is missing or damaged."""
+    def attempt_metadata(self, number: int) -> dict[str, Any]:
+        """The contents of an attempt's ``attempt.json``; empty if it is missing or damaged."""
         try:
-            return read_sealed(self.attempt(number) / "attempt.json", _FACTS)
+            return read_sealed(self.attempt(number) / "attempt.json", _ATTEMPT_KEYS)
         except FileNotFoundError:
             return {}
         except Damaged as error:
@@ -142,10 +142,9 @@ class RunDir:
             return {}
 
     def record_start(self, number: int, started_from: CommitName | None) -> None:
-        """Fix what an attempt starts from; later commits of older attempts count no more.
+        """Record the commit from which an attempt starts; later commits of older attempts do not count.
 
-        Only the first call counts: an attempt that begins again in place goes on from its own
-        commits.
+        Only the first call has an effect: an attempt that restarts in place continues from its own commits.
         """
         if (self.attempt(number) / "start.json").exists():
             return
@@ -153,11 +152,11 @@ class RunDir:
         write_sealed(self.attempt(number) / "start.json", start)
 
     def started_from(self, number: int) -> CommitName | None:
-        """The commit an attempt started from; None when it began the run.
+        """The commit from which an attempt started; None if it started from the beginning.
 
         Raises:
-            FileNotFoundError: the attempt ended before it chose.
-            Damaged: the file is not what was written.
+            FileNotFoundError: the attempt ended before it chose a commit.
+            Damaged: the file is corrupt.
         """
         path = self.attempt(number) / "start.json"
         name = read_sealed(path, ("started_from",)).get("started_from", "")
@@ -169,10 +168,10 @@ class RunDir:
     def lineage(self) -> list[CommitName]:
         """Commits that belong to the run, newest first.
 
-        The newest attempt's own commits, then those its starting commit stands on, and so on.
-        Commits an older attempt made after a newer one had started are left out.
+        These are the newest attempt's own commits, then the commit from which it started and that
+        commit's ancestors.  Commits that an older attempt made after a newer one had started are left out.
         """
-        # Not by glob, which takes a folder that cannot be read for an empty one: the run would begin again.
+        # Not with glob, which treats an unreadable folder as empty: the run would start from the beginning.
         found = [c for name in _names_in(self.checkpoints) if (c := CommitName.parse(name))]
         chain: list[CommitName] = []
         attempt, below = self.newest_attempt(), None
@@ -181,14 +180,14 @@ class RunDir:
             chain += sorted(own, reverse=True)
             try:
                 start = self.started_from(attempt)
-            except FileNotFoundError:  # it died before it could commit anything
+            except FileNotFoundError:  # it ended before it could commit anything
                 attempt -= 1
                 continue
             except Damaged as error:
-                log.warning("%s; the commits themselves say what they stand on", error)
+                log.warning("%s; using the parents that the commits name", error)
                 start = self._parent_of(min(own)) if own else None
                 if start is None or start.attempt >= attempt:
-                    # What it stands on is at an earlier step than its own first commit.
+                    # Its unknown parent is at an earlier step than its own first commit.
                     attempt, below = attempt - 1, min([c.step for c in own], default=below)
                     continue
             if start is None:
@@ -196,8 +195,8 @@ class RunDir:
             attempt, below = start.attempt, start.step
         return chain
 
-    def held_by(self) -> str | None:
-        """The process that holds the run directory by :meth:`held`; None: none does."""
+    def lock_holder(self) -> str | None:
+        """The process that holds the lock of :meth:`locked`; None if no process does."""
         if not (self.path / "lock").exists():
             return None
         with (self.path / "lock").open() as lock:
@@ -208,7 +207,7 @@ class RunDir:
         return None
 
     def _parent_of(self, name: CommitName) -> CommitName | None:
-        """The commit that one stands on, by its manifest; None where that does not say."""
+        """The parent of a commit according to its manifest; None if that is missing or damaged."""
         known = ("step", "attempt", "parent", "files", "state", "format")
         try:
             parent = read_sealed(self.checkpoints / str(name) / MANIFEST, known).get("parent")
@@ -217,11 +216,11 @@ class RunDir:
         return CommitName.parse(parent) if isinstance(parent, str) else None
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the run directory for this process, by a file lock that dies with it.
+    def locked(self) -> Iterator[None]:
+        """Lock the run directory for this process; the file lock ends with the process.
 
         Raises:
-            RunDirBusy: names the process that holds it.
+            RunDirBusy: another process holds the lock; the message names it.
         """
         lock = (self.path / "lock").open("a+")
         try:
@@ -241,18 +240,18 @@ class RunDir:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Names in a folder; none where there is no such folder.
+    """Names in a folder; empty if there is no such folder.
 
     Raises:
-        OSError: the filesystem does not say.
+        OSError: the folder cannot be read.
     """
     try:
-        return os.listdir(folder)  # noqa: PTH208 - names are all that is wanted
+        return os.listdir(folder)  # noqa: PTH208 - only names are needed
     except FileNotFoundError:
         return []
 
 
 def _check_owner(folder: Path) -> None:
-    """Raises ConfigError for a folder in which another user could put files: some of them are code."""
+    """Raise ConfigError if another user could put files into the folder, because some of them are code."""
     if problem := problem_of(folder):
         raise ConfigError(f"run.root, run.name: {problem}")

@@ -1,9 +1,9 @@
-"""Rollouts in HDF5: one file a worker and step, indexed, with everything needed to train again.
+"""Rollouts in HDF5: one indexed file per worker and step, with everything needed to train on them again.
 
-Token arrays of all rollouts lie end to end in flat datasets; ``index`` holds a row a rollout with
-its place in them, so one rollout is read without touching the others.  A file appears under its name
-only when it is whole, and ends with the SHA-256 of all that stands before: a changed byte is an error, not
-other training data.  It is compared once in each process, before HDF5 sees the file.
+Token arrays of all rollouts are concatenated in flat datasets; ``index`` has one row per rollout with its
+offset in them, so one rollout is read without the others.  A file appears under its name only when it is
+complete, and ends with the SHA-256 of its content, so that a changed byte is an error and not different
+training data.  The checksum is verified once in each process, before HDF5 opens the file.
 
     write_rollouts(path, rollouts, trained=ids)
     with RolloutFile(path) as record:
@@ -36,9 +36,9 @@ from orhpc.wire.routes import RouteShare
 
 FORMAT = "orhpc-rollouts-2"
 _SEAL = b"orhpc-sha256:"
-"""Stands behind what HDF5 wrote, which ignores it, and before the checksum."""
+"""Marker between HDF5's data and the checksum; HDF5 ignores both."""
 _READ_BYTES = 1 << 20
-_MOST_REMEMBERED = 4096
+_MAX_VERIFIED = 4096
 _ENDS = list(RolloutEnd)
 _INDEX = np.dtype(
     [
@@ -67,20 +67,20 @@ def write_rollouts(
     """Write rollouts to a new file.
 
     Args:
-        path: replaced if it exists; the folder is made.
-        trained: ids of those that an update used; others are recorded and skipped by a replay.
-        routes: whether to keep expert routes (uint8 or uint16 ``[T - 1, layers, topk]``).
+        path: replaced if it exists; its folder is created.
+        trained: ids of the rollouts that an update used; a replay skips the others.
+        routes: whether to record expert routes (uint8 or uint16 ``[T - 1, layers, topk]``).
 
     Raises:
-        StorageRefused: the filesystem takes no more; nothing appears under ``path``.
-        OSError: the file cannot be written for another reason; likewise.
+        StorageRefused: the filesystem refuses writes; no file appears at ``path``.
+        OSError: the file cannot be written for another reason; no file appears at ``path``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with refusals("rollouts cannot be written"):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _Target(temporary, "w+") as target:
-                with target.telling():
+                with target.reporting_failure():
                     with h5py.File(target, "w") as file:
                         file.attrs["format"] = FORMAT
                         _write(file, rollouts, frozenset(trained), routes)
@@ -93,18 +93,18 @@ def write_rollouts(
 
 
 class _Target(FileIO):
-    """A file whose first failed write is reported when everything is over.
+    """A file whose first failed write is raised only after HDF5 has closed it.
 
-    HDF5 reads back what it has written, and cannot close a file whose disk is full: it crashes the process
-    (HDF5 2.0.0, seen in the creation of a dataset of strings and at exit). So from the first refused write
-    on the content is kept in memory, where HDF5 can finish; the file itself is then of no use.
+    HDF5 reads back its own data and crashes the process if it cannot close a file because the disk is full
+    (HDF5 2.0.0, seen when creating a dataset of strings and at exit).  Therefore the content moves to memory
+    at the first failed write, so that HDF5 can finish; the file itself is then discarded.
     """
 
     _failed: OSError | None = None
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Raises, at its end, the OSError of the first write that failed."""
+    def reporting_failure(self) -> Iterator[None]:
+        """Raise the OSError of the first failed write when the block ends."""
         try:
             yield
         except Exception:
@@ -114,29 +114,29 @@ class _Target(FileIO):
             raise self._failed
 
     def write(self, data: Any, /) -> int:
-        """Write all of it, into memory from the first failure on."""
+        """Write all data; after the first failure, to memory."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
             try:
                 rest = rest[self._write_some(rest) :]
             except OSError as error:
-                self._go_on_in_memory(error)
+                self._continue_in_memory(error)
         return size
 
     def truncate(self, size: int | None = None, /) -> int:
-        """As :meth:`write`."""
+        """Truncate the file; after the first failure, the copy in memory."""
         try:
             return super().truncate(size)
         except OSError as error:
-            self._go_on_in_memory(error)
+            self._continue_in_memory(error)
             return super().truncate(size)
 
     def _write_some(self, data: memoryview) -> int:
         return super().write(data)
 
-    def _go_on_in_memory(self, error: OSError) -> None:
-        """Put an anonymous file of the same content and position in the place of the full one."""
+    def _continue_in_memory(self, error: OSError) -> None:
+        """Replace the file by an anonymous one in memory with the same content and position."""
         if self._failed is not None:
             raise error
         self._failed = error
@@ -161,26 +161,26 @@ def _digest(descriptor: int, size: int) -> bytes:
     return digest.digest()
 
 
-_whole: dict[tuple[int, int, int, int], None] = {}
-"""Files that this process has compared: device, inode, size and time of change."""
+_verified: dict[tuple[int, int, int, int], None] = {}
+"""Files that this process has verified: device, inode, size and time of change."""
 
 
-def _check_whole(path: Path) -> None:
-    """Raises RecordError when a file is not what was written."""
+def _verify_checksum(path: Path) -> None:
+    """Raise RecordError if the file's checksum is wrong."""
     with path.open("rb", buffering=0) as file:
         about = os.fstat(file.fileno())
         key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
-        if key in _whole:
+        if key in _verified:
             return
         size = about.st_size - len(_SEAL) - hashlib.sha256().digest_size
         end = os.pread(file.fileno(), about.st_size, size) if size > 0 else b""
         if not end.startswith(_SEAL) or end != _SEAL + _digest(file.fileno(), size):
             raise RecordError(
-                f"{path}: it is damaged, or was written by an earlier release: its checksum is wrong"
+                f"{path}: wrong checksum: the file is damaged, or was written by an earlier release"
             )
-    if len(_whole) >= _MOST_REMEMBERED:
-        del _whole[next(iter(_whole))]
-    _whole[key] = None
+    if len(_verified) >= _MAX_VERIFIED:
+        del _verified[next(iter(_verified))]
+    _verified[key] = None
 
 
 def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str], routes: bool) -> None:
@@ -188,7 +188,7 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
     texts: dict[str, list[str]] = {name: [] for name in _TEXTS}
     offset = rows = 0
     for row, r in zip(index, rollouts, strict=True):
-        kept = routes and r.routes is not None
+        with_routes = routes and r.routes is not None
         versions = r.versions_T[r.loss_mask_T]
         row["group_id"], row["sample"], row["task_index"], row["seed"] = (
             r.group_id,
@@ -197,13 +197,13 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
             r.seed,
         )
         row["offset"], row["length"], row["response_tokens"] = offset, r.length, r.response_tokens
-        row["routes_offset"] = rows if kept else -1
+        row["routes_offset"] = rows if with_routes else -1
         row["end"] = _ENDS.index(r.end)
         row["reward"] = math.nan if r.reward is None else r.reward
         row["min_version"] = int(versions.min()) if versions.size else -1
         row["seconds"], row["trained"] = r.seconds, r.id in trained
         offset += r.length
-        rows += len(r.routes) if kept and r.routes is not None else 0
+        rows += len(r.routes) if with_routes and r.routes is not None else 0
         turns = json.dumps([asdict(t) for t in r.turns])
         error, messages = safe(redact(r.error or "")), json.dumps(redact_strings(r.messages))
         values = (r.id, r.task.environment, r.task.split, error, turns, messages)
@@ -233,11 +233,11 @@ class RolloutFile:
     """One record file, open for reading."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises RecordError when the file is missing, torn or not one of ours, StorageRefused when the
-        filesystem does not let it be read."""
+        """Raise RecordError if the file is missing, damaged or not a record, and StorageRefused if the
+        filesystem refuses to read it."""
         self.path = Path(path)
         try:
-            _check_whole(self.path)
+            _verify_checksum(self.path)
             self._file = h5py.File(self.path, "r")
         except OSError as error:
             if is_refusal(error):
@@ -267,14 +267,14 @@ class RolloutFile:
         """``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and ``versions_T`` of one rollout.
 
         Raises:
-            RecordError: the bytes changed since they were written.
+            RecordError: the data changed since they were written.
         """
         start = int(self._index[row]["offset"])
         span = slice(start, start + int(self._index[row]["length"]))
         return {f"{name}_T": self._read(name, span) for name in _FLAT}
 
     def routes(self, row: int, layers: Sequence[int] | None = None) -> np.ndarray[Any, Any] | None:
-        """Expert routes ``[T - 1, layers, topk]``, of some layers only; None when they were not recorded."""
+        """Expert routes ``[T - 1, layers, topk]``, optionally of some layers; None if not recorded."""
         start = int(self._index[row]["routes_offset"])
         if start < 0:
             return None
@@ -282,7 +282,7 @@ class RolloutFile:
         return self._read("routes", rows if layers is None else (rows, sorted(layers)))
 
     def summary(self, row: int, worker: int = 0) -> RolloutSummary:
-        """The rollout in numbers, located in this file."""
+        """The rollout's summary, whose location is this file."""
         entry = self._index[row]
         turns = self._turns(row)
         return RolloutSummary(
@@ -356,9 +356,9 @@ class RolloutFile:
 def read_arrays(
     file: str, row: int, *, routes: RouteShare | None = None
 ) -> dict[str, np.ndarray[Any, Any] | None]:
-    """Arrays of one rollout, opening the file for it; what trainer ranks call.
+    """Open a file and read the arrays of one rollout; called by trainer ranks.
 
-    ``routes`` adds a stage's expert routes, None where they were not recorded.
+    ``routes`` adds a pipeline stage's expert routes, None if they were not recorded.
     """
     with RolloutFile(file) as record:
         arrays: dict[str, np.ndarray[Any, Any] | None] = {**record.arrays(row)}
@@ -366,21 +366,21 @@ def read_arrays(
 
 
 def record_path(folder: Path, attempt: int, worker: int) -> Path:
-    """File of one worker in a step's folder."""
+    """Path of one worker's file in a step's folder."""
     return folder / f"a{attempt:03d}.worker_{worker:03d}.h5"
 
 
 def read_step(folder: Path, *, trained_only: bool = True) -> list[RolloutSummary]:
     """All rollouts of one recorded step, by group and sample.
 
-    A step done again after a resume has files of several attempts; the newest attempt's count.
+    A step that was repeated after a resume has files of several attempts; the newest attempt's are read.
 
     Raises:
-        RecordError: the folder holds no record, or one that is torn.
+        RecordError: the folder has no record, or a damaged one.
     """
     files = sorted(folder.glob("a*.worker_*.h5"))
     if not files:
-        raise RecordError(f"{folder}: holds no rollout record")
+        raise RecordError(f"{folder}: contains no rollout record")
     newest = files[-1].name.split(".")[0]
     found: list[RolloutSummary] = []
     for worker, path in enumerate(p for p in files if p.name.startswith(newest)):

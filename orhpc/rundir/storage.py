@@ -131,7 +131,7 @@ def retry_write(write: Callable[[], T], wait_s: float, report: Callable[[str], N
     return asyncio.run(StorageRetry(wait_s, report, lambda: False, _PAUSE_S).run(written))
 
 
-class Outages:
+class ToleratedOutages:
     """For periodic polls of a filesystem: a refused poll is reported once and otherwise ignored."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -139,16 +139,16 @@ class Outages:
         self._report = report
         self._since: float | None = None
 
-    def look(self, at: Callable[[], T], otherwise: T) -> T:
-        """Return the result of ``at``, or ``otherwise`` if the filesystem refuses."""
+    def run(self, operation: Callable[[], T], fallback: T) -> T:
+        """Return the result of ``operation``, or ``fallback`` if the filesystem refuses."""
         try:
             with refusals("the run directory refuses"):
-                found = at()
+                found = operation()
         except StorageRefused as error:
             if self._since is None:
                 self._since = time.monotonic()
                 self._report(f"{error}; waiting until it answers again")
-            return otherwise
+            return fallback
         if self._since is not None:
             self._report(f"the run directory answers again after {time.monotonic() - self._since:.0f} s")
             self._since = None

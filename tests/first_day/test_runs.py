@@ -1,4 +1,4 @@
-"""What a stranger does first: train a model by its hub name on a task of their own, export, ask it."""
+"""First steps of a new user: train a model by its hub name on their own task, export it, and generate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] - ids.shap
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_says_what_it_is_and_what_is_here(stranger: Stranger) -> None:
+def test_the_command_prints_its_version_and_the_installed_parts(stranger: Stranger) -> None:
     assert stranger.ok("orhpc", "--version").startswith("orhpc ")
     assert "ok   orhpc[run]: is installed" in stranger.ok("orhpc", "doctor")
     checked = stranger.ok("orhpc", "check", "train.yaml", "model.path=Acme/Qwen3")
@@ -39,9 +39,9 @@ def test_the_command_says_what_it_is_and_what_is_here(stranger: Stranger) -> Non
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_hub_name_trains_and_its_export_answers(name: str, stranger: Stranger, hub: Hub) -> None:
-    """Of every family that can be rolled out; only what training needs is fetched, and only once."""
-    hub.requests.clear()  # others have asked for this model before
+def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: Stranger, hub: Hub) -> None:
+    """For every family that supports rollouts; only the files for training are downloaded, and only once."""
+    hub.requests.clear()  # other tests have requested this model before
     run = f"run.name={name}"
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", f"model.path=Acme/{name}", run, *SMALL)
     assert "step 2/2" in out
@@ -55,27 +55,29 @@ def test_a_hub_name_trains_and_its_export_answers(name: str, stranger: Stranger,
     assert int(stranger.ok("python", "-c", ANSWER, str(exported)).split()[-1]) > 0
 
 
-def test_a_reward_of_one_s_own_changes_what_is_paid(stranger: Stranger) -> None:
+def test_a_custom_reward_changes_the_rewards(stranger: Stranger) -> None:
     (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
-    words = ["model.path=Acme/Qwen3", "run.name=rewarded", "rollout.custom_reward=mine:always", *SMALL]
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
+    arguments = ["model.path=Acme/Qwen3", "run.name=rewarded", "rollout.custom_reward=mine:always", *SMALL]
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *arguments, "train.steps=1")
     assert "reward 0.250" in out
 
 
-def test_a_run_that_only_evaluates(stranger: Stranger) -> None:
-    words = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *words)
+def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
+    arguments = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
+    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *arguments)
     assert "evaluation" in out
     assert "mine/test" in out
     status = json.loads(stranger.ok("orhpc", "status", "--json", "runs/judged"))
     assert status["step"] == 0
 
 
-def test_the_same_command_again_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
-    """Also where the hub can no longer be reached: the second start needs nothing from outside."""
-    words = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
-    stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, "train.steps=1")
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *words, HF_ENDPOINT="http://127.0.0.1:9")
+def test_repeating_the_command_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
+    """Also if the hub can no longer be reached: the second start needs no network."""
+    arguments = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
+    stranger.ok("orhpc", "launch", "--local", "train.yaml", *arguments, "train.steps=1")
+    out = stranger.ok(
+        "orhpc", "launch", "--local", "train.yaml", *arguments, HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert "attempt 2, step 1 of 2 done" in out
     assert "finished" in out
 

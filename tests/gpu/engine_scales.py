@@ -1,7 +1,7 @@
-"""Imported for what it does: TransformerEngine comes in as in a trainer's process, before anything else."""
+"""Import this module for its effect: TransformerEngine is imported first, as in a trainer's process."""
 
 from orhpc.train.weights.fp8 import choose_scales
 
-choose_scales(power_of_two=False)  # which TransformerEngine looks at as it is imported
-# Where a machine has two cuDNNs, TransformerEngine must not find the other one loaded already.
+choose_scales(power_of_two=False)  # TransformerEngine reads this when it is imported
+# On a machine with two cuDNNs, the other one must not be loaded before TransformerEngine.
 import orhpc.train.megatron.backend  # noqa: E402, F401

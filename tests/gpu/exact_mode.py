@@ -1,13 +1,13 @@
-"""On-policy exact mode on one Hopper GPU: how far engine and trainer are apart under ``configs/exact.yaml``.
+"""On-policy exact mode on one Hopper GPU: the difference of engine and trainer under ``configs/exact.yaml``.
 
     python tests/gpu/exact_mode.py --out DIR [--seconds 20] [--responses 64]
 
-A dense model of SmolLM2-135M's shape is trained on Python source for a while, so that its distributions are
-no random model's.  SGLang servers of several settings sample from it at temperature 1; the trainer of the
-same settings computes the same tokens.  ``exact`` must stay within :data:`BOUND`; the others show what its
-settings are worth.  Engines with batch-invariant kernels also have to repeat some responses bit for bit
-among other requests.  The exit code is the number of failed rows.  ``--device cpu`` runs the first row with
-the cpu engine, to try the program.
+A dense model of SmolLM2-135M's shape is first trained on Python source, so that its distributions differ from
+a random model's. SGLang servers with several settings sample from it at temperature 1; the trainer with the
+same settings computes the same tokens. ``exact`` must stay within :data:`BOUND`; the other rows show the
+effect of its settings. Engines with batch-invariant kernels must also reproduce some responses bit for bit in
+a different batch. The exit code is the number of failed rows. ``--device cpu`` runs the first row with the
+CPU engine, to test this program.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SMALL: dict[str, Any] = {
 BOUND = 1e-4
 """Largest difference of a log-probability under ``configs/exact.yaml``, in nats; float32 leaves 5e-6."""
 REPEATED = 16
-"""Responses asked for again, few at a time."""
+"""Number of responses that are sampled again in small batches."""
 GRAPHS_OFF = {"disable_decode_cuda_graph": True}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run engine and trainer."""
+    """Settings of engine and trainer."""
 
     dtype: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ EXACT = load_config(ROOT / "configs/exact.yaml")
 
 
 def documented() -> Setting:
-    """What ``configs/exact.yaml`` says of engines; without CUDA graphs, which compute the same."""
+    """Engine settings of ``configs/exact.yaml``, without CUDA graphs, which do not change results."""
     kept = {name: v for name, v in EXACT.engine.extra.items() if not name.startswith("cuda_graph")}
     engine = {"deterministic": EXACT.engine.deterministic, "extra": {**kept, **GRAPHS_OFF}}
     return Setting(EXACT.engine.dtype or EXACT.model.dtype, engine, BOUND)
@@ -95,14 +95,14 @@ def config_of(options: argparse.Namespace, dtype: str, **more: Any) -> Any:
 
 
 def trained(options: argparse.Namespace, report: kit.Report, folder: Path, text: kit.Text) -> Path:
-    """A folder of the model after a while of training."""
+    """Folder of the model after some training."""
     trainer = kit.start_trainer(
         config_of(options, "bfloat16" if options.device == "cuda" else "float32"), folder
     )
     losses = kit.pretrain(trainer, text, seconds=options.seconds, tokens=options.tokens)
     report.put("training", {"steps": len(losses), "first": losses[0], "last": losses[-1]})
     out = kit.WORK / "dense-trained"
-    shutil.rmtree(out, ignore_errors=True)  # of an earlier run
+    shutil.rmtree(out, ignore_errors=True)  # from an earlier run
     trainer.export_hf(str(out))
     kit.close_trainer(trainer)
     return out
@@ -137,7 +137,7 @@ async def answers(
 
 
 def repeated(first: list[kit.Response], again: list[kit.Response]) -> dict[str, Any]:
-    """How much of what was sampled among other requests came out the same."""
+    """Number of responses that are equal when sampled in another batch."""
     tokens = sum(np.array_equal(a.tokens_N, b.tokens_N) for a, b in zip(first, again, strict=False))
     bits = sum(np.array_equal(a.logprobs_N, b.logprobs_N) for a, b in zip(first, again, strict=False))
     return {"responses": len(again), "same tokens": tokens, "log-probabilities bit for bit": bits}
@@ -224,9 +224,9 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for engines after training")
     options = parser.parse_args()
     options.settings = dict(list(SETTINGS.items())[: 1 if options.device == "cpu" else None])
-    # As the trainer sets it; here cuBLAS is used before its deterministic trainer is built.
+    # The trainer sets this too, but cuBLAS is used here before the deterministic trainer is built.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # It would compile a kernel for every shape of the bfloat16 engine's products.
+    # DeepGEMM would compile a kernel for every GEMM shape of the bfloat16 engine.
     os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
     kit.WORK.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)

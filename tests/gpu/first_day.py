@@ -1,12 +1,12 @@
-"""A first day on a GPU machine: the wheel with carried packages, hub names trained, exports that answer.
+"""First use on a GPU machine: install the wheel, train models by hub name, and generate with their exports.
 
     python tests/gpu/first_day.py --wheel WHEEL --gguf SmolLM2.gguf --out DIR [--cases ...] [--seconds 540]
 
-The wheel is installed into a fresh environment over the packages that the machine has; every command is the
-console script, typed in an empty folder, with a hub on loopback.  Cases: ``doctor``; ``dense``: SmolLM2 by
-its hub name, FSDP and SGLang, export, answer; ``moe``: a random Qwen3-MoE by its hub name, Megatron with
-routing replay, export; ``across``: FSDP from the commit of ``moe``; ``fp8``: that mixture with FP8 rollouts.
-Prints a table last and writes it to DIR/first_day.txt, with the logs.
+The wheel is installed into a fresh environment over the machine's packages; every command is the console
+script in an empty folder, with a hub on loopback. Cases: ``doctor``; ``dense``: SmolLM2 by its hub name, FSDP
+and SGLang, export, answer; ``moe``: a random Qwen3-MoE by its hub name, Megatron with routing replay, export;
+``across``: FSDP from the commit of ``moe``; ``fp8``: that mixture with FP8 rollouts. Prints a table at the
+end and writes it to DIR/first_day.txt, with the logs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ print("answer:", repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_
 def environment(wheel: Path) -> Path:
     """A fresh environment with the wheel over the packages of this Python; returns its ``bin``."""
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", WORK / "venv"], check=True)
-    # This Python may belong to an environment itself, whose packages --system-site-packages does not give.
+    # This Python may be in a virtual environment, whose packages --system-site-packages does not include.
     packages = next((WORK / "venv").glob("lib/python3*/site-packages"))
     (packages / "carried.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     install = ["install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel)]
@@ -76,7 +76,7 @@ def environment(wheel: Path) -> Path:
 
 
 def serve_models(gguf: Path) -> Path:
-    """Folders of the hub: a real small model, and a mixture of experts of random weights in shards."""
+    """Folders of the hub: a real small model, and a mixture of experts with random weights in shards."""
     root = WORK / "hub"
     shutil.copytree(smollm2(gguf), root / "Acme" / "SmolLM2", dirs_exist_ok=True)
     write_model(root / "Acme" / "Qwen3-MoE", 4, "small")
@@ -84,15 +84,15 @@ def serve_models(gguf: Path) -> Path:
 
 
 def run(
-    programs: Path, words: tuple[str, ...], log: Path, env: dict[str, str], seconds: float
+    programs: Path, args: tuple[str, ...], log: Path, env: dict[str, str], seconds: float
 ) -> tuple[int, str]:
-    """One command in the stranger's folder; returns its exit code and what the table says of it."""
+    """Run one command in the user's folder; returns its exit code and its row of the table."""
     began = time.monotonic()
-    command = [str(programs / "orhpc"), *words]
-    if words[0] == "ANSWER":
-        command = [str(programs / "python"), "-c", ANSWER, words[1]]
+    command = [str(programs / "orhpc"), *args]
+    if args[0] == "ANSWER":
+        command = [str(programs / "python"), "-c", ANSWER, args[1]]
     with log.open("a") as stream:
-        stream.write(f"\n$ {' '.join(words)}\n")
+        stream.write(f"\n$ {' '.join(args)}\n")
         stream.flush()
         start = stream.tell()
         try:
@@ -109,17 +109,17 @@ def run(
             code = 124
     with log.open() as stream:
         stream.seek(start)
-        said = [line for line in stream.read().splitlines() if line.strip()]
+        output = [line for line in stream.read().splitlines() if line.strip()]
     took = time.monotonic() - began
-    telling = [line for line in said if re.match(r"(answer:|BAD|step \d+/|finished|orhpc)", line)] or said
+    results = [line for line in output if re.match(r"(answer:|BAD|step \d+/|finished|orhpc)", line)] or output
     return (
         code,
-        f"exit {code} {took:5.0f} s  orhpc {' '.join(words)[:70]}: {telling[-1][:160] if telling else ''}",
+        f"exit {code} {took:5.0f} s  orhpc {' '.join(args)[:70]}: {results[-1][:160] if results else ''}",
     )
 
 
 def checked(run_dir: Path) -> str:
-    """What the checks at the start found, and how far engine and trainer lay apart."""
+    """Results of the checks at the start, and the difference between engine and trainer."""
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     wanted = ("engine_check", "rollout_kl", "logprob_diff_mean", "model_check")
     found = {
@@ -146,16 +146,16 @@ def main() -> int:
     rows: list[str] = []
     bad = False
     with Hub(serve_models(options.gguf)) as hub:
-        # The reward of random weights is a function of this repository; all else comes from the wheel.
+        # The reward function for random weights is in this repository; everything else comes from the wheel.
         shutil.copytree(ROOT / "tests", WORK / "home" / "tests", dirs_exist_ok=True)
         env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(WORK / "hf"), "HF_HUB_OFFLINE": "0"}
         for case in options.cases:
-            for words in CASES[case]:
+            for args in CASES[case]:
                 left = end - time.monotonic()
                 if left < 20:
-                    rows.append(f"{case:7} no time left for orhpc {' '.join(words)[:60]}")
+                    rows.append(f"{case:7} no time left for orhpc {' '.join(args)[:60]}")
                     break
-                code, row = run(programs, words, options.out / f"{case}.log", env, left)
+                code, row = run(programs, args, options.out / f"{case}.log", env, left)
                 rows.append(f"{case:7} {row}")
                 print(rows[-1], flush=True)
                 if code and case != "doctor":

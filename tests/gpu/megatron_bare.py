@@ -1,4 +1,4 @@
-"""A training step of bare megatron-core: its model, loss, schedule and optimiser, its input ready."""
+"""A training step of bare megatron-core: its model, loss, schedule and optimizer, with prepared input."""
 
 from __future__ import annotations
 

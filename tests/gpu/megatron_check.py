@@ -1,19 +1,18 @@
-"""The Megatron trainer on one to four GPUs: many independent checks, a table at the end.
+"""Independent checks of the Megatron trainer on one to four GPUs, with a table at the end.
 
     python tests/gpu/megatron_check.py [CHECK ...] [--seconds 240]
 
-On one GPU each: ``dense`` (log-probabilities against transformers, memory against the plan, tokens/s
-against bare megatron-core, on the layers of Qwen3-8B), ``head`` (log-probability and loss against one read
-of the logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``moe_speed`` (their
-tokens/s against bare megatron-core, and what a step spends its time on), ``fp8``,
-``optimiser`` (in host memory, and with moments in bfloat16), and ``families0`` and ``families1`` (small
-models of each family, Gemma 2 through compiled flex attention and Llama 4 in chunks among them; weights
-back bit for bit).  On two and four GPUs: ``several`` (TP, PP, CP, EP against one GPU's log-probabilities
-and gradient norm, and scaling over data), which needs what ``dense`` and ``moe`` found; with ``--share``,
-cases that ask for more GPUs than there are have several ranks on each: their NCCL goes through sockets,
-and their speed says nothing.
-The GPUs share the checks of one.  Every check prints its own failure and has a deadline; the exit code is
-the number of failed rows.
+On one GPU each: ``dense`` (log-probabilities against transformers, memory against the plan, tokens/s against
+bare megatron-core, on the layers of Qwen3-8B), ``head`` (log-probability and loss against one read of the
+logits), ``moe`` (the same and routing replay, on the layers of Qwen3-30B-A3B), ``moe_speed`` (their tokens/s
+against bare megatron-core, and a profile of a step), ``fp8``, ``optimiser`` (in host memory, and with moments
+in bfloat16), and ``families0`` and ``families1`` (small models of each family, including Gemma 2 through
+compiled flex attention and Llama 4 in chunks; weights are exported bit for bit). On two and four GPUs:
+``several`` (TP, PP, CP, EP against one GPU's log-probabilities and gradient norm, and data-parallel scaling),
+which needs the results of ``dense`` and ``moe``. With ``--share``, cases that need more GPUs than there are
+run several ranks on each GPU; NCCL then uses sockets, and speeds are meaningless. Single-GPU checks are
+distributed over the GPUs. Every check prints its own failure and has a deadline; the exit code is the number
+of failed rows.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ PARTS = {
     2: [["dense", "head", "families0"], ["moe", "moe_speed", "fp8", "optimiser", "families1"]],
     4: [["dense", "head"], ["moe", "moe_speed", "fp8"], ["families0", "optimiser"], ["families1"]],
 }
-"""What each of so many GPUs does."""
+"""Checks of each GPU, by the number of GPUs."""
 
 
 def work(options: argparse.Namespace) -> int:
-    """Body of a worker process: append rows to the results as they are found."""
+    """Body of a worker process: append rows to the results one by one."""
     failed = 0
     for check in options.checks:
         began = time.monotonic()
@@ -74,7 +73,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def work_together(options: argparse.Namespace) -> int:
-    """One of several ranks: the cases in turn; a failure ends all, and the parent starts them again."""
+    """One of several ranks: run the cases in turn; a failure ends all, and the parent restarts them."""
     for index in options.cases:
         began, case = time.monotonic(), CASES[index]
         if options.rank == 0:
@@ -92,7 +91,7 @@ def work_together(options: argparse.Namespace) -> int:
 
 
 def _reached(kind: str, world: int) -> Path:
-    """A file with the case that ranks which run together have come to."""
+    """File with the current case of a group of ranks."""
     return kit.WORK / f"reached-{kind}-{world}"
 
 
@@ -117,7 +116,7 @@ def launch(
 
 
 def wait(processes: list[subprocess.Popen[bytes]], until: float, *, together: bool = False) -> None:
-    """Until all have ended; ``together``: the failure of one is the end of all."""
+    """Wait until all have ended; ``together``: the failure of one ends all."""
     while any(process.poll() is None for process in processes):
         broken = together and any(process.poll() for process in processes)
         if time.monotonic() > until or broken:
@@ -133,7 +132,7 @@ def run_alone(checks: list[str], gpus: int, until: float) -> None:
 
 
 def run_together(kind: str, gpus: Sequence[int], cases: list[int], until: float) -> None:
-    """Cases of one model on the GPUs named; what follows a failed one is started anew."""
+    """Run the cases of one model on these GPUs; the cases after a failed one are restarted."""
     while cases and time.monotonic() < until:
         port = free_ports(len(CASES), "127.0.0.1", consecutive=True)[0]
         more = ("--port", str(port), "--cases", *map(str, cases))
@@ -153,21 +152,21 @@ def run_together(kind: str, gpus: Sequence[int], cases: list[int], until: float)
 
 
 def _apart(gpus: Sequence[int], rank: int) -> dict[str, str]:
-    """NCCL's settings for ranks that share a GPU, which it accepts only of what seem to be several hosts."""
+    """NCCL's settings for ranks that share a GPU, which NCCL accepts only from apparently different hosts."""
     if len(set(gpus)) == len(gpus):
         return {}
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def run_several(wanted: list[int], gpus: int, until: float, *, share: bool) -> None:
-    """On pairs, both kinds of model beside each other where there are two pairs; then on all four."""
+    """Run on pairs of GPUs, both kinds of model concurrently if there are two pairs; then on all four."""
     for index in wanted:
         if (share or CASES[index].world <= gpus) and not known(CASES[index]):
             _append(Row(CASES[index].name, False, "one GPU left nothing to compare with"))
     able = [i for i in wanted if (share or CASES[i].world <= gpus) and known(CASES[i])]
     for world in (2, 4):
         with ThreadPoolExecutor() as pool:
-            # Each kind has GPUs of its own where there are enough; a pool of one at a time where not.
+            # Each kind has its own GPUs if there are enough; otherwise one kind runs at a time.
             apart = gpus >= 2 * world
             for at, kind in enumerate(("dense", "moe")):
                 mine = [i for i in able if CASES[i].kind == kind and CASES[i].world == world]
@@ -202,7 +201,7 @@ def main() -> int:
 
 
 def report() -> int:
-    """Print what failed, where, and the table; return the number of failed rows."""
+    """Print the failures with their places, and the table; return the number of failed rows."""
     for log in sorted(kit.WORK.glob("*.log")):
         text = log.read_text(errors="replace")
         took = [line for line in text.splitlines() if line.startswith("== ")]

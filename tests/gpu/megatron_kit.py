@@ -1,4 +1,4 @@
-"""Models, samples and references that ``megatron_check.py`` compares the Megatron trainer with."""
+"""Models, samples and references with which ``megatron_check.py`` compares the Megatron trainer."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "minimax_m2", "num_local_experts": 16, "num_experts_per_tok": 4,
         "intermediate_size": 256,
     },
-    # Scores are of about the cap's size; flex attention at Gemma's own width of a head.
+    # Attention scores are about as large as the soft cap; the head size is Gemma's.
     "gemma2": {
         "model_type": "gemma2", "head_dim": 256, "attn_logit_softcapping": 2.0, "sliding_window": 100,
     },
-    # Samples of several chunks; layers with rotary positions and without, dense and with experts.
+    # Samples span several chunks; layers with and without rotary positions, dense and with experts.
     "llama4_text": {
         "model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1,
         "intermediate_size": 256, "intermediate_size_mlp": 1024, "moe_layers": [0, 1],
@@ -165,7 +165,7 @@ def make_config(
 def make_samples(
     lengths: Sequence[int], vocabulary: int, routes: dict[str, Any] | None = None
 ) -> list[Sample]:
-    """All but each sample's first token are sampled.  ``routes``: by sample, ``[T - 1, layers, topk]``."""
+    """All tokens but each sample's first are sampled.  ``routes``: by sample, ``[T - 1, layers, topk]``."""
     rng = np.random.default_rng(5)
     found: list[Sample] = []
     for i, length in enumerate(lengths):
@@ -221,11 +221,11 @@ def trainer_logprobs(trainer: TrainerRank, samples: Sequence[Sample]) -> dict[st
 
 
 def reference(folder: Path, samples: Sequence[Sample], device: str) -> dict[str, dict[str, np.ndarray]]:
-    """transformers' log-probabilities: in the weights' bf16, and the same weights in float32."""
+    """transformers' log-probabilities: in bf16 like the weights, and with the same weights in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
-    # Some versions of transformers choose for themselves an attention that leaves the cap out.
+    # Some versions of transformers choose by default an attention without the soft cap.
     own = "eager" if capped else None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=own)
     model = model.to(device).eval()
@@ -270,7 +270,7 @@ def timed_steps(
 
 
 def peak_against_plan(trainer: TrainerRank, folder: Path, minibatch: MiniBatch, *, recompute: bool) -> str:
-    """Largest allocation of a step, what was planned, and their ratio, as text."""
+    """Peak memory of a step, the planned one, and their ratio, as text."""
     timed_steps(trainer, minibatch, 1)
     torch.cuda.reset_peak_memory_stats()
     timed_steps(trainer, minibatch, 1)

@@ -1,4 +1,4 @@
-"""Checks of the Megatron trainer on one GPU; each yields rows of the table as it finds them."""
+"""Checks of the Megatron trainer on one GPU; each yields rows of the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu.megatron_kit import Row, Rows
 from tests.gpu.megatron_speed import against_bare, moe_speed
 
 ERROR_RATIO = 1.3
-"""Our error against float32 over transformers' own in bf16, both means over tokens."""
+"""Maximum ratio of our error against float32 to transformers' own error in bf16, both means over tokens."""
 
 
 COLUMNS = 151936
@@ -85,7 +85,7 @@ def _within(name: str, trainer: Any, folder: Path, minibatch: Any, *, recompute:
 
 
 def head() -> Rows:
-    """Log-probability and loss of one micro-batch, 8192 x 151936, in time that the GPU spends on them."""
+    """Log-probability and loss of one micro-batch, 8192 x 151936, in GPU time."""
     from orhpc.train.loss.head import LogitScaling
 
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def _loss_of(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
 
 
 def _gpu_ms(call: Callable[[], Any], repeats: int = 8) -> float:
-    """Median time on the GPU, with so much queued before it that it never waits for the host."""
+    """Median GPU time, with enough work queued before it that the GPU never waits for the host."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     call()
     found: list[float] = []
@@ -210,10 +210,11 @@ def moe() -> Rows:
 
 
 def _replay_timed(trainer: Any, vocabulary: int) -> Row:
-    """Steps with the routers' own choices replayed and with the routers left alone, by turns.
+    """Alternate steps with the routers' own choices replayed and steps without replay.
 
-    Of their own choices, so that both sides give every expert the same work: random routes are even, a random
-    model's are not.  Every step changes the weights a little; how many choices are others at the end is told.
+    With their own choices, both sides give every expert the same work: random routes are balanced, a random
+    model's are not.  Every step changes the weights slightly; the row reports how many choices differ at the
+    end.
     """
     from tests.gpu.megatron_replay import NoReplay, own_routes
 
@@ -244,7 +245,7 @@ def _replay_timed(trainer: Any, vocabulary: int) -> Row:
 
 
 def families(half: int) -> Rows:
-    """Small models of every other family: log-probabilities, a step, and weights back bit for bit."""
+    """Small models of every other family: log-probabilities, a step, and weights exported bit for bit."""
     for name, content in list(kit.FAMILIES.items())[half::2]:
         try:
             folder = kit.make_folder(f"family-{name}", {**kit.SMALL, **content}, "cuda")
@@ -290,7 +291,7 @@ def fp8() -> Rows:
 
 
 def _fp8_asleep(folder: Path, minibatch: Any) -> Row:
-    """What quantised weights take, and a step's norm after sleep, which drops them, or without."""
+    """Memory of quantized weights, and a step's norm with and without a preceding sleep, which drops them."""
     given, norms = 0, []
     for sleeps in (False, True):
         trainer = kit.start(kit.make_config(precision="fp8"), folder)
@@ -316,7 +317,7 @@ def _fp8_asleep(folder: Path, minibatch: Any) -> Row:
 
 
 def _one_quantisation() -> Row:
-    """The trainer's blocks against the engines' of one weight, with sizes that blocks do not divide."""
+    """The trainer's blocks of one weight against the engines', with sizes that are no multiples of blocks."""
     import transformer_engine_torch as engine  # pyright: ignore[reportMissingImports]
     from transformer_engine.common.recipe import Float8BlockScaling  # pyright: ignore[reportMissingImports]
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (  # pyright: ignore[reportMissingImports]
@@ -343,11 +344,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "half in host memory": ({"offload_optimizer": 0.5}, 6.0),
     "all in host memory": ({"offload_optimizer": 1.0}, 12.0),
 }
-"""Of the optimiser's state: settings, and bytes of a parameter that the device is spared."""
+"""Optimizer state: settings, and the bytes per parameter saved on the device."""
 
 
 def optimizer() -> Rows:
-    """Optimiser state elsewhere or smaller: the same steps, the memory that it gives back, and going on."""
+    """Offloaded or smaller optimizer state: equal steps, saved memory, and resuming."""
     content = {**kit.SMALL, "hidden_size": 2048, "model_type": "llama"}
     folder = kit.make_folder("optimiser", content, "cuda")
     minibatch = kit.planned(kit.make_samples(kit.SHORT, content["vocab_size"]), 1)
@@ -383,7 +384,7 @@ def optimizer() -> Rows:
 
 
 def _left_behind(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Copies of weights, and of the state that a checkpoint would hold, by name."""
+    """Copies of the weights and of the state in a checkpoint, by name."""
     backend = trainer.backend
     weights = {n: t.cpu().clone() for n, t in backend.export(backend.parameter_shapes())}
     state = {s.key: s.tensor.cpu().clone() for s in backend.shards()}
@@ -391,7 +392,7 @@ def _left_behind(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 
 def _taken_up(trainer: Any, left: Any) -> list[str]:
-    """Write the state into a new trainer as a checkpoint is loaded; return names of weights that differ."""
+    """Load the state into a new trainer like a checkpoint; return the names of weights that differ."""
     weights, state, progress = left
     backend = trainer.backend
     for shard in backend.shards():

@@ -1,4 +1,4 @@
-"""Looking into the routers of a Megatron trainer that replays routes."""
+"""Tools to inspect the routers of a Megatron trainer that replays routes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gpu import megatron_kit as kit
 
 
 class NoReplay:
-    """A trainer whose routers choose for themselves, as if it had been built without routing replay."""
+    """Lets a trainer's routers choose as if it had been built without routing replay."""
 
     def __init__(self, trainer: TrainerRank) -> None:
         self.trainer = trainer
@@ -49,7 +49,7 @@ def routers(trainer: TrainerRank) -> Iterator[Any]:
 
 
 class _Recorder:
-    """In a router's place for replay: notes what it chooses, in its order."""
+    """Replaces a router's replay: records the router's choices, in their order."""
 
     def __init__(self) -> None:
         self.chosen: list[torch.Tensor] = []
@@ -66,10 +66,10 @@ class _Recorder:
 def own_routes(
     trainer: TrainerRank, samples: Sequence[Sample]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What the routers choose for samples, and the log-probabilities that follow.
+    """The routers' choices for samples, and the resulting log-probabilities.
 
-    Within :class:`NoReplay`.  Experts are in the order of megatron-core's top k, which is not sorted
-    without gradients: weights are normalised by a sum, which rounds in that order.
+    Call it within :class:`NoReplay`.  Experts are in the order of megatron-core's top k, which is not sorted
+    without gradients: weights are normalized by a sum, whose rounding depends on the order.
     """
     recorders: list[_Recorder] = []
     for router in routers(trainer):
@@ -88,7 +88,7 @@ def own_routes(
 
 
 def wrong_choices(trainer: TrainerRank, minibatch: MiniBatch) -> tuple[int, int]:
-    """In one training step: choices that were not the recorded ones, and router passes looked at."""
+    """Number of choices in one training step that differ from the recorded ones, and of router passes."""
     wrong: list[int] = []
 
     def check(router: Any, _inputs: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the Megatron trainer on several GPUs, against what one GPU left behind."""
+"""Checks of the Megatron trainer on several GPUs, against stored results of one GPU."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ CASES = [
 
 
 def known(case: Case) -> bool:
-    """Whether one GPU left something to compare with."""
+    """Whether there are stored results of one GPU to compare with."""
     return (kit.WORK / f"{case.kind}.json").exists()
 
 
 def compare(case: Case, rank: int, port: int) -> Rows:
-    """One layout; all ranks come here, the last (of the last stage) tells."""
+    """Check one layout; all ranks call this, and the last rank (of the last stage) reports."""
     saved = json.loads((kit.WORK / f"{case.kind}.json").read_text())
     content = {"dense": kit.DENSE, "moe": kit.MOE}[case.kind]
     folder, vocabulary = kit.WORK / case.kind, content["vocab_size"]

@@ -1,4 +1,4 @@
-"""Steps of the Megatron trainer against bare megatron-core's, and what they spend their time on."""
+"""Speed of the Megatron trainer's steps against bare megatron-core, and their profile."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.gpu import megatron_kit as kit
 from tests.gpu.megatron_kit import Row, Rows
 
 SHOWN = 25
-"""Kernels that a profile names."""
+"""Number of kernels shown of a profile."""
 
 
 def against_bare(name: str, trainer: Any, folder: Path, minibatch: Any) -> tuple[Row, float]:
-    """A row, and our seconds of a step; neither side recomputes."""
+    """A row of the table, and orhpc's seconds per step; neither side recomputes."""
     from tests.gpu.megatron_bare import Bare
 
     tokens = sum(kit.LONG)
@@ -52,8 +52,8 @@ def moe_speed() -> Rows:
 
 
 def grouped_products(name: str, trainer: Any, minibatch: Any) -> Row:
-    """One kernel for the products of all experts of a layer, against one each, in turns since machines differ
-    from second to second; the learning rate is next to nothing, so that gradient norms can be compared."""
+    """One grouped GEMM for all experts of a layer against one GEMM each, alternating because speed varies
+    over time; the learning rate is almost 0, so that gradient norms can be compared."""
     seconds: dict[str, list[float]] = {"0": [], "1": []}
     norms: dict[str, list[float]] = {"0": [], "1": []}
     for way in ("0", "1") * 3:
@@ -70,7 +70,7 @@ def grouped_products(name: str, trainer: Any, minibatch: Any) -> Row:
 
 
 def profiled(name: str, trainer: Any, minibatch: Any) -> Row:
-    """Share of a step in which the GPU works, and the kernels that take most of it, which are printed."""
+    """Share of a step in which the GPU is busy; prints the kernels that take most of the time."""
     from torch.profiler import ProfilerActivity, profile
 
     kit.timed_steps(trainer, minibatch, 1)

@@ -1,7 +1,7 @@
-"""Text to train on for a while, engines that answer, and how far their log-probabilities lie apart from ours.
+"""Training text, engines, and the differences of their log-probabilities from the trainer's.
 
 Shared by ``benchmarks/gpu/moe_mismatch.py`` and ``tests/gpu/exact_mode.py``.  Tokens are bytes: no tokenizer
-is needed, and a few million of them are enough to leave the random beginning behind.
+is needed, and a few million of them suffice to train beyond the random initialization.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from tests.gpu.sglang_check import KERNELS
 WORK = Path("/tmp/mismatch")
 KEY = "key-of-a-measurement"
 HELD_OUT = 16
-"""Every so many files of the text are kept for prompts and for the held-out loss."""
+"""One of this many files of the text is reserved for prompts and the held-out loss."""
 RESAMPLES = 2000
 
 # --- models ---------------------------------------------------------------------------------------------
 
 
 def write_config(folder: Path, content: Mapping[str, Any]) -> Path:
-    """A model folder without weights: all that an engine with ``load_format: dummy`` needs."""
+    """A model folder without weights, which suffices for an engine with ``load_format: dummy``."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write_weights(folder: Path, device: str, spread: float = 0.02) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """uint8: Python source as it lies on the machine, in the order of a fixed shuffle."""
+    """uint8: Python source files of this machine, in a fixed shuffled order."""
 
     train_N: np.ndarray
     held_N: np.ndarray
@@ -107,14 +107,14 @@ def read_text(limit: int = 24 << 20) -> Text:
 
 
 def pieces(data: np.ndarray, rng: np.random.Generator, count: int, length: int) -> Iterator[np.ndarray]:
-    """Int32, each from the beginning of a line."""
+    """Int32 prompts, each from the beginning of a line."""
     starts = np.nonzero(data[: -length - 1] == ord("\n"))[0] + 1
     for start in rng.choice(starts, count, replace=False):
         yield data[start : start + length].astype(np.int32)
 
 
 def plain_samples(tokens: Sequence[np.ndarray]) -> list[Sample]:
-    """All but each one's first token count as sampled, with probability 1 and advantage 1.
+    """All tokens except each sample's first count as sampled, with probability 1 and advantage 1.
 
     The gradient of GRPO's loss is then that of the next-token loss, and ``rollout_kl_k1`` is its value.
     """
@@ -176,7 +176,7 @@ def planned(trainer: TrainerRank, samples: Sequence[Sample]) -> MiniBatch:
 def pretrain(
     trainer: TrainerRank, text: Text, *, seconds: float, tokens: int, length: int = 1024
 ) -> list[float]:
-    """Next-token training for so long, ``tokens`` a step; returns each step's loss in nats a byte."""
+    """Next-token training for some seconds with ``tokens`` per step; returns the losses in nats per byte."""
     rng = np.random.default_rng(1)
     losses: list[float] = []
     until = time.monotonic() + seconds
@@ -209,13 +209,13 @@ def logprobs(trainer: TrainerRank, samples: Sequence[Sample]) -> dict[str, np.nd
 
 
 def start_engine(name: str, folder: Path, device: str, **engine: Any) -> EngineProcess:
-    """SGLang's server, or the cpu engine, on a folder that need not have weights yet with SGLang."""
+    """Start SGLang's server, or the CPU engine, for a model folder; SGLang does not need its weights yet."""
     extra = KERNELS | {"weight_version": "0", "load_format": "dummy"} | engine.pop("extra", {})
     record_routes = engine.pop("record_routes", False)
     precision = engine.pop("precision", "bf16")
     context = engine.pop("context", 1024)
-    # A high share leaves room to whatever else takes memory between an engine's two looks at it; what it
-    # takes itself is bound by max_total_tokens.
+    # A high memory fraction tolerates other processes that allocate memory between the engine's two
+    # measurements; max_total_tokens limits its own memory.
     section: dict[str, Any] = {"tp": 1, "memory_fraction": 0.95, "extra": extra, **engine}
     if device == "cpu":
         section = {"tp": 1, "backend": "cpu", "dtype": "float32", "max_running": 8}
@@ -248,7 +248,7 @@ def client_of(process: EngineProcess, folder: Path) -> EngineClient:
 
 
 class _OneTrainer:
-    """What a weight sync asks of a run's trainers, of one rank in this process."""
+    """The part of a run's trainers that a weight sync uses, for one rank in this process."""
 
     def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
@@ -264,7 +264,7 @@ class _OneTrainer:
 
 
 async def give_weights(trainer: TrainerRank, url: str, *, quantized: bool, rounds: int = 1) -> list[float]:
-    """Weight syncs by handle, as a run makes them, to one engine; returns the seconds of each."""
+    """Weight syncs through CUDA IPC to one engine, as in a run; returns the seconds of each."""
     inside: Any = trainer
     inside._quantize = make_quantizer(power_of_two=False) if quantized else unchanged
     bucket_bytes = trainer.config.engine.sync_bucket_mb << 20
@@ -281,7 +281,7 @@ async def give_weights(trainer: TrainerRank, url: str, *, quantized: bool, round
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What an engine sampled after one prompt."""
+    """An engine's response to one prompt."""
 
     name: str
     prompt: np.ndarray
@@ -309,7 +309,7 @@ async def ask(
     concurrent: int,
     routes: bool = False,
 ) -> list[Response]:
-    """Sample one response a prompt at temperature 1."""
+    """Sample one response per prompt at temperature 1."""
     gate = asyncio.Semaphore(concurrent)
 
     async def one(number: int) -> Response:
@@ -326,7 +326,7 @@ async def ask(
 # --- differences ----------------------------------------------------------------------------------------
 
 Sums = dict[str, np.ndarray]
-"""Of each response, float64 ``[R]``: what adds up over responses."""
+"""Summable metrics of each response, float64 ``[R]``."""
 
 
 def differences(responses: Sequence[Response], found: Mapping[str, np.ndarray]) -> tuple[Sums, float]:
@@ -342,7 +342,7 @@ def differences(responses: Sequence[Response], found: Mapping[str, np.ndarray]) 
 
 
 def figures(sums: Sums) -> dict[str, Any]:
-    """The metrics of a step's report, from sums; works on any leading shape."""
+    """The metrics of a step's report, from sums, for any leading shape."""
     tokens = sums["tokens"]
     found = {
         "logprob_diff_mean": sums["logprob_diff"] / tokens,
@@ -361,10 +361,10 @@ def figures(sums: Sums) -> dict[str, Any]:
 
 
 def with_intervals(sums: Sums) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
-    """Each metric as ``[value, low, high]``, 95 %, and its resamples.
+    """Each metric as ``[value, low, high]`` with a 95 % interval, and its resamples.
 
-    A bootstrap over responses, whose tokens are not independent; the resamples of two calls of equally
-    many responses are of the same ones, so that they can be divided.
+    The bootstrap resamples responses, because tokens of one response are not independent.  Two calls with the
+    same number of responses use the same resamples, so that their ratio can be computed.
     """
     count = len(sums["tokens"])
     times_BR = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
@@ -375,7 +375,7 @@ def with_intervals(sums: Sums) -> tuple[dict[str, list[float]], dict[str, np.nda
 
 
 class Report:
-    """Results on disk as they come, so that whatever ends the program leaves what was found."""
+    """Writes results to disk as they are measured, so that they survive any end of the program."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -394,7 +394,7 @@ class Report:
 
 
 def log_tail(name: str, out: Path, characters: int = 6000) -> None:
-    """Bring back the end of an engine's log, without its progress bars."""
+    """Return the end of an engine's log, without progress bars."""
     log = WORK / f"{name}.log"
     text = log.read_text(errors="replace") if log.exists() else "no log"
     lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip() and "%|" not in line]

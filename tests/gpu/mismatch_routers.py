@@ -1,4 +1,4 @@
-"""The routers of a Megatron trainer: balanced while it learns, watched while it computes others' tokens."""
+"""The routers of a Megatron trainer: balanced during training, recorded while it computes engines' tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.gpu import mismatch_kit as kit
 
 BALANCE = 0.01
-"""Weight of the load-balancing loss in that first training (Switch Transformer, arXiv:2101.03961)."""
+"""Weight of the load-balancing loss during training (Switch Transformer, arXiv:2101.03961)."""
 
 
 def routers(trainer: Any) -> list[Any]:
@@ -20,14 +20,14 @@ def routers(trainer: Any) -> list[Any]:
 
 
 def balanced(trainer: Any, tokens: int) -> None:
-    """Add the load-balancing loss to the routers; ``tokens`` of a step, by which nobody divides it here."""
+    """Add the load-balancing loss to the routers, divided by the ``tokens`` of a step."""
     for router in routers(trainer):
         router.routing_type = "aux_loss"
         router.config.moe_aux_loss_coeff = BALANCE / tokens
 
 
 def usage(trainer: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Held-out loss, and how routers that choose for themselves spread the tokens over experts."""
+    """Held-out loss, and the distribution of tokens over experts by the routers' own choice."""
     from tests.gpu.megatron_replay import NoReplay
 
     with NoReplay(trainer):
@@ -59,7 +59,7 @@ def usage(trainer: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
 
 class Watched:
-    """The routers of a trainer, replaying or only counting, and what they hand each token to."""
+    """Records the experts that a trainer's routers choose for each token, with or without replay."""
 
     def __init__(self, trainer: Any, *, replay: bool) -> None:
         self.trainer = trainer
@@ -83,7 +83,7 @@ class Watched:
             hook.remove()
 
     def pass_over(self, micro_batch: Any) -> Iterator[tuple[str, np.ndarray, dict[str, float]]]:
-        """Log-probabilities, and counts of choices, of each response of one micro-batch."""
+        """Log-probabilities and counts of choices for each response of one micro-batch."""
         batch = self.trainer.load_batch(micro_batch)
         self.others.clear()
         values = kit.batch_logprobs(self.trainer, batch)

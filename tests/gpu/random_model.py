@@ -1,11 +1,11 @@
-"""Model folders of Qwen3-30B-A3B's layer shapes with random weights, as fast as the disk takes them.
+"""Write model folders with Qwen3-30B-A3B's layer shapes and random weights at the speed of the disk.
 
     python tests/gpu/random_model.py FOLDER [--layers 48] [--size tiny]      # 61 GB for 48 layers
 
-One safetensors file a layer, all files at once.  The numbers come from one pool of a prime length, which
-every tensor reads from a place of its own: no two rows of a tensor, and no two experts, begin alike, and
-nothing but copying is left to do.  Tokens are bytes (:func:`orhpc.models.bundled._byte_tokenizer`) in a
-vocabulary of the model's own size: what lies above them decodes to nothing, so answers reach their limit.
+One safetensors file per layer, all written concurrently. The numbers come from one pool of prime length,
+which every tensor reads from its own offset, so that no two rows of a tensor and no two experts begin with
+the same numbers, and only copying is needed. Tokens are bytes (:func:`orhpc.models.bundled._byte_tokenizer`)
+in a vocabulary of the model's own size; higher ids decode to nothing, so answers reach their length limit.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ TINY: dict[str, Any] = LAYERS_30B | {
     "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-"""To try programs on CPUs."""
+"""For testing programs on CPUs."""
 SMALL: dict[str, Any] = LAYERS_30B | {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
     "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
 }  # fmt: skip
-"""To try GPUs in little time: kernels compile and weights are compared in seconds."""
+"""For short GPU tests: kernels compile and weights are compared in seconds."""
 DRAFTER: dict[str, Any] = {n: v for n, v in SMALL.items() if "expert" not in n and n != "norm_topk_prob"}
-"""Dense, of the small one's vocabulary: to draft for it."""
+"""A dense draft model with the small model's vocabulary."""
 SIZES = {"30b": LAYERS_30B, "small": SMALL, "tiny": TINY, "drafter": DRAFTER}
 POOL = 16_777_259
-"""Numbers in the pool: a prime, so that rows of 2048 begin alike only after as many rows."""
+"""Numbers in the pool: a prime, so that the starts of rows of 2048 repeat only after as many rows."""
 SPREAD = 0.02
 INDEX = "model.safetensors.index.json"
 
 
 def write_model(folder: Path, layers: int, size: str = "30b", seed: int = 0) -> Path:
-    """Write tokenizer, weights and, when everything else is there, ``config.json``; return the folder."""
+    """Write tokenizer, weights and, at the end, ``config.json``; return the folder."""
     from orhpc.models.bundled import _byte_tokenizer
 
     if (folder / "config.json").exists():
@@ -80,7 +80,7 @@ def write_model(folder: Path, layers: int, size: str = "30b", seed: int = 0) -> 
 
 
 def model_config(layers: int, size: str = "30b", end: int = 0) -> Any:
-    """The model's configuration of transformers; ``end`` is the token that ends a turn."""
+    """The model's transformers configuration; ``end`` is the token that ends a turn."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     kind = Qwen3MoeConfig if "num_experts" in SIZES[size] else Qwen3Config
@@ -91,7 +91,7 @@ def model_config(layers: int, size: str = "30b", end: int = 0) -> Any:
 
 
 def random_bfloat16(count: int, seed: int) -> np.ndarray:
-    """uint16: the bits of normal numbers of :data:`SPREAD` in bfloat16, rounded to nearest."""
+    """uint16: the bits of normal numbers with deviation :data:`SPREAD` in bfloat16, rounded to nearest."""
     normal = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * np.float32(SPREAD)
     bits = normal.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -125,9 +125,9 @@ def _write_file(path: Path, tensors: Sequence[HfTensor], pool: np.ndarray, seed:
 
 
 def even_tokens(rollout: Rollout) -> float:
-    """A reward that random weights can earn: the share of even ids among the sampled tokens.
+    """A reward that random weights can get: the share of even ids among the sampled tokens.
 
-    No random model ever answers an environment, and without differing rewards there are no gradients.
+    A random model never gives a valid answer, and without different rewards there are no gradients.
     """
     sampled = rollout.tokens_T[rollout.loss_mask_T]
     return float((sampled % 2 == 0).mean()) if len(sampled) else 0.0

@@ -1,12 +1,12 @@
-"""Where the time of a trainer's sleep and wake goes, on one GPU: small tensors and large ones.
+"""Measure the phases of a trainer's sleep and wake on one GPU, with small tensors and large ones.
 
     python tests/gpu/residence_check.py
 
-Takes half a minute.  Tensors that come and stay while the others are awake must not hold back their memory.
-Each phase's median of five rounds after the first, beside the time that the bytes
-take over the bus (one pinned copy of the same size), with torch's usual device memory and with
-``expandable_segments``, which the driver maps in another way; the exit code is the number of misses of
-four fifths of the bus's speed, and of memory held back.
+Takes half a minute. Tensors allocated while the others are awake must not keep the memory of the others
+allocated. Prints each phase's median of five rounds after the first, and the time to transfer the bytes over
+the bus (one pinned copy of the same size), with torch's default device memory and with
+``expandable_segments``, which the driver maps differently. The exit code is the number of phases slower than
+four fifths of the bus's speed, plus the cases of memory that was not freed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Times = dict[str, list[float]]
 
 
 class Timed(residence.OffloadManager):
-    """Says how long each phase took, which a synchronisation after each makes a little longer."""
+    """Measures each phase; a synchronization after each phase makes it slightly longer."""
 
     def __init__(self, times: Times) -> None:
         super().__init__(DEVICE)
@@ -71,7 +71,7 @@ class Timed(residence.OffloadManager):
 
 
 def bus(size: int) -> tuple[float, float]:
-    """Seconds that so many bytes take to the host and back."""
+    """Seconds to copy this many bytes to the host and back."""
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     found: list[float] = []
@@ -121,9 +121,9 @@ def compare(name: str, shapes: list[tuple[int, ...]]) -> int:
 
 
 def beside() -> int:
-    """What a trainer waits for when most of its bytes come and go beside its work, and that they are right.
+    """The waiting time of a trainer when most bytes are moved during its work, and their correctness.
 
-    Products take the place of an update, and of a sync; the check reads what came last, behind them.
+    GEMMs stand for an update and for a sync; the check reads the bytes that arrived last, after them.
     """
     weights = [torch.randn((4096, 4096), device=DEVICE) for _ in range(8)]
     moments = [torch.randint(1000, (4096, 4096), device=DEVICE).float() for _ in range(64)]  # exact sums
@@ -155,10 +155,10 @@ def beside() -> int:
 
 
 def passing() -> int:
-    """What a step's small copies wait for beside the large ones of sleep and wake, in either direction.
+    """The delay of a step's small copies by the large ones of sleep and wake, in both directions.
 
-    An update sends each micro-batch's tokens, and every layer's products want numbers from the host; where
-    those stood behind a large copy, beside would be no better than before.
+    An update sends each micro-batch's tokens, and every layer's GEMMs need numbers from the host.  If these
+    waited for a large copy, overlapping it would not help.
     """
     late = [torch.randn((4096, 4096), device=DEVICE) for _ in range(128)]
     factor = torch.randn((4096, 4096), device=DEVICE, dtype=torch.bfloat16)
@@ -166,14 +166,14 @@ def passing() -> int:
     place = residence.OffloadManager(DEVICE)
 
     def steps() -> float:
-        """Seconds of forty products, each of which waits for a small copy there and a small copy back."""
+        """Seconds of forty GEMMs, each of which waits for a small copy in both directions."""
         began = time.perf_counter()
         for _ in range(40):
             factor[0].copy_(small.to(DEVICE, non_blocking=True))
             (factor @ factor)[0, :8].tolist()
         return time.perf_counter() - began
 
-    place.sleep([], late)  # the buffer, and the kernels, are there from now on
+    place.sleep([], late)  # allocates the buffer and loads the kernels
     place.wake()
     place.settle()
     torch.cuda.synchronize()
@@ -203,17 +203,17 @@ def _products(factor: torch.Tensor, count: int) -> None:
 
 
 class Careless(residence.OffloadManager):
-    """Leaves what no tensor took of its memory to whoever comes."""
+    """Leaves unused parts of its segments to other tensors."""
 
     def _fill(self, storages: object) -> None:
         pass
 
 
 def held_back(kind: type[residence.OffloadManager]) -> float:
-    """Share of the tensors' memory that a sleep does not give back, as a trainer's steps go.
+    """Share of the tensors' memory that a sleep does not free, in the course of a trainer's steps.
 
-    What a step caches for good (tables of positions, workspaces) leaves parts of its segments free, in which
-    some of the tensors find place when they come back.
+    Tensors that a step caches permanently (position tables, workspaces) leave parts of their segments free,
+    and some of the moved tensors are allocated there when they return.
     """
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -237,14 +237,14 @@ def held_back(kind: type[residence.OffloadManager]) -> float:
 
 
 def whole_or_not() -> int:
-    """Both ways of it, the careless one to see that it would be noticed."""
+    """Both variants; the careless one shows that the check detects the problem."""
     ours, careless = held_back(residence.OffloadManager), held_back(Careless)
     print(f"held back by what came meanwhile: {ours:.3f} of the memory, without filling {careless:.3f}")
     return int(ours > 0.1)
 
 
 def resizing(tensors: list[torch.Tensor]) -> float:
-    """Seconds for the storages alone, from memory that the allocator holds."""
+    """Seconds to allocate the storages, from memory cached by the allocator."""
     storages = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in tensors]
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -257,7 +257,7 @@ def resizing(tensors: list[torch.Tensor]) -> float:
 
 
 def emptying(size: int) -> float:
-    """Seconds to give one piece of memory back to the driver."""
+    """Seconds to return one segment to the driver."""
     torch.cuda.empty_cache()
     torch.empty(size, dtype=torch.uint8, device=DEVICE)
     torch.cuda.synchronize()
@@ -267,7 +267,7 @@ def emptying(size: int) -> float:
 
 
 def apart(kind: str) -> int:
-    """Run the comparison with one kind of device memory in a process of its own."""
+    """Run the comparison with one kind of device memory in a separate process."""
     print(f"== {kind}", flush=True)
     settings = {} if kind == "usual" else {"PYTORCH_CUDA_ALLOC_CONF": kind}
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Our sender's broadcast of a bucket of weights beside a bare NCCL broadcast of the same bytes; two GPUs."""
+"""orhpc's broadcast of a weight bucket against a bare NCCL broadcast of the same bytes, on two GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def broadcast_alone(nbytes: int = 512 << 20, count: int = 10) -> list[tuple[str, bool, str]]:
-    """Our sender's broadcast of a bucket beside a bare NCCL broadcast of the same bytes."""
+    """orhpc's broadcast of a weight bucket against a bare NCCL broadcast of the same bytes."""
     import torch.multiprocessing as mp
 
     from orhpc.process.ports import free_ports
@@ -73,4 +73,4 @@ def _broadcasting_rank(rank: int, ports: list[int], nbytes: int, count: int, res
     else:
         joined = join_weight_group(rank=1, name="check", backend="nccl", **group)
         rate(lambda i: dist.broadcast(flat, group_src=0, group=joined))
-    os._exit(0)  # both groups are whole; what is left to say is nothing
+    os._exit(0)  # skips the shutdown of the process groups

@@ -1,18 +1,17 @@
-"""SGLang beside the trainer on one Hopper GPU: many independent checks, a table at the end.
+"""Independent checks of SGLang together with the trainer on Hopper GPUs, with a table at the end.
 
     python tests/gpu/sglang_check.py [SECTION ...] --out DIR [--gguf SmolLM2.gguf] [--after NAME:STEP]
 
-Sections: ``protocol`` (tests/protocol against real servers), ``loop`` (configs/gpu-smollm2.yaml, stopped
-and resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-30B-A3B's layer shapes:
-sync by handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines), ``split``
-(two GPUs: the same by broadcast, from a Megatron trainer, and the broadcast alone), ``mixed`` (four GPUs:
-a Megatron trainer with EP 2 on two of them, one engine beside it, one on the other two; on two GPUs one
-trainer rank), ``experts`` (two GPUs: EP 2 in trainer and engine, taking turns, with routing replay; on
-four EP 4) and ``dp`` (two GPUs: DP attention and EP 2 in the engine, an FSDP trainer of two ranks),
-``speculative`` (one GPU: a drafter beside the model).
-Each check prints its own failure; the exit code is the number of failed ones.  Sections in processes of
-their own may run beside each other: ``--after loop:30`` begins when the run ``loop`` has done 30 steps,
-``--after loop:stopped`` once it has been stopped in the middle.
+Sections: ``protocol`` (tests/protocol against real servers), ``loop`` (configs/gpu-smollm2.yaml, stopped and
+resumed in the middle), ``moe`` (the loop on a mixture of experts of Qwen3-30B-A3B's layer shapes: sync by
+handle with every weight compared, sleep and wake), ``fp8`` (the same with FP8 engines), ``split`` (two GPUs:
+the same by broadcast, from a Megatron trainer, and the broadcast alone), ``mixed`` (four GPUs: a Megatron
+trainer with EP 2 and one engine on two of them, another engine on the other two; on two GPUs one trainer
+rank), ``experts`` (two GPUs: EP 2 in trainer and engine on the same GPUs, with routing replay; on four EP 4),
+``dp`` (two GPUs: DP attention and EP 2 in the engine, an FSDP trainer with two ranks) and ``speculative``
+(one GPU: speculative decoding with a draft model). Each check prints its own failure; the exit code is the
+number of failed ones. Sections can run concurrently in separate processes: ``--after loop:30`` begins when
+the run ``loop`` has made 30 steps, ``--after loop:stopped`` when it has been stopped.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from tests.gpu.sglang_models import WORK, moe_30b_layers, smollm2  # noqa: E402
 from tests.gpu.sglang_protocol import protocol  # noqa: E402
 
 __all__ = ["KERNELS", "engine_config", "start_engine"]
-"""What benchmarks use of it."""
+"""Names that benchmarks import from this module."""
 
 
 # --- the loop ---------------------------------------------------------------------------------------
 
 
 def launch(root: Path, *overrides: str, stop_at: int | None = None, deadline_s: float = 400) -> int:
-    """A run by the ordinary entry; ``stop_at``: send SIGTERM once that step is done."""
+    """A run through ``orhpc.launch``; ``stop_at``: send SIGTERM after this step."""
     command = [sys.executable, "-m", "orhpc.launch", "--local", "configs/gpu-smollm2.yaml"]
     command += [f"run.root={root}", "wandb.enabled=false", *overrides]
     log = (root.parent / f"{root.name}.log").open("a")
@@ -70,12 +69,12 @@ def launch(root: Path, *overrides: str, stop_at: int | None = None, deadline_s: 
 
 
 def marker(name: str, what: str) -> Path:
-    """A file that tells sections in other processes how far a run is."""
+    """File that reports a run's progress to sections in other processes."""
     return WORK / f"{name}.{what}"
 
 
 def wait_for(when: str, deadline_s: float = 400) -> None:
-    """Return once ``NAME:STEP`` or ``NAME:stopped`` has come about; ends the program past the deadline."""
+    """Return when ``NAME:STEP`` or ``NAME:stopped`` is reached; ends the program at the deadline."""
     name, _, what = when.partition(":")
     end = time.monotonic() + deadline_s
     while True:
@@ -101,7 +100,7 @@ def steps(root: Path) -> dict[int, dict[str, Any]]:
 
 
 def keep(root: Path, out: Path) -> None:
-    """Bring back the events and the curve."""
+    """Copy the events and the curve to the output folder."""
     from tests.gpu.sglang_curve import write
 
     for found in root.glob("*/events.jsonl"):
@@ -150,13 +149,13 @@ def loop(options: argparse.Namespace) -> list[Row]:
 def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int = 4) -> list[Row]:
     folder = moe_30b_layers(layers, options.size)
     root = WORK / name
-    # Runs beside each other see each other's memory; what an engine takes is bound by its tokens.
+    # Concurrent runs count each other's memory as used; a token limit bounds each engine's memory.
     room = ["engine.memory_fraction=0.8", "engine.extra.max_total_tokens=262144"]
     overrides = [
         f"model.path={folder}", "train.steps=3", *room, "rollout.record_routes=true",
         "engine.check_weights=true", "rollout.batch_size=8", "rollout.n_samples=8",
         "train.global_batch_size=64", "train.lr=0.001",
-        # No random model answers: without this all rewards are 0, and weights would hardly change.
+        # A random model never answers correctly: without this reward, weights would hardly change.
         "rollout.custom_reward=tests.gpu.random_model:even_tokens",
         "engine.extra.moe_runner_backend=triton", "engine.extra.cuda_graph_bs_decode=[16,64]",
         "engine.extra.enforce_disable_flashinfer_allreduce_fusion=true",
@@ -197,7 +196,7 @@ def fp8(options: argparse.Namespace) -> list[Row]:
 
 
 def split(options: argparse.Namespace) -> list[Row]:
-    """Two GPUs: trainer and engine apart, weights by broadcast."""
+    """Two GPUs: trainer and engine on separate GPUs, weights by broadcast."""
     from tests.gpu.sglang_broadcast import broadcast_alone
 
     rows = broadcast_alone() if options.size == "30b" else []
@@ -213,9 +212,9 @@ def split(options: argparse.Namespace) -> list[Row]:
 
 
 def mixed(options: argparse.Namespace) -> list[Row]:
-    """Four GPUs: both trainer ranks share theirs with an engine of two, the other engine has its own.
+    """Four GPUs: both trainer ranks share theirs with an engine on two GPUs; the other engine has its own.
 
-    On two GPUs: one trainer rank, beside one of two engines.
+    On two GPUs: one trainer rank, which shares its GPU with one of two engines.
     """
     import torch
 
@@ -235,7 +234,7 @@ def mixed(options: argparse.Namespace) -> list[Row]:
 
 
 def experts(options: argparse.Namespace) -> list[Row]:
-    """All GPUs, experts divided among them: in the Megatron trainer, and in the engine beside it."""
+    """All GPUs, with expert parallelism in the Megatron trainer and in the engine on the same GPUs."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -253,27 +252,27 @@ def experts(options: argparse.Namespace) -> list[Row]:
 
 
 def speculative(options: argparse.Namespace) -> list[Row]:
-    """One GPU: a dense model drafts for the small experts; routes must be those of the tokens taken.
+    """One GPU: a dense draft model for the small mixture; routes must belong to the accepted tokens.
 
-    What random models draft is taken by chance: a token of about the average probability is taken here.
+    Random models' drafts are accepted by chance: here, tokens of about average probability are accepted.
     """
     options.size = "small"
     drafter = moe_30b_layers(1, "drafter")
-    words = f"{{algorithm: STANDALONE, draft_model: {drafter}, num_steps: 3, num_draft_tokens: 4}}"
+    arguments = f"{{algorithm: STANDALONE, draft_model: {drafter}, num_steps: 3, num_draft_tokens: 4}}"
     average = 1 / SIZES["small"]["vocab_size"]
     return moe(
         options,
         "speculative",
-        f"engine.speculative={words}",
+        f"engine.speculative={arguments}",
         f"engine.extra.speculative_accept_threshold_single={average:.6f}",
-        # A drafter's weights are in no checksum of the trainer's, so none are compared.
+        # The engine's checksum includes the draft model's weights, so weights are not compared.
         "engine.check_weights=false",
         layers=2,
     )
 
 
 def dp(options: argparse.Namespace) -> list[Row]:
-    """Two GPUs: an engine whose attention is parallel over data, beside a trainer of two ranks."""
+    """Two GPUs: an engine with DP attention, and a trainer with two ranks on the same GPUs."""
     return moe(
         options,
         "dp",
@@ -298,7 +297,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "speculative": speculative,
 }
 NOT_UNASKED = ("split", "mixed", "experts", "dp", "speculative")
-"""Sections of several GPUs, or of features that few use."""
+"""Sections that need several GPUs or test rarely used features."""
 
 
 def main() -> int:

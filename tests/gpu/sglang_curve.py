@@ -1,6 +1,6 @@
 """The reward curve of a run as data and as a picture.
 
-python tests/gpu/sglang_curve.py EVENTS.jsonl OUT      # OUT.csv, and OUT.png where matplotlib is
+python tests/gpu/sglang_curve.py EVENTS.jsonl OUT      # OUT.csv, and OUT.png if matplotlib is installed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = (
     "sync_seconds_total", "seconds_trainer_sleep", "seconds_trainer_wake",
 )  # fmt: skip
 SMOOTHED = 5
-"""Steps that the thick line averages."""
+"""Number of steps averaged by the thick line."""
 
 
 def write(events: Path, out: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""SGLang servers as the checks and benchmarks on GPUs start them."""
+"""SGLang servers for the checks and benchmarks on GPUs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KERNELS = {
     "disable_prefill_cuda_graph": True,
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
-"""What SGLang does without FlashAttention-3, xgrammar, and FlashInfer's sampling and all-reduce."""
+"""SGLang's options without FlashAttention-3, xgrammar, and FlashInfer's sampling and all-reduce."""
 
 Row = tuple[str, bool, str]
-"""Of a check's table: name, whether it passed, and what was found."""
+"""A row of a check's table: name, whether it passed, and the result."""
 
 
 def engine_config(**engine: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The models of the checks and benchmarks against SGLang."""
+"""The models used by the checks and benchmarks with SGLang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WORK = Path("/tmp/sglang_check")
 
 
 def smollm2(gguf: Path | None) -> Path:
-    """The bundled model; from a GGUF file that is here, where nothing can be downloaded."""
+    """The bundled model; from a local GGUF file if nothing can be downloaded."""
     from orhpc.models import bundled
 
     folder = bundled.folder_of("bundled:smollm2-135m-instruct")

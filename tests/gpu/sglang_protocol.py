@@ -1,4 +1,4 @@
-"""The protocol tests of the cpu engine against SGLang servers."""
+"""Run the CPU engine's protocol tests against SGLang servers."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from tests.gpu.sglang_models import WORK, perturbed, smollm2
 ROOT = Path(__file__).parents[2]
 
 TOLERANCE = {"tiny moe": 0.005}
-"""Largest error of a log-probability in float32, by model; of others :data:`PLAIN_TOLERANCE`.
+"""Maximum error of a log-probability in float32, by model; for others :data:`PLAIN_TOLERANCE`.
 
-SGLang's fused experts store what they compute through float16 in a float32 model too
-(``moe_runner/triton_utils/fused_moe.py`` of 0.5.16, ``compute_type``).  Under the same experts that explains
-0.0027 at most over some 1,800 sampled tokens of three such models (the cpu engine so rounded,
-tests/protocol/faulty_engine.py); a real server was at most 0.0017 off.
+SGLang's fused experts store results in float16 even in a float32 model
+(``moe_runner/triton_utils/fused_moe.py`` of 0.5.16, ``compute_type``).  With the same experts this explains
+at most 0.0027 over about 1,800 sampled tokens of three such models (the CPU engine with this rounding,
+tests/protocol/faulty_engine.py); a real server differed by at most 0.0017.
 """
 
 PLAIN_TOLERANCE = 0.001
 
 ROUTER_MARGIN = 0.01
-"""How much better, in a router's logits, the best expert may be that the engine did not take.
+"""Maximum margin, in router logits, of an expert that the engine did not choose.
 
-The same rounding moves a logit by 0.003 at most (400 prompts of 26 tokens), so it can exchange experts that
-are up to 0.006 apart; a logit's standard deviation is 1.8.
+The same rounding changes a logit by at most 0.003 (400 prompts of 26 tokens), so it can swap experts whose
+logits differ by up to 0.006; a logit's standard deviation is 1.8.
 """
 
 
 def protocol(options: argparse.Namespace) -> list[Row]:
-    """The suite of the cpu engine against SGLang, on a real model and two tiny ones."""
+    """Run the CPU engine's suite against SGLang, with a real model and two tiny ones."""
     from tests.protocol.tiny_models import dense_config, make_folder, moe_config
 
     folders = {
         "tiny dense": tuple(make_folder(dense_config(), WORK / f"dense{i}", i) for i in (0, 1)),
-        # SGLang's Qwen3-MoE takes every layer for a sparse one, whatever the config says.
+        # SGLang's Qwen3-MoE treats every layer as sparse, regardless of the config.
         "tiny moe": tuple(make_folder(moe_config(()), WORK / f"tiny-moe{i}", i) for i in (0, 1)),
     }
     if options.gguf is not None:
@@ -54,7 +54,7 @@ def protocol(options: argparse.Namespace) -> list[Row]:
     key_file.write_text(key)
     engines: dict[str, Any] = {}
     for name, (folder, _) in folders.items():
-        # What it takes is bound by its tokens; a high share leaves room to whatever starts beside it.
+        # A token limit bounds its memory; a high memory fraction tolerates processes that start concurrently.
         config = engine_config(
             dtype="float32", memory_fraction=0.8, deterministic=True, max_running=16,
             record_routes=name == "tiny moe", context=1024 if name == "smollm2" else 192,
@@ -105,9 +105,9 @@ def _suite(
     for line in lines:
         if line.startswith(("FAILED", "ERROR", "E  ")):
             print(f"   {name}: {line[:220]}", flush=True)
-    said = lines[-1] if lines else "nothing"
+    output = lines[-1] if lines else "nothing"
     return (
         f"protocol, {name}",
         code == 0 and secret,
-        f"{said}; ready after {waited:.0f} s; key hidden: {secret}",
+        f"{output}; ready after {waited:.0f} s; key hidden: {secret}",
     )

@@ -1,4 +1,4 @@
-"""A weight sync by SGLang's own calls and nothing else, beside ours: the same engine, the same weights."""
+"""A weight sync by direct calls of SGLang's API against orhpc's, with the same engine and weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from tests.gpu import mismatch_kit as kit
 
 ROUNDS = 7
-"""Of each side, in turns; the first is not counted."""
+"""Number of syncs per side, alternating; the first is not counted."""
 NamedTensor = tuple[str, torch.Tensor]
 
 
 async def straight_sync(url: str, buckets: list[list[NamedTensor]]) -> float:
-    """Post each bucket as SGLang's documentation does; returns seconds.
+    """Post each bucket like SGLang's documentation does; returns seconds.
 
-    Nothing is gathered, paused, versioned or overlapped: one bucket is flattened, posted and answered
-    after the other.
+    Nothing is gathered, paused, versioned or overlapped: each bucket is flattened, posted and answered before
+    the next one.
     """
     utils = _sglang("utils")
     flattened = _sglang("weight_sync.tensor_bucket").FlattenedTensorBucket
@@ -41,9 +41,9 @@ async def straight_sync(url: str, buckets: list[list[NamedTensor]]) -> float:
                 "flush_cache": False,
             }
             async with session.post(f"{url}/update_weights_from_tensor", json=body) as answer:
-                said = await answer.json()
-                if answer.status != 200 or not said["success"]:
-                    raise RuntimeError(f"{answer.status}: {said}")
+                output = await answer.json()
+                if answer.status != 200 or not output["success"]:
+                    raise RuntimeError(f"{answer.status}: {output}")
     return time.perf_counter() - began
 
 
@@ -61,7 +61,7 @@ def buckets_of(trainer: Any) -> list[list[NamedTensor]]:
 
 async def compare(report: kit.Report, trainer: Any, url: str) -> None:
     """Medians of both sides, and their ratio; the engine holds the same weights before and after."""
-    _sglang("utils.patch_torch").monkey_patch_torch_reductions()  # names GPUs by UUID
+    _sglang("utils.patch_torch").monkey_patch_torch_reductions()  # identifies GPUs by UUID
     buckets = buckets_of(trainer)
     ours: list[float] = []
     straight: list[float] = []

@@ -1,4 +1,4 @@
-"""Runs of the real loop on this machine, as a user starts them, on the tiny model."""
+"""Runs of the real loop with the tiny model on this machine, started like a user does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(root: Path, *overrides: str, config: str = CONFIG) -> list[str]:
 def run(
     root: Path, *overrides: str, config: str = CONFIG, timeout: float = 240, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
+    """Start a run and wait for its end."""
     return subprocess.run(
         command(root, *overrides, config=config), cwd=ROOT, capture_output=True, text=True, timeout=timeout,
         check=False, env={**os.environ, **(env or {})},
@@ -54,7 +54,7 @@ def wait_for(
     wanted: Callable[[dict[str, Any]], bool],
     timeout: float = 240,
 ) -> dict[str, Any]:
-    """Wait until an event is there; fails with the run's output when it never comes."""
+    """Wait for an event; fails with the run's output if it never occurs."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         for event in read_events(rundir.events):
@@ -67,7 +67,7 @@ def wait_for(
 
 
 def children_of(rundir: RunDir) -> list[str]:
-    """Command lines of living processes that have the run directory in theirs."""
+    """Command lines of running processes that contain the run directory's path."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""A run of two environments, of which one's server goes away for good in the middle."""
+"""A run with two environments; the server of one ends permanently during the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Text(BaseModel):
 
 
 class Away(Environment):
-    """Answered in one turn; its server is not the job's."""
+    """A single-turn environment whose server is not started by the job."""
 
     @classmethod
     def list_splits(cls) -> list[str]:
@@ -42,7 +42,7 @@ class Away(Environment):
         return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(len(text.text)), finished=True)
 
 
-def test_a_run_goes_on_without_an_environment_that_is_gone_and_says_so(tmp_path: Path) -> None:
+def test_a_run_continues_without_an_unreachable_environment_and_reports_it(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "tiny")
     with serve(Away) as server:
         overrides = [f"environments.away={{url: '{server.url}'}}", "rollout.failing_environment=leave_out"]

@@ -1,4 +1,4 @@
-"""Runs that evaluate: on an environment that does not train, and without any training at all."""
+"""Runs that evaluate: on an environment without training splits, and without any training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 OTHER = "environments.t={serve: arithmetic, splits: [], max_turns: 3}"
 
 
-def test_a_source_that_does_not_train_is_evaluated(tmp_path: Path) -> None:
+def test_an_environment_without_training_splits_is_evaluated(tmp_path: Path) -> None:
     overrides = [OTHER, "evaluation.splits={t: [test]}", "evaluation.num_samples=3", "evaluation.interval=2"]
     result = kit.run(tmp_path, *overrides, "train.steps=2", "wandb.enabled=false")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -30,7 +30,7 @@ def test_a_source_that_does_not_train_is_evaluated(tmp_path: Path) -> None:
     assert trained == {"orhpc/letters"}
 
 
-def test_a_run_of_no_steps_evaluates_once_and_is_finished(tmp_path: Path) -> None:
+def test_a_run_without_steps_evaluates_once_and_finishes(tmp_path: Path) -> None:
     overrides = ["train.steps=0", "evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
     overrides += ["evaluation.n_samples=2", "wandb.enabled=false"]
     result = kit.run(tmp_path, *overrides)

@@ -1,4 +1,4 @@
-"""Optimizer steps that fail in a whole run: what is skipped, rolled back or done again, and what is kept."""
+"""Optimizer steps that fail in a complete run: skipping, rolling back and repeating."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SITE = Path(__file__).parent / "site"
 
 
 def failing_run(root: Path, plan: dict[int, str], *overrides: str) -> tuple[RunDir, list[dict[str, Any]]]:
-    """A run to its end, with faults at the given optimizer steps of both ranks; its folder and events."""
+    """Run to the end with faults at these optimizer steps of both ranks; returns folder and events."""
     faults = root / "faults"
     faults.mkdir()
     (faults / "plan.json").write_text(json.dumps(plan))
@@ -33,7 +33,7 @@ def failing_run(root: Path, plan: dict[int, str], *overrides: str) -> tuple[RunD
 
 
 def test_one_non_finite_step_is_skipped_and_two_in_a_row_are_rolled_back(tmp_path: Path) -> None:
-    """Step 3 is skipped; steps 5 and 6 are not finite, so the run goes back to the commit of step 4."""
+    """Step 3 is skipped; steps 5 and 6 are not finite, so the run returns to the commit of step 4."""
     rundir, events = failing_run(tmp_path, {3: "nan", 5: "nan", 6: "nan"}, "train.steps=6")
     steps = [(e["step"], bool(e.get("non_finite"))) for e in events if e["event"] == "step"]
     assert steps == [(1, False), (2, False), (3, True), (4, False), (5, True), (5, False), (6, False)]

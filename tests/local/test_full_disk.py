@@ -1,4 +1,4 @@
-"""A run whose filesystem is full for a while: it waits, loses nothing, and says so."""
+"""A run whose filesystem is temporarily full: it waits, loses nothing, and reports it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.slurm.cluster import leave_out
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SIZE = 48 << 20
 BELOW_A_COMMIT = 2 << 20
-"""A commit of this model has 4 MB, a step's record some kilobytes."""
+"""Bytes; a commit of this model has 4 MB, a step's record some kilobytes."""
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small filesystem of its own."""
+    """A small separate filesystem."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
@@ -38,7 +38,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int = 0) -> Path:
-    """Take all room but so many bytes; what takes it is to be unlinked."""
+    """Fill the disk except for this many bytes; returns the file to unlink."""
     ballast = disk / "ballast"
     with ballast.open("wb") as file:
         while True:
@@ -46,12 +46,12 @@ def fill(disk: Path, leave: int = 0) -> Path:
             try:
                 os.posix_fallocate(file.fileno(), 0, found.f_bavail * found.f_bsize - leave)
                 return ballast
-            except OSError as error:  # the run has written in the meantime
+            except OSError as error:  # the run has written at the same time
                 if error.errno != errno.ENOSPC:
                     raise
 
 
-def test_a_run_waits_for_room_and_goes_on_where_it_stood(disk: Path) -> None:
+def test_a_run_waits_for_disk_space_and_continues(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
     with kit.started(disk, "train.steps=12", "checkpoint.save_interval=3") as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] == 4)
@@ -75,10 +75,10 @@ def test_a_run_waits_for_room_and_goes_on_where_it_stood(disk: Path) -> None:
     assert not list(rundir.checkpoints.glob(".*"))
 
 
-def test_a_run_that_is_stopped_while_it_waits_leaves_in_time_and_comes_back(disk: Path) -> None:
+def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
-    words = ("train.steps=9", "checkpoint.save_interval=3")
-    with kit.started(disk, *words) as process:
+    arguments = ("train.steps=9", "checkpoint.save_interval=3")
+    with kit.started(disk, *arguments) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit")
         ballast = fill(disk)
         time.sleep(6)
@@ -86,7 +86,7 @@ def test_a_run_that_is_stopped_while_it_waits_leaves_in_time_and_comes_back(disk
         assert process.wait(60) == 75
     assert rundir.lineage()
     ballast.unlink()
-    again = kit.run(disk, *words)
+    again = kit.run(disk, *arguments)
     assert again.returncode == 0, again.stdout + again.stderr
     assert rundir.lineage()[0].step == 9
     assert not list(rundir.checkpoints.glob(".*"))
@@ -94,19 +94,19 @@ def test_a_run_that_is_stopped_while_it_waits_leaves_in_time_and_comes_back(disk
 
 def test_a_run_whose_last_commit_does_not_fit_is_not_finished(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
-    words = ("train.steps=8", "checkpoint.save_interval=3", "run.storage_wait_s=1")
-    with kit.started(disk, *words) as process:
+    arguments = ("train.steps=8", "checkpoint.save_interval=3", "run.storage_wait_s=1")
+    with kit.started(disk, *arguments) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit")
         ballast = fill(disk, leave=BELOW_A_COMMIT)
         assert process.wait(120) == 1
-        said = process.stdout.read() if process.stdout else ""
-    assert "step 8, the last, is trained but not committed" in said
-    assert "No space left on device" in said
-    assert "goes on from step 3" in said
+        output = process.stdout.read() if process.stdout else ""
+    assert "step 8, the last, is trained but not committed" in output
+    assert "No space left on device" in output
+    assert "continues from step 3" in output
     events = read_events(rundir.events)
     assert sorted(steps_of(events)) == list(range(1, 9))
     assert "finished" not in [e["event"] for e in events]
     ballast.unlink()
-    again = kit.run(disk, *words)
+    again = kit.run(disk, *arguments)
     assert again.returncode == 0, again.stdout + again.stderr
     assert rundir.lineage()[0].step == 8

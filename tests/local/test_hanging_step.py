@@ -1,6 +1,6 @@
-"""A step that hangs: the real batch script and the real run under it, beneath an srun that does not return.
+"""A hanging job step: the real batch script and a real run, with an srun that does not return.
 
-SLURM's own commands are stand-ins, because a true srun hangs only where a machine loses its power.
+SLURM's commands are replacements, because a real srun hangs only if a machine loses power.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from orhpc.rundir.events import read_events
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TASK = 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_PROCID=0 "$@"\n'
-"""What srun does with its words: options first, then the task's."""
+"""srun's handling of its arguments: options first, then the task's command."""
 LIMIT_S = 3
+KILLED = f"srun is still running {LIMIT_S} s after the first node has exited: killed"
 BEGIN_S = {True: 90, False: 5}
-"""For an srun that starts a task, and for one that does not."""
+"""Seconds for an srun that starts a task, and for one that does not."""
 
 
 class HangingJob:
-    """The batch script as a process of its own, with all that it starts below it."""
+    """The batch script as a separate process, with all its descendants."""
 
     def __init__(self, folder: Path, *overrides: str, srun: str) -> None:
         self.folder, self.run = folder, RunDir(folder / "runs/tiny")
         (folder / "bin").mkdir()
-        # Of its own: what an older start of the same job has left on the node is removed.
+        # A unique id, because folders of earlier starts of the same job on the node are removed.
         self.id = str(900_000_000 + os.getpid())
         about = f"JobId={self.id} JobState=RUNNING Requeue=1 Restarts=0 ExcNodeList=(null) StdOut=x"
         self.program("srun", srun)
@@ -45,8 +46,8 @@ class HangingJob:
         self.program("sinfo", "true")
         text = (ROOT / "slurm/train-cpu.sbatch").read_text()
         for long, short in {
-            "limit=120": f"limit={LIMIT_S}",
-            "begin=1800": f"begin={BEGIN_S[srun.startswith(TASK)]}",
+            "exit_limit=120": f"exit_limit={LIMIT_S}",
+            "start_limit=1800": f"start_limit={BEGIN_S[srun.startswith(TASK)]}",
         }.items():
             assert text.count(long) == 1
             text = text.replace(long, short)
@@ -58,11 +59,11 @@ class HangingJob:
             "SLURMD_NODENAME": "localhost",
             "SLURM_JOB_NAME": "x", "SLURM_JOB_PARTITION": "p", "ORHPC_PYTHON": sys.executable,
         }  # fmt: skip
-        words = ["bash", f"{folder}/script", "configs/tiny.yaml", f"run.root={folder}/runs"]
-        words += ["slurm.interface=lo", "wandb.enabled=false", *overrides]
+        arguments = ["bash", f"{folder}/script", "configs/tiny.yaml", f"run.root={folder}/runs"]
+        arguments += ["slurm.interface=lo", "wandb.enabled=false", *overrides]
         self.output = folder / "output"
         with self.output.open("wb") as output:
-            self.shell = subprocess.Popen(words, env=variables, stdout=output, stderr=output)
+            self.shell = subprocess.Popen(arguments, env=variables, stdout=output, stderr=output)
         self.tree: dict[int, psutil.Process] = {}
 
     def program(self, name: str, text: str) -> None:
@@ -82,9 +83,9 @@ class HangingJob:
             time.sleep(0.1)
 
     def returns(self) -> int:
-        """Wait for the script; nothing of what it started may stay."""
+        """Wait for the script; none of its descendants may be left."""
         self.until(lambda: self.shell.poll() is not None, LIMIT_S + 60)
-        # Ray's agents ask a GCS that was killed too for a minute before they end; SLURM's cgroups end them.
+        # Ray's agents poll a killed GCS for a minute before they end; under SLURM, cgroups end them.
         _, left = psutil.wait_procs(list(self.tree.values()), 120)
         assert not left, [process.cmdline() for process in left]
         return self.shell.returncode
@@ -92,8 +93,8 @@ class HangingJob:
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[HangingJob]:
-    words = getattr(request, "param", ())
-    made = HangingJob(tmp_path, *words, srun=f"{TASK if words else ''}exec sleep 1000")
+    arguments = getattr(request, "param", ())
+    made = HangingJob(tmp_path, *arguments, srun=f"{TASK if arguments else ''}exec sleep 1000")
     yield made
     if made.shell.poll() is None:
         for process in psutil.Process(made.shell.pid).children(recursive=True):
@@ -103,29 +104,29 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[HangingJob]:
 
 
 @pytest.mark.parametrize("job", [["train.steps=2"]], indirect=True)
-def test_a_finished_run_is_over_though_srun_goes_on(job: HangingJob) -> None:
+def test_a_finished_run_ends_even_if_srun_keeps_running(job: HangingJob) -> None:
     assert job.returns() == 0
     assert [e["step"] for e in read_events(job.run.events) if e["event"] == "step"] == [1, 2]
-    assert f"srun goes on {LIMIT_S} s after the first node has left: killed" in job.output.read_text()
+    assert KILLED in job.output.read_text()
     assert not [call for call in job.calls() if call.startswith("scontrol requeue")]
 
 
 @pytest.mark.parametrize("job", [["train.steps=1000"]], indirect=True)
-def test_a_launcher_that_was_killed_is_missed_though_srun_goes_on(job: HangingJob) -> None:
-    """Its lock is free once it is dead, whoever killed it; its processes die with it."""
+def test_a_killed_launcher_is_detected_even_if_srun_keeps_running(job: HangingJob) -> None:
+    """Its lock is released when it is killed, by any process; its child processes end with it."""
     job.until(lambda: any(e["event"] == "commit" for e in read_events(job.run.events)), 120)
     running = [p for p in job.tree.values() if p.is_running()]
     (launcher,) = [p for p in running if p.cmdline()[1:3] == ["-m", "orhpc.launch.node"]]
     os.kill(launcher.pid, signal.SIGKILL)
     assert job.returns() == 0
-    assert f"srun goes on {LIMIT_S} s after the first node has left: killed" in job.output.read_text()
+    assert KILLED in job.output.read_text()
     assert job.calls()[-1] == f"scontrol requeue {job.id}"
     (outcome,) = ledger.read(job.run)
     assert (outcome.reason, outcome.exit_code) == (Reason.KILLED, 137)
     assert outcome.step > 0
 
 
-def test_an_srun_that_starts_nothing_gives_the_nodes_back(job: HangingJob) -> None:
+def test_an_srun_that_starts_no_task_releases_the_nodes(job: HangingJob) -> None:
     assert job.returns() == 0
     assert (
         f"srun has not started the first node's task within {BEGIN_S[False]} s: killed"
@@ -138,7 +139,7 @@ def test_an_srun_that_starts_nothing_gives_the_nodes_back(job: HangingJob) -> No
 
 
 @pytest.mark.parametrize("job", [["train.steps=30"]], indirect=True)
-def test_a_healthy_run_outlasts_the_limit_of_its_end(job: HangingJob) -> None:
+def test_a_healthy_run_is_not_killed_by_the_exit_limit(job: HangingJob) -> None:
     began = time.monotonic()
     job.until(lambda: any(e["event"] == "finished" for e in read_events(job.run.events)), 200)
     assert time.monotonic() - began > 2 * LIMIT_S

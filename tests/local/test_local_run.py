@@ -1,4 +1,4 @@
-"""The whole loop on one machine: to the end, killed and resumed, stopped, broken and exported."""
+"""The whole loop on one machine: completed, killed and resumed, stopped, with faults, and exported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = {"OPENAI_API_KEY": "canary-3f9a", "WANDB_MODE": "offline"}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """One uninterrupted run that several tests look at."""
+    """One uninterrupted run that several tests examine."""
     root = tmp_path_factory.mktemp("finished")
     overrides = [f"train.steps={STEPS}", "secrets.openai_api_key=null", "evaluation.interval=3"]
     overrides += ["evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
@@ -49,19 +49,19 @@ def test_a_run_reports_every_step_and_commits(finished: RunDir) -> None:
     assert finished.lineage()[0].step == STEPS
 
 
-def test_the_log_of_a_good_run_has_its_steps_and_nothing_of_ray(finished: RunDir) -> None:
+def test_the_log_of_a_successful_run_has_its_steps_and_no_lines_of_ray(finished: RunDir) -> None:
     text = (finished.attempt(1) / "driver.log").read_text()
     steps = [f"step {step}/{STEPS}  reward " for step in range(1, STEPS + 1)]
     rest = ["starting from the base model", "committed step 4 (", "evaluation after step 3: "]
-    for said in [*steps, *rest, f"finished after step {STEPS}"]:
-        assert text.count(said) == 1, said
+    for lines in [*steps, *rest, f"finished after step {STEPS}"]:
+        assert text.count(lines) == 1, lines
     assert "\x1b" not in text
     others = [line for line in text.splitlines() if " INFO orhpc." not in line]
-    libkineto = ("profiler_st", "External init callback")  # of the step that is profiled
+    libkineto = ("profiler_st", "External init callback")  # printed during the profiled step
     assert [line for line in others if not any(own in line for own in libkineto)] == []
 
 
-def test_a_profiled_step_tells_what_its_time_went_into(finished: RunDir) -> None:
+def test_a_profiled_step_writes_its_profile(finished: RunDir) -> None:
     assert [p.name for p in (finished.path / "profiles").iterdir()] == ["step_2"]
     assert "aten::mm" in (finished.profile_of(2) / "rank_000.txt").read_text()
     with gzip.open(finished.profile_of(2) / "rank_000.json.gz") as file:
@@ -69,7 +69,7 @@ def test_a_profiled_step_tells_what_its_time_went_into(finished: RunDir) -> None
 
 
 def test_engine_and_trainer_agree_on_log_probabilities(finished: RunDir) -> None:
-    """Weights are current at every step: a stale or mixed sync would show here."""
+    """Weights are current at every step; a stale or mixed sync would increase the difference."""
     for event in steps_of(read_events(finished.events)).values():
         assert event["logprob_diff_max"] < 1e-4
         assert event["staleness_mean"] == 0
@@ -79,7 +79,7 @@ def test_engine_and_trainer_agree_on_log_probabilities(finished: RunDir) -> None
     assert ready["model_check"].startswith("within ")
 
 
-def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:
+def test_the_record_contains_every_trained_rollout(finished: RunDir) -> None:
     for step in range(1, STEPS + 1):
         rollouts = read_step(finished.rollouts_of(step))
         assert len(rollouts) == 16
@@ -92,7 +92,7 @@ def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:
     assert (user["role"], assistant["role"]) == ("user", "assistant")
     assert user["content"].startswith("Letters ")
     assert {m["role"] for m in rollout.messages[2:]} <= {"tool"}
-    # The prompt comes first, then what was sampled, and one log-probability for each of its tokens.
+    # The prompt comes first, then the sampled tokens, with one log-probability for each.
     (first, *_), sampled = rollout.loss_mask_T, rollout.loss_mask_T.sum()
     assert not first
     assert 0 < sampled <= 12
@@ -100,21 +100,21 @@ def test_the_record_holds_every_trained_rollout(finished: RunDir) -> None:
     assert not rollout.logprobs_T[~rollout.loss_mask_T].any()
 
 
-def test_a_finished_run_says_so_and_starts_nothing(finished: RunDir) -> None:
+def test_a_finished_run_reports_it_and_starts_nothing(finished: RunDir) -> None:
     again = kit.run(finished.path.parent, *_like(finished), env=SECRET)
     assert again.returncode == 0
     assert "finished" in again.stdout
     assert finished.newest_attempt() == 1
 
 
-def test_another_seed_would_be_another_run(finished: RunDir) -> None:
+def test_another_seed_is_refused(finished: RunDir) -> None:
     again = kit.run(finished.path.parent, *_like(finished), "run.seed=5", env=SECRET)
     assert again.returncode == 2
     assert "run.seed" in again.stderr
     assert again.stderr.count("\n") == 1
 
 
-def test_secrets_are_nowhere(finished: RunDir) -> None:
+def test_secrets_appear_in_no_file(finished: RunDir) -> None:
     needle = b"canary-3f9a"
     hits = [p for p in finished.path.rglob("*") if p.is_file() and needle in p.read_bytes()]
     assert hits == []
@@ -122,7 +122,7 @@ def test_secrets_are_nowhere(finished: RunDir) -> None:
     assert not list(finished.attempts.glob("*/ray.token"))
 
 
-def test_nothing_of_the_run_is_left_running(finished: RunDir) -> None:
+def test_no_process_of_the_run_is_left(finished: RunDir) -> None:
     assert kit.wait_gone(finished) == []
 
 
@@ -157,7 +157,7 @@ def test_status_view_and_export(finished: RunDir, tmp_path: Path) -> None:
     assert orhpc("status", str(tmp_path)).returncode == 2
 
 
-def test_killed_anywhere_and_resumed_the_parameters_are_those_of_an_uninterrupted_run(
+def test_a_killed_and_resumed_run_has_the_parameters_of_an_uninterrupted_one(
     finished: RunDir, tmp_path: Path
 ) -> None:
     """Both runs replay the same record; one is SIGKILLed twice, in an update and in a save."""
@@ -176,7 +176,7 @@ def test_killed_anywhere_and_resumed_the_parameters_are_those_of_an_uninterrupte
     assert _shards(rundir) == _shards(RunDir(tmp_path / "straight" / "tiny"))
 
 
-def test_a_corrupt_commit_is_passed_over_on_resume(finished: RunDir, tmp_path: Path) -> None:
+def test_a_corrupt_commit_is_skipped_on_resume(finished: RunDir, tmp_path: Path) -> None:
     replay = [f"train.replay_rollouts={finished.rollouts}", "wandb.enabled=false"]
     assert kit.run(tmp_path, *replay, "train.steps=4").returncode == 0
     rundir = RunDir(tmp_path / "tiny")
@@ -212,8 +212,8 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     assert all(name.endswith(f"-{run_id}") for name in offline)  # one W&B run, continued
 
 
-def test_wandb_has_the_rows_of_an_attempt_that_was_killed(tmp_path: Path) -> None:
-    """W&B's own process dies with the attempt, and what it had not written with it."""
+def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
+    """W&B's own process ends with the attempt, and unwritten rows are lost."""
     rundir = RunDir(tmp_path / "tiny")
     with kit.started(tmp_path, "train.steps=200", env={"WANDB_MODE": "offline"}) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit" and e["step"] >= 4)
@@ -227,14 +227,14 @@ def test_wandb_has_the_rows_of_an_attempt_that_was_killed(tmp_path: Path) -> Non
 
 
 def _wandb_rows(path: Path) -> int:
-    """Rows in a file of W&B's, by keys that each row has once; a block's border may cut one of them."""
+    """Number of rows in W&B's file, by keys that each row has once; a block border may split one."""
     data = path.read_bytes()
     return max(data.count(key) for key in (b"step_seconds", b"phase/update", b"train_tokens_per_s"))
 
 
 @pytest.mark.parametrize("how_many", ["one", "all"])
-def test_killed_engines_come_back_and_no_step_is_lost(tmp_path: Path, how_many: str) -> None:
-    """Of two engines one takes over for the other; when both are gone all parts start again in place."""
+def test_killed_engines_are_restarted_and_no_step_is_lost(tmp_path: Path, how_many: str) -> None:
+    """If one of two engines ends, the other takes over; if both end, all parts restart in place."""
     rundir = RunDir(tmp_path / "tiny")
     settings = ["train.steps=8", "wandb.enabled=false", "checkpoint.save_interval=1000"]
     with kit.started(tmp_path, *settings) as process:
@@ -247,12 +247,12 @@ def test_killed_engines_come_back_and_no_step_is_lost(tmp_path: Path, how_many: 
     assert process.returncode == 0, output
     events = read_events(rundir.events)
     steps = steps_of(events)
-    # Committed when the failure was noticed, so none is done twice.
+    # The step is committed when the failure is detected, so no step is repeated.
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, 9))
     assert all(e["logprob_diff_max"] < 1e-4 for e in steps.values())  # never old weights
     restarts = [e["kind"] for e in events if e["event"] == "restart"]
     if how_many == "one":
-        assert restarts in ([], ["WeightSyncFailed"])  # the latter if it died in the middle of a sync
+        assert restarts in ([], ["WeightSyncFailed"])  # the latter if it ended during a sync
     else:
         assert len(restarts) == 1
 
@@ -277,7 +277,7 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
             assert routes is not None
             assert routes.shape == (summary.length - 1, 3, 2)
     assert seen == {"orhpc/letters", "gym", "t"}
-    # Rollouts were made while the trainers stepped: those of a synchronous run are all of age 0.
+    # Rollouts were generated during updates; in a synchronous run all have staleness 0.
     assert ages == {0, 1}
     assert max(e["staleness_mean"] for e in events.values()) > 0.2
 
@@ -301,7 +301,7 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
         ("rollout.custom_agent=no.such:thing", 2, "rollout.custom_agent"),
     ],
 )
-def test_bad_input_is_one_line_and_loses_nothing(
+def test_invalid_input_gives_one_error_line_and_loses_nothing(
     tmp_path: Path, override: str, code: int, expected: str
 ) -> None:
     result = kit.run(tmp_path, override, "rollout.environment_start_timeout_s=3", "wandb.enabled=false")
@@ -327,14 +327,14 @@ def _processes(module: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if module.encode() in words:
+            if module.encode() in command:
                 found.append(int(entry.name))
     return found
 
 
 def _descends(pid: int, root: Path) -> bool:
-    """Whether a process was started by a run under ``root``; Ray's workers are nobody's children."""
+    """Whether a process was started by a run under ``root``; Ray's workers are not its descendants."""
     return f"ORHPC_TEST_ROOT={root}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

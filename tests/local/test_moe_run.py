@@ -1,4 +1,4 @@
-"""A mixture of experts through the whole loop: its routes are recorded, replayed and replayed again."""
+"""A mixture of experts in the whole loop: routes are recorded, replayed, and read back."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MOE = (
 )
 
 
-def test_the_engines_routes_are_trained_and_kept(tmp_path: Path) -> None:
+def test_the_engines_routes_are_used_in_training_and_recorded(tmp_path: Path) -> None:
     result = kit.run(tmp_path, *MOE, "train.gradient_checkpointing=true")
     assert result.returncode == 0, result.stdout + result.stderr
     first = RunDir(tmp_path / "tiny")
     steps = steps_of(read_events(first.events))
     assert sorted(steps) == [1, 2, 3]
-    for event in steps.values():  # the same float32 weights on both sides: the routers agree as well
+    for event in steps.values():  # both sides have the same float32 weights, so the routers agree too
         assert event["router_mismatch_fraction"] == event["token_mismatch_fraction"] == 0
         assert event["logprob_diff_max"] < 1e-4
     location = read_step(first.rollouts_of(1))[0].location
@@ -45,7 +45,7 @@ def test_the_engines_routes_are_trained_and_kept(tmp_path: Path) -> None:
         assert again[step]["token_mismatch_fraction"] == 0
 
 
-def test_replaying_a_record_without_routes_says_so(tmp_path: Path) -> None:
+def test_replaying_a_record_without_routes_is_an_error(tmp_path: Path) -> None:
     steps = "train.steps=1"
     assert kit.run(tmp_path, "model.path=bundled:tiny-moe", steps).returncode == 0
     rollouts = RunDir(tmp_path / "tiny").rollouts

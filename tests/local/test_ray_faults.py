@@ -1,4 +1,4 @@
-"""Ray's own processes end under a real run."""
+"""Ray's own processes end during a real run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.slow
 
 
 def kill_of(process: subprocess.Popen[str], name: str) -> None:
-    """SIGKILL the run's Ray process of that name."""
+    """Send SIGKILL to the run's Ray process of this name."""
     (victim,) = [p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == name]
     victim.send_signal(signal.SIGKILL)
 
 
-def test_ray_s_processes_may_end_and_the_run_finishes_in_place(tmp_path: Path) -> None:
-    """The GCS costs nothing; with the raylet the trainer goes, and the run goes on from its last commit."""
+def test_the_run_finishes_in_place_after_ray_s_processes_end(tmp_path: Path) -> None:
+    """A killed GCS costs no step; a killed raylet ends the trainer, so the last commit is restored."""
     rundir = RunDir(tmp_path / "tiny")
     settings = ["train.steps=9", "wandb.enabled=false", "checkpoint.save_interval=3"]
     with kit.started(tmp_path, *settings) as process:
@@ -38,4 +38,4 @@ def test_ray_s_processes_may_end_and_the_run_finishes_in_place(tmp_path: Path) -
     assert [e["kind"] for e in events if e["event"] == "restart"] == ["RayLost"]
     done = [e["step"] for e in events if e["event"] == "step"]
     assert sorted(set(done)) == list(range(1, 10))
-    assert len(done) - 9 <= 3  # steps since the last commit, of which there is one every three
+    assert len(done) - 9 <= 3  # steps since the last commit; commits are made every three steps

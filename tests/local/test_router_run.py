@@ -1,4 +1,4 @@
-"""A whole run whose workers reach two engines through the real sglang-router."""
+"""A complete run whose workers reach two engines through the real sglang-router."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.local import kit
 pytestmark = pytest.mark.slow
 
 
-def test_rollouts_go_through_the_router(tmp_path: Path) -> None:
+def test_rollouts_use_the_router(tmp_path: Path) -> None:
     pytest.importorskip("sglang_router")
     result = kit.run(tmp_path, "engine.router=true", "train.steps=3", "wandb.enabled=false")
     assert result.returncode == 0, result.stdout + result.stderr

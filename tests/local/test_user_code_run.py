@@ -1,4 +1,4 @@
-"""Runs whose environment, reward or agent is the user's own and raises: one start, one clear end."""
+"""Runs whose environment, reward or agent is user code that raises: one start, one clear error."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_code_that_always_raises_ends_the_run_once_with_its_traceback(
     assert line in result.stdout
     events = read_events(RunDir(tmp_path / "tiny").events)
     assert [e["event"] for e in events] == ["bring_up", "ready", "failed"]
-    assert RunDir(tmp_path / "tiny").lineage() == []  # nothing was trained that a commit would hold
+    assert RunDir(tmp_path / "tiny").lineage() == []  # no step was trained, so there is no commit
 
 
-def test_code_that_raises_at_times_is_counted_and_the_rest_is_trained(tmp_path: Path) -> None:
+def test_code_that_raises_sometimes_is_counted_and_the_other_rollouts_are_trained(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     result = kit.run(
         tmp_path, "environments={p: {serve: 'mine:Partly'}}", "wandb.enabled=false", "train.steps=3",

@@ -44,7 +44,7 @@ def no_external(servers: dict[str, Server]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_external")
-def test_life_and_death(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_the_process_starts_serves_and_stops(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     log = tmp_path / "logs" / "engine.log"
     process = EngineProcess(
         engine_config(extra={"load_format": "dummy"}),
@@ -111,7 +111,7 @@ def test_a_failure_to_start_says_why(tmp_path: Path) -> None:
     process.stop()
 
 
-def test_a_crash_while_starting_is_told_by_its_exception(tmp_path: Path) -> None:
+def test_a_crash_while_starting_is_reported_by_its_exception(tmp_path: Path) -> None:
     """SGLang's last log lines report the shutdown of its processes, not the cause."""
     crash = (
         "import traceback\n"
@@ -146,7 +146,7 @@ def test_a_deadline_holds_while_starting(folders: dict[str, tuple[Path, Path]], 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["--host", "0.0.0.0"], "api-key-file"),
         (["--host", "localhost"], "not an IP address"),
@@ -162,12 +162,12 @@ def test_bad_arguments_end_with_one_line_and_exit_code_2(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
-    said: str,
+    output: str,
 ) -> None:
     from orhpc.rollout.engines.cpu import __main__ as program
 
     monkeypatch.setattr(program, "_die_with_parent", lambda: None)
     argv = ["--model-path", str(folders["dense"][0]), "--port", "1", "--context-length", "64", *arguments]
     assert program.main(argv) == 2
-    assert said in caplog.records[-1].getMessage()
+    assert output in caplog.records[-1].getMessage()
     assert "\n" not in caplog.records[-1].getMessage()

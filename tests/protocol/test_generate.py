@@ -124,7 +124,7 @@ def test_stop_tokens_end_a_generation_and_belong_to_it(server: Server) -> None:
     assert got.tokens_N.tolist() == tokens[: tokens.index(stop) + 1]
 
 
-def test_the_length_limit_is_told_apart(server: Server) -> None:
+def test_the_length_limit_is_distinguished(server: Server) -> None:
     got = server.generate(prompt_of(10, 8), Sampling(max_new_tokens=1, seed=1, temperature=0.0))
     assert len(got.tokens_N) == 1
     assert got.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)

@@ -119,12 +119,12 @@ WRONG_REPORTS: dict[str, tuple[Report, str]] = {
 @pytest.mark.parametrize("name", WRONG_REPORTS)
 def test_wrong_routes_are_found(engine: FaultyEngine, half: Server, name: str) -> None:
     prompt = prompt_of(20, 70)
-    engine.report, said = WRONG_REPORTS[name]
+    engine.report, output = WRONG_REPORTS[name]
     (got,) = answers(half, [prompt])
     assert got.routes is not None and got.routes.shape[0] == 25
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=output):
         half.assert_logprobs(got, prompt)
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=output):
         half.assert_routes(got.routes, [*prompt, *got.tokens_N.tolist()])
 
 
@@ -147,17 +147,17 @@ def equal_weights(layer: int, found: Routed) -> Routed:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "output"),
     [(third_best, "not the router's"), (equal_weights, "Not equal to tolerance")],
     ids=["experts", "weights"],
 )
-def test_wrong_routing_is_found(engine: FaultyEngine, half: Server, fault: RouterFault, said: str) -> None:
+def test_wrong_routing_is_found(engine: FaultyEngine, half: Server, fault: RouterFault, output: str) -> None:
     prompt = prompt_of(20, 71)
     engine.router = fault
     half.post("/flush_cache")
     (got,) = answers(half, [prompt])
     half.post("/flush_cache")
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=output):
         half.assert_logprobs(got, prompt)
     if fault is third_best:  # the replay follows it, so that only the margin reveals it
         replace(half, router_margin=float("inf")).assert_logprobs(got, prompt)

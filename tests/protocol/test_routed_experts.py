@@ -27,7 +27,7 @@ def test_routes_are_those_of_a_forward_pass(moe: Server) -> None:
     moe.assert_routes(got.routes, whole)
 
 
-def test_only_the_rows_asked_for_come(moe: Server) -> None:
+def test_only_the_requested_rows_are_returned(moe: Server) -> None:
     prompt = prompt_of(30, 51)
     sampling = Sampling(max_new_tokens=6, seed=1)
     got = moe.generate(prompt, sampling, routes_start=0)

@@ -127,7 +127,7 @@ class Sender:
         self.name = name
         self.group: dist.ProcessGroup | None = None
 
-    def beside(self, work: Callable[[], Any], call: Callable[[EngineClient], Any]) -> None:
+    def run_concurrently(self, work: Callable[[], Any], call: Callable[[EngineClient], Any]) -> None:
         """Run the sender and the call concurrently; the call's failure is raised first."""
         failures: list[Exception] = []
 
@@ -160,7 +160,7 @@ class Sender:
                 timeout_s=20,
             )
 
-        self.beside(
+        self.run_concurrently(
             ours,
             lambda c: c.init_weights_update_group(
                 master_address="127.0.0.1",
@@ -187,7 +187,7 @@ class Sender:
             )
             await client.end_update()
 
-        self.beside(ours, receive)
+        self.run_concurrently(ours, receive)
 
     def leave(self) -> None:
         if self.group is not None:
@@ -257,7 +257,7 @@ def test_a_refused_part_makes_an_open_update_partial(ours: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "output"),
     [
         ([("model.nonsense", torch.zeros(2))], "nonsense"),
         ([("model.norm.weight", torch.zeros(2))], "shape"),
@@ -265,16 +265,16 @@ def test_a_refused_part_makes_an_open_update_partial(ours: Server) -> None:
     ids=["name", "shape"],
 )
 def test_what_does_not_fit_is_refused_and_whole_weights_stay_whole(
-    ours: Server, named: Named, said: str
+    ours: Server, named: Named, output: str
 ) -> None:
-    with pytest.raises(WeightSyncFailed, match=said):
+    with pytest.raises(WeightSyncFailed, match=output):
         ours.use(lambda c: c.update_weights_from_tensor([serialize_named_tensors(named)], weight_version="9"))
     assert_serves(ours, ours.folder, 0)
 
 
 def test_bad_folders_are_refused_and_whole_weights_stay_whole(ours: Server, tmp_path: Path) -> None:
-    def refused(folder: Path, said: str) -> None:
-        with pytest.raises(WeightSyncFailed, match=said):
+    def refused(folder: Path, output: str) -> None:
+        with pytest.raises(WeightSyncFailed, match=output):
             ours.use(lambda c: c.update_weights_from_disk(str(folder), weight_version="9"))
 
     refused(tmp_path / "none", "no safetensors")

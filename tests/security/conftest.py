@@ -17,15 +17,15 @@ _FIRST_UID = 61234
 
 
 class Stranger:
-    """Another user's process, which does what tests tell it."""
+    """A process of another user that runs functions for tests."""
 
     def __init__(self, *enter: str) -> None:
-        """``enter``: words before the command, to be on another machine than this."""
+        """``enter``: command prefix that runs the process on another machine."""
         taken = {entry.pw_uid for entry in pwd.getpwall()}
         uid = next(i for i in range(_FIRST_UID, _FIRST_UID + 1000) if i not in taken)
         program = Path(__file__).with_name("stranger.py")
-        words = [*enter, sys.executable, str(program), str(uid)]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [*enter, sys.executable, str(program), str(uid)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._answer() == {"ready": uid}
 
     def _answer(self) -> Any:
@@ -33,7 +33,7 @@ class Stranger:
         return json.loads(self._process.stdout.readline())
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """Call a function of :mod:`tests.security.stranger`; raises OSError where it fails."""
+        """Call a function of :mod:`tests.security.stranger`; raises OSError if it fails."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, arguments]) + "\n")
         self._process.stdin.flush()

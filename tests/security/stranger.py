@@ -1,6 +1,6 @@
-"""Another user of the node, who tries the run's listeners; orders and answers are lines of JSON.
+"""Another user of the node, who attacks the run's listeners; requests and answers are lines of JSON.
 
-Run by root as ``stranger.py UID``.  It loads what it needs before it becomes that user, who may not be able
+Run by root as ``stranger.py UID``.  It imports its modules before it becomes that user, who may not be able
 to read this Python's files.
 """
 
@@ -30,7 +30,7 @@ def request(
     body: Any = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """Status and text of an answer; status 0 where there was none."""
+    """Status and text of an answer; status 0 if there was none."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **(headers or {})}
     asked = urllib.request.Request(url, data=data, headers=headers, method=method)
@@ -44,8 +44,8 @@ def request(
 
 
 def take(host: str, port: int) -> str:
-    """Bind a port, by every means there is, and answer 200 to all requests there; empty when it worked."""
-    said = ""
+    """Try in every way to bind a port, and answer 200 to all requests there; returns "" on success."""
+    output = ""
     for option in (None, socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         listener = socket.socket()
         if option is not None:
@@ -55,38 +55,38 @@ def take(host: str, port: int) -> str:
             listener.listen()
         except OSError as error:
             listener.close()
-            said = error.strerror or str(error)
+            output = error.strerror or str(error)
             continue
         _kept.append(listener)
         threading.Thread(target=_answer_all, args=[listener], daemon=True).start()
         return ""
-    return said
+    return output
 
 
 def _answer_all(listener: socket.socket) -> None:
     while True:
         connection, _ = listener.accept()
         connection.settimeout(2.0)
-        with contextlib.suppress(OSError):  # a client that says nothing, or has left
+        with contextlib.suppress(OSError):  # a client that sends nothing, or has disconnected
             _heard.append(connection.recv(65536).decode(errors="replace"))
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
         connection.close()
 
 
 def heard() -> list[str]:
-    """What came in at the ports that were taken."""
+    """Data received on the bound ports."""
     return _heard
 
 
 def give_up() -> None:
-    """Leave the ports that were taken, and forget what came in."""
+    """Close the bound ports, and discard the received data."""
     _heard.clear()
     while _kept:
         _kept.pop().close()
 
 
 def store(host: str, port: int) -> bool:
-    """Whether a torch store talks to us there: it answers a ping of its protocol (TCPStoreBackend.hpp)."""
+    """Whether a torch store answers a ping of its protocol at this address (TCPStoreBackend.hpp)."""
     validate, ping, nonce = b"\x00", b"\x0d", struct.pack("=I", 0x5EED)
     try:
         with socket.create_connection((host, port), timeout=3.0) as connection:
@@ -103,7 +103,7 @@ def opened(path: str) -> str:
 
 
 def main() -> None:
-    request("GET", "http://127.0.0.1:1/")  # loads what it needs, which this user can read
+    request("GET", "http://127.0.0.1:1/")  # imports the needed modules, which this user can read
     os.setgroups([])
     os.setgid(int(sys.argv[1]))
     os.setuid(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Engines and the router: whoever holds their key can replace the policy's weights."""
+"""Engines and the router: their key allows a client to replace the policy's weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def call(process: EngineProcess) -> str:
     return asyncio.run(run())
 
 
-def test_an_engine_answers_only_who_has_the_key(engine: EngineProcess, stranger: Stranger) -> None:
+def test_an_engine_answers_only_requests_with_the_key(engine: EngineProcess, stranger: Stranger) -> None:
     for method, path in CALLS:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Host": "x/health?"}):
             body = {} if method == "POST" else None
@@ -72,7 +72,7 @@ def test_an_engine_answers_only_who_has_the_key(engine: EngineProcess, stranger:
     assert call(engine).endswith("model")
 
 
-def test_a_stranger_gets_no_port_of_an_engine_before_within_or_after_its_life(
+def test_another_user_cannot_bind_an_engine_s_port_at_any_time(
     engine: EngineProcess, stranger: Stranger
 ) -> None:
     port = port_of(engine)
@@ -93,7 +93,7 @@ def test_a_stranger_gets_no_port_of_an_engine_before_within_or_after_its_life(
     assert stranger("heard") == []
 
 
-def test_a_port_that_a_stranger_has_is_a_typed_failure_that_tells_no_key(
+def test_a_port_of_another_user_gives_a_typed_failure_and_reveals_no_key(
     stranger: Stranger, tmp_path: Path
 ) -> None:
     (port,) = free_ports(1, HOST)
@@ -104,8 +104,8 @@ def test_a_port_that_a_stranger_has_is_a_typed_failure_that_tells_no_key(
     assert process.pid is None and stranger("heard") == []
 
 
-def test_who_answers_must_be_our_own_child(stranger: Stranger, tmp_path: Path) -> None:
-    """A router binds its port itself, and a stranger may be faster."""
+def test_the_answering_process_must_be_our_own_child(stranger: Stranger, tmp_path: Path) -> None:
+    """A router binds its port itself, and another user may bind it first."""
     (port,) = free_ports(1, HOST)
 
     class Slow(ServerProcess):
@@ -141,9 +141,7 @@ uvicorn.run(app, host="127.0.0.1", port=1, log_level="warning", timeout_keep_ali
 """
 
 
-def test_a_server_that_calls_uvicorn_as_sglang_does_asks_for_the_key(
-    stranger: Stranger, tmp_path: Path
-) -> None:
+def test_a_server_that_calls_uvicorn_like_sglang_requires_the_key(stranger: Stranger, tmp_path: Path) -> None:
     (port,) = free_ports(1, HOST)
     command = [sys.executable, "-c", UVICORN]
     process = ServerProcess(HOST, port, command, dict(os.environ), KEY, str(tmp_path / "log"))
@@ -162,7 +160,7 @@ def test_a_server_that_calls_uvicorn_as_sglang_does_asks_for_the_key(
         process.stop()
 
 
-def test_a_router_answers_only_who_has_the_key(
+def test_a_router_answers_only_requests_with_the_key(
     engine: EngineProcess, stranger: Stranger, tmp_path: Path
 ) -> None:
     pytest.importorskip("sglang_router")

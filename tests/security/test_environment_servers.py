@@ -1,4 +1,4 @@
-"""Environment servers of a job: what they run for a caller, they run as the job's user."""
+"""Environment servers of a job: they run tool calls as the job's user."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def served(tmp_path: Path) -> Iterator[ServedEnvironments]:
 
 
 def reward_of(url: str, key: str | None, timeout_s: float = 90.0) -> float | None:
-    """One session on the server: open it, and answer."""
+    """Open one session on the server, and answer."""
 
     async def run() -> float | None:
         settings = EnvironmentSettings(serve="letters")
@@ -63,7 +63,7 @@ def reward_of(url: str, key: str | None, timeout_s: float = 90.0) -> float | Non
     return asyncio.run(run())
 
 
-def test_only_who_has_the_key_gets_anything(
+def test_only_requests_with_the_key_are_answered(
     served: ServedEnvironments, stranger: Stranger, tmp_path: Path
 ) -> None:
     (url,) = served.reserve()[NAME]
@@ -85,7 +85,7 @@ def test_only_who_has_the_key_gets_anything(
     assert key not in next(tmp_path.glob("*.log")).read_text()
 
 
-def test_nobody_takes_the_port_of_a_server_that_has_ended(
+def test_the_port_of_an_ended_server_cannot_be_bound(
     served: ServedEnvironments, stranger: Stranger, tmp_path: Path
 ) -> None:
     (url,) = served.reserve()[NAME]
@@ -103,14 +103,14 @@ def test_nobody_takes_the_port_of_a_server_that_has_ended(
     assert stranger("heard") == []
 
 
-def test_a_server_that_is_tried_out_asks_for_a_key_too(stranger: Stranger, tmp_path: Path) -> None:
+def test_the_server_of_try_env_requires_a_key_too(stranger: Stranger, tmp_path: Path) -> None:
     with OwnServer(NAME, EnvironmentSettings(serve="letters"), tmp_path) as own:
         assert reward_of(own.url, own.key) is not None
         assert stranger("request", "POST", f"{own.url}/create", {}, {"split": "train", "index": 0})[0] == 401
 
 
-def test_the_key_goes_nowhere_by_a_redirect(stranger: Stranger) -> None:
-    """A server of the job that sends its client elsewhere is not followed."""
+def test_the_key_is_not_sent_to_a_redirect_s_target(stranger: Stranger) -> None:
+    """A redirect from a server of the job is not followed."""
     (port,) = free_ports(1, "127.0.0.1")
     assert stranger("take", "127.0.0.1", port) == ""
     before = len(stranger("heard"))
@@ -133,7 +133,7 @@ def test_the_key_goes_nowhere_by_a_redirect(stranger: Stranger) -> None:
     assert stranger("heard")[before:] == []
 
 
-def test_a_held_port_is_refused_and_cannot_be_taken(stranger: Stranger) -> None:
+def test_a_held_port_refuses_connections_and_cannot_be_bound(stranger: Stranger) -> None:
     held = hold_port("127.0.0.1")
     port = held.getsockname()[1]
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_a_held_port_is_refused_and_cannot_be_taken(stranger: Stranger) -> None:
         with socket.create_connection(("127.0.0.1", port)) as client, held.accept()[0] as server:
             server.sendall(b"x")
             assert client.recv(1) == b"x"
-            server.close()  # so that the server's end stays behind for a while
+            server.close()  # so that the server's side stays in TIME_WAIT
             assert stranger("take", "127.0.0.1", port) and stranger("take", "0.0.0.0", port)
         stop_listening(held)
         stop_listening(held)  # a server that ended before it listened
@@ -152,10 +152,10 @@ def test_a_held_port_is_refused_and_cannot_be_taken(stranger: Stranger) -> None:
     hold_port("127.0.0.1", port).close()  # although connections there are still ending
 
 
-def test_a_port_that_a_stranger_listens_at_as_it_is_bound_is_refused(
+def test_a_port_on_which_another_user_listens_is_refused(
     stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a moment SO_REUSEADDR lets another user bind it too."""
+    """For a moment SO_REUSEADDR allows another user to bind it too."""
     bind = socket.socket.bind
 
     def bind_and_be_late(self: socket.socket, address: tuple[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What a run shows to others is what docs/security.md says, and a second user gets nothing of it."""
+"""A run has only the listeners, keys and files listed in docs/security.md; other users cannot use them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ KINDS = {
     "idle Ray worker": "ray::IDLE",
     "torch shared memory manager": "torch_shm_manager",
 }
-"""Names on the page, and what tells such a process; the first that fits."""
+"""Names on the page, and a part of the process's command line; the first match counts."""
 
 WEB_SERVERS = ("environment server", "engine", "Ray runtime environment agent")
-"""The others speak protocols of their own."""
+"""The other processes do not speak HTTP."""
 ASKED = [("GET", "/"), ("POST", "/create"), ("POST", "/generate"), ("POST", "/letters/num_tasks")]
 
 
 def rows_of(heading: str) -> list[list[str]]:
-    """Cells of the table under a heading of the page, without its first two lines."""
+    """Cells of the table under a heading of the page, without the table's first two lines."""
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -53,7 +53,7 @@ def kind_of(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunDir, list[psutil.Process]]]:
-    """A run in the middle of its steps, and all of its processes."""
+    """A run during its steps, and all of its processes."""
     root = tmp_path_factory.mktemp("surface")
     rundir = RunDir(root / "tiny")
     with kit.started(root, "train.steps=1000", "wandb.enabled=false") as process:
@@ -63,7 +63,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunDir, 
 
 
 def listening(processes: list[psutil.Process]) -> dict[int, tuple[str, str]]:
-    """Port to the kind of process that listens there, and its address."""
+    """Maps each port to the kind of process that listens on it, and the address."""
     found: dict[int, tuple[str, str]] = {}
     for process in processes:
         try:
@@ -83,7 +83,7 @@ def test_every_listener_is_on_the_page_and_on_loopback(running: tuple[RunDir, li
     assert {address.removeprefix("::ffff:") for _, address in found.values()} == {"127.0.0.1"}
 
 
-def test_a_second_user_gets_no_answer_but_a_refusal(
+def test_a_second_user_s_requests_are_refused(
     running: tuple[RunDir, list[psutil.Process]], stranger: Stranger
 ) -> None:
     rundir, processes = running
@@ -130,7 +130,7 @@ def test_every_file_outside_of_the_run_directory_is_on_the_page(
                 assert any(re.match(pattern, name) for pattern in patterns), (kind_of(process), name)
 
 
-def test_a_second_user_reads_none_of_it(
+def test_a_second_user_cannot_read_the_run_s_files(
     running: tuple[RunDir, list[psutil.Process]], stranger: Stranger
 ) -> None:
     rundir, processes = running

@@ -1,4 +1,4 @@
-"""The trainer's ranks: nobody else can join them, or read and change what they say to each other."""
+"""The trainer's ranks: other users cannot join them, or read and change their messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def listening() -> set[int]:
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_ranks_of_one_node_meet_where_nobody_else_can(stranger: Stranger) -> None:
+def test_ranks_of_one_node_rendezvous_in_a_private_file(stranger: Stranger) -> None:
     before = listening()
     rank = TrainerRank(make_config(), "unused", 0, 1, 1)
     meeting = rank.meeting_file()
@@ -33,14 +33,14 @@ def test_ranks_of_one_node_meet_where_nobody_else_can(stranger: Stranger) -> Non
         assert Path(meeting).exists()
         with pytest.raises(OSError, match="Permission"):
             stranger("opened", meeting)
-        # What is left are gloo's own sockets, of which none is a store.
+        # The remaining sockets are gloo's own; none of them is a store.
         assert not any(stranger("store", HOST, port) for port in listening() - before)
     finally:
         dist.destroy_process_group()
 
 
-def test_a_held_store_is_of_one_address(stranger: Stranger) -> None:
-    """Across nodes the store asks for no key: it must not listen anywhere but on the job's address."""
+def test_a_held_store_listens_on_one_address(stranger: Stranger) -> None:
+    """Across nodes the store has no authentication, so it must listen only on the job's address."""
     rank = TrainerRank(make_config(), "unused", 0, 1, 1)
     port = rank.hold_port(HOST)
     assert stranger("take", HOST, port) and stranger("take", "0.0.0.0", port)

@@ -1,7 +1,7 @@
-"""A SLURM cluster of four nodes on this machine: real daemons, each node its own namespaces.
+"""A SLURM cluster of four nodes on this machine: real daemons, each node in its own namespaces.
 
-Root on Debian with the packages slurm-wlm, munge and iproute2.  Everything lies under one folder,
-every process is ended by pid, and one network bridge is made and removed.
+Needs root on Debian with the packages slurm-wlm, munge and iproute2.  All files are in one folder, every
+process is ended by pid, and one network bridge is created and removed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 PACKAGES = "slurm-wlm munge iproute2"
 NODES = 4
 NOT_THE_JOBS = ("SLURM_", "SBATCH_", "GLOO_", "NCCL_")
-"""What of this process's environment no job gets: another test in it has trained over loopback."""
+"""Variables of this process that jobs do not inherit: other tests in it have trained over loopback."""
 _NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL"]
 _BRIDGE = "orhpc0"
 NET = "10.78.0"
 _LOCK = Path("/tmp/orhpc-slurm.lock")
-"""Held while a cluster runs: two would take each other's network away."""
+"""Lock held while a cluster runs: two clusters would use the same network."""
 _RESTART_S = 5.0
 
 _CONF = """\
@@ -91,7 +91,7 @@ mount -t proc proc /proc
 mount --bind {root}/hosts /etc/hosts
 mount --bind {root}/resolv.conf /etc/resolv.conf
 mount -t tmpfs -o size=1g,mode=1777 tmpfs /dev/shm
-# /tmp is the node's own, as on real nodes, but for what all nodes share.
+# /tmp is private to the node, as on real nodes, except for the folders that all nodes share.
 for path in {root} {visible}; do
   case $path in /tmp/*)
     mkdir -p "{root}/tmp/$1/${{path#/tmp/}}"
@@ -104,8 +104,8 @@ while ! ip -4 addr show dev eth0 2>/dev/null | grep -q inet; do sleep 0.02; done
 export SLURM_CONF={root}/slurm.conf
 set +e
 trap 'kill -TERM $(cat {root}/slurmd.$1.inner)' TERM
-# The node lives on when slurmd alone is killed, as a real one does; USR1 starts it again.  Not HUP: a shell
-# cannot trap what it was started to ignore, as everything under nohup is.
+# Like a real node, it survives when only slurmd is killed; USR1 restarts slurmd.  Not HUP: a shell cannot
+# trap a signal that was ignored at its start, as under nohup.
 slurm() {{
   slurmd -D -N $1 >>{root}/log/slurmd.$1.out 2>&1 &
   echo $! >{root}/slurmd.$1.inner
@@ -117,13 +117,13 @@ while :; do sleep 0.5 & wait $!; done
 
 
 def missing() -> str | None:
-    """One line that says why the cluster cannot be started here; None when it can."""
+    """One line with the reason why the cluster cannot be started here; None if it can."""
     if os.geteuid():
         return "not root"
     absent = [name for name in NEEDED if shutil.which(name) is None]
     if absent:
         return f"no {', '.join(absent)}: apt-get install {PACKAGES}"
-    # In a container root may still not be allowed to make namespaces and bridges.
+        # In a container, root may not be allowed to create namespaces and bridges.
     trials = [["unshare", *_NAMESPACES, "true"], ["ip", "link", "add", "orhpcv9", "type", "bridge"]]
     failed = [t for t in trials if subprocess.run(t, capture_output=True, check=False).returncode]
     ip("link", "del", "orhpcv9", check=False)
@@ -131,7 +131,7 @@ def missing() -> str | None:
 
 
 def leave_out(reason: str) -> NoReturn:
-    """A part that cannot run here: a failure in CI, one line elsewhere."""
+    """Report tests that cannot run here: a failure in CI, one line elsewhere."""
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
@@ -140,7 +140,7 @@ def leave_out(reason: str) -> NoReturn:
 def wait_until(
     condition: Callable[[], object], timeout: float, what: str, report: Callable[[], str] = str
 ) -> object:
-    """Poll until a condition is true; ``report`` is asked what else to say when it never was."""
+    """Poll until a condition is true; on a timeout, ``report`` returns additional text for the error."""
     end = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > end:
@@ -162,7 +162,7 @@ class Cluster:
             "WANDB_MODE": "offline",
         }
         self.shared = root / "shared"
-        """A folder that all nodes see."""
+        """A folder that all nodes share."""
         self._write(user_signal, memory_limits)
 
     def _write(self, user_signal: bool, memory_limits: bool) -> None:
@@ -196,7 +196,7 @@ class Cluster:
         key.chmod(0o600)
 
     def start(self) -> None:
-        ip("link", "del", _BRIDGE, check=False)  # left by a cluster that was killed
+        ip("link", "del", _BRIDGE, check=False)  # left by a killed cluster
         ip("link", "add", _BRIDGE, "type", "bridge")
         ip("addr", "replace", f"{NET}.1/24", "dev", _BRIDGE)
         ip("link", "set", _BRIDGE, "up")
@@ -221,13 +221,13 @@ class Cluster:
         return daemon
 
     def stop_controller(self) -> None:
-        """Have slurmctld save its state and end, as for an upgrade."""
+        """Have slurmctld save its state and exit, as for an upgrade."""
         self._controller.terminate()
         self._controller.wait(30)
         self._daemons.remove(self._controller)
 
     def start_controller(self) -> None:
-        """Start slurmctld again from its saved state."""
+        """Restart slurmctld from its saved state."""
         self._controller = self._daemon("slurmctld", "-D")
         wait_until(self.node_states, 60, "slurmctld", self.report)
 
@@ -249,30 +249,30 @@ class Cluster:
         subprocess.run(["nsenter", "-t", str(init), "-n", "sh", "-c", inside], check=True)
 
     def power_off(self, i: int) -> None:
-        """SIGKILL to the node's pid 1: the kernel ends everything on it at once."""
+        """Send SIGKILL to the node's pid 1: the kernel ends all its processes at once."""
         shell, init = self._nodes.pop(i)
         os.kill(init, signal.SIGKILL)
         shell.wait()
 
     def kill_slurmd(self, i: int) -> None:
-        """SIGKILL to slurmd alone; the tasks on the node live on."""
+        """Send SIGKILL only to slurmd; the tasks on the node continue."""
         inner = (self.root / f"slurmd.n{i}.inner").read_text().strip()
         self.on_node(i, "kill", "-KILL", inner)
 
     def enter(self, i: int) -> list[str]:
-        """What a command has to begin with to run on a node."""
+        """Command prefix that runs a command on a node."""
         return ["nsenter", "-t", str(self._nodes[i][1]), "-n", "-p", "-m"]
 
     def on_node(self, i: int, *command: str) -> str:
-        """Run a command on a node, outside any job; returns what it prints."""
+        """Run a command on a node, outside of any job; returns its output."""
         return subprocess.run(
             [*self.enter(i), *command], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
 
     def start_slurmd(self, i: int) -> None:
-        """Start slurmd again on a node where it was killed, as a service manager does: until it stays up.
+        """Restart a killed slurmd on a node like a service manager does: until it keeps running.
 
-        One that starts while the killed one's tasks still end may leave at once.
+        A slurmd that starts while tasks of the killed one are still ending may exit at once.
         """
         asked = -_RESTART_S
 
@@ -330,7 +330,7 @@ class Cluster:
         return match[1] if match else "GONE"
 
     def report(self) -> str:
-        """What the controller knows, for the message of a failed test."""
+        """The controller's state, for the message of a failed test."""
         queue = self.run("squeue", "--states=all", "--format=%i %P %T %r %S %e %N").stdout
         log = (self.root / "log/slurmctld.log").read_text(errors="replace")[-3000:]
         daemons = [
@@ -339,9 +339,9 @@ class Cluster:
         return "\n".join([f"nodes: {self.node_states()}", queue, log, *daemons])
 
     def processes(self, begun_before: float = float("inf")) -> list[str]:
-        """Command lines of what runs on the nodes beside SLURM's and the nodes' own processes.
+        """Command lines of processes on the nodes, except those of SLURM and of the nodes themselves.
 
-        ``begun_before``: only what was started before that time, in seconds since the epoch.
+        ``begun_before``: only processes that were started before this time, in seconds since the epoch.
         """
         own = {Path(f"/proc/{init}/ns/pid").readlink() for _, init in self._nodes.values()}
         found = []
@@ -360,7 +360,7 @@ class Cluster:
         return found
 
     def clear_files(self, i: int) -> None:
-        """What an administrator's tidying does to a node's /tmp after a power failure."""
+        """Clear a node's /tmp, as an administrator does after a power failure."""
         for folder in (self.root / f"tmp/n{i}").glob("orhpc-[!s]*"):
             shutil.rmtree(folder)
 
@@ -373,24 +373,24 @@ class Cluster:
 
 
 def _visible() -> str:
-    """Folders that jobs read on every node: this repository and the interpreter's own."""
+    """Folders that jobs read on every node: this repository and those of the interpreter."""
     return " ".join(map(str, {Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)}))
 
 
 def _begun(process: Path) -> float:
-    """When a process was started, in seconds since the epoch."""
+    """Start time of a process, in seconds since the epoch."""
     ticks = int((process / "stat").read_text().rsplit(")", 1)[1].split()[19])
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def die_with_parent() -> None:
-    """Nothing of a cluster outlives a test run, however that ends."""
+    """The kernel kills this process when the test run ends, in any way."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def ip(*words: str, check: bool = True) -> None:
-    subprocess.run(["ip", *words], check=check, capture_output=True)
+def ip(*arguments: str, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments], check=check, capture_output=True)
 
 
 def _cgroup_v1() -> bool:
@@ -398,13 +398,13 @@ def _cgroup_v1() -> bool:
 
 
 def can_limit_memory() -> bool:
-    """Whether this machine has the control groups by which this release of SLURM limits memory."""
+    """Whether this machine has the control groups with which this release of SLURM limits memory."""
     return Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").is_file()
 
 
 @contextlib.contextmanager
 def running_cluster(root: Path, **settings: bool) -> Iterator[Cluster]:
-    """Start a cluster, once no other runs on this machine; it is gone when the block ends."""
+    """Start a cluster when no other runs on this machine; it is removed at the end of the block."""
     with _LOCK.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         cluster = Cluster(root, **settings)
@@ -415,7 +415,7 @@ def running_cluster(root: Path, **settings: bool) -> Iterator[Cluster]:
             cluster.stop()
 
 
-if __name__ == "__main__":  # a cluster to try things on:  python -m tests.slurm.cluster FOLDER
+if __name__ == "__main__":  # a cluster for experiments:  python -m tests.slurm.cluster FOLDER
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True)
     with running_cluster(folder) as trial:

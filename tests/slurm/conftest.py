@@ -1,4 +1,4 @@
-"""Clusters that the tests of a module share: one at a time, since each takes the same network and ports."""
+"""Clusters shared by the tests of a module: one at a time, because all use the same network and ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.slurm.cluster import Cluster, can_limit_memory, leave_out, missing, r
 def _cluster(**settings: bool) -> Iterator[Cluster]:
     if problem := missing():
         leave_out(f"tests/slurm needs a cluster: {problem}")
-    # Short: Unix sockets have 107 characters.
+    # A short path: Unix socket paths are limited to 107 characters.
     root = Path(tempfile.mkdtemp(prefix="orhpc-slurm-"))
     root.chmod(0o755)
     try:
@@ -33,13 +33,13 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def plain_cluster() -> Iterator[Cluster]:
-    """A cluster that preempts with SIGTERM alone, and enforces memory limits."""
+    """A cluster that preempts only with SIGTERM, and enforces memory limits."""
     yield from _cluster(user_signal=False, memory_limits=can_limit_memory())
 
 
 @pytest.fixture
 def root(request: pytest.FixtureRequest) -> Path:
-    """A folder for the test's runs that all nodes see."""
+    """A folder for the test's runs that all nodes share."""
     name = "cluster" if "cluster" in request.fixturenames else "plain_cluster"
     cluster: Cluster = request.getfixturevalue(name)
     folder = cluster.shared / request.node.name

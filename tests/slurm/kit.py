@@ -1,4 +1,4 @@
-"""A run on the test cluster: submit it, wait for its events, look at what it left."""
+"""A run on the test cluster: submit it, wait for its events, check its files and processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.slurm.cluster import NODES, Cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("placement.devices_per_node=1", "rollout.batch_size=4")
-"""One trainer and one engine a node: the whole cluster lives on this machine's few cores."""
+"""One trainer and one engine per node, because the whole cluster runs on this machine's few cores."""
 BRING_UP_S = 300.0
-"""Half a minute alone; other work may share the machine."""
+"""Seconds; half a minute suffices on an idle machine."""
 TABLE = "ORHPC_SLURM_TABLE"
 """Environment variable: a file to which the costs of all interruptions are appended."""
 
@@ -60,7 +60,7 @@ class JobRun:
         raise AssertionError(f"the event never came: {self.report()}")
 
     def wait_step(self, attempt: int, more: int = 1, timeout: float = BRING_UP_S) -> int:
-        """Wait until an attempt has made so many steps; returns the newest."""
+        """Wait until an attempt has made this many steps; returns the newest."""
 
         def done(e: dict[str, Any]) -> bool:
             return e["event"] == "step" and e["attempt"] == attempt and e["step"] >= start + more
@@ -77,40 +77,40 @@ class JobRun:
         return outcome
 
     def minutes(self) -> int:
-        """Whole minutes that the job has run for."""
+        """Whole minutes for which the job has been running."""
         shown = self.cluster.run("squeue", "-h", "-j", self.job, "-o", "%M").stdout.strip()
         return sum(int(n) * f for n, f in zip(reversed(shown.split(":")[:-1]), (1, 60), strict=False))
 
     def comes_back(self, attempt: int) -> None:
-        """Wait until SLURM has started the job again, without any help, and the attempt has begun."""
+        """Wait until SLURM has restarted the job without help, and the attempt has begun."""
         wait_until(lambda: self.run.newest_attempt() >= attempt, 240, f"attempt {attempt}", self.report)
 
     def pid_of(self, module: str) -> int:
-        """Process id, as this machine sees it, of the run's process that runs a module."""
+        """Process id, in this machine's namespace, of the run's process that runs a module."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    if module in words and any(str(self.run.path.parent) in word for word in words):
+                    arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    if module in arguments and any(str(self.run.path.parent) in word for word in arguments):
                         return int(entry.name)
         raise AssertionError(f"no process runs {module}")
 
     def nodes(self) -> list[str]:
-        """Names of the job's nodes, in its order."""
+        """Names of the job's nodes, in the job's order."""
         listed = self.cluster.run("squeue", "-h", "-j", self.job, "-o", "%N").stdout.strip()
         return self.cluster.run("scontrol", "show", "hostnames", listed).stdout.split()
 
     def output(self) -> str:
-        """What the newest start of the job has printed."""
+        """Output of the job's newest start."""
         text = (self.run.path / f"slurm-{self.job}.out").read_text(errors="replace")
         return text.rsplit(f"attempt {self.run.newest_attempt()}, ", 1)[-1]
 
     def whole_output(self) -> str:
-        """What all starts of the job have printed."""
+        """Output of all starts of the job."""
         return (self.run.path / f"slurm-{self.job}.out").read_text(errors="replace")
 
     def signal_batch(self, name: str) -> None:
-        """A signal to the batch shell, as SLURM itself sends it."""
+        """Send a signal to the batch shell, as SLURM itself does."""
         self.cluster.run("scancel", "--batch", f"--signal={name}", self.job)
 
     def committed(self) -> int:
@@ -126,13 +126,13 @@ class JobRun:
         return "\n".join([self.cluster.state(self.job), self.cluster.report(), *output])
 
 
-def orhpc(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command line, as on a login node."""
-    return cluster.run(sys.executable, "-m", "orhpc.commands.cli", *words, cwd=ROOT)
+def orhpc(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an ``orhpc`` command, as on a login node."""
+    return cluster.run(sys.executable, "-m", "orhpc.commands.cli", *arguments, cwd=ROOT)
 
 
 def launch(cluster: Cluster, root: Path, nodes: int, *overrides: str) -> JobRun:
-    """Submit as a user does on a login node."""
+    """Submit a run like a user on a login node."""
     command = [sys.executable, "-m", "orhpc.launch", "--nodes", str(nodes), "configs/tiny.yaml"]
     result = cluster.run(*command, *SMALL, f"run.root={root}", *overrides, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -146,7 +146,7 @@ def sbatch(
     options: tuple[str, ...] = (),
     config: str = "configs/tiny.yaml",
 ) -> JobRun:
-    """Submit the script of the repository, unmodified."""
+    """Submit the repository's script, unmodified."""
     run = RunDir(root / Path(config).stem)
     run.create()
     command = ["sbatch", "--parsable", f"--output={run.path}/slurm-%j.out", *options, "slurm/train.sbatch"]
@@ -156,7 +156,7 @@ def sbatch(
 
 
 def assert_nothing_left(run: JobRun) -> None:
-    """No process of any job on any node, no file of one in its own folders, no key."""
+    """Check that no process, node-local file or key of any job is left on any node."""
     cluster = run.cluster
     wait_until(lambda: not cluster.processes(), 45, f"left over: {cluster.processes()}")
     assert not (files := cluster.files()), files
@@ -164,7 +164,7 @@ def assert_nothing_left(run: JobRun) -> None:
 
 
 def assert_no_server_on_an_ephemeral_port(cluster: Cluster) -> None:
-    """What jobs serve on all interfaces of a node has ports that no outgoing connection can have taken."""
+    """Check that listeners on all interfaces use ports that no outgoing connection can have."""
     for node in range(NODES):
         floor = cluster.on_node(node, "cat", "/proc/sys/net/ipv4/ip_local_port_range").split()[0]
         listed = cluster.on_node(node, "ss", "-ltnpH", f"sport >= :{floor}").splitlines()
@@ -174,23 +174,23 @@ def assert_no_server_on_an_ephemeral_port(cluster: Cluster) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an interruption cost."""
+    """The cost of an interruption."""
 
     interruption: str
     nodes: int
     steps_lost: int
     to_commit_s: float | None
-    """From the signal to the durable commit; None: there was no signal, or nothing left to commit."""
+    """Seconds from the signal to the durable commit; None: no signal, or nothing to commit."""
     to_step_s: float
-    """From the requeue (without a signal: from the fault) to the first new step."""
+    """Seconds from the requeue (without a signal: from the fault) to the first new step."""
     slurm_s: float
-    """SLURM's part of that: until the batch script ran again."""
+    """SLURM's part of these seconds: until the batch script ran again."""
 
 
 def note_cost(run: JobRun, attempt: int, what: str, fault: float | None = None) -> Cost:
-    """Work out what the interruption that ended an attempt cost; into a file where one is asked for.
+    """Compute the cost of the interruption that ended an attempt, and append it to a file if requested.
 
-    ``fault``: when it was injected, where the job itself was told nothing.
+    ``fault``: time of the injected fault, if the job received no signal.
     """
     events = read_events(run.run.events)
     after = [e for e in events if e["attempt"] == attempt + 1]
@@ -215,11 +215,11 @@ def note_cost(run: JobRun, attempt: int, what: str, fault: float | None = None) 
 
 
 def assert_back(run: JobRun, attempt: int, what: str, *, fault: float | None = None, lost: int = 0) -> None:
-    """The attempt after an interrupted one has made a step: no more steps than ``lost`` were lost, and
-    nothing of the interrupted one is left on any node."""
+    """Wait for a step of the attempt after an interrupted one; check that at most ``lost`` steps were lost,
+    and that no process or file of the interrupted attempt is left on any node."""
     cost = note_cost(run, attempt, what, fault)
     assert cost.steps_lost <= lost, cost
-    began = _facts(run, attempt + 1)["script_started"] - 2.0  # it looks at the clock once it runs
+    began = _facts(run, attempt + 1)["script_started"] - 2.0  # the script reads the clock after its start
     assert not (left := run.cluster.processes(began)), left
 
 
@@ -228,7 +228,7 @@ def _facts(run: JobRun, attempt: int) -> dict[str, Any]:
 
 
 def assert_one_wandb_run(run: JobRun) -> None:
-    """Every attempt that got as far as its first step has logged to one and the same W&B run."""
+    """Check that all attempts that made a step have logged to one W&B run."""
     attempts = {e["attempt"] for e in read_events(run.run.events) if e["event"] == "step"}
     folders = [p.name for p in (run.run.path / "wandb").glob("offline-run-*")]
     assert len(folders) >= len(attempts)
@@ -236,15 +236,15 @@ def assert_one_wandb_run(run: JobRun) -> None:
 
 
 def preempt(cluster: Cluster) -> str:
-    """Submit a job that takes the whole cluster for a moment, once every node can be taken."""
-    usable = {"idle", "allocated", "mixed"}  # one whose slurmd was lost may be completing for a while
+    """Submit a job that uses the whole cluster for a moment, once every node is usable."""
+    usable = {"idle", "allocated", "mixed"}  # a node whose slurmd was lost may be completing for a while
     wait_until(lambda: usable.issuperset(cluster.node_states()), 150, "nodes that work", cluster.report)
     command = ["sbatch", "--parsable", "-p", "high", "--nodes=4", "--exclusive", "--output=/dev/null"]
     return cluster.run(*command, "--wrap=sleep 1").stdout.strip()
 
 
 def assert_whole(run: RunDir, last: int) -> None:
-    """Every step was made, and the attempts' events fit together."""
+    """Check that every step was made and that the attempts' events are consistent."""
     steps = steps_of(read_events(run.events))
     assert sorted(steps) == list(range(1, last + 1))
     assert all(e["logprob_diff_max"] < 1e-3 for e in steps.values())

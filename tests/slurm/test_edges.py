@@ -1,4 +1,4 @@
-"""Where SLURM itself is late, away or abrupt: no healthy run ends, and each end has its true name."""
+"""SLURM that is late, unavailable or abrupt: no healthy run ends, and each end is reported correctly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.slurm.kit import JobRun, assert_nothing_left, orhpc, preempt, sbatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 REPEATED_S = 75.0
-"""slurmctld repeats a message that was not answered in time after 60 s, and more for its timeout."""
+"""Seconds; slurmctld repeats an unanswered message after 60 s plus its timeout."""
 
 
 def test_two_nodes_through_late_signals_and_an_absent_controller(cluster: Cluster, root: Path) -> None:
-    words = ("train.steps=1000", "checkpoint.save_interval=1", "wandb.enabled=false")
-    run = sbatch(cluster, root, *words, options=("--partition=abrupt", "--nodes=2", "--export=NONE"))
+    arguments = ("train.steps=1000", "checkpoint.save_interval=1", "wandb.enabled=false")
+    run = sbatch(cluster, root, *arguments, options=("--partition=abrupt", "--nodes=2", "--export=NONE"))
     signal_while_nodes_gather(run)
     first_launcher_killed(run)
     controller_away_while_the_driver_is_killed(run)
@@ -29,8 +29,8 @@ def test_two_nodes_through_late_signals_and_an_absent_controller(cluster: Cluste
     cluster.run("scancel", run.job)
     run.wait_state("CANCELLED")
     assert run.wait_outcome(6).reason is Reason.CANCELLED
-    told = orhpc(cluster, "status", str(run.run.path)).stdout
-    assert "no job of this run is left" in told
+    reports = orhpc(cluster, "status", str(run.run.path)).stdout
+    assert "no job of this run is left" in reports
     assert_nothing_left(run)
 
 
@@ -43,7 +43,7 @@ def signal_while_nodes_gather(run: JobRun) -> None:
 
 
 def first_launcher_killed(run: JobRun) -> None:
-    """srun then ends the other node's task, which does not commit and has to leave soon."""
+    """srun then ends the other node's task, which does not commit and must exit soon."""
     step = committed_in(run, 2)
     killed = time.monotonic()
     os.kill(task_of(run, 0), signal.SIGKILL)
@@ -96,14 +96,14 @@ def committed_in(run: JobRun, attempt: int) -> int:
 
 
 def task_of(run: JobRun, rank: int) -> int:
-    """Process id, as this machine sees it, of the launcher on a node of the job."""
+    """Process id, in this machine's namespace, of the launcher on a node of the job."""
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
             variables = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
         own = {f"SLURM_PROCID={rank}".encode(), f"SLURM_JOB_ID={run.job}".encode()}
-        if b"orhpc.launch.node" in words and b"srun" not in words[0] and own.issubset(variables):
+        if b"orhpc.launch.node" in arguments and b"srun" not in arguments[0] and own.issubset(variables):
             return int(entry.name)
     raise AssertionError(f"no launcher of rank {rank}: {run.report()}")

@@ -1,4 +1,4 @@
-"""Long runs through every interruption: each costs no commit, and the run goes on."""
+"""Long runs with every kind of interruption: none costs a commit, and the run continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = ("train.steps=1000", "checkpoint.save_interval=1000")
 def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
     cluster: Cluster, root: Path
 ) -> None:
-    """Submitted with sbatch, later by the launcher with all parts on each node; one W&B run throughout."""
+    """Submitted with sbatch, later by the launcher with all parts on each node; there is one W&B run."""
     split = ("placement.mode=split", "placement.trainer_devices=2")
     run = sbatch(cluster, root, *LONG, *split, options=("--partition=low", "--nodes=4"))
     run.wait_step(1, 2)
@@ -72,7 +72,7 @@ def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
     cluster.run("scancel", fewer.job)
     fewer.wait_state("CANCELLED")
     fewer.wait_outcome(4)
-    cluster.clear_files(second_node)  # of a node that lost power, nobody else can
+    cluster.clear_files(second_node)  # the job cannot remove its files on a node that lost power
     assert_nothing_left(fewer)
     assert_whole(fewer.run, max(steps_of(read_events(fewer.run.events))))
     assert_one_wandb_run(fewer)
@@ -116,7 +116,7 @@ def requeue_by_hand(run: JobRun) -> None:
 
 
 def slurmd_lost_with_its_tasks_alive(run: JobRun) -> None:
-    """The old attempt lives on where SLURM sees nothing, frozen as by a lost network, and then wakes."""
+    """The old attempt survives without SLURM's knowledge, frozen as by a lost network, and then continues."""
     cluster = run.cluster
     (node,) = run.nodes()
     index = int(node.removeprefix("n"))
@@ -129,15 +129,15 @@ def slurmd_lost_with_its_tasks_alive(run: JobRun) -> None:
     assert run.wait_step(4) > base
     assert note_cost(run, 3, "slurmd lost, tasks alive", fault).steps_lost <= 10  # two intervals
     wait_until(lambda: not Path(f"/proc/{driver}").exists(), 60, "the stale driver's end, by itself")
-    stale = plant_stale_commit(run, attempt=3)
+    stale = create_stale_commit(run, attempt=3)
     os.kill(launcher, signal.SIGCONT)
     wait_until(lambda: not Path(f"/proc/{launcher}").exists(), 60, "the stale launcher's end")
     assert run.run.lineage()[0] != stale
     cluster.start_slurmd(index)
 
 
-def plant_stale_commit(run: JobRun, attempt: int) -> CommitName:
-    """What a stale attempt would have committed, had it been in the middle of it."""
+def create_stale_commit(run: JobRun, attempt: int) -> CommitName:
+    """Create the commit that a stale attempt would have made."""
     newest = run.run.lineage()[0]
     folder = run.run.checkpoints / str(newest)
     name = CommitName(newest.step + 500, attempt)
@@ -162,7 +162,7 @@ def time_limit(run: JobRun) -> None:
 
 def cancelled_in_grace(run: JobRun) -> None:
     driver = run.pid_of("orhpc.driver")
-    os.kill(driver, signal.SIGSTOP)  # a commit that takes long
+    os.kill(driver, signal.SIGSTOP)  # makes the commit slow
     preempt(run.cluster)
     wait_until(lambda: "SIGUSR2" in run.output(), 40, "the signal", run.report)
     run.cluster.run("scancel", run.job)

@@ -1,4 +1,4 @@
-"""Real jobs on a real SLURM: whatever interrupts them, they come back and lose nothing."""
+"""Real jobs on a real SLURM: they are requeued after interruptions and lose nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.slurm.kit import BRING_UP_S, ROOT, JobRun, assert_nothing_left, asser
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_a_bad_node_is_left_out_and_two_jobs_never_share_a_run(cluster: Cluster, root: Path) -> None:
-    """Submitted by the launcher on two nodes, of which the first fails its check."""
+def test_a_bad_node_is_excluded_and_two_jobs_never_share_a_run(cluster: Cluster, root: Path) -> None:
+    """Submitted by the launcher on two nodes; the first one fails its check."""
     health = "slurm.health_command=[ $SLURMD_NODENAME != n0 ] || { echo no GPU here; false; }"
     run = launch(cluster, root, 2, "train.steps=6", health)
     bad = run.wait_outcome(1)
@@ -40,7 +40,7 @@ def test_a_bad_node_is_left_out_and_two_jobs_never_share_a_run(cluster: Cluster,
     assert_nothing_left(run)
 
 
-def test_a_job_that_keeps_crashing_stops_with_the_reason(cluster: Cluster, root: Path) -> None:
+def test_a_crash_loop_stops_with_the_reason(cluster: Cluster, root: Path) -> None:
     (root / "sitecustomize.py").write_text(
         "import os, sys\nif 'orhpc.driver' in sys.orig_argv:\n    print('broken'); os._exit(1)\n"
     )
@@ -62,14 +62,14 @@ def test_a_job_that_keeps_crashing_stops_with_the_reason(cluster: Cluster, root:
 
 
 def test_the_first_node_fetches_a_hub_model_while_the_others_wait(cluster: Cluster, root: Path) -> None:
-    """Submitted by hand, so nothing is fetched before; the download outlasts the wait for nodes."""
+    """Submitted by hand, so nothing is downloaded before; the download takes longer than the node timeout."""
     shutil.copytree(ensure("bundled:tiny"), root / "served" / "Acme" / "Tiny")
     before = cluster.environment
     with Hub(root / "served", host=f"{NET}.1", bytes_per_s=150_000) as hub:
         cluster.environment = {**before, "HF_ENDPOINT": hub.url, "HF_HOME": str(root / "hf")}
         try:
-            words = ["model.path=Acme/Tiny", "train.steps=1", "slurm.start_timeout_s=6"]
-            run = sbatch(cluster, root, *words, options=("--nodes=2",))
+            arguments = ["model.path=Acme/Tiny", "train.steps=1", "slurm.start_timeout_s=6"]
+            run = sbatch(cluster, root, *arguments, options=("--nodes=2",))
         finally:
             cluster.environment = before
         run.wait_state("COMPLETED", "FAILED", timeout=BRING_UP_S)
@@ -80,36 +80,36 @@ def test_the_first_node_fetches_a_hub_model_while_the_others_wait(cluster: Clust
     assert_nothing_left(run)
 
 
-def test_a_run_directory_that_is_not_shared_is_found_out(cluster: Cluster, root: Path) -> None:
+def test_a_run_directory_that_is_not_shared_is_detected(cluster: Cluster, root: Path) -> None:
     command = ["sbatch", "--parsable", "--nodes=2", f"--output={root}/slurm-%j.out", "slurm/train.sbatch"]
-    words = ["configs/tiny.yaml", "run.root=/tmp/runs", "slurm.start_timeout_s=8"]
-    job = cluster.run(*command, *words, cwd=ROOT).stdout.strip()
+    arguments = ["configs/tiny.yaml", "run.root=/tmp/runs", "slurm.start_timeout_s=8"]
+    job = cluster.run(*command, *arguments, cwd=ROOT).stdout.strip()
     JobRun(cluster, job, RunDir(root)).wait_state("FAILED")
     assert "filesystem that all nodes share" in (root / f"slurm-{job}.out").read_text()
 
 
-def test_every_node_is_checked_and_a_login_node_says_what_is_wrong(cluster: Cluster, root: Path) -> None:
-    words = ("configs/tiny.yaml", f"run.root={root}")
+def test_every_node_is_checked_and_the_login_node_reports_problems(cluster: Cluster, root: Path) -> None:
+    arguments = ("configs/tiny.yaml", f"run.root={root}")
     health = "slurm.health_command=[ $SLURMD_NODENAME != n2 ] || { echo no GPU here; false; }"
     command = ["sbatch", "--wait", "--nodes=4", f"--output={root}/preflight.out", "slurm/preflight.sbatch"]
-    assert cluster.run(*command, *words, health, cwd=ROOT, timeout=90).returncode == EXIT_PREFLIGHT
+    assert cluster.run(*command, *arguments, health, cwd=ROOT, timeout=90).returncode == EXIT_PREFLIGHT
     lines = (root / "preflight.out").read_text().splitlines()
     for check in ("network", "disk", "clock", "internet", "ports", "health command"):
-        said = {line.split()[0]: line.split()[1] for line in lines if f"  {check}: " in line}
+        output = {line.split()[0]: line.split()[1] for line in lines if f"  {check}: " in line}
         bad = {"n2": "BAD"} if check == "health command" else {}
-        assert said == dict.fromkeys(("n0", "n1", "n2", "n3"), "ok") | bad, check
+        assert output == dict.fromkeys(("n0", "n1", "n2", "n3"), "ok") | bad, check
     assert [line for line in lines if "BAD" in line] == ["n2  BAD  health command: exit 1: no GPU here"]
 
-    good = orhpc(cluster, "check", *words, "slurm.partition=low", "placement.nodes=4")
+    good = orhpc(cluster, "check", *arguments, "slurm.partition=low", "placement.nodes=4")
     assert good.returncode == EXIT_OK, good.stdout
     assert "ok   cluster: Job " in good.stdout
-    bad = orhpc(cluster, "check", *words, "placement.nodes=5")
+    bad = orhpc(cluster, "check", *arguments, "placement.nodes=5")
     assert bad.returncode == EXIT_PREFLIGHT
     assert "BAD  cluster: sbatch refuses: " in bad.stdout
     assert cluster.run("squeue", "--noheader").stdout == ""
 
 
-def test_where_requeue_is_forbidden_a_successor_takes_over(cluster: Cluster, root: Path) -> None:
+def test_if_requeue_is_forbidden_a_successor_job_continues_the_run(cluster: Cluster, root: Path) -> None:
     run = sbatch(cluster, root, "train.steps=1000", options=("--nodes=1", "--no-requeue"))
     run.wait_step(1)
     successor = waiting_job(cluster)
@@ -140,5 +140,5 @@ def test_where_requeue_is_forbidden_a_successor_takes_over(cluster: Cluster, roo
 
 
 def waiting_job(cluster: Cluster) -> str:
-    """Id of the one job that waits for another to end."""
+    """Id of the job that waits for another to end."""
     return cluster.run("squeue", "--noheader", "--states=PENDING", "--format=%i").stdout.strip()

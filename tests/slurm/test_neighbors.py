@@ -1,4 +1,4 @@
-"""A job of two nodes among neighbors: a user of one of them, and one who is only in their network."""
+"""A job on two nodes with neighbors: a user of one of the nodes, and one who is only in their network."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SLURMS_OWN = ("srun", "slurmstepd", "bash")
 EVERYWHERE = ("0.0.0.0", "::")
 HOLDERS = ("engine actor", "launcher")
-"""They hold the ports of servers from their choice to the end of the attempt."""
+"""Processes that hold servers' ports from their choice to the end of the attempt."""
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket of the job that listens."""
+    """A listening socket of the job."""
 
     node: int
     kind: str
     bound: str
-    """Address, as it was bound."""
+    """Address to which it is bound."""
     port: int
 
     @property
     def address(self) -> str:
-        """Where others reach it."""
+        """Address at which others reach it."""
         return f"{NET}.1{self.node}" if self.bound in EVERYWHERE else self.bound
 
     @property
     def is_local(self) -> bool:
-        """Whether only its own node reaches it."""
+        """Whether only its own node can reach it."""
         return self.bound.startswith("127.")
 
 
 @pytest.fixture
 def run(cluster: Cluster, root: Path) -> Iterator[JobRun]:
-    words = ("train.steps=1000000", "checkpoint.save_interval=5", "wandb.enabled=false")
-    made = sbatch(cluster, root, *words, options=("--nodes=2",))
+    arguments = ("train.steps=1000000", "checkpoint.save_interval=5", "wandb.enabled=false")
+    made = sbatch(cluster, root, *arguments, options=("--nodes=2",))
     yield made
     cluster.run("scancel", made.job)
     made.wait_state("CANCELLED")
@@ -57,7 +57,7 @@ def run(cluster: Cluster, root: Path) -> Iterator[JobRun]:
 
 
 def processes_of(run: JobRun) -> dict[psutil.Process, int]:
-    """The job's own processes, and the index of the node that each is on."""
+    """The job's own processes, and the index of each one's node."""
     found: dict[psutil.Process, int] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -70,7 +70,7 @@ def processes_of(run: JobRun) -> dict[psutil.Process, int]:
 def listeners_of(run: JobRun) -> set[Listener]:
     found: set[Listener] = set()
     for process, node in processes_of(run).items():
-        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # ended since it was listed
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended in the meantime
             for bound, port in listening(process.pid):
                 found.add(Listener(node, kind_of(process), bound, port))
     return found
@@ -88,11 +88,11 @@ def listening(pid: int) -> Iterator[tuple[str, int]]:
             if state == "0A" and f"socket:[{inode}]" in sockets:
                 host, port = local.split(":")
                 # The kernel prints an address as 32-bit words of this machine's byte order.
-                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
-                yield socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:"), int(port, 16)
+                arguments = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+                yield socket.inet_ntop(family, b"".join(arguments)).removeprefix("::ffff:"), int(port, 16)
 
 
-def test_neighbors_get_nothing_and_the_job_trains_on(cluster: Cluster, run: JobRun) -> None:
+def test_neighbors_get_no_access_and_the_job_continues(cluster: Cluster, run: JobRun) -> None:
     run.wait_step(1, 2)
     before = len(read_events(run.run.events))
     listeners, first = listeners_of(run), int(run.nodes()[0].removeprefix("n"))
@@ -100,7 +100,7 @@ def test_neighbors_get_nothing_and_the_job_trains_on(cluster: Cluster, run: JobR
     assert kinds <= {row[0] for row in rows_of("Listeners")}
     assert {"environment server", "engine", "Ray GCS", "raylet", "trainer rank", "driver"} <= kinds
     assert len({listener.node for listener in listeners}) == 2
-    # What else a server listens on is for weights: gloo, which asks for nothing and answers nothing.
+    # The other listeners of a server are gloo's, for weights, which have no authentication and do not answer.
     served = {(each.node, each.port) for each in listeners if each.kind in HOLDERS}
     with ExitStack() as stack:
         user = stack.enter_context(closing(Stranger(*cluster.enter(first))))
@@ -124,14 +124,14 @@ def test_neighbors_get_nothing_and_the_job_trains_on(cluster: Cluster, run: JobR
 
 
 def is_refused(stranger: Stranger, listener: Listener, node: int | None, *, is_web: bool) -> None:
-    """Without the key there is a refusal or no answer; ``node``: where the stranger is."""
+    """Check that requests without the key are refused or not answered; ``node``: the attacker's node."""
     if listener.is_local and listener.node != node:
         return
     for method, path in ASKED if is_web else ASKED[:1]:
         for headers in ({}, {"Authorization": "Bearer wrong"}) if is_web else ({},):
             url = f"http://{listener.address}:{listener.port}{path}"
             status, text = stranger("request", method, url, headers, None, 30 if is_web else 1)
-            # An actor or a launcher holds the port on which its server answers.
+            # An actor or a launcher holds the port of its server.
             refusals = (401,) if is_web else (0, 401)
             assert status in refusals, (listener, path, status, text)
 
@@ -147,7 +147,7 @@ def reads_nothing(run: JobRun, stranger: Stranger) -> None:
 
 
 def shows_no_key(run: JobRun) -> None:
-    """In the command line of no process of any node, and in the environment of none of the job's."""
+    """Check that keys are in no command line on any node, and in no environment of the job's processes."""
     keys = [(run.run.attempt(1) / name).read_text().strip() for name in SECRETS]
     assert all(len(key) >= 32 for key in keys)
     own = processes_of(run)

@@ -1,4 +1,4 @@
-"""A cluster that preempts with SIGTERM alone and enforces memory limits."""
+"""A cluster that preempts only with SIGTERM and enforces memory limits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_preemption_by_sigterm_alone_then_a_memory_limit(plain_cluster: Cluster,
 
 
 def exceed_memory(run: JobRun) -> None:
-    """Lower the step's limit to little more than it uses, and use that up from within it."""
+    """Set the step's memory limit slightly above its usage, and exhaust it from within the step."""
     (group,) = Path("/sys/fs/cgroup/memory").glob(f"slurm_*/uid_*/job_{run.job}/step_[0-9]*/task_0")
     used = int((group / "memory.usage_in_bytes").read_text())
     (group / "memory.limit_in_bytes").write_text(str(used + 100 * _MB))

@@ -1,4 +1,4 @@
-"""What ``benchmarks/gpu/one_node.py`` makes of events, and the random models it trains."""
+"""The report of ``benchmarks/gpu/one_node.py``, and the random models that it trains."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The running parts of an attempt, as the driver holds them: trainer ranks, engines, workers.
+"""The driver's handles of an attempt's running parts: trainer ranks, engines, workers.
 
-Each class here wraps the Ray actors of one part.  Calls to them are awaited together, the first
-failure wins, and whatever Ray raises becomes one of our classes, so that the loop in ``driver.py``
-reads like prose and the policy table always applies.
+Each class here wraps the Ray actors of one part.  Calls to them are awaited concurrently and the first
+failure is raised.  Errors of Ray are converted to classes of :mod:`orhpc.errors`, so that the policy table
+always applies.
 """
 
 from orhpc.driver.fleet.actors import node_ids, wait_for_nodes

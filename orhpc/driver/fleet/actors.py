@@ -1,4 +1,4 @@
-"""Ray actors and calls to them: whatever Ray raises becomes one of our classes."""
+"""Ray actors and calls to them; errors of Ray are converted to classes of :mod:`orhpc.errors`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ POLL_S = 0.2
 
 
 async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = None) -> Any:
-    """Await a Ray call and turn its failure into ours.
+    """Await a Ray call and convert its failure.
 
     Raises:
-        OrhpcError: the one that the actor raised, as it was.
-        RayLost: the actor or its node is gone, or the call outlasted ``timeout_s``.
-        OutOfMemory: Ray or the kernel ended the actor for its memory.
-        StorageRefused: a file server was away for the actor.
+        OrhpcError: as the actor raised it.
+        RayLost: the actor or its node has died, or the call took longer than ``timeout_s``.
+        OutOfMemory: the actor ran out of memory, or was killed for its memory use.
+        StorageRefused: the actor's file server was unavailable.
     """
     try:
         return await asyncio.wait_for(asyncio.ensure_future(_awaited(reference)), timeout_s)
@@ -65,7 +65,7 @@ def spawn(
 ) -> ActorHandle[Any]:
     """Start an actor on a node; Ray never restarts it, and never retries its calls.
 
-    ``secrets``: of the config, which its process keeps out of what it logs and prints.
+    ``secrets``: the config's secrets, which the actor's process removes from its logs and output.
     """
 
     class Protected(kind):
@@ -73,7 +73,7 @@ def spawn(
             protect_process(*secrets)
             super().__init__(*args)
 
-    Protected.__name__ = Protected.__qualname__ = kind.__name__  # what Ray calls the process
+    Protected.__name__ = Protected.__qualname__ = kind.__name__  # Ray names the process after it
     remote: Any = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, **options)(Protected)
     return remote.options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
@@ -81,7 +81,7 @@ def spawn(
 
 
 def node_ids(nodes: Sequence[Node]) -> list[str]:
-    """Ray's id of each of our nodes.
+    """Ray's id of each node of the job.
 
     Raises:
         RayLost: a node has not joined.
@@ -97,7 +97,7 @@ def wait_for_nodes(nodes: Sequence[Node], timeout_s: float) -> None:
     """Wait until every node is in the Ray cluster.
 
     Raises:
-        RayLost: names those that are not when the time is over.
+        RayLost: some nodes have not joined in time; the message names them.
     """
     end = time.monotonic() + timeout_s
     while True:

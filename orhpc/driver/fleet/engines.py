@@ -1,4 +1,4 @@
-"""All inference engines: their servers, their health, their turns on shared devices."""
+"""All inference engines: their servers, their health, and their switching on shared devices."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from orhpc.wire.weights import SHARED_MEMORY
 
 log = logging.getLogger(__name__)
 SLEEP_TAGS = ("kv_cache", "weights", "cuda_graph")
-"""What an engine gives back while it sleeps."""
+"""Memory that an engine releases while it sleeps."""
 SERVE_TAGS = ("kv_cache", "cuda_graph")
-"""What it takes again once it has its weights."""
+"""Memory that an engine allocates again once it has its weights."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,27 +49,28 @@ class Engine:
 Ports = dict[tuple[int, int], tuple[int, int]]
 """(server, rendezvous) by (engine, node)."""
 PORTS_OF_ENGINE = 8
-"""In a row: the server's, the rendezvous', and six that SGLang's DP attention counts on from there.  One
-node's engine takes seven from 233 above its server's instead: engines so far apart do not meet there."""
+"""Consecutive ports: the server's, the rendezvous', and six that SGLang's DP attention derives from it.  An
+engine on one node uses seven ports from 233 above its server's instead, which do not overlap with other
+engines' ports."""
 
 
 async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
-    """Free ports of each engine on each of its nodes, looked for there: only there can they be bound.
+    """Find free ports for each engine on each of its nodes.
 
     Raises:
         RayLost: a node does not answer.
-        PreflightError: it has none.
+        PreflightError: a node has no free ports.
     """
     chosen: Ports = {}
     wanted = [(e.index, node) for e in placement.engines for node in e.nodes]
     for node in sorted({node for _, node in wanted}):
-        here = [key for key in wanted if key[1] == node]
+        own = [key for key in wanted if key[1] == node]
         find: Any = ray.remote(num_cpus=0, max_retries=0)(free_ports)
         there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
-        address, count = placement.nodes[node].address, PORTS_OF_ENGINE * len(here)
+        address, count = placement.nodes[node].address, PORTS_OF_ENGINE * len(own)
         found = await call(there.remote(count, address, consecutive=True), "ports", 60.0)
         firsts = found[::PORTS_OF_ENGINE]
-        chosen |= {key: (first, first + 1) for key, first in zip(here, firsts, strict=True)}
+        chosen |= {key: (first, first + 1) for key, first in zip(own, firsts, strict=True)}
     return chosen
 
 
@@ -98,19 +99,19 @@ class Engines:
             probes=False,  # an engine that was down has missed weight syncs: only a restart brings it back
         )
         self.router_url: str | None = None
-        """Of the router that workers send their requests to, if there is one."""
+        """URL of the router to which workers send their requests, if there is one."""
         self._router: ActorHandle[Any] | None = None
         self.group_name: str | None = None
-        """The group of the broadcasts, once formed."""
+        """Name of the broadcast group, once formed."""
         self.group_backend = "gloo" if config.placement.device == "cpu" else "nccl"
         self.by_handle, self.by_broadcast = transports(placement, config, self._engines)
         self.shared = [e.url for e in engines if e.place.shared]
-        """Engines that take turns with trainers."""
-        self.apart = [e.url for e in engines if not e.place.shared]
+        """URLs of engines that share devices with trainers."""
+        self.dedicated = [e.url for e in engines if not e.place.shared]
 
     @property
     def receivers(self) -> int:
-        """Processes that receive broadcasts: one a device."""
+        """Number of processes that receive broadcasts: one per device."""
         return len(self.by_broadcast) * self.config.engine.tp
 
     @classmethod
@@ -128,7 +129,7 @@ class Engines:
         return self
 
     async def _start_router(self, placement: Placement, ids: Sequence[str], logs: Path, key: str) -> None:
-        """Start the router beside the first engine.  Raises EngineUnavailable when it does not come up."""
+        """Start the router on the first engine's node.  Raises EngineUnavailable if it does not start."""
         node = placement.engines[0].node
         address = placement.nodes[node].address
         find: Any = ray.remote(num_cpus=0, max_retries=0)(free_ports)
@@ -143,19 +144,19 @@ class Engines:
 
     async def _bring_up(self, engines: Sequence[Engine]) -> None:
         for engine in engines:
-            # An actor that is left has kept the port of the server that it is to start again.
+            # An actor that is still alive holds the port of the server that it restarts.
             engine.hosts = engine.hosts or [start() for start in engine.starters]
         hosts = [host for engine in engines for host in engine.hosts]
         await call_all([h.start.remote() for h in hosts], "engine start")
         await call_all([h.wait_ready.remote(self._start_timeout_s) for h in hosts], "engine")
 
     async def watch(self) -> list[int]:
-        """Look whether every server's processes live; the dead ones get no more calls.
+        """Check whether every server's processes are alive; dead engines receive no more calls.
 
-        Returns their indices.  As long as one lives, it takes over the others' requests.
+        Returns their indices.  The remaining engines take over their requests.
 
         Raises:
-            EngineUnavailable: none is left.
+            EngineUnavailable: no engine is left.
         """
         alive = await asyncio.gather(*(self._alive(e) for e in self._engines))
         dead = [i for i, ok in enumerate(alive) if not ok]
@@ -172,22 +173,22 @@ class Engines:
             return False
         return bool(answers) and all(answers)
 
-    async def heal(self) -> list[int]:
-        """Start dead servers, and all others that are down, again on their ports; returns indices.
+    async def restart_failed(self) -> list[int]:
+        """Restart dead engines, and all others that are down, on their ports; returns their indices.
 
-        An engine that is down has missed calls: its weights are unknown even if its process lives.
-        They hold the base model's weights, and the workers send them nothing until a sync has given
-        them the published version.
+        An engine that is down has missed calls, so its weights are unknown even if its process is alive.
+        Restarted engines hold the base model's weights, and workers send them no requests until a sync has
+        given them the published version.
         """
         await self.watch()
         broken = sorted(self.urls.index(url) for url in self.pool.down())
         if not broken:
             return []
         engines = [self._engines[i] for i in broken]
-        await asyncio.gather(*(self._end(e) for e in engines))
+        await asyncio.gather(*(self._stop(e) for e in engines))
         await self._bring_up(engines)
         await self.leave_group()
-        self.pool.published_version = None  # healthy is enough for now: the sync follows
+        self.pool.published_version = None  # no version is required yet: the sync follows
         for engine in engines:
             await self.pool.readmit(engine.url)
             if engine.place.shared:
@@ -195,19 +196,19 @@ class Engines:
         return broken
 
     async def leave_group(self) -> None:
-        """Have the engines leave the broadcast group: its members change, or it broke."""
+        """Have the engines leave the broadcast group, because its members change or it failed."""
         group, self.group_name = self.group_name, None
         if group is not None:
-            # One that has just started was never a member, and a broken one may refuse.
+            # An engine that has just started is not a member, and one in a failed group may raise.
             await asyncio.gather(
                 *(self.pool.destroy_weights_update_group(group, [url]) for url in self.by_broadcast),
                 return_exceptions=True,
             )
 
     async def release(self) -> None:
-        """Engines on shared devices sleep: a weight sync must follow :meth:`resume_weights`.
+        """Free the memory of engines on shared devices; a weight sync must follow :meth:`resume_weights`.
 
-        They end their requests first, and keep new ones waiting until :meth:`resume_serving`.
+        They abort their requests first, and keep new ones waiting until :meth:`resume_serving`.
         """
         await self._drain(self.shared)
         await self._each(lambda c: c.release_memory_occupation(SLEEP_TAGS), self.shared)
@@ -216,7 +217,7 @@ class Engines:
         await self._each(lambda c: c.resume_memory_occupation(["weights"]), self.shared)
 
     async def resume_weights_of(self, urls: Sequence[str]) -> None:
-        """Likewise of those that were started anew meanwhile."""
+        """:meth:`resume_weights` for engines that were restarted."""
         again = [url for url in urls if url in self.shared]
         await self._each(lambda c: c.resume_memory_occupation(["weights"]), again)
 
@@ -225,21 +226,21 @@ class Engines:
         await self._each(lambda c: c.continue_generation(), self.shared)
 
     async def pause(self) -> None:
-        """Engines with devices of their own end their requests and hold new ones, for a sync."""
-        await self._drain(self.apart)
+        """For a sync, engines with dedicated devices abort their requests and keep new ones waiting."""
+        await self._drain(self.dedicated)
 
-    async def go_on(self) -> None:
-        await self._each(lambda c: c.continue_generation(), self.apart)
+    async def continue_generation(self) -> None:
+        await self._each(lambda c: c.continue_generation(), self.dedicated)
 
     async def _drain(self, urls: Sequence[str]) -> None:
         await self._each(lambda c: c.pause_generation("abort"), urls)
         await self._each(lambda c: c.flush_cache(), urls)
 
     async def _each(self, what: Callable[[EngineClient], Awaitable[Any]], urls: Sequence[str]) -> None:
-        """Bring those of these engines that are up into another state.
+        """Call these engines to change their state, if they are up.
 
-        One that fails is in neither state, and is ended: the others take over its requests, and :meth:`heal`
-        starts it again before the next sync.
+        The state of an engine that fails is undefined, so it is stopped: the others take over its requests,
+        and :meth:`restart_failed` restarts it before the next sync.
 
         Raises:
             InfraError: no engine is left.
@@ -251,17 +252,17 @@ class Engines:
             down = self.pool.down().keys()
             if len(down) == len(self.urls):
                 raise
-            log.error("%s; the run goes on without this engine until the next sync", error)
-            await asyncio.gather(*(self._end(self._engines[self.urls.index(url)]) for url in down - before))
+            log.error("%s; the run continues without this engine until the next sync", error)
+            await asyncio.gather(*(self._stop(self._engines[self.urls.index(url)]) for url in down - before))
 
-    async def _end(self, engine: Engine) -> None:
-        """Stop an engine's servers; their actors stay, and with them the ports, if all of them answer."""
+    async def _stop(self, engine: Engine) -> None:
+        """Stop an engine's servers; their actors keep the ports, unless one of them does not answer."""
         stopping = [call(h.stop.remote(10.0), "engine stop", 20.0) for h in engine.hosts]
         failures = await asyncio.gather(*stopping, return_exceptions=True)
         if any(failures):
-            self._discard(engine)
+            self._kill(engine)
 
-    def _discard(self, engine: Engine) -> None:
+    def _kill(self, engine: Engine) -> None:
         for host in engine.hosts:
             ray.kill(host)
         engine.hosts = []
@@ -273,9 +274,9 @@ class Engines:
                 call(self._router.stop.remote(2.0), "router stop", 10.0), return_exceptions=True
             )
             ray.kill(self._router)
-        await asyncio.gather(*(self._end(e) for e in self._engines))
+        await asyncio.gather(*(self._stop(e) for e in self._engines))
         for engine in self._engines:
-            self._discard(engine)
+            self._kill(engine)
 
 
 def _engine(
@@ -288,7 +289,7 @@ def _engine(
     place: EnginePlace,
     ports: Ports,
 ) -> Engine:
-    """One engine's place as what starts it, a node at a time."""
+    """The engine at a place, with a function per node that starts its actor."""
     per_node = len(place.devices) // len(place.nodes)
     first = placement.nodes[place.node].address
     starters: list[Callable[[], ActorHandle[Any]]] = []
@@ -310,10 +311,11 @@ def _engine(
 def transports(
     placement: Placement, config: Config, engines: Sequence[Engine]
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """How each engine gets weights.
+    """How each engine receives weights.
 
-    Returns, by URL, the trainer ranks whose memory the engine's ranks map; and the first rank of those
-    that receive broadcasts.
+    Returns:
+        By URL: the trainer ranks whose memory the engine's ranks map, for engines that map memory; and the
+        engine's first rank in the broadcast group, for the others.
     """
     ranks = {(t.node, t.device): t.rank for t in placement.trainers}
     by_handle: dict[str, list[int]] = {}
@@ -328,9 +330,9 @@ def transports(
 
 
 def _maps_memory(config: Config, ranks: int) -> bool:
-    """Whether engines beside trainers map their buckets: GPUs always do, hosts where there is room.
+    """Whether engines on the trainers' devices map their buckets: always on GPUs, else if they fit /dev/shm.
 
-    A container's shared memory may be some MiB only, and what is written past its end kills the writer.
+    A container's shared memory may be only some MiB, and writing past its end kills the writer.
     """
     engine = config.engine
     if engine.sync != "auto" or config.placement.device == "cuda":

@@ -21,9 +21,9 @@ from orhpc.train.actor import TrainerRank
 from orhpc.types import BatchPlan, MiniBatch
 
 COLLECTIVE_TIMEOUT_S = 900.0
-"""Ranks wait for each other in a collective at most this long."""
+"""Maximum seconds that ranks wait for each other in a collective."""
 ANSWER_S = 30.0
-"""A rank that answers nothing for so long is stuck, or dead."""
+"""Seconds without an answer after which a rank counts as stuck or dead."""
 _CONTROL = "control"
 
 log = logging.getLogger(__name__)
@@ -43,16 +43,17 @@ class Trainers:
     async def start(
         cls, config: Config, placement: Placement, ids: Sequence[str], model_dir: str
     ) -> Trainers:
-        """Spawn every rank and connect them; :meth:`build` makes them trainers.
+        """Spawn every rank and connect them; :meth:`build` loads the model.
 
-        Hardly any device memory is taken, so engines that share the devices may start meanwhile.
+        This uses hardly any device memory, so engines that share the devices may start concurrently.
         """
         world = len(placement.trainers)
         ranks = [
             spawn(
                 TrainerRank, ids[t.node], config.secret_sources, config, model_dir, t.rank, world, t.threads,
                 t.device if config.placement.device == "cuda" else None,
-                # Training stays on one thread, which owns torch's thread count; a stop reaches it there.
+                # Training runs on one thread, to which torch's thread count applies; this group lets a stop
+                # request run while that thread is busy.
                 concurrency_groups={_CONTROL: 1},
             )
             for t in placement.trainers
@@ -60,14 +61,14 @@ class Trainers:
         host = placement.nodes[placement.trainers[0].node].address
         self = cls(ranks, host)
         if len({t.node for t in placement.trainers}) == 1:
-            meeting = await call(ranks[0].meeting_file.remote(), "trainer meeting_file")
+            rendezvous = await call(ranks[0].meeting_file.remote(), "trainer meeting_file")
         else:
-            meeting = await self.hold_port()
-        await self.all(TrainerRank.connect, host, meeting, COLLECTIVE_TIMEOUT_S)
+            rendezvous = await self.hold_port()
+        await self.all(TrainerRank.connect, host, rendezvous, COLLECTIVE_TIMEOUT_S)
         return self
 
     async def hold_port(self) -> int:
-        """Have rank 0 take a free port for the store that it hosts next; returns its number."""
+        """Have rank 0 reserve a free port for the store that it hosts next; returns its number."""
         return await call(self.ranks[0].hold_port.remote(self.host), "trainer hold_port")
 
     async def build(self) -> None:
@@ -102,15 +103,15 @@ class Trainers:
         stop: Callable[[], bool] = lambda: False,
         traces: Path | None = None,
     ) -> dict[str, float]:
-        """All mini-batches of a step; metrics are already reduced over the ranks.
+        """Train on all mini-batches of a step; returns metrics, already reduced over the ranks.
 
-        ``traces``: folder for what its time goes into, on the ranks that are profiled.
+        ``traces``: folder for the profiles of the profiled ranks; None: no profile.
 
         Raises:
-            StopRequested: ``stop`` became true before the first optimiser step.
+            StopRequested: ``stop`` became true before the first optimizer step.
         """
         folder = str(traces or "")
-        # Ray gives every rank the list itself, from one copy in its object store.
+        # Ray passes every rank the list itself, from one copy in its object store.
         minibatches = cast(list[MiniBatch], ray.put(plan.minibatches))
         stepping = asyncio.ensure_future(self.all(TrainerRank.step, minibatches, step=step, traces=folder))
         while not (await asyncio.wait([stepping], timeout=POLL_S))[0]:
@@ -121,10 +122,10 @@ class Trainers:
         return (await stepping)[0]
 
     async def hold_whole_step(self) -> bool:
-        """Whether all ranks hold the state after the last whole step, which may then be committed.
+        """Whether all ranks hold the state after the last complete step, so that it can be committed.
 
-        For the end of an attempt: ranks that wait for a failed one stop doing so, and none can take part
-        in any collective afterwards.  False when a rank is gone or does not answer soon.
+        Use it only at the end of an attempt: ranks stop waiting for a failed one, and no rank can take part
+        in a collective afterwards.  False if a rank has died or does not answer in time.
         """
         abandoning = [
             call(
@@ -142,35 +143,35 @@ class Trainers:
             return False
 
     async def sleep(self) -> dict[str, float]:
-        """Move everything to host memory; returns ``freed_gb``, ``moved_gb``, ``left_gb``, ``seconds``.
+        """Offload all state to host memory; returns ``freed_gb``, ``moved_gb``, ``left_gb``, ``seconds``.
 
-        Of memory the sum over ranks, of time the slowest rank's; nothing on CPUs.
+        Memory is the sum over ranks, time that of the slowest rank; empty on CPUs.
         """
-        slept = await self.all(TrainerRank.sleep)
-        if "own_bytes" not in slept[0]:
+        reports = await self.all(TrainerRank.sleep)
+        if "own_bytes" not in reports[0]:
             return {}
         return {
-            "freed_gb": sum(r["freed_bytes"] for r in slept) / 1e9,
-            "moved_gb": sum(r["moved_bytes"] for r in slept) / 1e9,
-            "left_gb": sum(r["own_bytes"] for r in slept) / 1e9,
-            "seconds": max(r["seconds"] for r in slept),
+            "freed_gb": sum(r["freed_bytes"] for r in reports) / 1e9,
+            "moved_gb": sum(r["moved_bytes"] for r in reports) / 1e9,
+            "left_gb": sum(r["own_bytes"] for r in reports) / 1e9,
+            "seconds": max(r["seconds"] for r in reports),
         }
 
     async def wake(self) -> dict[str, float]:
-        """Undo :meth:`sleep`; returns ``others_gb``, which the engines left there, and ``seconds``."""
-        woken = await self.all(TrainerRank.wake)
-        if "own_bytes" not in woken[0]:
+        """Undo :meth:`sleep`; returns ``others_gb``, the memory that engines still use, and ``seconds``."""
+        reports = await self.all(TrainerRank.wake)
+        if "own_bytes" not in reports[0]:
             return {}
         return {
-            "others_gb": sum(r["other_bytes"] for r in woken) / 1e9,
-            "seconds": max(r["seconds"] for r in woken),
+            "others_gb": sum(r["other_bytes"] for r in reports) / 1e9,
+            "seconds": max(r["seconds"] for r in reports),
         }
 
     async def save_begin(self, folder: Path) -> None:
         await self.all(TrainerRank.save_begin, str(folder))
 
     async def save_poll(self) -> tuple[ShardFile, ...] | None:
-        """Shards of the save under way once every rank has written its own, else None."""
+        """Shards of the pending save once every rank has written its own, else None."""
         written = await self.all(TrainerRank.save_poll)
         whole = [files for files in written if files is not None]
         if len(whole) < len(written):
@@ -178,7 +179,7 @@ class Trainers:
         return tuple(ShardFile(**f) for files in whole for f in files)
 
     async def finish_save(self, timeout_s: float) -> tuple[ShardFile, ...]:
-        """Wait for the save under way.
+        """Wait for the pending save.
 
         Raises:
             CheckpointError: a rank failed, or it took too long.
@@ -191,7 +192,7 @@ class Trainers:
         return files
 
     async def save_give_up(self) -> bool:
-        """Have all ranks end a save that one has failed in; returns whether nobody writes any more."""
+        """Have all ranks end a save in which one rank failed; returns whether all have stopped writing."""
         return all(await self.all_within(2 * ANSWER_S, TrainerRank.save_give_up))
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
-"""From the trainer's weights to the engines': every version whole, or the engines do not serve.
+"""Weight sync from the trainer to the engines; engines serve only after a complete sync.
 
-Ranks gather a bucket, then the engines take it while the ranks gather the next.  An engine on a
-trainer's devices maps the bucket of the rank beside it, one for each of its devices; engines with
-devices of their own receive a broadcast of rank 0.  While it lasts, the engines' weight version says
-``syncing``, which no worker takes for a policy version.
+Buckets are double-buffered: engines load a bucket while the ranks gather the next one.  An engine on the
+trainer's devices maps, on each device, the bucket of the rank on that device; engines with dedicated devices
+receive a broadcast from rank 0.  During the sync the engines' weight version is ``syncing``, which no worker
+accepts as a policy version.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from orhpc.train.weights.buckets import BucketSpec
 
 SYNCING = "syncing"
-_SHOWN = 3
+_MAX_NAMES_SHOWN = 3
 
 
 class WeightSync:
-    """The way from these trainers to these engines."""
+    """Sends the weights of the trainers to the engines."""
 
     def __init__(self, trainers: Trainers, engines: Engines, exchange: Path) -> None:
-        """``exchange``: folder that trainers and engines see, for weights on disk; made when needed."""
+        """``exchange``: folder shared by trainers and engines, for weights on disk; created when needed."""
         self._trainers = trainers
         self._engines = engines
         self._exchange = exchange
         self._settings = engines.config.engine
 
     async def send(self, version: int) -> dict[str, float]:
-        """Give all engines this version; returns ``sync_bytes`` and ``sync_seconds_*``.
+        """Send this version to all engines; returns ``sync_bytes`` and ``sync_seconds_*``.
 
-        Engines on the trainers' devices have their weights' memory resumed and serve nothing; the
-        others are paused.
+        Before the call, engines on the trainers' devices must have resumed the memory of their weights, and
+        the others must be paused.
 
         Raises:
-            WeightSyncFailed: engines may hold part of the new weights; none serves until a whole sync
+            WeightSyncFailed: engines may hold part of the new weights; none serves until a complete sync
                 has followed.
         """
         pool = self._engines.pool
@@ -62,7 +62,7 @@ class WeightSync:
                 report["sync_seconds_check"] = await self._check()
             await pool.update_weight_version(version)
         except (EngineUnavailable, RayLost, TimeoutError, ConfigError) as error:
-            raise WeightSyncFailed(f"sync of version {version} broke off: {error}") from error
+            raise WeightSyncFailed(f"sync of version {version} failed: {error}") from error
         pool.published_version = version
         return report | {"sync_seconds_total": time.monotonic() - started}
 
@@ -71,24 +71,24 @@ class WeightSync:
         engines, trainers = self._engines, self._trainers
         began = time.monotonic()
         if engines.by_broadcast and engines.group_name is None:
-            await self._join(timeout)
+            await self._form_group(timeout)
         joined = time.monotonic() - began
         buckets = (await trainers.all(TrainerRank.weight_buckets))[0]
-        taking: asyncio.Task[None] | None = None
+        loading: asyncio.Task[None] | None = None
         try:
             for index, bucket in enumerate(buckets):
                 handles = await trainers.all_within(
                     timeout, TrainerRank.stage_bucket, index, handle=bool(engines.by_handle),
                     broadcast=bool(engines.by_broadcast),
                 )  # fmt: skip
-                if taking is not None:
-                    await taking
-                taking = asyncio.ensure_future(self._take(bucket, handles, timeout))
-            if taking is not None:
-                await taking
+                if loading is not None:
+                    await loading
+                loading = asyncio.ensure_future(self._load_bucket(bucket, handles, timeout))
+            if loading is not None:
+                await loading
         finally:
-            if taking is not None and not taking.done():
-                taking.cancel()
+            if loading is not None and not loading.done():
+                loading.cancel()
             seconds = await trainers.all_within(timeout, TrainerRank.finish_sync)
         return {
             "sync_bytes": float(sum(bucket.nbytes for bucket in buckets)),
@@ -96,27 +96,27 @@ class WeightSync:
             "sync_seconds_gather": max(seconds),
         }
 
-    async def _take(self, bucket: BucketSpec, handles: Sequence[str | None], timeout_s: float) -> None:
-        """Have every engine take a bucket that the ranks hold ready."""
+    async def _load_bucket(self, bucket: BucketSpec, handles: Sequence[str | None], timeout_s: float) -> None:
+        """Have every engine load a bucket that the ranks have staged."""
         engines = self._engines
-        beside = {url: [handles[r] for r in ranks] for url, ranks in engines.by_handle.items()}
+        by_url = {url: [handles[r] for r in ranks] for url, ranks in engines.by_handle.items()}
 
         async def map_memory(client: Any) -> None:
             await client.update_weights_from_tensor(
-                beside[client.url], load_format="flattened_bucket", flush_cache=False
+                by_url[client.url], load_format="flattened_bucket", flush_cache=False
             )
 
-        taking = [engines.pool.each(map_memory, list(beside))]
+        loading = [engines.pool.each(map_memory, list(by_url))]
         if engines.by_broadcast:
             receiving = engines.pool.update_weights_from_distributed(
                 bucket.names, bucket.dtypes, bucket.shapes, urls=list(engines.by_broadcast),
                 group_name=engines.group_name, load_format="flattened_bucket", flush_cache=False,
             )  # fmt: skip
-            taking.append(receiving)  # type: ignore[arg-type]
-        await asyncio.wait_for(asyncio.gather(*taking), timeout_s)
+            loading.append(receiving)  # type: ignore[arg-type]
+        await asyncio.wait_for(asyncio.gather(*loading), timeout_s)
 
-    async def _join(self, timeout_s: float) -> None:
-        """Make rank 0 and the engines that have devices of their own one group."""
+    async def _form_group(self, timeout_s: float) -> None:
+        """Form a group of rank 0 and the engines with dedicated devices."""
         engines, host = self._engines, self._trainers.host
         port = await self._trainers.hold_port()
         group = f"orhpc-weights-{port}"
@@ -141,7 +141,7 @@ class WeightSync:
         return {"sync_bytes": float(nbytes), "sync_seconds_gather": seconds}
 
     async def _export(self) -> tuple[Path, int, float]:
-        """Write the weights as the engines hold them; returns folder, bytes and seconds."""
+        """Write the weights in the engines' format; returns folder, bytes and seconds."""
         started = time.monotonic()
         folder = self._exchange / "weights"
         shutil.rmtree(folder, ignore_errors=True)
@@ -149,10 +149,10 @@ class WeightSync:
         return folder, sum(f["size"] for f in written[0]), time.monotonic() - started
 
     async def _check(self) -> float:
-        """Compare what the engines hold with an export of the trainer's weights, bit for bit.
+        """Compare the engines' weights with an export of the trainer's weights, bit for bit.
 
-        The engines' own checksums before and after they read the export must be the same; so whatever
-        an engine fuses or cuts is compared as it holds it.
+        The engines' own checksums before and after they load the export must be equal, so tensors that an
+        engine fuses or splits are compared in that form.
         """
         started = time.monotonic()
         pool = self._engines.pool
@@ -169,6 +169,6 @@ class WeightSync:
             if wrong:
                 raise WeightSyncFailed(
                     f"engine {url}: {len(wrong)} of {len(names)} tensors are not the trainer's: "
-                    f"{', '.join(wrong[:_SHOWN])}"
+                    f"{', '.join(wrong[:_MAX_NAMES_SHOWN])}"
                 )
         return time.monotonic() - started

@@ -1,4 +1,4 @@
-"""The rollout workers, as the producer calls them."""
+"""Handles of the rollout workers, used by the producer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class WorkerHandle:
-    """One rollout worker, as the producer calls it."""
+    """Handle of one rollout worker."""
 
     def __init__(self, actor: ActorHandle[Any], index: int) -> None:
         self.actor = actor
@@ -63,18 +63,20 @@ async def start_workers(
     attempt: int,
     environment_key: str,
 ) -> list[WorkerHandle]:
-    """Spawn the rollout workers and have them open their environments; engines are told later.
+    """Spawn the rollout workers and have them open their environments; they learn the engines' URLs later.
 
     Raises:
-        EnvironmentUnavailable: an environment did not come up in time.
-        ConfigError: an environment or the model's chat format is not what the config says.
+        EnvironmentUnavailable: an environment did not answer in time.
+        ConfigError: an environment or the model's chat format does not match the config.
     """
     handles: list[WorkerHandle] = []
     for w in placement.workers:
         urls = placement.environments_of(w.index)
         arguments = (config, model_dir, w.index, str(rundir.path), attempt, urls, environment_key)
-        together = config.rollout.max_concurrent + 8
-        actor = spawn(RolloutWorker, ids[w.node], config.secret_sources, *arguments, max_concurrency=together)
+        concurrency = config.rollout.max_concurrent + 8
+        actor = spawn(
+            RolloutWorker, ids[w.node], config.secret_sources, *arguments, max_concurrency=concurrency
+        )
         handles.append(WorkerHandle(actor, w.index))
     await asyncio.gather(*(h.call(RolloutWorker.open) for h in handles))
     return handles

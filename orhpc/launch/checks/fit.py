@@ -243,8 +243,8 @@ def _way_out_divided(run: RunPlan, room: int) -> str:
             except ConfigError:
                 continue
             if trainer_memory(run.shape, layout, run.demand).total <= room:
-                words = ", ".join(f"{n} {getattr(layout, n)}" for n in ("tp", "pp", "ep"))
+                sizes = ", ".join(f"{n} {getattr(layout, n)}" for n in ("tp", "pp", "ep"))
                 return (
-                    f"{ranks} trainer ranks with {words} would do ({ranks // per_node} nodes of {per_node})"
+                    f"{ranks} trainer ranks with {sizes} would do ({ranks // per_node} nodes of {per_node})"
                 )
     return f"no layout of up to {MOST_RANKS} ranks would do: lower the token budget or the longest rollout"

@@ -23,9 +23,9 @@ from orhpc.plan.placement import Node
 from orhpc.process.ports import hold_port, stop_listening
 
 _MIN_LIFE_S = 30.0
-"""A server that ends by itself within this time after its start is considered broken."""
+"""A server that ends within this time after its start, without being killed, is considered broken."""
 _EARLY_KILLS = 2
-"""How many times in a row a server may be killed that early; it may be too large for the node's memory."""
+"""Number of consecutive times that a server may be killed that early; it may need too much memory."""
 
 
 class ServedEnvironments:
@@ -64,9 +64,8 @@ class ServedEnvironments:
 
     def start(self) -> None:
         """Start every replica; they may still be loading afterwards."""
-        self._key = (
-            self._folder / "environment.key"
-        ).read_text()  # a server may end when the file is gone already
+        # Kept in memory, because a server may have to be restarted after the file has been removed.
+        self._key = (self._folder / "environment.key").read_text()
         for label in self._commands:
             self._spawn(label)
 

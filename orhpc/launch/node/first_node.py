@@ -24,7 +24,7 @@ from orhpc.launch.node.scratch import SharedMemorySweeper
 from orhpc.plan.placement import Node, Placement, plan
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog, read_events, steps_of
-from orhpc.rundir.storage import Outages
+from orhpc.rundir.storage import ToleratedOutages
 
 TICK_S = 0.2
 RAYLETS_S = 60.0
@@ -69,7 +69,7 @@ class Attempt:
         self._placement: Placement | None = None
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
-        self._outages, self._sweeper = Outages(say), SharedMemorySweeper()
+        self._outages, self._sweeper = ToleratedOutages(say), SharedMemorySweeper()
 
     # --- what attempts differ in ----------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Attempt:
         while driver.poll() is None and ray.alive():
             # The driver itself waits for an unavailable run directory, and reports when it gives up.
             self._poll()
-            self._outages.look(self._environments.keep_up, None)
+            self._outages.run(self._environments.keep_up, None)
             self._sweeper.tick()
             if self.must_kill():
                 driver.kill()
@@ -177,12 +177,12 @@ class Attempt:
         is_suspect = driver.poll() is None or driver.returncode in _WITHOUT_RAY or driver.returncode < 0
         may_be_lost = is_suspect and not self.must_kill()
         if may_be_lost and processes.wait_until(lambda: not ray.alive(), _RAY_NOTICED_S):
-            raise RayLost(f"Ray's processes on {self.node.name} ended: {ray.last_words()}")
+            raise RayLost(f"Ray's processes on {self.node.name} ended: {ray.last_log_line()}")
         return driver.wait()
 
     def _poll(self) -> None:
         """Call :meth:`tick`; an unavailable run directory is reported and otherwise ignored."""
-        self._outages.look(self.tick, None)
+        self._outages.run(self.tick, None)
 
     def _begin_ray(self) -> RayNode:
         node, config = self.node, self.config

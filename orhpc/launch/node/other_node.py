@@ -23,7 +23,7 @@ from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.preempt import Signals
 from orhpc.plan.placement import Node, Placement, plan
 from orhpc.rundir import RunDir
-from orhpc.rundir.storage import Outages
+from orhpc.rundir.storage import ToleratedOutages
 
 _RAY_RESTARTS = 3
 _GONE_TRIES = 3
@@ -119,7 +119,7 @@ def _keep_up(
     joined = serving = False
     complaint = ""
     servers_at = time.monotonic() + RAYLETS_S
-    outages, sweeper = Outages(say), SharedMemorySweeper()
+    outages, sweeper = ToleratedOutages(say), SharedMemorySweeper()
 
     def look() -> None:
         nonlocal joined, serving, complaint
@@ -137,13 +137,13 @@ def _keep_up(
             rendezvous.complain(rundir, attempt, job.rank, complaint)
             complaint = ""
 
-    while not outages.look(lambda: rendezvous.ended(rundir, attempt), False):
+    while not outages.run(lambda: rendezvous.ended(rundir, attempt), False):
         if signals.received and _is_gone(head.address):
             say("the first node is gone: exiting")
             return
-        outages.look(look, None)
+        outages.run(look, None)
         sweeper.tick()
-        moved = outages.look(head.moved, False)
+        moved = outages.run(head.moved, False)
         if moved or not ray_node.alive():
             restarts = 0 if moved else restarts + 1
             if restarts > _RAY_RESTARTS:
@@ -188,8 +188,8 @@ def _is_gone(address: str) -> bool:
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
     end = time.monotonic() + timeout_s
-    outages = Outages(say)
-    while not outages.look(condition, False):
+    outages = ToleratedOutages(say)
+    while not outages.run(condition, False):
         if time.monotonic() > end:
             return False
         time.sleep(TICK_S)

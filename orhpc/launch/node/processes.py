@@ -1,4 +1,4 @@
-"""Child processes that die with their parent and are ended only by pid."""
+"""Child processes that end with their parent and are signaled only by pid."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The job's own Ray cluster: a head on the first node, workers on the others, a token between them.
+"""The job's own Ray cluster: a head on the first node, worker nodes on the others, and a token.
 
-Ray only spawns and carries; devices come from our placement.  Every port lies below the ephemeral
-range, the dashboard is off, and the temporary folder and the token are the job's own, so that
-nothing here can meet another job's Ray on the same node.  ``ray start --block`` keeps a reaper:
-when its process dies, by whatever signal, the cluster's processes on that node die with it.
-It runs in :mod:`orhpc.launch.node.ray_start`, whose libraries may be loaded ahead of time.
+Ray only starts actors and transfers data; the placement assigns devices.  All ports are below the ephemeral
+range, the dashboard is off, and temporary folder and token belong to the job, so that the cluster cannot
+interfere with another job's Ray on the same node.  ``ray start --block`` has a reaper: when its process ends,
+by any signal, the cluster's processes on that node end with it.  It runs in
+:mod:`orhpc.launch.node.ray_start`, which can import its libraries in advance.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _SERVERS = (
     "dashboard-agent-listen",
     "metrics-export",
 )
-"""Servers of every node; each has an option for its port.
+"""Servers of every node whose port can be set by an option.
 
-The dashboard agent's for gRPC has one too, but where it is given the GCS waits for that server, which only
+The dashboard agent's gRPC server has an option too, but with it the GCS waits for that server, which only
 ``ray[default]`` has, and prints after half a minute that metrics will not be exported.
 """
 _WORKERS = 200
 _PORTS = len(_SERVERS) + _WORKERS
-"""Ports of one node beside the head's own."""
+"""Number of ports of one node, without the head's own."""
 _RECONNECT_S = 20
 _HEAD_STARTS = 3
-"""How often a head is begun that ends before it can be joined."""
+"""Number of attempts to start a head that ends before it can be joined."""
 _JOINED = "ray_current_cluster"
 """File in Ray's temporary folder: ``ray start`` writes it once its node is in the cluster."""
 
@@ -59,18 +59,18 @@ def make_token(folder: Path) -> Path:
 
 
 def ray_environment(token: Path) -> dict[str, str]:
-    """Variables that every process of the job that talks to Ray has to have."""
+    """Environment variables for every process of the job that uses Ray."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        # A GCS that has ended is back within seconds, a head that is gone is not: then nodes leave soon.
+        # A GCS that has ended is restarted within seconds; without a head, nodes should exit soon.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_RECONNECT_S),
         "RAY_DEDUP_LOGS": "0",
-        # Nobody takes them.
+        # Nothing collects these metrics.
         "RAY_enable_metrics_collection": "0",
-        # Ray's workers, so trainers and engines, run at nice 15 else: any other process comes before them.
+        # Otherwise Ray's workers, that is trainers and engines, run at nice 15, after all other processes.
         "RAY_worker_niceness": "0",
     }
 
@@ -87,31 +87,31 @@ class RayNode:
         self._log = log
         self._cpus = cpus
         self._object_store_bytes = object_store_bytes
-        # Unix socket paths end at 107 characters: this folder cannot lie in the run directory.
+        # Unix socket paths are limited to 107 characters, so this folder cannot be in the run directory.
         self._scratch = Scratch()
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
     def begin_head(self) -> None:
-        """Start GCS and raylet; :meth:`await_head` says where others join."""
-        # One block for all: a port found by itself may lie in the range of those found next.
+        """Start GCS and raylet; :meth:`await_head` returns the address to join."""
+        # One block for all ports: a port chosen separately could be in the range chosen next.
         self._port, clients, metrics, *others = free_ports(3 + _PORTS, self.address, consecutive=True)
         role = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
-        # The server for Ray clients cannot be left out; at its default port two jobs would meet.
+        # The server for Ray clients cannot be disabled; at its default port two jobs would collide.
         role += ["--ray-client-server-port", str(clients)]
-        # Its monitor is for clusters that grow by themselves, and listens on all interfaces.
+        # The monitor serves autoscaling clusters, and listens on all interfaces.
         role += ["--no-monitor"]
-        # The dashboard's process runs even where it serves nothing but its own metrics.
+        # The dashboard's process runs even if it serves only its own metrics.
         self._start(role, others, variables={"DASHBOARD_METRIC_PORT": str(metrics)})
 
     def await_head(self, timeout_s: float = 120.0) -> str:
-        """Wait until the head can be joined; returns the address to do so.
+        """Wait until the head can be joined; returns its address.
 
-        One that ends meanwhile is begun anew, on other ports: ``ray start`` gives the GCS 15 s, which a busy
-        node, or one that reads it from a slow filesystem for the first time, may not have it up in.
+        A head that ends before that is started again on other ports: ``ray start`` allows 15 s for the GCS,
+        which may take longer on a busy node or when it is first read from a slow filesystem.
 
         Raises:
-            RayLost: it did not come up in time, or ended each time, with the logs' last lines.
+            RayLost: the head did not start in time, or ended each time; the message has the logs' last lines.
         """
 
         def up() -> bool:
@@ -121,20 +121,20 @@ class RayNode:
             came = processes.wait_until(up, timeout_s)
             if came and self.alive():
                 break
-            # Its entries begin with their time; the stack that a failed check ends with does not.
+            # Log entries begin with their time; the stack trace of a failed check does not.
             gcs_log = self._scratch.ray / "session_latest" / "logs" / "gcs_server.out"
             gcs = processes.last_line(gcs_log, starting="[", at_most=600)
             problem = f"{processes.last_line(self._log)} ({self._log}); the GCS: {gcs}"
             self.stop()
             if not came or not again:
                 raise RayLost(f"Ray's head did not start on {self.address}: {problem}")
-            log.warning("Ray's head ended before it could be joined, once more: %s", problem)
+            log.warning("Ray's head ended before it could be joined, starting it again: %s", problem)
             self._scratch = Scratch()
             self.begin_head()
         return f"{self.address}:{self._port}"
 
     def load(self) -> None:
-        """Have ``ray start`` load its libraries; it starts nothing yet."""
+        """Have ``ray start`` import its libraries, without starting Ray."""
         env = {**os.environ, **self.environment()}
         command = [sys.executable, "-m", "orhpc.launch.node.ray_start"]
         self._process = processes.spawn(command, log=self._log, env=env, piped=True)
@@ -146,35 +146,35 @@ class RayNode:
         self._start(["--address", head], ports, head=head, variables=proxies)
 
     def rejoin(self, head: str) -> None:
-        """End this node's Ray processes, one that waits for a lost head included, and join this head."""
+        """End this node's Ray processes, including one that waits for a lost head, and join this head."""
         if self._process is not None:
             processes.stop_all(self._process, grace_s=3.0)
         self.join(head)
 
     def joined(self) -> bool:
-        """Whether this node has been in the cluster."""
+        """Whether this node has joined the cluster."""
         return (self._scratch.ray / _JOINED).exists()
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def last_words(self) -> str:
-        """The last line of its log, and where that is."""
+    def last_log_line(self) -> str:
+        """The last line of the node's log, and the log's path."""
         return f"{processes.last_line(self._log)} ({self._log})"
 
     def stop(self) -> None:
-        """End this node's Ray processes and remove what they left on it."""
+        """End this node's Ray processes and remove their files."""
         if self._process is not None:
             processes.stop_all(self._process, grace_s=10.0)
         self._scratch.remove()
 
     def environment(self) -> dict[str, str]:
-        """Variables of every process of the job on this node that talks to Ray."""
+        """Environment variables for every process of the job on this node that uses Ray."""
         return {
             **ray_environment(self._token),
             "TMPDIR": str(self._scratch.temporary),
             **kept_caches(os.environ),
-            # What the GCS knows outlives it: it is started again where it ends (:mod:`ray_start`).
+            # The GCS keeps its state on disk, because it is restarted if it ends (:mod:`ray_start`).
             "RAY_gcs_storage": "rocksdb",
             "RAY_gcs_storage_path": str(self._scratch.path / "gcs"),
         }
@@ -183,20 +183,20 @@ class RayNode:
         self, role: list[str], ports: list[int], *, variables: dict[str, str], head: str | None = None
     ) -> None:
         servers, workers = ports[: len(_SERVERS)], ports[len(_SERVERS) :]
-        words = ["start", "--block", "--disable-usage-stats"]
-        words += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._scratch.ray)]
-        # Ray puts the machine's own address in the place of a loopback one, so nodes go by name.
-        words += ["--node-name", self._name]
-        words += ["--num-cpus", str(max(self._cpus, 1)), "--num-gpus", "0"]
-        words += ["--object-store-memory", str(self._object_store_bytes)]
+        arguments = ["start", "--block", "--disable-usage-stats"]
+        arguments += [*role, "--node-ip-address", self.address, "--temp-dir", str(self._scratch.ray)]
+        # Ray replaces a loopback address by the machine's own, so nodes are identified by name.
+        arguments += ["--node-name", self._name]
+        arguments += ["--num-cpus", str(max(self._cpus, 1)), "--num-gpus", "0"]
+        arguments += ["--object-store-memory", str(self._object_store_bytes)]
         for server, port in zip(_SERVERS, servers, strict=True):
-            words += [f"--{server}-port", str(port)]
-        words += ["--min-worker-port", str(workers[0]), "--max-worker-port", str(workers[-1])]
+            arguments += [f"--{server}-port", str(port)]
+        arguments += ["--min-worker-port", str(workers[0]), "--max-worker-port", str(workers[-1])]
         if not self.alive():
             self.load()
         assert self._process is not None
         assert self._process.stdin is not None
-        order = json.dumps({"words": words, "variables": variables, "head": head})
-        # One that has ended in the meantime is no longer alive, which is looked at all the time.
+        order = json.dumps({"arguments": arguments, "variables": variables, "head": head})
+        # If the process has ended, the regular checks of alive() report it.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
             stream.write(order.encode() + b"\n")

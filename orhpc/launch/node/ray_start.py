@@ -1,14 +1,14 @@
-"""``ray start`` whose libraries are loaded before it is known what to start.
+"""``ray start`` that imports its libraries before it receives its arguments.
 
     python -m orhpc.launch.node.ray_start
 
-Loading them takes seconds, which a node has while the others are still meeting.  One line of JSON on
-standard input then says what to start: ``words`` as on the command line, ``variables`` to set first,
-and ``head``, the ``host:port`` to wait for, where there is one.  The end of the input without such a
-line ends this process; so does the end of the one that started it, which also bounds the wait.
+The imports take seconds, during which the nodes can rendezvous.  Then one line of JSON on standard input
+gives the ``arguments`` of the command line, ``variables`` to set first, and ``head``, the ``host:port`` to
+wait for, or null.  The process exits if the input ends without such a line, or when the process that started
+it ends, which also limits the wait.
 
-``ray start`` is changed in two places, since it has no options for them: it listens on loopback where it is
-told to, and a GCS that has ended is started again.
+``ray start`` is patched in two ways for which it has no options: it accepts a loopback address, and a GCS
+that has ended is restarted.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _POLL_S = 0.05
 _ANSWER_S = 1.0
 _GCS_STARTS = 20
 _GCS_WINDOW_S = 600.0
-"""A GCS that ends more often than that within so many seconds is not started again."""
+"""A GCS that ends more than ``_GCS_STARTS`` times within ``_GCS_WINDOW_S`` seconds is not restarted."""
 
 
 def accepts(host: str, port: int) -> bool:
-    """Whether a server takes connections there."""
+    """Whether a server accepts connections at this address."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.settimeout(_ANSWER_S)
         return probe.connect_ex((host, port)) == 0
 
 
 def use_loopback() -> None:
-    """Have Ray take a loopback address as it is, in this process.
+    """Have Ray in this process use a loopback address unchanged.
 
-    Ray puts the machine's own address in its place, and a Ray whose address is not 127.0.0.1 listens on all
-    interfaces.
+    Ray would replace it by the machine's own address, and with an address other than 127.0.0.1 it listens on
+    all interfaces.
     """
     from ray._private import services
 
@@ -46,11 +46,12 @@ def use_loopback() -> None:
 
 
 def keep_gcs_up() -> None:
-    """Have ``ray start --block`` start a GCS again that has ended, instead of ending the node with it.
+    """Have ``ray start --block`` restart a GCS that has ended, instead of ending the node with it.
 
-    What the GCS knows is on disk (``RAY_gcs_storage``, https://github.com/ray-project/enhancements/pull/64),
-    and actors and driver talk to each other without it: they only have to reconnect to it.  Unauthenticated
-    requests that crash it are known, so this is also what a stranger on the node can do to a run.
+    The state of the GCS is on disk (``RAY_gcs_storage``,
+    https://github.com/ray-project/enhancements/pull/64),
+    and actors and driver communicate without it; they only have to reconnect.  Unauthenticated requests that
+    crash the GCS are known, so other users of the node could otherwise end a run.
     """
     from ray._private import ray_constants, services
     from ray._private.node import Node
@@ -66,7 +67,7 @@ def keep_gcs_up() -> None:
         if gcs is None or len(ended_at) == _GCS_STARTS:
             return dead
         ended_at.append(time.monotonic())
-        print(f"{time.strftime('%F %T')} the GCS ended ({gcs.returncode}) and is started again", flush=True)
+        print(f"{time.strftime('%F %T')} the GCS ended ({gcs.returncode}) and is restarted", flush=True)
         again = services.start_ray_process(gcs.args, kind, fate_share=bool(self.kernel_fate_share))
         self.all_processes[kind] = [again]
         return [(of, process) for of, process in dead if process is not gcs]
@@ -89,7 +90,7 @@ def main() -> None:
         host, _, port = order["head"].rpartition(":")
         while not accepts(host, int(port)):
             time.sleep(_POLL_S)
-    sys.argv = ["ray", *order["words"]]
+    sys.argv = ["ray", *order["arguments"]]
     ray()
 
 

@@ -1,10 +1,9 @@
-"""How the nodes of an attempt find each other: small atomic files in the run directory.
+"""Rendezvous of an attempt's nodes through small atomic files in the run directory.
 
-The first node says which attempt it is in ``jobs/JOB.RESTART.json``; each node then lays its
-address into ``attempts/NNN/nodes/``; ``placement.yaml`` says who they all are and where Ray's head
-will answer, ``nodes/NNN.raylet`` that a node is in Ray's cluster, and ``ended.json`` that the attempt
-is over.  A file that never appears on another node is how a
-filesystem shows that it is not shared, so every wait has a deadline.
+The first node writes the attempt's number to ``jobs/JOB.RESTART.json``; each other node then writes its
+address to ``attempts/NNN/nodes/``.  ``placement.yaml`` lists all nodes and the address of Ray's head,
+``nodes/NNN.raylet`` means that a node has joined Ray's cluster, and ``ended.json`` that the attempt is over.
+On a filesystem that is not shared, a file never appears on another node, so every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from orhpc.errors import NodeLost, PreflightError
 from orhpc.launch.node.network_variables import say
 from orhpc.launch.slurm.job import Job
 from orhpc.rundir import RunDir, write_atomic
-from orhpc.rundir.storage import Outages
+from orhpc.rundir.storage import ToleratedOutages
 
 _POLL_S = 0.1
 _BEAT_S = 5.0
@@ -31,7 +30,7 @@ _BEAT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class NodeReady:
-    """What a node says when it is ready for the attempt, or why it never will be."""
+    """A node's report that it is ready for the attempt, or why it cannot take part."""
 
     rank: int
     name: str
@@ -39,14 +38,14 @@ class NodeReady:
     cpus: int = 0
     environments: dict[str, list[str]] = field(default_factory=dict)
     problem: str | None = None
-    """Why it cannot take part."""
+    """Why the node cannot take part."""
     refused: bool = False
-    """Whether another node in its place would not help either."""
+    """Whether the same problem would occur on any other node."""
     time: float = field(default_factory=time.time)
 
 
 def announce(rundir: RunDir, job: Job, **what: Any) -> None:
-    """Tell the other nodes the attempt's number, or the exit code that ends the job at once."""
+    """Send the other nodes the attempt's number, or the exit code that ends the job at once."""
     folder = rundir.path / "jobs"
     folder.mkdir(mode=0o700, exist_ok=True)
     for old in folder.iterdir():
@@ -57,7 +56,7 @@ def announce(rundir: RunDir, job: Job, **what: Any) -> None:
 
 @contextlib.contextmanager
 def preparing(rundir: RunDir, job: Job) -> Iterator[None]:
-    """Have the other nodes wait on while the first one fetches a model, which may take an hour."""
+    """Keep the other nodes waiting while the first one downloads a model, which may take an hour."""
     path = _preparing_file(rundir, job)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     done = threading.Event()
@@ -66,7 +65,7 @@ def preparing(rundir: RunDir, job: Job) -> Iterator[None]:
         count = 0
         while not done.wait(_BEAT_S if count else 0):
             count += 1
-            with contextlib.suppress(OSError):  # a filesystem that is away is the main thread's to report
+            with contextlib.suppress(OSError):  # the main thread reports a filesystem that does not answer
                 write_atomic(path, str(count))
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -85,12 +84,12 @@ def _preparing_file(rundir: RunDir, job: Job) -> Path:
 def await_announcement(
     rundir: RunDir, job: Job, timeout_s: float, stop: Callable[[], bool] = lambda: False
 ) -> dict[str, Any] | None:
-    """What the first node announced; its signs of :func:`preparing` begin the time again.
+    """Wait for the first node's announcement; each heartbeat of :func:`preparing` restarts the timeout.
 
-    None once ``stop`` is true.
+    Returns None once ``stop`` is true.
 
     Raises:
-        PreflightError: it never appeared.
+        PreflightError: the announcement did not appear in time.
     """
     path = rundir.path / "jobs" / f"{job.id}.{job.restart}.json"
     if not _appears(path, timeout_s, _preparing_file(rundir, job), stop):
@@ -98,13 +97,13 @@ def await_announcement(
             return None
         raise PreflightError(
             f"{job.node_name}: {path}, which the first node writes, did not appear within {timeout_s:.0f} s: "
-            "run.root has to lie on a filesystem that all nodes share"
+            "run.root must be on a filesystem that all nodes share"
         )
     return json.loads(path.read_text())
 
 
 def join(rundir: RunDir, attempt: int, joined: NodeReady) -> None:
-    """Lay this node's file into the attempt."""
+    """Write this node's file to the attempt's folder."""
     folder = rundir.attempt(attempt) / "nodes"
     folder.mkdir(mode=0o700, exist_ok=True)
     write_atomic(folder / f"{joined.rank:03d}.json", json.dumps(asdict(joined)))
@@ -113,23 +112,23 @@ def join(rundir: RunDir, attempt: int, joined: NodeReady) -> None:
 def gather(
     rundir: RunDir, attempt: int, nodes: int, timeout_s: float, tick: Callable[[], None]
 ) -> list[NodeReady]:
-    """All other nodes' files, in order of rank.
+    """Wait for the files of all other nodes; returns them in order of rank.
 
     Raises:
-        NodeLost: names the nodes that did not come in time.
+        NodeLost: some nodes did not join in time; the message names them.
     """
     folder = rundir.attempt(attempt) / "nodes"
     end = time.monotonic() + timeout_s
     missing = list(range(1, nodes))
-    outages = Outages(say)
+    outages = ToleratedOutages(say)
 
-    def look() -> list[int]:
+    def still_missing() -> list[int]:
         tick()
         _refresh(folder)
         return [rank for rank in missing if not (folder / f"{rank:03d}.json").exists()]
 
     while missing and time.monotonic() < end:
-        missing = outages.look(look, missing)
+        missing = outages.run(still_missing, missing)
         time.sleep(_POLL_S)
     if missing:
         raise NodeLost(
@@ -140,50 +139,50 @@ def gather(
 
 
 def raylet_up(rundir: RunDir, attempt: int, rank: int) -> None:
-    """Tell the other nodes that this one is in Ray's cluster."""
+    """Report to the other nodes that this one has joined Ray's cluster."""
     folder = rundir.attempt(attempt) / "nodes"
     folder.mkdir(mode=0o700, exist_ok=True)
     write_atomic(folder / f"{rank:03d}.raylet", "")
 
 
 def raylets_up(rundir: RunDir, attempt: int) -> int:
-    """How many nodes are in Ray's cluster."""
+    """Number of nodes that have joined Ray's cluster."""
     return len(list((rundir.attempt(attempt) / "nodes").glob("*.raylet")))
 
 
 def complain(rundir: RunDir, attempt: int, rank: int, problem: str) -> None:
-    """Tell the first node of something that has to end the attempt."""
+    """Report a problem to the first node that must end the attempt."""
     write_atomic(rundir.attempt(attempt) / "nodes" / f"{rank:03d}.problem", json.dumps({"problem": problem}))
 
 
 def complaints(rundir: RunDir, attempt: int) -> list[str]:
-    """What other nodes have complained of."""
+    """Problems that other nodes have reported."""
     found = sorted((rundir.attempt(attempt) / "nodes").glob("*.problem"))
     return [json.loads(path.read_text())["problem"] for path in found]
 
 
 def end(rundir: RunDir, attempt: int, code: int) -> None:
-    """Tell the other nodes that the attempt is over."""
+    """Report to the other nodes that the attempt is over."""
     write_atomic(rundir.attempt(attempt) / "ended.json", json.dumps({"code": code}))
 
 
 def ended(rundir: RunDir, attempt: int) -> bool:
-    """Whether the attempt is over: the first node said so, or a newer one has begun."""
+    """Whether the attempt is over: the first node has reported it, or a newer attempt has begun."""
     return (rundir.attempt(attempt) / "ended.json").exists() or rundir.newest_attempt() > attempt
 
 
-def _appears(path: Path, timeout_s: float, sign: Path, stop: Callable[[], bool]) -> bool:
+def _appears(path: Path, timeout_s: float, heartbeat: Path, stop: Callable[[], bool]) -> bool:
     limit, seen = time.monotonic() + timeout_s, ""
-    outages = Outages(say)
+    outages = ToleratedOutages(say)
 
-    def there() -> bool:
+    def exists() -> bool:
         _refresh(path.parent)
         return path.exists()
 
     while time.monotonic() < limit and not stop():
-        if outages.look(there, False):
+        if outages.run(exists, False):
             return True
-        if (count := _text(sign)) != seen:
+        if (count := _text(heartbeat)) != seen:
             limit, seen = time.monotonic() + timeout_s, count
         time.sleep(_POLL_S)
     return False
@@ -197,6 +196,6 @@ def _text(path: Path) -> str:
 
 
 def _refresh(folder: Path) -> None:
-    """Listing a folder makes network filesystems look past what they remember of it."""
+    """List the folder, so that a network filesystem refreshes its cached entries."""
     if folder.is_dir():
         os.listdir(folder)  # noqa: PTH208 - for its effect

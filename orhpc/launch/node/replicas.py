@@ -1,4 +1,4 @@
-"""How many server processes an environment that the job serves gets on a node."""
+"""The number of server processes per node of an environment that the job serves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ROLLOUTS_A_SERVER = 64
 def replicas_of(config: Config, name: str, cpus: int) -> int:
     """Return the number of server processes of an environment on a node of ``cpus`` cores.
 
-    ``environments.NAME.replicas`` where it is set.  Otherwise by the rollouts that a node is expected to
-    have in flight: a quarter of the cores at most, since rollout workers, engines and trainers need the
-    others, and at most one a rollout worker, since a worker keeps to one server.
+    This is ``environments.NAME.replicas`` if it is set.  Otherwise it depends on the expected number of
+    concurrent rollouts of a node: at most a quarter of the cores, because rollout workers, engines and
+    trainers need the others, and at most one per rollout worker, because a worker uses only one server.
     """
     settings, rollout = config.environments[name], config.rollout
     if settings.replicas is not None:
@@ -23,7 +23,7 @@ def replicas_of(config: Config, name: str, cpus: int) -> int:
 
 
 def expected_rollouts(config: Config, name: str) -> int:
-    """Return how many rollouts of an environment a node has in flight at the most, by the config."""
+    """Return the maximum number of concurrent rollouts of an environment on a node, from the config."""
     settings, rollout, evaluation = config.environments[name], config.rollout, config.evaluation
     training = 0.0
     if settings.trains:

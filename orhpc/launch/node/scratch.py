@@ -1,7 +1,7 @@
-"""A node-local folder of one attempt: removed with it, and swept by the next start if that was killed.
+"""A node-local folder of one attempt, removed at its end, or by the next start if it was killed.
 
-Whoever holds the lock in such a folder is alive; the kernel lets go of it with the process, whatever
-ends that.  So a folder whose lock is free is a dead attempt's, of whichever job of this user.
+A process holds a lock in the folder as long as it is alive; the kernel releases the lock when the process
+ends.  So a folder whose lock is free belongs to an attempt of any of this user's jobs that has ended.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 _PREFIX = "orhpc-ray-"
 _LOCK = "lock"
 _LONGEST_PARENT = 32
-"""Unix socket paths end at 107 characters, and Ray's own part below the folder takes about 70."""
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where torch has it
-_PASSED_ON_S = 30.0
+"""Unix socket paths are limited to 107 characters, and Ray's part below the folder takes about 70."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - torch's folder for shared memory
+_MIN_AGE_S = 30.0
 _YOUNG_S = 600.0
-"""A folder without a lock may be one that is just being made, if it is younger than this."""
+"""A folder without a lock that is younger than this may be in the middle of its creation."""
 
 
 class Scratch:
-    """The folder, readable by the owner only, and held until :meth:`remove`."""
+    """The folder, readable only by the owner, and locked until :meth:`remove`."""
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
@@ -39,9 +39,9 @@ class Scratch:
         self._lock = (self.path / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.ray = self.path / "r"
-        """For Ray, which opens its folder to everybody: the one around it stays closed."""
+        """Ray's folder, which Ray makes accessible to all users; its parent is private."""
         self.temporary = self.path / "t"
-        """TMPDIR of everything that runs under Ray, so that nothing of it stays behind."""
+        """TMPDIR of all processes under Ray, so that their temporary files are removed too."""
         self.temporary.mkdir(mode=0o700)
 
     def remove(self) -> None:
@@ -51,7 +51,7 @@ class Scratch:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove this user's folders of dead attempts; returns them."""
+    """Remove and return this user's folders of attempts that have ended."""
     removed: list[Path] = []
     for folder in parent.glob(f"{_PREFIX}*"):
         about = _own(folder, stat.S_ISDIR)
@@ -62,10 +62,10 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _own(path: Path, kind: Callable[[int], bool]) -> os.stat_result | None:
-    """What is at a path, if it is this user's and of that kind; links are not followed."""
+    """The status of a path if it belongs to this user and is of this kind; links are not followed."""
     try:
         about = path.lstat()
-    except FileNotFoundError:  # another start was faster
+    except FileNotFoundError:  # another start has removed it
         return None
     return about if about.st_uid == os.getuid() and kind(about.st_mode) else None
 
@@ -84,25 +84,25 @@ def _is_dead(folder: Path, age_s: float) -> bool:
 
 
 class SharedMemorySweeper:
-    """Has :func:`sweep_shared_memory` look now and then: a part that starts again in place leaves such."""
+    """Runs :func:`sweep_shared_memory` periodically: parts that restart in place leave such files."""
 
     def __init__(self, every_s: float = 15.0) -> None:
         self._every_s = every_s
         self._next = 0.0
 
     def tick(self) -> None:
-        """Call this often; files of the last moments stay, for one who has yet to map them."""
+        """Call this often.  Recent files are not removed, because another process may still map them."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every_s
-            sweep_shared_memory(least_age_s=_PASSED_ON_S)
+            sweep_shared_memory(least_age_s=_MIN_AGE_S)
 
 
 def sweep_shared_memory(folder: Path = _SHARED_MEMORY, *, least_age_s: float = 0.0) -> list[Path]:
-    """Remove memory that processes of this user shared through torch and that nobody has any more.
+    """Remove shared-memory files of torch, created by this user's processes, that no process uses.
 
-    torch has a helper process remove such files with their maker, but what ends a job's processes ends
-    that one too, and the node's memory would stay taken.  A file goes when the process that it is named
-    after is gone and no other has it mapped.
+    torch has a helper process that removes such files after their creator has ended, but it is killed
+    together with a job's processes, and the node's memory would stay allocated.  A file is removed if the
+    process in its name has ended and no other process has it mapped.
     """
     found = {
         f: int(m[1]) for f in folder.glob("torch_*") if (m := re.fullmatch(r"torch_(\d+)_\d+_\d+", f.name))
@@ -122,19 +122,19 @@ def sweep_shared_memory(folder: Path = _SHARED_MEMORY, *, least_age_s: float = 0
 
 
 def _mapped(folder: Path) -> set[str]:
-    """Files of a folder that processes of this user have mapped."""
+    """Files of a folder that are mapped by processes of this user."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text(errors="replace")
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # the process has ended, or belongs to another user
         found |= {line[line.index("/") :] for line in text.splitlines() if f" {folder}/" in line}
     return found
 
 
 def sweep_job_folders(jobs: set[str], own: Path) -> None:
-    """Remove the batch shells' folders of earlier starts of these jobs: a killed shell leaves its own."""
+    """Remove the folders that killed batch shells of earlier starts of these jobs have left."""
     for job in jobs:
         for folder in own.parent.glob(f"orhpc-{job}-*"):
             if folder != own and _own(folder, stat.S_ISDIR):

@@ -30,8 +30,8 @@ export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$SLURM_JOB_ID} OR
 ORHPC_OUTPUT=$(readlink -f "/proc/$$/fd/2")
 export ORHPC_OUTPUT
 
-about_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null; }
-field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$about"; }
+show_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null; }
+field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$job_info"; }
 
 # The driver polls the stop file, commits, and exits with code 75.
 # SLURM's job description at the first signal is kept: a preempted job may be canceled before it commits.
@@ -48,25 +48,26 @@ stop() {
   printf 'orhpc: SIG%s %(%FT%T)T, committing\n' "$1" -1
   (
     trap '' TERM USR2
-    about_job >"$job_folder/$note.$BASHPID" && mv "$job_folder/$note.$BASHPID" "$job_folder/$note"
+    show_job >"$job_folder/$note.$BASHPID" && mv "$job_folder/$note.$BASHPID" "$job_folder/$note"
   ) &
 }
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
 
 # Runs a SLURM command and retries while the controller is down: its restart may take minutes.
-# Stores the command's output in $said; fails if SLURM refuses, or does not answer for too long.
-patience=1800
-patiently() {
-  local end=$((SECONDS + patience)) told=
-  until said=$(timeout 60 "$@" 2>&1); do
-    case $said in
+# Stores the command's output in $output; fails if SLURM refuses, or does not answer for too long.
+controller_limit=1800
+with_retries() {
+  local end=$((SECONDS + controller_limit)) reported=
+  until output=$(timeout 60 "$@" 2>&1); do
+    case $output in
       "" | *"Unable to contact slurm"* | *"timed out"* | *"standby mode"* | *"Zero Bytes"*) ;;
       *) return 1 ;;
     esac
     [ "$SECONDS" -lt "$end" ] || return 1
-    [ -n "$told" ] || echo "orhpc: $1: SLURM's controller does not answer; waiting for up to $patience s"
-    told=1
+    [ -n "$reported" ] ||
+      echo "orhpc: $1: SLURM's controller does not answer; waiting for up to $controller_limit s"
+    reported=1
     sleep 3
   done
 }
@@ -76,8 +77,8 @@ successor=
 submit_successor() {
   when=$1
   shift
-  patiently scontrol show job --oneliner "$SLURM_JOB_ID"
-  about=" $said "
+  with_retries scontrol show job --oneliner "$SLURM_JOB_ID"
+  job_info=" $output "
   options=(--parsable --export=ALL --dependency="$when:$SLURM_JOB_ID" --chdir="$PWD")
   options+=(--nodes="$SLURM_JOB_NUM_NODES")
   options+=(--job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION")
@@ -85,17 +86,17 @@ submit_successor() {
   [ -z "${SLURM_JOB_ACCOUNT:-}" ] || options+=(--account="$SLURM_JOB_ACCOUNT")
   [ -z "${SLURM_JOB_QOS:-}" ] || options+=(--qos="$SLURM_JOB_QOS")
   [ -z "${SLURM_GPUS_PER_NODE:-}" ] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
-  patiently sbatch "${options[@]}" "$0" "$@" || { echo "$said" && return 1; }
-  successor=$(sed -n 's/^\([0-9][0-9]*\)\(;.*\)*$/\1/p' <<<"$said")
+  with_retries sbatch "${options[@]}" "$0" "$@" || { echo "$output" && return 1; }
+  successor=$(sed -n 's/^\([0-9][0-9]*\)\(;.*\)*$/\1/p' <<<"$output")
   echo "$successor" >"$job_folder/successor"
   [ -z "${attempt:-}" ] || echo "$successor" >"$attempt/successor"
-  echo "orhpc: job $successor takes over from here"
+  echo "orhpc: job $successor continues this run"
 }
-end() {
-  [ -z "$successor" ] || patiently scancel "$successor"
+exit_job() {
+  [ -z "$successor" ] || with_retries scancel "$successor"
   exit "$1"
 }
-case " $(about_job) " in *" Requeue=0 "*) submit_successor afternotok "$@" ;; esac
+case " $(show_job) " in *" Requeue=0 "*) submit_successor afternotok "$@" ;; esac
 
 # The controller ends a step by its number, and repeats the request after a minute if a node was slow.
 # A requeued job numbers its steps from 0 again, so the repeated request would end the new start.  Therefore
@@ -106,14 +107,14 @@ fi
 
 # srun may wait forever: to start tasks (fetching an image takes long too), or for a node that has lost power
 # and rebooted.  It is then killed, and the job is requeued.
-begin=1800
-limit=120
+start_limit=1800
+exit_limit=120
 limit_srun() {
-  local end=$((SECONDS + begin))
+  local end=$((SECONDS + start_limit))
   trap '' TERM USR2
   until [ -s "$job_folder/code" ] || { [ -e "$job_folder/held" ] && flock -n "$job_folder/held" true; }; do
     if [ ! -e "$job_folder/held" ] && [ "$SECONDS" -ge "$end" ]; then
-      echo "orhpc: srun has not started the first node's task within $begin s: killed; the job comes back"
+      echo "orhpc: srun has not started the first node's task within $start_limit s: killed, to be requeued"
       echo 75 >"$job_folder/code"
       echo 120 >"$job_folder/delay"
       kill -KILL "$1"
@@ -121,12 +122,12 @@ limit_srun() {
     fi
     sleep 2 >/dev/null 2>&1
   done
-  sleep "$limit" >/dev/null 2>&1
-  echo "orhpc: srun goes on $limit s after the first node has left: killed"
+  sleep "$exit_limit" >/dev/null 2>&1
+  echo "orhpc: srun is still running $exit_limit s after the first node has exited: killed"
   kill -KILL "$1"
 }
 
-for again in 1 2 0; do
+for retries_left in 2 1 0; do
   srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
     --mpi=none --export=ALL@SRUN_ARGS@ \
     @INSIDE@"$python" -m orhpc.launch.node "$@" &
@@ -146,56 +147,60 @@ for again in 1 2 0; do
   # process, and may return 0 for a step that it has lost.
   if [ -s "$job_folder/code" ]; then code=$(cat "$job_folder/code"); elif [ "$code" = 0 ]; then code=75; fi
   # Finished, wrong config, failed preflight, crash loop, busy run directory: a requeue would not help.
-  case $code in 0 | 2 | 3 | 4 | 5) end "$code" ;; esac
-  # Without an attempt, a stop file or an exit code, nothing of ours began: srun started no task.
+  case $code in 0 | 2 | 3 | 4 | 5) exit_job "$code" ;; esac
+  # Without an attempt, a stop file or an exit code, the launcher has not started: srun started no task.
   [ ! -e "$job_folder/attempt" ] && [ ! -e "$job_folder/stop" ] && [ ! -s "$job_folder/code" ] || break
-  [ "$again" != 0 ] || { echo "orhpc: no task could be started, three times: given up"; end "$code"; }
+  if [ "$retries_left" = 0 ]; then
+    echo "orhpc: srun failed three times to start a task: giving up"
+    exit_job "$code"
+  fi
   sleep 5
 done
 attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun_exit"
 
 # A start that SLURM considered dead finds a newer start running, which it must not requeue.
 # While SLURM delivers a signal, it shows a running job as SIGNALING.
-patiently scontrol show job --oneliner "$SLURM_JOB_ID"
-about=" $said "
-case ${about/ JobState=SIGNALING / JobState=RUNNING } in
+with_retries scontrol show job --oneliner "$SLURM_JOB_ID"
+job_info=" $output "
+case ${job_info/ JobState=SIGNALING / JobState=RUNNING } in
   *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
   *" JobState="* | *"Invalid job id"*)
     echo "orhpc: exit $code, and the job is canceled, ending or restarted: not requeued"
     [ -z "$attempt" ] || grep -qs '"reason": "cancelled"' "$attempt/outcome.json" || exit "$code"
-    end "$code" ;;
-  *) echo "orhpc: exit $code, and SLURM does not describe the job ($said): trying a requeue" ;;
+    exit_job "$code" ;;
+  *) echo "orhpc: exit $code, and SLURM does not describe the job ($output): trying a requeue" ;;
 esac
 trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
 readmit=$(cat "$job_folder/readmit" 2>/dev/null)
 delay=$(cat "$job_folder/delay" 2>/dev/null)
-if [ -z "$successor" ] && patiently scontrol requeue "$SLURM_JOB_ID"; then
+if [ -z "$successor" ] && with_retries scontrol requeue "$SLURM_JOB_ID"; then
   # SLURM ends this shell in a moment; the job can be changed only while it is pending.
-  comes_back=$SLURM_JOB_ID code=0
+  next_job=$SLURM_JOB_ID code=0
 else
-  [ -n "$successor" ] || echo "orhpc: not requeued: $said"
+  [ -n "$successor" ] || echo "orhpc: not requeued: $output"
   [ -n "$successor" ] || submit_successor afterany "$@"
-  comes_back=$successor
+  next_job=$successor
 fi
-change() {
+update_job() {
   for _ in 1 2 3 4 5 6 7 8 9 10; do
-    timeout 5 scontrol update JobId="$comes_back" "$1" && return
+    timeout 5 scontrol update JobId="$next_job" "$1" && return
     sleep 0.5
   done
 }
-if [ -n "$comes_back" ]; then
+if [ -n "$next_job" ]; then
   # SLURM keeps a start time that is in the future, and otherwise sets its own.
-  [ -z "$delay" ] || change "StartTime=now+$delay"
+  [ -z "$delay" ] || update_job "StartTime=now+$delay"
   if [ -n "$exclude$readmit" ]; then
-    before=$(field ExcNodeList)
-    [ "$before" != "(null)" ] || before=
+    excluded=$(field ExcNodeList)
+    [ "$excluded" != "(null)" ] || excluded=
     # Nodes that were lost before the current start: SLURM knows by now which of them work.
-    if [ -n "$readmit" ] && [ -n "$before" ] && names=$(timeout 20 scontrol show hostnames "$before"); then
-      before=$(grep -vxF -- "$readmit" <<<"$names" | paste -sd ,)
+    if [ -n "$readmit" ] && [ -n "$excluded" ] &&
+      names=$(timeout 20 scontrol show hostnames "$excluded"); then
+      excluded=$(grep -vxF -- "$readmit" <<<"$names" | paste -sd ,)
     fi
-    [ -z "$before" ] || exclude=$before${exclude:+,$exclude}
-    change "ExcNodeList=$exclude"
+    [ -z "$excluded" ] || exclude=$excluded${exclude:+,$exclude}
+    update_job "ExcNodeList=$exclude"
   fi
 fi
 exit "$code"

@@ -90,7 +90,7 @@ def claim(rundir: RunDir, job: str) -> None:
     away_until = time.monotonic() + _CONTROLLER_WAIT_S
     while True:
         try:
-            with rundir.held():
+            with rundir.locked():
                 check_free(rundir, job)
                 write_sealed(rundir.path / _NAME, {"job": job, "time": time.time()})
                 return

@@ -105,7 +105,7 @@ def read(rundir: RunDir, up_to: int | None = None) -> list[Outcome]:
     """
     found: list[Outcome] = []
     for number in range(1, (rundir.newest_attempt() if up_to is None else up_to) + 1):
-        facts = rundir.attempt_facts(number)
+        facts = rundir.attempt_metadata(number)
         if facts.get("kind") != "slurm":
             continue
         if outcome := outcome_of(rundir, number):
@@ -181,7 +181,7 @@ def jobs(rundir: RunDir) -> set[str]:
     """Ids of all jobs that have made attempts in the run."""
     found: set[str] = set()
     for number in range(1, rundir.newest_attempt() + 1):
-        facts = rundir.attempt_facts(number)
+        facts = rundir.attempt_metadata(number)
         if "job" in facts:
             found.add(str(facts["job"]))
     return found
@@ -189,7 +189,7 @@ def jobs(rundir: RunDir) -> set[str]:
 
 def newest_job(rundir: RunDir) -> str | None:
     """Id of the job that made the newest attempt; None if not known."""
-    job = rundir.attempt_facts(rundir.newest_attempt()).get("job")
+    job = rundir.attempt_metadata(rundir.newest_attempt()).get("job")
     return None if job is None else str(job)
 
 

@@ -155,7 +155,7 @@ def test_submission(config: Config) -> str:
     return next((line for line in lines if " to start at " in line), "sbatch accepts it")
 
 
-def sbatch_words(
+def sbatch_arguments(
     config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Options before and arguments after the script on sbatch's command line."""
@@ -174,7 +174,7 @@ def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence
     from submitit.slurm.slurm import SlurmExecutor
 
     text = render(config, signal_lead(config, rundir), own_python())
-    options, arguments = sbatch_words(config, rundir, config_path, overrides)
+    options, arguments = sbatch_arguments(config, rundir, config_path, overrides)
 
     class Executor(SlurmExecutor):
         def _make_submission_file_text(self, command: str, uid: str) -> str:

@@ -371,7 +371,7 @@ class EngineClient:
             return _NoSuchEndpoint(text)
         if status in (401, 403):
             return ConfigError(f"engine {self.url} refuses the key")
-        if any(words in message.lower() for words in _TOO_LONG):
+        if any(phrase in message.lower() for phrase in _TOO_LONG):
             return PromptTooLong(text)
         return ConfigError(text)
 

@@ -115,15 +115,15 @@ def _speculative_options(config: Config, part: EnginePart) -> dict[str, Any]:
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
     """Options as command-line arguments: true becomes a flag, false and null are omitted."""
-    words: list[str] = []
+    command_line: list[str] = []
     for name, value in options.items():
         if value is None or value is False:
             continue
-        words.append(f"--{name.replace('_', '-')}")
+        command_line.append(f"--{name.replace('_', '-')}")
         if isinstance(value, dict):
-            words.append(json.dumps(value))
+            command_line.append(json.dumps(value))
         elif isinstance(value, list | tuple):
-            words += [str(item) for item in value]
+            command_line += [str(item) for item in value]
         elif value is not True:
-            words.append(str(value))
-    return words
+            command_line.append(str(value))
+    return command_line

@@ -1,8 +1,8 @@
-"""Takes the file server of a run away from the processes that a test starts.
+"""Simulates an unavailable file server in the processes that a test starts.
 
-Python imports this at its start where this folder is on ``PYTHONPATH``.  While the file that
-``ORHPC_TEST_AWAY`` names exists, whatever a process opens, lists, makes, renames or removes below
-``ORHPC_TEST_ROOT`` fails with the error whose number is in it.
+Python imports this at its start if this folder is on ``PYTHONPATH``.  While the file named by
+``ORHPC_TEST_AWAY`` exists, opening, listing, creating, renaming and removing files below ``ORHPC_TEST_ROOT``
+fails with the error number in that file.
 """
 
 from __future__ import annotations

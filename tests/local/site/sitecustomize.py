@@ -1,8 +1,8 @@
 """Makes optimizer steps of the FSDP trainer fail in processes that a test starts, at chosen calls.
 
-Python imports this at its start where this folder is on ``PYTHONPATH``.  ``ORHPC_TEST_FAULTS`` is a folder
-with ``plan.json``, ``{"3": "nan", "5": "oom"}``: what happens at the third and fifth optimizer step that a
-rank is asked for, counted over all restarts.
+Python imports this at its start if this folder is on ``PYTHONPATH``.  ``ORHPC_TEST_FAULTS`` is a folder with
+``plan.json``, for example ``{"3": "nan", "5": "oom"}``: the faults at the third and fifth optimizer step of a
+rank, counted over all restarts.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_status_says_that_the_token_budget_was_lowered(
     log.write("bring_up", step=3, commit="step_3.a001", max_tokens=512, max_tokens_per_gpu=1024)
     log.close()
     assert main(["status", str(run.path)]) == EXIT_OK
-    said = "out of memory before: 512 tokens a micro-batch instead of train.max_tokens_per_gpu 1024"
+    said = "out of memory before: 512 tokens per micro-batch instead of train.max_tokens_per_gpu 1024"
     assert said in capsys.readouterr().out.splitlines()
 
 
@@ -211,7 +211,7 @@ def test_status_of_a_local_run_says_whether_its_process_lives(
 ) -> None:
     run.begin_attempt(kind="local")
     assert last_line(run, capsys) == "no process of this run is left: the same command continues the run"
-    with run.held():
+    with run.locked():
         assert last_line(run, capsys).startswith(f"process {os.getpid()} on ")
     log = EventLog(run.events, 3)
     log.write("finished", step=3)

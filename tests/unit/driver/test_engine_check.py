@@ -1,4 +1,4 @@
-"""An engine that does not sample from the trainer's policy is refused; real cpu engine, real trainer rank."""
+"""An engine that does not sample from the trainer's policy is refused (real CPU engine and trainer rank)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of an engine that serves the model."""
+    """URL of an engine that serves the model, started for the test."""
     log = str(tmp_path_factory.mktemp("logs") / "engine.log")
     process = EngineProcess(config_of(), folder, "127.0.0.1", free_port(), KEY, log, 0, threads=1)
     process.start()
@@ -49,7 +49,7 @@ def engine(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 
 class Rank:
-    """The trainers of a run, of one rank that is here."""
+    """The trainers of a run with one rank, in this process."""
 
     def __init__(self, config: Config, folder: str) -> None:
         self.rank = TrainerRank(config, folder, 0, 1, 1)
@@ -57,7 +57,7 @@ class Rank:
         self.rank.build()
 
     async def all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return [None, method(self.rank, *arguments)]  # another rank shares its micro-batches
+        return [None, method(self.rank, *arguments)]  # as if another rank shared the micro-batches
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_an_engine_with_the_trainers_weights_is_accepted(engine: str, trainers: 
     (answers, difference) = asyncio.run(compared(engine, trainers, trainers.rank.config, folder))
     assert difference < 1e-4
     (answer,) = answers
-    assert len(answer.tokens) == engine_check.PROMPT + len(answer.logprobs)
-    assert 1 <= len(answer.logprobs) <= engine_check.SAMPLED
+    assert len(answer.tokens) == engine_check.PROMPT_TOKENS + len(answer.logprobs)
+    assert 1 <= len(answer.logprobs) <= engine_check.SAMPLED_TOKENS
     assert max(answer.tokens) < VOCABULARY
 
 
@@ -95,7 +95,7 @@ def _perturbed(trainers: Rank, std: float) -> None:
 
 
 def test_an_engine_with_other_weights_is_refused_by_name(engine: str, trainers: Rank, folder: str) -> None:
-    """In float32 a small difference is too much already; rounding to bfloat16 explains a larger one."""
+    """In float32 even a small difference is too large; rounding to bfloat16 explains a larger one."""
     _perturbed(trainers, 0.008)
     with pytest.raises(ModelError, match=f"engine {engine} does not sample from the trainer's policy"):
         asyncio.run(compared(engine, trainers, config_of(), folder))
@@ -108,7 +108,7 @@ def test_an_engine_with_other_weights_is_refused_by_name(engine: str, trainers: 
         asyncio.run(compared(engine, trainers, config_of(dtype="bfloat16"), folder))
 
 
-def test_every_rollout_may_have_that_length_and_the_window_is_exceeded_on_gpus() -> None:
+def test_check_prompts_fit_the_length_limit_and_exceed_the_window_on_gpus() -> None:
     windows = {"sliding_window": 40, "attention_chunk_size": None, "index_topk": 5000}
 
     def length(total: int, *, cuda: bool, first: bool = True) -> int:
@@ -123,10 +123,10 @@ def test_every_rollout_may_have_that_length_and_the_window_is_exceeded_on_gpus()
     assert length(30, cuda=True) == 6
 
 
-def test_the_parts_compare_once_and_again_after_an_engine_that_could_not_be_asked(
+def test_engines_are_compared_once_and_again_only_if_they_could_not_answer(
     engine: str, trainers: Rank, folder: str
 ) -> None:
-    """The first time that engines serve; where they share devices, once the trainer is awake again."""
+    """They are compared when engines first serve; on shared devices, after the trainer is reloaded."""
     config = config_of().model_copy(update={"model": config_of().model.model_copy(update={"path": folder})})
 
     async def run() -> list[dict[str, float]]:

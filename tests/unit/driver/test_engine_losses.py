@@ -1,4 +1,4 @@
-"""An engine that fails while all are brought into another state: the others go on, and it is ended."""
+"""If an engine fails while the state of all is changed, it is stopped and the others continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orhpc.plan.placement import Node, plan
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every call as SGLang's control calls do, until ``fails_at`` cuts the connection."""
+    """Answers every call like SGLang's control calls; at ``fails_at`` it closes the connection."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -67,9 +67,9 @@ def servers() -> Iterator[list[Server]]:
 
 
 class Watched(Engines):
-    """Says which engines were ended; there is no process behind them."""
+    """Records which engines were stopped; they have no processes."""
 
-    async def _end(self, engine: Engine) -> None:
+    async def _stop(self, engine: Engine) -> None:
         self.ended.append(engine.url)
 
     ended: list[str]
@@ -96,7 +96,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("method", "path"), [(m, path) for m, paths in CALLS.items() for path in paths])
-def test_the_others_go_on_and_the_one_that_failed_is_ended(
+def test_the_other_engines_continue_and_the_failed_one_is_stopped(
     servers: list[Server], method: str, path: str
 ) -> None:
     async def run() -> None:
@@ -107,7 +107,7 @@ def test_the_others_go_on_and_the_one_that_failed_is_ended(
         assert engines.ended == [servers[1].url]
         assert list(engines.pool.down()) == [servers[1].url]
         assert servers[0].calls == CALLS[method]
-        # It takes no part in what follows.
+        # It takes no part in later calls.
         servers[1].calls.clear()
         await engines.resume_weights()
         assert engines.ended == [servers[1].url]
@@ -117,7 +117,7 @@ def test_the_others_go_on_and_the_one_that_failed_is_ended(
     asyncio.run(run())
 
 
-def test_without_an_engine_left_the_run_starts_its_parts_anew(servers: list[Server]) -> None:
+def test_without_a_remaining_engine_the_run_restarts_its_parts(servers: list[Server]) -> None:
     async def run() -> None:
         engines = engines_at(servers, {})
         for server in servers:
@@ -130,14 +130,14 @@ def test_without_an_engine_left_the_run_starts_its_parts_anew(servers: list[Serv
     asyncio.run(run())
 
 
-def test_an_engine_with_devices_of_its_own_may_be_lost_after_a_sync(servers: list[Server]) -> None:
+def test_an_engine_with_dedicated_devices_may_be_lost_after_a_sync(servers: list[Server]) -> None:
     async def run() -> None:
         engines = engines_at(servers, {"mode": "mixed", "trainer_devices": 1, "engine_devices": 2})
-        assert (engines.shared, engines.apart) == ([servers[0].url], [servers[1].url])
+        assert (engines.shared, engines.dedicated) == ([servers[0].url], [servers[1].url])
         servers[1].fails_at = "/continue_generation"
-        await engines.go_on()
+        await engines.continue_generation()
         assert engines.ended == [servers[1].url]
-        await engines.pause()  # nobody is left to be paused, and one serves
+        await engines.pause()  # no dedicated engine is left to be paused, and one shared engine serves
         assert servers[0].calls == []
         await engines.close()
 
@@ -145,14 +145,14 @@ def test_an_engine_with_devices_of_its_own_may_be_lost_after_a_sync(servers: lis
 
 
 class Host:
-    """An engine's actor; what it is told is noted, and its ``stop`` may fail."""
+    """An engine's actor that records its calls; its ``stop`` may fail."""
 
-    def __init__(self, told: list[str], *, lost: bool = False) -> None:
-        self.told, self.lost = told, lost
+    def __init__(self, reports: list[str], *, lost: bool = False) -> None:
+        self.reports, self.lost = reports, lost
 
     def __getattr__(self, name: str) -> Any:
         async def answer(*_: Any) -> Any:
-            self.told.append(name)
+            self.reports.append(name)
             if self.lost:
                 raise RayLost("the actor is gone")
 
@@ -160,31 +160,31 @@ class Host:
 
 
 class LivingHost(Host):
-    """One whose processes live."""
+    """An actor whose processes are alive."""
 
     def __getattr__(self, name: str) -> Any:
         async def answer(*_: Any) -> bool:
-            self.told.append(name)
+            self.reports.append(name)
             return True
 
         return SimpleNamespace(remote=answer)
 
 
-def test_an_engine_that_is_down_is_healed_though_its_process_lives(servers: list[Server]) -> None:
-    """It has missed calls: the next broadcast of weights would wait for it until its deadline."""
+def test_an_engine_that_is_down_is_restarted_even_if_its_process_is_alive(servers: list[Server]) -> None:
+    """It has missed calls, so the next weight broadcast would wait for it until its deadline."""
 
     async def work() -> None:
         engines = engines_at(servers, {})
         hosts = [LivingHost([]), LivingHost([])]
         for engine, host in zip(engines._engines, hosts, strict=True):
             engine.hosts = [host]  # type: ignore[list-item]
-        assert await engines.heal() == []
+        assert await engines.restart_failed() == []
         assert engines.ended == []
         engines.pool.mark_down(servers[1].url, "it did not answer in time")
-        assert await engines.heal() == [1]
+        assert await engines.restart_failed() == [1]
         assert engines.ended == [servers[1].url]
-        assert hosts[1].told == ["alive", "alive", "start", "wait_ready"]
-        assert hosts[0].told == ["alive", "alive"]
+        assert hosts[1].reports == ["alive", "alive", "start", "wait_ready"]
+        assert hosts[0].reports == ["alive", "alive"]
         assert not engines.pool.down()
         assert servers[1].calls == ["/release_memory_occupation"]
         await engines.pool.close()
@@ -193,24 +193,24 @@ def test_an_engine_that_is_down_is_healed_though_its_process_lives(servers: list
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_server_is_started_again_by_the_actor_that_holds_its_port(
+def test_a_server_is_restarted_by_the_actor_that_holds_its_port(
     servers: list[Server], monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    """In a new actor the port would be anybody's meanwhile, and workers go on asking there with the key."""
+    """With a new actor, any process could bind the port, to which workers still send the key."""
     killed: list[Any] = []
     monkeypatch.setattr(ray, "kill", killed.append)
-    told: list[str] = []
+    reports: list[str] = []
 
     async def work() -> None:
         engines = engines_at(servers, {})
         engine = engines._engines[0]
-        first, second = Host(told, lost=lost), Host(told)
+        first, second = Host(reports, lost=lost), Host(reports)
         engine.hosts, engine.starters = [first], [lambda: second]  # type: ignore[list-item]
-        await Engines._end(engines, engine)
+        await Engines._stop(engines, engine)
         await engines._bring_up([engine])
         assert engine.hosts == ([second] if lost else [first])
         assert killed == ([first] if lost else [])
         await engines.pool.close()
 
     asyncio.run(work())
-    assert told == ["stop", "start", "wait_ready"]
+    assert reports == ["stop", "start", "wait_ready"]

@@ -1,4 +1,4 @@
-"""From a placement to what each node of an engine is started with."""
+"""The arguments with which each node of an engine is started, from the placement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOSTS = tuple(Node(f"n{i}", f"10.0.0.{i + 1}", 16) for i in range(4))
 
 
 def parts_of(placement: dict[str, Any], tp: int) -> list[tuple[str, list[tuple[Any, ...]]]]:
-    """Of each engine its URL and, a node, what its process is made from."""
+    """For each engine its URL and, per node, the arguments of its process."""
     config = Config.model_validate(
         {"placement": placement, "engine": {"tp": tp}, "environments": {"a/b": {"serve": "letters"}}}
     )
@@ -57,7 +57,7 @@ def test_an_engine_of_two_nodes_is_one_server_with_a_process_on_each() -> None:
             )
 
 
-def test_engines_of_one_node_have_their_own_devices_and_ports() -> None:
+def test_engines_on_one_node_have_separate_devices_and_ports() -> None:
     found = parts_of({"nodes": 1, "devices_per_node": 4, "mode": "split", "engine_devices": 2}, tp=1)
     parts = [args[-1] for _, started in found for args in started]
     assert parts == [
@@ -66,13 +66,13 @@ def test_engines_of_one_node_have_their_own_devices_and_ports() -> None:
     ]
 
 
-def test_where_some_devices_are_shared_only_their_engines_take_turns() -> None:
+def test_only_engines_on_shared_devices_release_their_memory() -> None:
     mixed = {"nodes": 1, "devices_per_node": 4, "mode": "mixed", "trainer_devices": 2, "engine_devices": 4}
     parts = [args[-1] for _, started in parts_of(mixed, tp=2) for args in started]
     assert [(p.devices, p.shares) for p in parts] == [((0, 1), True), ((2, 3), False)]
 
 
-def test_what_a_server_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_has_the_right_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     def given(**model: str) -> dict[str, str]:
         environments = {"a/b": {"serve": "letters"}}
         config = Config.model_validate({"model": model, "environments": environments})
@@ -89,7 +89,7 @@ def test_what_a_server_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch)
     assert usual[dumps] == "0"
     assert "TRITON_F32_DEFAULT" not in usual
     assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")  # whoever sets it knows better
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")  # the user's own value is kept
     assert given(dtype="float32")["TRITON_F32_DEFAULT"] == "tf32x3"
-    monkeypatch.setenv(wanted, "1")  # then there are dumps to wait for
+    monkeypatch.setenv(wanted, "1")  # then SGLang waits for crash dumps
     assert dumps not in given()

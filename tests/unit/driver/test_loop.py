@@ -1,4 +1,4 @@
-"""What the loop leaves to a commit when something fails between two steps."""
+"""The state that a commit contains if something fails between two steps."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from orhpc.rundir.storage import StorageRetry, Store
 
 
 class Parts:
-    """Steps without a group; one call fails at one step."""
+    """Makes steps without groups; one call fails at one step."""
 
     def __init__(self, failing: str, at: int, error: OrhpcError) -> None:
         self._failing, self._at, self._error = failing, at, error
         self.producer = self
         self.workers: list[Any] = []
-        self.taken = 0
+        self.collected = 0
 
     @property
     def position(self) -> Position:
-        return Position(4 * self.taken, ())
+        return Position(4 * self.collected, ())
 
     async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
-        self.taken += 1
+        self.collected += 1
         return StepGroups([]), {}
 
     async def publish(self, step: int) -> dict[str, float]:
         return self._perhaps("publish", step)
 
-    async def record(self, step: int, taken: StepGroups, store: Store) -> None:
+    async def record(self, step: int, step_groups: StepGroups, store: Store) -> None:
         self._perhaps("record", step)
 
     def _perhaps(self, what: str, step: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ class Parts:
 
 
 class Saver:
-    """Notes what a commit after each step would hold."""
+    """Records the state that a commit after each step would contain."""
 
     def __init__(self) -> None:
         self.state = State(max_tokens=1024)
@@ -64,7 +64,7 @@ class Saver:
 
 
 class Run:
-    """What the loop asks of a run."""
+    """The part of a run that the loop uses."""
 
     def __init__(self, folder: Path) -> None:
         self.config = load_config("configs/tiny.yaml", ["train.steps=5", "wandb.enabled=false"])
@@ -93,10 +93,10 @@ class Run:
 @pytest.mark.parametrize(
     ("failing", "error"), [("publish", WeightSyncFailed("engine 0")), ("record", StorageRefused("full"))]
 )
-def test_a_step_that_was_trained_is_what_a_commit_holds_whatever_fails_after_it(
+def test_a_commit_contains_the_trained_step_whatever_fails_after_it(
     tmp_path: Path, failing: str, error: OrhpcError
 ) -> None:
-    """The trainers hold step 3 by then: as step 2 it would be trained once more after a resume."""
+    """The trainers already hold step 3; committed as step 2, it would be trained again after a resume."""
     run: Any = Run(tmp_path)
     saver: Any = Saver()
     parts: Any = Parts(failing, 3, error)
@@ -105,7 +105,7 @@ def test_a_step_that_was_trained_is_what_a_commit_holds_whatever_fails_after_it(
     assert saver.due == [1, 2]
     assert saver.state == State(step=3, position=Position(12, ()), max_tokens=1024)
     assert _steps(tmp_path) == [1, 2]
-    run.report_step()  # as an attempt does once a commit holds the step: else it is made again
+    run.report_step()  # as an attempt does once the step is committed
     assert _steps(tmp_path) == [1, 2, 3]
 
 
@@ -113,13 +113,11 @@ def _steps(folder: Path) -> list[int]:
     return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "step"]
 
 
-@pytest.mark.parametrize(("refusals", "wait_s", "told"), [(0, 60, 0), (3, 60, 1), (3, 0, 1)])
-def test_what_is_refused_is_written_again_until_the_time_is_over(
-    refusals: int, wait_s: float, told: int
-) -> None:
+@pytest.mark.parametrize(("refusals", "wait_s", "reports"), [(0, 60, 0), (3, 60, 1), (3, 0, 1)])
+def test_refused_writes_are_retried_until_the_time_limit(refusals: int, wait_s: float, reports: int) -> None:
     tries: list[int] = []
     meanwhile: list[int] = []
-    said: list[str] = []
+    output: list[str] = []
 
     async def write() -> str:
         tries.append(1)
@@ -131,7 +129,7 @@ def test_what_is_refused_is_written_again_until_the_time_is_over(
         meanwhile.append(len(tries))
 
     async def run() -> str:
-        return await StorageRetry(wait_s, said.append, lambda: False, 0.01).run(write, meanwhile=make_room)
+        return await StorageRetry(wait_s, output.append, lambda: False, 0.01).run(write, meanwhile=make_room)
 
     if wait_s:
         assert asyncio.run(run()) == "written"
@@ -141,7 +139,7 @@ def test_what_is_refused_is_written_again_until_the_time_is_over(
         with pytest.raises(StorageRefused, match="no room"):
             asyncio.run(run())
         assert len(tries) == 1
-    assert len(said) == told
+    assert len(output) == reports
 
 
 def test_a_stop_ends_the_waiting() -> None:
@@ -152,8 +150,8 @@ def test_a_stop_ends_the_waiting() -> None:
         asyncio.run(StorageRetry(600, lambda line: None, lambda: True, 600).run(write))
 
 
-def test_where_one_worker_s_record_is_refused_the_others_no_longer_try() -> None:
-    """The commit that follows must not find them still trying, and polling its save."""
+def test_if_one_worker_s_record_is_refused_the_others_stop_retrying() -> None:
+    """Otherwise they would still retry, and poll the save, during the commit that follows."""
     given_up: list[int] = []
 
     async def stored(worker: int) -> None:

@@ -1,4 +1,4 @@
-"""What a step reports of its rollouts."""
+"""Metrics of a step's rollouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_waits_are_means_over_the_rollouts_that_measured_them() -> None:
     assert waits == pytest.approx({"opening": 0.5, "engine": 1.5, "tools": 0.25})
 
 
-def test_nothing_is_said_of_waits_that_nobody_measured() -> None:
+def test_unmeasured_waits_are_not_reported() -> None:
     numbers = summary_metrics([summary(4.0, None)])
     assert not any(
         name.startswith(("rollout_opening", "rollout_engine", "rollout_tools")) for name in numbers
@@ -58,13 +58,13 @@ def group(number: int, environment: str, *ends: RolloutEnd, retries: int = 0) ->
 DONE, FAILED = RolloutEnd.TERMINAL, RolloutEnd.FAILED
 
 
-def test_failures_are_counted_for_each_environment_and_are_in_no_mean() -> None:
-    taken = StepGroups(
+def test_failures_are_counted_per_environment_and_excluded_from_means() -> None:
+    step_groups = StepGroups(
         [group(1, "a", DONE, DONE, FAILED, DONE), group(2, "b", DONE, DONE, DONE, DONE, retries=1)],
         [group(3, "a", FAILED, FAILED, FAILED, DONE), group(4, "b", DONE, DONE, DONE, DONE)],
         Counter(failed=1, equal_rewards=1),
     )
-    numbers = rollout_metrics(taken, 3)
+    numbers = rollout_metrics(step_groups, 3)
     assert (numbers["failed_rollouts"], numbers["retried_rollouts"], numbers["failed_groups"]) == (4, 4, 1)
     assert (numbers["failed_rollouts/a"], numbers["retried_rollouts/b"], numbers["failed_groups/a"]) == (
         4,

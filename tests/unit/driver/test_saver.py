@@ -1,4 +1,4 @@
-"""When commits are made: every so many steps and at the end, or never."""
+"""The times of commits: at an interval of steps and at the end, or never."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def make_saver(
 
 
 class Trainers:
-    """Ranks that write nothing; counts what they are asked."""
+    """Ranks that write nothing; counts the calls."""
 
     def __init__(self, failing: int = 0) -> None:
         self.begun = 0
         self.failing = failing
-        """Of the saves that are begun, the one that fails."""
+        """Number of the save that fails."""
 
     async def save_begin(self, folder: Path) -> None:
         self.begun += 1
@@ -85,7 +85,7 @@ def test_commits_come_every_interval_and_at_the_end_or_never(
     assert alerts == []
 
 
-def test_a_commit_that_fails_is_an_event_and_an_alert_and_the_next_is_made(tmp_path: Path) -> None:
+def test_a_failed_commit_gives_an_event_and_an_alert_and_the_next_one_is_made(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     trainers: Any = Trainers(failing=2)
@@ -101,9 +101,9 @@ def test_a_commit_that_fails_is_an_event_and_an_alert_and_the_next_is_made(tmp_p
         await saver.finish()
 
     asyncio.run(three_steps())
-    told = [(e["event"], e["step"]) for e in read_events(rundir.events)]
-    assert told == [("commit", 1), ("commit_failed", 2), ("commit", 3)]
-    assert alerts == ["commit step_2.a001 failed, training goes on: no memory"]
+    reports = [(e["event"], e["step"]) for e in read_events(rundir.events)]
+    assert reports == [("commit", 1), ("commit_failed", 2), ("commit", 3)]
+    assert alerts == ["commit step_2.a001 failed, training continues: no memory"]
 
 
 def test_a_step_that_failed_after_its_update_is_committed_by_the_rescue(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_step_that_failed_after_its_update_is_committed_by_the_rescue(tmp_path
     rundir.create()
     trainers: Any = Trainers()
     events = EventLog(rundir.events, attempt=1)
-    told: list[int] = []
+    reports: list[int] = []
 
     async def two_commits() -> None:
         settings = CheckpointSettings(save_interval=1)
@@ -120,16 +120,16 @@ def test_a_step_that_failed_after_its_update_is_committed_by_the_rescue(tmp_path
         await saver.after_step()
         saver.state = State(step=2)  # and its weight sync fails
         await saver.poll()  # the commit of step 1
-        told.append(saver.state_is_committed)
+        reports.append(saver.state_is_committed)
         await saver.rescue()
-        told.append(saver.state_is_committed)
+        reports.append(saver.state_is_committed)
 
     asyncio.run(two_commits())
-    assert told == [False, True]
+    assert reports == [False, True]
 
 
-def test_several_that_ask_at_once_finalise_a_commit_once(tmp_path: Path) -> None:
-    """As workers do that wait for room."""
+def test_concurrent_polls_finalize_a_commit_once(tmp_path: Path) -> None:
+    """Workers that wait for space do this."""
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     trainers: Any = Slow()
@@ -146,7 +146,7 @@ def test_several_that_ask_at_once_finalise_a_commit_once(tmp_path: Path) -> None
 
 
 class Slow(Trainers):
-    """Ranks that take a moment to answer."""
+    """Ranks that answer with a delay."""
 
     async def save_poll(self) -> tuple[Any, ...]:
         await asyncio.sleep(0.01)
@@ -154,7 +154,7 @@ class Slow(Trainers):
 
 
 class Writing(Trainers):
-    """Ranks of which one's disk is full for so many saves, while another writes on until it is told."""
+    """One rank's disk is full for a number of saves, while another writes until it is asked to stop."""
 
     def __init__(self, full: int) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_run_ends_with_its_last_step_committed_or_with_an_error(
         saver = make_saver(
             rundir, settings, trainers, events, state, print, StorageRetry(0.5, print, lambda: False)
         )
-        await saver.finish_run(again_s=0.01)
+        await saver.finish_run(retry_s=0.01)
 
     if committed:
         asyncio.run(end())
@@ -206,10 +206,10 @@ def test_a_run_ends_with_its_last_step_committed_or_with_an_error(
         with pytest.raises(CheckpointError, match=r"step 7, .*No space left.*from step 0"):
             asyncio.run(end())
         assert trainers.begun > 2
-    assert not list(rundir.checkpoints.glob(".*"))  # nothing that failed takes room
+    assert not list(rundir.checkpoints.glob(".*"))  # failed commits use no space
 
 
-def test_nobody_waits_for_room_once_the_run_is_to_stop(tmp_path: Path) -> None:
+def test_waiting_for_space_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     rundir.begin_attempt()

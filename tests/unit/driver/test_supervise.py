@@ -1,4 +1,4 @@
-"""What the supervisor does about a failed attempt, by the policy table, until its budget is used up."""
+"""The supervisor handles failed attempts according to the policy table, until the budget is used up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from orhpc.rundir.events import read_events
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A real attempt, of which no part is started."""
+    """A real attempt without started parts."""
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     config = load_config("configs/tiny.yaml", ["wandb.enabled=false", "train.max_tokens_per_gpu=1000"])
@@ -52,9 +52,9 @@ Outcome = OrhpcError | int | None
 
 @pytest.fixture
 def attempts(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]:
-    """Let attempts end as listed: an error, or the step that one reaches first, or None for its end.
+    """Let attempts end as listed: each with the steps that it reaches and an error, or None for success.
 
-    Returns the token budgets that they were started with.
+    Returns the token budgets with which they were started.
     """
     slept: list[float] = []
 
@@ -81,72 +81,72 @@ def attempts(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[in
     return script
 
 
-def told(run: Run) -> list[tuple[str, str | None]]:
+def reports(run: Run) -> list[tuple[str, str | None]]:
     events = read_events(run.rundir.events)
     return [(e["event"], e.get("kind")) for e in events if e["event"] != "step"]
 
 
-def test_out_of_memory_halves_the_budget_until_it_is_given_up(run: Run, attempts: Any) -> None:
+def test_out_of_memory_halves_the_budget_until_the_run_gives_up(run: Run, attempts: Any) -> None:
     lowered = attempts(*[([], OutOfMemory("step 1: out of memory"))] * 4)
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
     assert lowered == [None, 500, 250, 125]
-    assert told(run) == [("restart", "OutOfMemory")] * 3 + [("failed", "OutOfMemory")]
+    assert reports(run) == [("restart", "OutOfMemory")] * 3 + [("failed", "OutOfMemory")]
 
 
-def test_a_new_step_gives_the_whole_budget_back(run: Run, attempts: Any) -> None:
+def test_a_new_step_restores_the_whole_failure_budget(run: Run, attempts: Any) -> None:
     failure = OutOfMemory("out of memory")
     lowered = attempts(*[([step], failure) for step in range(1, 7)], ([7], None))
     assert asyncio.run(supervise(run)) == EXIT_OK
     assert lowered == [None, 500, 250, 125, 62, 31, 15]
-    assert told(run)[-1] == ("finished", None)
+    assert reports(run)[-1] == ("finished", None)
 
 
-def test_the_budget_never_falls_to_nothing(run: Run, attempts: Any) -> None:
+def test_the_token_budget_never_reaches_zero(run: Run, attempts: Any) -> None:
     lowered = attempts(*[([step], OutOfMemory("x")) for step in range(1, 13)], ([], None))
     asyncio.run(supervise(run))
     assert lowered[-3:] == [1, 1, 1]
 
 
 def test_non_finite_steps_are_rolled_back_once_without_a_new_step(run: Run, attempts: Any) -> None:
-    """The step that follows the roll-back is the second failure, unless it gets beyond the first."""
+    """A failure after the roll-back is the second one, unless a newer step was reached before it."""
     failure = NonFinite("optimiser step 4: loss nan")
     lowered = attempts(([1, 2], failure), ([2], failure))
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
-    assert told(run) == [("restart", "NonFinite"), ("failed", "NonFinite")]
-    assert lowered == [None, None]  # a smaller micro-batch changes nothing about it
+    assert reports(run) == [("restart", "NonFinite"), ("failed", "NonFinite")]
+    assert lowered == [None, None]  # a smaller micro-batch would not help
 
 
 def test_non_finite_steps_far_apart_are_each_rolled_back(run: Run, attempts: Any) -> None:
     failure = NonFinite("optimiser step 4: loss nan")
     attempts(([1, 2], failure), ([3, 4], failure), ([5, 6], None))
     assert asyncio.run(supervise(run)) == EXIT_OK
-    assert told(run) == [("restart", "NonFinite")] * 2 + [("finished", None)]
+    assert reports(run) == [("restart", "NonFinite")] * 2 + [("finished", None)]
 
 
-@pytest.mark.parametrize(("error", "code", "said"), [
+@pytest.mark.parametrize(("error", "code", "output"), [
     (ModelError("no such model"), EXIT_CONFIG, ("failed", "ModelError")),
     (StopRequested("asked to stop"), EXIT_REQUEUE, ("stopped", None)),
 ])  # fmt: skip
-def test_what_would_fail_again_and_a_stop_are_not_tried_again(
-    run: Run, attempts: Any, error: OrhpcError, code: int, said: tuple[str, str | None]
+def test_permanent_failures_and_stops_are_not_retried(
+    run: Run, attempts: Any, error: OrhpcError, code: int, output: tuple[str, str | None]
 ) -> None:
     assert len(attempts(([], error))) == 0
     assert asyncio.run(supervise(run)) == code
-    assert told(run) == [said]
+    assert reports(run) == [output]
 
 
-def test_nothing_is_tried_again_once_a_stop_is_asked_for(run: Run, attempts: Any, tmp_path: Path) -> None:
+def test_nothing_is_retried_after_a_stop_request(run: Run, attempts: Any, tmp_path: Path) -> None:
     attempts(([], OutOfMemory("out of memory")))
     (tmp_path / "stop").touch()
     assert asyncio.run(supervise(run)) == EXIT_REQUEUE
-    assert told(run) == [("failed", "OutOfMemory")]
+    assert reports(run) == [("failed", "OutOfMemory")]
 
 
-# --- what an attempt starts from --------------------------------------------------------------------
+# --- the initial state of an attempt --------------------------------------------------------------------
 
 
 def committed(rundir: RunDir, step: int, attempt: int, content: bytes = b"weights") -> Path:
-    """A whole commit, whose shard nothing here reads as tensors."""
+    """A complete commit, whose shard is not read as tensors here."""
     name = CommitName(step, attempt)
     folder = commits.begin(rundir, name)
     (folder / "trainer.00000-of-00001.safetensors").write_bytes(content)
@@ -157,7 +157,7 @@ def committed(rundir: RunDir, step: int, attempt: int, content: bytes = b"weight
     return commits.finalize(folder, commits.Manifest(step, attempt, None, (shard,), state))
 
 
-def test_loaded_weights_are_named_in_the_event(run: Run, tmp_path: Path) -> None:
+def test_the_event_names_the_loaded_weights(run: Run, tmp_path: Path) -> None:
     other = RunDir(tmp_path / "other")
     other.create()
     number = other.begin_attempt(kind="local")
@@ -173,7 +173,7 @@ def test_loaded_weights_are_named_in_the_event(run: Run, tmp_path: Path) -> None
     assert line_of(event) == f"starting from the weights of {source}"
 
 
-def test_the_runs_own_commit_comes_before_what_is_to_be_loaded(run: Run) -> None:
+def test_the_run_s_own_commit_takes_precedence_over_checkpoint_load(run: Run) -> None:
     own = committed(run.rundir, 2, run.attempt)
     run.rundir.record_start(run.attempt, None)
     load = run.config.checkpoint.model_copy(update={"load": "/nowhere"})
@@ -190,7 +190,7 @@ def test_the_runs_own_commit_comes_before_what_is_to_be_loaded(run: Run) -> None
 @pytest.mark.parametrize(
     ("recorded", "lowered", "tokens"),
     [
-        ({"max_tokens": 500, "max_tokens_per_gpu": 1000}, None, 500),  # what running out of memory taught
+        ({"max_tokens": 500, "max_tokens_per_gpu": 1000}, None, 500),  # lowered after running out of memory
         ({"max_tokens": 500, "max_tokens_per_gpu": 2000}, None, 1000),  # the setting has been changed since
         ({"max_tokens": 500, "max_tokens_per_gpu": 200}, None, 1000),
         ({"max_tokens": 500, "max_tokens_per_gpu": 2000}, 300, 300),
@@ -198,7 +198,7 @@ def test_the_runs_own_commit_comes_before_what_is_to_be_loaded(run: Run) -> None
         ({"max_tokens": 4000}, None, 1000),
     ],
 )
-def test_a_token_budget_is_what_memory_taught_or_a_new_setting(
+def test_the_token_budget_is_the_lowered_one_or_a_new_setting(
     run: Run, recorded: dict[str, int], lowered: int | None, tokens: int
 ) -> None:
     folder = committed(run.rundir, 2, run.attempt)
@@ -211,13 +211,15 @@ def test_a_token_budget_is_what_memory_taught_or_a_new_setting(
     state = asyncio.run(choose_start(run, lowered)).state
     assert (state.max_tokens, state.setting, run.max_tokens) == (tokens, 1000, tokens)
     (event,) = read_events(run.rundir.events)
-    said = f"; out of memory before: {tokens} tokens a micro-batch instead of train.max_tokens_per_gpu 1000"
-    assert line_of(event) == f"starting from commit {folder.name}" + (said if tokens < 1000 else "")
+    output = (
+        f"; out of memory before: {tokens} tokens per micro-batch instead of train.max_tokens_per_gpu 1000"
+    )
+    assert line_of(event) == f"starting from commit {folder.name}" + (output if tokens < 1000 else "")
     assert State.from_manifest(commits.Manifest(2, 1, None, (), state.to_manifest())) == state
 
 
-def test_memory_that_runs_out_halves_what_the_attempt_had(run: Run, attempts: Any) -> None:
-    run.max_tokens = 300  # as chosen by a start from a commit
+def test_running_out_of_memory_halves_the_attempt_s_token_budget(run: Run, attempts: Any) -> None:
+    run.max_tokens = 300  # as set by a start from a commit
     lowered = attempts(([], OutOfMemory("out of memory")), ([], None))
     asyncio.run(supervise(run))
     assert lowered == [None, 150]

@@ -1,4 +1,4 @@
-"""Weights & Biases: rows of killed attempts are written by the next, and no failure of it reaches the run."""
+"""Weights & Biases: a killed attempt's rows are written by the next; no failure of it reaches the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PHASES = {"rollout": 1.0, "update": 0.5}
 
 
 class FakeWandb(types.ModuleType):
-    """The few calls that the tracker makes; each may be told to fail or to hang."""
+    """The calls that the tracker uses; each can be made to fail or to hang."""
 
     def __init__(self, failing: str = "", starting_step: int = 0) -> None:
         super().__init__("wandb")
@@ -80,7 +80,7 @@ def attempt(rundir: RunDir, number: int, steps: range) -> None:
 def test_the_next_attempt_writes_the_rows_of_a_killed_one(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 1 and 2 were finished with, 3 and 4 were committed by an attempt that was killed, 5 was lost."""
+    """Rows 1 and 2 were completely written, steps 3 and 4 committed by a killed attempt, step 5 lost."""
     fake = FakeWandb()
     first = tracker(rundir, fake, monkeypatch)
     for step in (1, 2):
@@ -103,7 +103,7 @@ def test_the_next_attempt_writes_the_rows_of_a_killed_one(
     assert fake.rows == []
 
 
-def test_rows_that_the_server_has_are_not_sent_again(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_on_the_server_are_not_sent_again(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb(starting_step=4)  # its newest row is 3
     attempt(rundir, 1, range(1, 6))
     own = tracker(rundir, fake, monkeypatch)
@@ -113,7 +113,7 @@ def test_rows_that_the_server_has_are_not_sent_again(rundir: RunDir, monkeypatch
     assert fake.rows[1][1]["eval/reward_mean/letters/test"] == 0.5
 
 
-def test_a_row_is_what_the_event_says(rundir: RunDir) -> None:
+def test_a_row_has_the_event_s_values(rundir: RunDir) -> None:
     attempt(rundir, 1, range(1, 2))
     step, evaluation = (row_of(event) for event in read_events(rundir.events))
     assert math.isnan(step.pop("rollout_kl"))
@@ -122,7 +122,7 @@ def test_a_row_is_what_the_event_says(rundir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("failing", ["init", "log", "alert", "finish"])
-def test_whatever_fails_nothing_reaches_the_caller(
+def test_no_failure_of_wandb_reaches_the_caller(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     fake = FakeWandb(failing)
@@ -133,8 +133,8 @@ def test_whatever_fails_nothing_reaches_the_caller(
     own.alert("rollout_kl is high")
     own.close(10)
     assert failing in fake.calls
-    (said,) = {record.message for record in caplog.records}
-    assert "network is unreachable" in said and "\n" not in said
+    (output,) = {record.message for record in caplog.records}
+    assert "network is unreachable" in output and "\n" not in output
     if failing == "alert":
         assert [step for step, _ in fake.rows] == [1, 2, 3]
     if failing == "log":
@@ -142,7 +142,7 @@ def test_whatever_fails_nothing_reaches_the_caller(
 
 
 @pytest.mark.parametrize("failing", ["init hangs", "log hangs", "finish hangs"])
-def test_a_network_that_is_away_takes_no_time_of_the_run(
+def test_an_unreachable_network_does_not_delay_the_run(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     monkeypatch.setattr("orhpc.driver.tracking._QUEUE", 4)
@@ -159,7 +159,7 @@ def test_a_network_that_is_away_takes_no_time_of_the_run(
     fake.gate.set()
 
 
-def test_without_wandb_installed_the_run_goes_on(
+def test_the_run_works_without_wandb_installed(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -170,7 +170,7 @@ def test_without_wandb_installed_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_a_server_out_of_reach_leaves_the_data_in_the_run_directory(
+def test_an_unreachable_server_leaves_the_data_in_the_run_directory(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The real W&B, with a key and a server that refuses connections."""

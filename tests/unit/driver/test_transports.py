@@ -1,4 +1,4 @@
-"""How engines on CPUs get weights: through shared memory where there is room for it."""
+"""Engines on CPUs receive weights through shared memory if it is large enough."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, *, free: int, sync: str, shared: boo
         (0, "ipc", True, "ipc"),
     ],
 )
-def test_shared_memory_is_used_where_it_suffices(
+def test_shared_memory_is_used_if_it_suffices(
     monkeypatch: pytest.MonkeyPatch, free: int, sync: str, shared: bool, expected: str
 ) -> None:
     assert chosen(monkeypatch, free=free, sync=sync, shared=shared) == expected

@@ -1,4 +1,4 @@
-"""What a local run says of itself."""
+"""The display of a local run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from orhpc.launch.display import Display
 from orhpc.rundir.events import EventLog
 
 
-def test_a_failure_is_the_reason_of_an_end_only_until_a_step_has_followed(tmp_path: Path) -> None:
-    log, said = EventLog(tmp_path / "events.jsonl", 1), io.StringIO()
-    display = Display(tmp_path / "events.jsonl", 1, Console(file=said, width=200))
+def test_a_failure_is_the_reason_of_an_end_only_if_no_step_followed_it(tmp_path: Path) -> None:
+    log, output = EventLog(tmp_path / "events.jsonl", 1), io.StringIO()
+    display = Display(tmp_path / "events.jsonl", 1, Console(file=output, width=200))
 
     def failure_after(event: str, **fields: object) -> str | None:
         log.write(event, **fields)
@@ -28,16 +28,16 @@ def test_a_failure_is_the_reason_of_an_end_only_until_a_step_has_followed(tmp_pa
     assert failure_after("storage_refused", error="no room") == "storage refused: no room"
     assert failure_after("step", step=2, **steps) is None
     assert failure_after("commit_failed", step=2, error="no room") == "commit failed: no room"
-    text = said.getvalue().splitlines()
+    text = output.getvalue().splitlines()
     assert [line for line in text if "room" in line or "gone" in line] == [
         "restart: RayLost: gone", "storage refused: no room", "commit failed: no room",
     ]  # fmt: skip
 
 
 def steps_shown(width: int, height: int, count: int, folder: Path) -> list[int]:
-    """Steps in what a terminal of this size shows of the panel, which it cuts at its height."""
-    said = io.StringIO()
-    console = Console(file=said, width=width, height=height, force_terminal=True, color_system=None)
+    """Steps of the panel that are visible on a terminal of this size, which cuts it at its height."""
+    output = io.StringIO()
+    console = Console(file=output, width=width, height=height, force_terminal=True, color_system=None)
     log = EventLog(folder / "events.jsonl", 1)
     display = Display(folder / "events.jsonl", 1, console)
     for step in range(1, count + 1):
@@ -47,10 +47,10 @@ def steps_shown(width: int, height: int, count: int, folder: Path) -> list[int]:
             phases={"rollout": 5.1, "update": 4.2, "sync": 1.3, "record": 0.9, "checkpoint": 0.8},
         )  # fmt: skip
     display.tick()
-    said.seek(0)
-    said.truncate()
+    output.seek(0)
+    output.truncate()
     console.print(display.panel())
-    lines = said.getvalue().splitlines()
+    lines = output.getvalue().splitlines()
     assert len(lines) <= height - 1
     assert all(len(line) <= width for line in lines)
     return [int(found[1]) for line in lines if (found := re.search(r"(\d+)/200", line))]
@@ -62,14 +62,14 @@ def test_the_newest_steps_stay_visible(tmp_path: Path, width: int, height: int, 
     assert steps_shown(width, height, 20, tmp_path) == list(range(21 - rows, 21))
 
 
-def test_the_start_is_said_as_it_is(tmp_path: Path) -> None:
-    log, said = EventLog(tmp_path / "events.jsonl", 1), io.StringIO()
-    display = Display(tmp_path / "events.jsonl", 1, Console(file=said, width=200))
+def test_the_display_describes_the_start_correctly(tmp_path: Path) -> None:
+    log, output = EventLog(tmp_path / "events.jsonl", 1), io.StringIO()
+    display = Display(tmp_path / "events.jsonl", 1, Console(file=output, width=200))
     log.write("bring_up", step=0, commit=None)
     log.write("bring_up", step=0, commit=None, load="/runs/other/checkpoints/step_4.a001")
     log.write("bring_up", step=2, commit="step_2.a001")
     display.tick()
-    assert said.getvalue().splitlines() == [
+    assert output.getvalue().splitlines() == [
         "starting from the base model",
         "starting from the weights of /runs/other/checkpoints/step_4.a001",
         "starting from commit step_2.a001",

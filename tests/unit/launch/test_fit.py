@@ -1,4 +1,4 @@
-"""What cannot run is refused before the queue, by one code, with the nearest setting that would work."""
+"""Configs that cannot run are refused before the job is queued, with the nearest setting that would work."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ QWEN_14_HEADS = {
     **REAL["Qwen2.5-7B"][0], "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2,
     "intermediate_size": 4864, "num_hidden_layers": 24,
 }  # fmt: skip
-"""Qwen2.5-0.5B's: the README's example."""
+"""The shape of Qwen2.5-0.5B, the README's example."""
 
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with only the programs that a test puts there."""
+    """A machine that has only the programs that a test creates."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -57,7 +57,7 @@ def plan_of(name: str, tmp_path: Path, device_gib: float = 139.8, **sections: An
     return make_plan(config_of(tmp_path, REAL[name][0], **sections), device_gib)
 
 
-def test_heads_that_an_engine_cannot_divide_are_refused_with_the_nearest_size(tmp_path: Path) -> None:
+def test_indivisible_attention_heads_are_refused_with_the_nearest_size(tmp_path: Path) -> None:
     config = config_of(tmp_path, QWEN_14_HEADS, engine={"tp": 4})
     with pytest.raises(ConfigError, match=r"4 does not divide 14 attention heads; engine\.tp=2 would do"):
         fit.check(config)
@@ -66,7 +66,7 @@ def test_heads_that_an_engine_cannot_divide_are_refused_with_the_nearest_size(tm
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mixtral-8x7B", "GLM-4.5", "DeepSeek-V3"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-rollout"])
-def test_what_is_suggested_is_accepted(name: str, precision: str, tmp_path: Path) -> None:
+def test_suggested_sizes_are_accepted(name: str, precision: str, tmp_path: Path) -> None:
     """For every size and division of an engine on two nodes of eight."""
     for tp, ep in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
         if tp % ep:
@@ -83,7 +83,7 @@ def test_what_is_suggested_is_accepted(name: str, precision: str, tmp_path: Path
                 assert "no engine.tp would do" in str(error)
 
 
-def test_experts_must_divide_and_fp8_s_blocks_stay_whole(tmp_path: Path) -> None:
+def test_experts_must_be_divisible_and_fp8_blocks_must_stay_whole(tmp_path: Path) -> None:
     place = {"placement": {"devices_per_node": 8}}
     quantized = {"precision": "fp8-rollout", **place}
     with pytest.raises(ConfigError, match=r"768 across FP8's blocks of 128; engine\.tp=2 would do"):
@@ -94,7 +94,7 @@ def test_experts_must_divide_and_fp8_s_blocks_stay_whole(tmp_path: Path) -> None
 
 
 def test_engine_weights_follow_the_precision(tmp_path: Path) -> None:
-    """DeepSeek-V3 is published in FP8: 671 billion weights on eight devices are 78 GiB each, not 156."""
+    """DeepSeek-V3 is published in FP8: 671 billion weights on eight devices need 78 GiB each, not 156."""
     place = {"placement": {"nodes": 32, "devices_per_node": 8}, "engine": {"tp": 8}}
     half = plan_of("DeepSeek-V3", tmp_path, precision="fp8-rollout", **place).engine_weights
     whole = plan_of("DeepSeek-V3", tmp_path, **place).engine_weights
@@ -105,7 +105,7 @@ def test_engine_weights_follow_the_precision(tmp_path: Path) -> None:
 
 
 def test_every_engine_weight_is_counted_once_over_the_devices(tmp_path: Path) -> None:
-    """Of a model without parts that every device holds whole, the devices together hold the model."""
+    """The sum over the devices is the model's size, for a model without replicated parts."""
     shape = shape_of(REAL["Llama-3.1-8B"][0])
     norms = sum(t.elements for t in shape.tensors() if t.part == "norm")
     for tp in (1, 2, 4):
@@ -120,7 +120,7 @@ def test_mem_fraction_static_among_sglang_s_own_options_counts(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_only_megatron_helps_where_whole_layers_do_not_fit(tmp_path: Path) -> None:
+def test_only_megatron_is_suggested_if_whole_layers_do_not_fit(tmp_path: Path) -> None:
     run = plan_of(
         "DeepSeek-V3", tmp_path, 79.6, placement={"nodes": 32, "devices_per_node": 8}, engine={"tp": 8}
     )
@@ -130,16 +130,16 @@ def test_only_megatron_helps_where_whole_layers_do_not_fit(tmp_path: Path) -> No
     assert "lower" not in str(caught.value)
 
 
-def test_a_layout_that_cannot_be_comes_with_the_nearest_that_can(tmp_path: Path) -> None:
+def test_an_impossible_layout_is_refused_with_the_nearest_possible_one(tmp_path: Path) -> None:
     place = {"placement": {"nodes": 2, "devices_per_node": 8}, "train": {"backend": "megatron"}}
     with pytest.raises(ConfigError, match="ep = 16 does not divide 8 experts; ") as caught:
         plan_of("Mixtral-8x7B", tmp_path, megatron={"ep": 16}, **place)
-    words = dict(re.findall(r"megatron\.(\w+)=(\d+)", str(caught.value)))
-    assert words["ep"] == "8"
-    plan_of("Mixtral-8x7B", tmp_path, megatron={k: int(v) for k, v in words.items()}, **place)
+    arguments = dict(re.findall(r"megatron\.(\w+)=(\d+)", str(caught.value)))
+    assert arguments["ep"] == "8"
+    plan_of("Mixtral-8x7B", tmp_path, megatron={k: int(v) for k, v in arguments.items()}, **place)
 
 
-# --- what the devices are -------------------------------------------------------------------------
+# --- device memory -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_layout_that_cannot_be_comes_with_the_nearest_that_can(tmp_path: Path)
         ("(null)", None),
     ],
 )
-def test_slurm_says_what_a_partition_s_devices_are(
+def test_device_memory_is_derived_from_a_partition_s_gres(
     gres: str, gib: float | None, commands: Path, tmp_path: Path
 ) -> None:
     program(commands, "sinfo", f"printf '{gres}\\n'")
@@ -163,7 +163,7 @@ def test_slurm_says_what_a_partition_s_devices_are(
     assert (memory.gib, memory.known) == ((gib, True) if gib else (80.0, False))
 
 
-def test_the_driver_and_the_config_come_before_slurm(commands: Path, tmp_path: Path) -> None:
+def test_the_driver_and_the_config_take_precedence_over_slurm(commands: Path, tmp_path: Path) -> None:
     program(commands, "sinfo", "echo gpu:h100:8")
     program(commands, "nvidia-smi", "echo 143771; echo 143771")
     assert fit.device_memory(config_of(tmp_path, QWEN_14_HEADS)).gib == pytest.approx(140.4, abs=0.1)
@@ -171,8 +171,8 @@ def test_the_driver_and_the_config_come_before_slurm(commands: Path, tmp_path: P
     assert fit.device_memory(own) == fit.DeviceMemory(24, "placement.device_memory_gib", known=True)
 
 
-def test_unknown_devices_are_judged_by_the_largest(commands: Path, tmp_path: Path) -> None:
-    """Nothing is refused that an H200 would hold, and nothing is let through that it would not."""
+def test_unknown_devices_are_checked_against_the_largest_device(commands: Path, tmp_path: Path) -> None:
+    """A config is refused if and only if it does not fit an H200."""
     config = config_of(tmp_path, REAL["Qwen3-30B-A3B"][0], placement={"nodes": 2}, engine={"tp": 4})
     assert fit.check(config).startswith("fits devices of 140 GiB, not of 80")
     with pytest.raises(ConfigError, match="trainer ranks would do"):
@@ -182,7 +182,7 @@ def test_unknown_devices_are_judged_by_the_largest(commands: Path, tmp_path: Pat
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.floats(10, 200), st.sampled_from([1, 2, 4, 8, 16]))
-def test_what_is_refused_at_one_memory_is_refused_below_it(gib: float, nodes: int) -> None:
+def test_a_config_refused_at_one_memory_size_is_refused_below_it(gib: float, nodes: int) -> None:
     with tempfile.TemporaryDirectory() as where:
         config = config_of(
             Path(where), REAL["Qwen3-30B-A3B"][0], placement={"nodes": nodes}, engine={"tp": 4}
@@ -201,35 +201,35 @@ def test_what_is_refused_at_one_memory_is_refused_below_it(gib: float, nodes: in
 # --- the commands ---------------------------------------------------------------------------------
 
 
-def test_check_launch_and_plan_refuse_the_same(
+def test_check_launch_and_plan_refuse_the_same_configs(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program(commands, "sinfo", "echo gpu:h100:4")
     write_model_folder(tmp_path / "model", REAL["Qwen3-30B-A3B"][0])
-    words = [f"model.path={tmp_path / 'model'}", "engine.tp=4", f"run.root={tmp_path / 'runs'}"]
-    said = {}
+    arguments = [f"model.path={tmp_path / 'model'}", "engine.tp=4", f"run.root={tmp_path / 'runs'}"]
+    output = {}
     for command in ("plan", "launch", "launch --dry-run", "check"):
         name, *flags = command.split()
-        code = main([name, *flags, "default.yaml", *words])
+        code = main([name, *flags, "default.yaml", *arguments])
         answer = capsys.readouterr()
         assert code == (EXIT_PREFLIGHT if name == "check" else EXIT_CONFIG)
         line = next(x for x in (answer.err or answer.out).splitlines() if "a trainer device needs" in x)
-        said[command] = line.split("a trainer device")[1]
-    assert len(set(said.values())) == 1
-    assert "trainer ranks would do" in said["plan"]
+        output[command] = line.split("a trainer device")[1]
+    assert len(set(output.values())) == 1
+    assert "trainer ranks would do" in output["plan"]
     assert not (tmp_path / "runs").exists()
 
 
-def test_plan_and_check_take_sglang_s_options(
+def test_plan_and_check_accept_sglang_s_options(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_model_folder(tmp_path / "model", QWEN_14_HEADS)
-    words = ["default.yaml", f"model.path={tmp_path / 'model'}", f"run.root={tmp_path}"]
-    words += ["--sglang-mem-fraction-static", "0.3", "--check-weights"]
-    assert main(["plan", *words]) == EXIT_OK
+    arguments = ["default.yaml", f"model.path={tmp_path / 'model'}", f"run.root={tmp_path}"]
+    arguments += ["--sglang-mem-fraction-static", "0.3", "--check-weights"]
+    assert main(["plan", *arguments]) == EXIT_OK
     halved = re.search(r"a token, (\d+) tokens", capsys.readouterr().out)
-    assert main(["check", *words]) == EXIT_OK
-    assert main(["plan", *words[:3]]) == EXIT_OK
+    assert main(["check", *arguments]) == EXIT_OK
+    assert main(["plan", *arguments[:3]]) == EXIT_OK
     whole = re.search(r"a token, (\d+) tokens", capsys.readouterr().out)
     assert halved is not None
     assert whole is not None
@@ -237,8 +237,8 @@ def test_plan_and_check_take_sglang_s_options(
 
 
 @pytest.mark.parametrize("config", ["default.yaml", "qwen3-30b-a3b.yaml", "gpu-smollm2.yaml", "exact.yaml"])
-def test_configs_fit_what_they_are_for(config: str, tmp_path: Path, commands: Path) -> None:
-    """Those without a size in their name are for 80 GB."""
+def test_configs_fit_their_devices(config: str, tmp_path: Path, commands: Path) -> None:
+    """Configs without a size in their name are for 80 GB devices."""
     content = {
         **REAL["Qwen3-8B"][0],
         "hidden_size": 2560,

@@ -1,4 +1,4 @@
-"""Checks of a node and of what lies outside it: each verdict is one line, and right."""
+"""Checks of a node and of external servers: each verdict is one correct line."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def listening() -> Iterator[int]:
-    """A port where somebody listens."""
+    """A port on which a process listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @pytest.fixture
 def silent_port() -> int:
-    """A port where nobody listens."""
+    """A port on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -55,7 +55,7 @@ def config_of(url: str | None = None, **sections: object) -> Config:
 
 
 def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a program on the path, before all others."""
+    """Put a program first on the PATH."""
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -65,7 +65,7 @@ def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def nvlink_status(counts: list[tuple[str, int]]) -> str:
-    """What nvidia-smi prints of GPUs (model, active links) with 18 links each."""
+    """The output of nvidia-smi for GPUs (model, active links) with 18 links each."""
     lines: list[str] = []
     for index, (model, active) in enumerate(counts):
         lines.append(f"GPU {index}: {model} (UUID: GPU-{index})")
@@ -74,7 +74,7 @@ def nvlink_status(counts: list[tuple[str, int]]) -> str:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["NVIDIA H100", "NVIDIA A100"]), st.integers(0, 18)), max_size=8))
-def test_a_gpu_with_fewer_links_than_its_like_is_bad(counts: list[tuple[str, int]]) -> None:
+def test_a_gpu_with_fewer_links_than_the_others_is_bad(counts: list[tuple[str, int]]) -> None:
     models = {model: [n for m, n in counts if m == model] for model, _ in counts}
     uneven = any(len(set(links)) > 1 for links in models.values())
     if uneven:
@@ -87,7 +87,7 @@ def test_a_gpu_with_fewer_links_than_its_like_is_bad(counts: list[tuple[str, int
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "output"),
     [
         (["H100, 0, Not Active"] * 2, "ok   gpus: 2 x H100"),
         (["H100, [N/A], Not Active"] * 2, "ok   gpus: 2 x H100"),
@@ -99,13 +99,13 @@ def test_a_gpu_with_fewer_links_than_its_like_is_bad(counts: list[tuple[str, int
         ),
     ],
 )
-def test_gpus(rows: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus(rows: list[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(rows)
     program(tmp_path, "nvidia-smi", f"[ $1 = nvlink ] || cat <<END\n{text}\nEND", monkeypatch)
     config = config_of(placement={"device": "cuda", "devices_per_node": 2}, engine={"tp": 2})
     verdicts = preflight.node_verdicts(config, job(), tmp_path)
     lines = [f"{'ok ' if v.good else 'BAD'}  {v.check}: {v.line}" for v in verdicts]
-    assert next(line for line in lines if "  gpus: " in line).startswith(said)
+    assert next(line for line in lines if "  gpus: " in line).startswith(output)
     assert "ok   nvlink: no NVLink here" in lines
 
 
@@ -116,7 +116,7 @@ def job() -> Job:
     return Job("7", 0, 0, 1, "n0", "7", Path("/tmp"))
 
 
-def test_a_clock_that_is_off_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_clock_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def clock() -> preflight.Verdict:
         return next(v for v in preflight.node_verdicts(config_of(), job(), tmp_path) if v.check == "clock")
 
@@ -128,25 +128,27 @@ def test_a_clock_that_is_off_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_node_is_one_and_a_missing_server_outside_is_none(tmp_path: Path, silent_port: int) -> None:
+def test_a_bad_node_is_excluded_and_an_unreachable_server_excludes_none(
+    tmp_path: Path, silent_port: int
+) -> None:
     preflight.require(config_of(), job(), RunDir(tmp_path))
     sick = config_of(slurm={"health_command": "echo one; echo two; exit 4"})
     with pytest.raises(preflight.BadNode, match=r"^n0: health command: exit 4: two$"):
         preflight.require(sick, job(), RunDir(tmp_path))
-    # Another node in its place would not reach the server either.
+    # No other node would reach the server either.
     with pytest.raises(PreflightError, match=r"^n0: internet: environments\.e: 127\.0\.0\.1 cannot be"):
         preflight.require(config_of(f"http://127.0.0.1:{silent_port}"), job(), RunDir(tmp_path))
 
 
-def test_a_node_without_the_memory_for_what_sleeps_there_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Not as a bad node: another like it would not do either."""
+def test_a_node_without_host_memory_for_offloaded_state_is_refused_in_one_line(tmp_path: Path) -> None:
+    """It does not count as a bad node: another node like it would not suffice either."""
     write_model_folder(tmp_path, REAL["Qwen3-30B-A3B"][0])
     wanted = {"model": {"path": str(tmp_path)}, "engine": {"tp": 2}}
     place = {"device": "cuda", "devices_per_node": 8, "host_memory_gib": 600.0}
-    said = r"needs 341\.\d+ \(while engines .* = 682\.\d+ GiB .* has 600\.00 GiB"
-    with pytest.raises(PreflightError, match=said):
+    output = r"needs 341\.\d+ \(while engines .* = 682\.\d+ GiB .* has 600\.00 GiB"
+    with pytest.raises(PreflightError, match=output):
         host_memory.check(config_of(placement=place, **wanted))
-    with pytest.raises(PreflightError, match=said):  # before a job is submitted
+    with pytest.raises(PreflightError, match=output):  # before a job is submitted
         submit(config_of(placement=place, **wanted), "none.yaml", [])
     assert "host_memory_gib: null" in host_memory.check_configured(
         config_of(placement={**place, "host_memory_gib": None}, **wanted)
@@ -158,10 +160,10 @@ def test_a_node_without_the_memory_for_what_sleeps_there_is_refused_in_one_line(
     assert host_memory.check(config_of()).endswith(" GiB")
 
 
-def test_a_run_whose_commits_do_not_fit_is_refused_before_it_has_made_one(
+def test_a_run_whose_commits_do_not_fit_the_disk_is_refused_before_its_first_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30.53 billion parameters, of which master weights and moments take 12 bytes each."""
+    """30.53 billion parameters; master weights and moments take 12 bytes for each."""
     write_model_folder(tmp_path, REAL["Qwen3-30B-A3B"][0])
     real, free = shutil.disk_usage(tmp_path), 1098e9
 
@@ -188,20 +190,20 @@ def test_a_run_whose_commits_do_not_fit_is_refused_before_it_has_made_one(
     attempt = rundir.begin_attempt()
     rundir.record_start(attempt, None)
     (rundir.checkpoints / f"step_4.a{attempt:03d}").mkdir()
-    free = 733e9  # one is there, so two more would do
+    free = 733e9  # one commit exists, so space for two more suffices
     assert commit_space.check(config, rundir).endswith("commits take 732.8 GB")
-    free = 1e9  # room may come: what has been committed is not given up
+    free = 1e9  # space may be freed: a run with a commit is not refused
     assert commit_space.check(config, rundir).endswith("1 of them there): they will fail")
 
 
-def test_the_least_of_the_machine_and_the_job_s_limits_counts(tmp_path: Path) -> None:
+def test_the_lowest_memory_limit_of_machine_and_job_counts(tmp_path: Path) -> None:
     machine, own, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
     machine.write_text("MemTotal:       1024 kB\nMemFree: 1 kB\n")
     own.write_text("0::/slurm/job_7/step_0\n")
     job = root / "slurm/job_7"
     (job / "step_0").mkdir(parents=True)
     assert memory_bytes(own, root, machine) == 1 << 20
-    (root / "slurm/memory.max").write_text("4096\n")  # of all jobs
+    (root / "slurm/memory.max").write_text("4096\n")  # the limit of all jobs
     (job / "memory.max").write_text("500000\n")
     (job / "step_0/memory.max").write_text("max\n")
     assert memory_bytes(own, root, machine) == 500000
@@ -214,7 +216,7 @@ def test_the_least_of_the_machine_and_the_job_s_limits_counts(tmp_path: Path) ->
     assert memory_bytes(tmp_path / "none", root, tmp_path / "none") == 0
 
 
-def test_the_command_prints_a_line_for_each_check(
+def test_the_command_prints_one_line_per_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n0"}
@@ -228,15 +230,16 @@ def test_the_command_prints_a_line_for_each_check(
     assert "n0  BAD  health command: exit 1: no output\n" in capsys.readouterr().out
 
 
-# --- outside ----------------------------------------------------------------------------------------
+# --- external servers
+# ----------------------------------------------------------------------------------------
 
 
-def test_a_run_that_needs_nothing_outside_asks_nobody() -> None:
+def test_a_run_without_external_servers_contacts_none() -> None:
     assert internet.wanted(config_of()) == []
     assert internet.survey(config_of()) == internet.Survey("no external server is needed", {})
 
 
-def test_w_and_b_goes_offline_where_it_cannot_be_reached(
+def test_w_and_b_is_offline_if_it_cannot_be_reached(
     listening: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
@@ -259,7 +262,7 @@ def test_a_model_on_the_hub_is_refused_unless_it_is_on_disk(
         internet.survey(config)
 
 
-def test_the_proxy_is_what_has_to_be_reached(
+def test_only_the_proxy_has_to_be_reachable(
     listening: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of("http://environment.invalid:80")
@@ -274,7 +277,7 @@ def test_the_proxy_is_what_has_to_be_reached(
     assert internet.survey(config_of(f"http://127.0.0.1:{listening}")).line == "127.0.0.1 reached"
 
 
-def test_the_command_checks_for_as_many_nodes_as_the_job_has(
+def test_the_command_checks_the_job_s_number_of_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "3", "ORHPC_JOB_FOLDER": "/tmp"}

@@ -1,4 +1,4 @@
-"""What a start compares and keeps: a run that has done no step may still be corrected."""
+"""Config changes at a start: they are allowed freely only before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(**sections: object) -> Config:
     )
 
 
-def test_a_run_without_a_step_takes_a_correction_and_forgets_what_it_rolled_out(run: RunDir) -> None:
+def test_a_run_without_a_step_accepts_a_changed_config_and_discards_its_rollouts(run: RunDir) -> None:
     assert write_config(run, config()) == []
     events = EventLog(run.events, run.begin_attempt())
     events.write("evaluation", step=0)
@@ -41,7 +41,7 @@ def test_a_run_without_a_step_takes_a_correction_and_forgets_what_it_rolled_out(
 
 
 @pytest.mark.parametrize("how", ["event", "commit"])
-def test_a_run_with_a_step_refuses_what_would_make_it_another(run: RunDir, how: str) -> None:
+def test_a_run_with_a_step_refuses_changes_of_its_identity(run: RunDir, how: str) -> None:
     write_config(run, config())
     attempt = run.begin_attempt()
     if how == "event":
@@ -59,7 +59,7 @@ def test_a_run_with_a_step_refuses_what_would_make_it_another(run: RunDir, how: 
         write_config(run, config())
 
 
-def test_versions_that_let_strangers_in_are_refused() -> None:
+def test_versions_with_known_security_holes_are_refused() -> None:
     check_versions({"ray": "2.60", "no-such-package": "1"})
     with pytest.raises(PreflightError, match=r"ray [\d.]+: versions before 999"):
         check_versions({"ray": "999"})

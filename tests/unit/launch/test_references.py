@@ -1,4 +1,4 @@
-"""Functions and classes of the user's are looked for in their source; nothing of it runs."""
+"""The user's functions and classes are found in their source, without running it."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def project(tmp_path: Path) -> Path:
         "math:floor",
     ],
 )
-def test_what_is_there_is_found(name: str, project: Path) -> None:
+def test_existing_references_are_accepted(name: str, project: Path) -> None:
     before = set(sys.modules)
     assert check_reference("rollout.custom_reward", name, project) == name
     assert not {"mine", "pack", "bare"} & (set(sys.modules) - before)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "output"),
     [
         ("mine:scor", r"mine\.py defines no 'scor'; did you mean mine:score\?"),
         ("nowhere:f", "there is no module 'nowhere' in .* or among the installed packages"),
@@ -71,14 +71,14 @@ def test_what_is_there_is_found(name: str, project: Path) -> None:
         ("pack.deep.envs:Other", "defines no 'Other'"),
     ],
 )
-def test_what_is_not_there_is_one_line(name: str, said: str, project: Path) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_missing_references_give_one_error_line(name: str, output: str, project: Path) -> None:
+    with pytest.raises(ConfigError, match=output) as caught:
         check_reference("rollout.custom_reward", name, project)
     assert str(caught.value).startswith("rollout.custom_reward: ")
     assert "\n" not in str(caught.value)
 
 
-def test_every_setting_that_names_code_is_looked_at(project: Path) -> None:
+def test_every_setting_that_names_code_is_checked(project: Path) -> None:
     def config(**sections: object) -> Config:
         base: dict[str, object] = {"environments": {"e": {"serve": "letters"}}}
         return Config.model_validate(base | sections)

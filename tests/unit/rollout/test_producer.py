@@ -70,7 +70,7 @@ def fine(request: GroupRequest) -> Made:
 
 
 def take(producer: Producer, version: int = 0) -> StepGroups:
-    return asyncio.run(producer.take(version))
+    return asyncio.run(producer.collect(version))
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_groups_come_in_order_whatever_order_they_finish_in() -> None:
     producer = Producer(settings_of(), TASKS, [worker], seed=0)
 
     async def both() -> tuple[StepGroups, StepGroups]:
-        return await producer.take(0), await producer.take(0)
+        return await producer.collect(0), await producer.collect(0)
 
     first, second = asyncio.run(both())
     assert [g.id for g in first.groups] == [0, 1, 2, 3]
@@ -212,7 +212,7 @@ def test_a_stop_ends_the_wait_and_the_tasks_stay_pending() -> None:
     async def stopped() -> None:
         calls = iter([False, True])
         with pytest.raises(StopRequested):
-            await producer.take(0, lambda: next(calls, True))
+            await producer.collect(0, lambda: next(calls, True))
 
     asyncio.run(stopped())
     assert producer.position == Position(4, (0, 1, 2, 3))
@@ -250,7 +250,7 @@ def test_asynchronous_groups_are_bounded_in_number_and_staleness() -> None:
         nonlocal version
         steps = []
         for version in range(6):
-            steps.append(await producer.take(version))
+            steps.append(await producer.collect(version))
             await asyncio.sleep(0.02)  # the trainer trains while the producer continues
         await producer.cancel()
         return steps
@@ -267,9 +267,9 @@ def test_groups_that_grew_too_stale_are_dropped_and_said_so() -> None:
     producer = Producer(settings_of(max_staleness=1), TASKS, [ScriptedWorker(fine)], seed=0)
 
     async def loop() -> StepGroups:
-        await producer.take(0)
+        await producer.collect(0)
         await asyncio.sleep(0.01)
-        return await producer.take(2)  # everything ready was sampled by version 0
+        return await producer.collect(2)  # everything ready was sampled by version 0
 
     step_groups = asyncio.run(loop())
     assert step_groups.groups == []
@@ -293,7 +293,7 @@ def one_dead(error: str, after: int = 0) -> Outcome:
 
 def steps_with(producer: Producer, steps: int) -> list[StepGroups]:
     async def loop() -> list[StepGroups]:
-        return [await producer.take(0) for _ in range(steps)]
+        return [await producer.collect(0) for _ in range(steps)]
 
     return asyncio.run(loop())
 

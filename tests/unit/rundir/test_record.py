@@ -1,4 +1,4 @@
-"""The rollout record gives back what was put in, and tells when it cannot."""
+"""The rollout record returns the recorded data, and detects when they are damaged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def same(a: Rollout, b: Rollout) -> bool:
     st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans()), min_size=1, max_size=6),
     st.integers(0, 9),
 )
-def test_round_trip(
+def test_a_record_is_read_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, bool, bool]], seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("record") / "a001.worker_000.h5"
@@ -85,14 +85,14 @@ def test_round_trip(
             assert np.array_equal(arrays["tokens_T"], rollout.tokens_T)
 
 
-def test_routes_are_left_out_when_not_wanted(tmp_path: Path) -> None:
+def test_routes_are_omitted_if_not_requested(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     write_rollouts(path, [make_rollout(0, 0, 9, routes=True)], routes=False)
     with RolloutFile(path) as record:
         assert record.routes(0) is None
 
 
-def test_a_stage_reads_its_own_layers_only(tmp_path: Path) -> None:
+def test_a_pipeline_stage_reads_only_its_own_layers(tmp_path: Path) -> None:
     rollout = make_rollout(0, 0, 9, routes=True)
     path = record_path(tmp_path, 1, 0)
     write_rollouts(path, [rollout])
@@ -101,7 +101,7 @@ def test_a_stage_reads_its_own_layers_only(tmp_path: Path) -> None:
     np.testing.assert_array_equal(arrays["routes"], rollout.routes[:, 1:])
 
 
-def test_a_step_s_record_is_the_newest_attempt_s(tmp_path: Path) -> None:
+def test_the_newest_attempt_s_record_of_a_step_is_read(tmp_path: Path) -> None:
     old, new = make_rollout(0, 0, 5, seed=1), make_rollout(0, 0, 6, seed=2)
     write_rollouts(record_path(tmp_path, 1, 0), [old], trained=["0.0"])
     write_rollouts(record_path(tmp_path, 2, 0), [new, make_rollout(1, 0, 4)], trained=["0.0"])
@@ -130,7 +130,9 @@ def test_a_changed_byte_is_an_error_not_other_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not hdf5 at all"])
-def test_what_is_not_a_record_is_one_clear_line(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_that_is_not_a_record_gives_one_clear_error_line(
+    tmp_path: Path, content: bytes | None
+) -> None:
     path = tmp_path / "x.h5"
     if content is not None:
         path.write_bytes(content)
@@ -139,12 +141,12 @@ def test_what_is_not_a_record_is_one_clear_line(tmp_path: Path, content: bytes |
 
 
 def test_an_empty_folder_is_not_a_record(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="holds no rollout record"):
+    with pytest.raises(RecordError, match="contains no rollout record"):
         read_step(tmp_path)
 
 
 class _Full(record._Target):
-    """A file whose disk holds so many bytes."""
+    """A file on a disk with a limited number of free bytes."""
 
     room = 0
 
@@ -162,8 +164,8 @@ class _Full(record._Target):
     st.integers(0, 200),
     st.lists(st.tuples(st.integers(0, 100), st.binary(min_size=1, max_size=60)), min_size=1, max_size=12),
 )
-def test_what_a_full_disk_refuses_can_still_be_read(room: int, writes: list[tuple[int, bytes]]) -> None:
-    """HDF5 reads back what it wrote; after a refused write it must find the same as before."""
+def test_data_refused_by_a_full_disk_can_still_be_read(room: int, writes: list[tuple[int, bytes]]) -> None:
+    """HDF5 reads back its own data; after a refused write it must find the same data."""
     reference = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder, _Full(Path(folder, "x"), "w+") as target:
         target.room = room
@@ -176,7 +178,7 @@ def test_what_a_full_disk_refuses_can_still_be_read(room: int, writes: list[tupl
         assert target.read() == reference.getvalue()
         refused = sum(len(data) for _, data in writes) > room
         expected = pytest.raises(OSError, match="No space left") if refused else contextlib.nullcontext()
-        with expected, target.telling():
+        with expected, target.reporting_failure():
             pass
 
 
@@ -190,8 +192,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_changed_byte_is_noticed_wherever_it_is(stored: bytes, data: st.DataObject) -> None:
-    """24 of 1,500 single flips changed training data silently: index and texts had no checksum."""
+def test_a_changed_byte_at_any_position_is_detected(stored: bytes, data: st.DataObject) -> None:
+    """Without a checksum of index and texts, 24 of 1,500 single flips changed training data silently."""
     place = data.draw(st.integers(0, len(stored) - 1))
     other = data.draw(st.integers(1, 255))
     changed = bytearray(stored)
@@ -204,14 +206,14 @@ def test_a_changed_byte_is_noticed_wherever_it_is(stored: bytes, data: st.DataOb
 
 
 @pytest.mark.parametrize("kept", [0, 10, 0.5, -1, -45])
-def test_a_shortened_file_is_noticed(stored: bytes, tmp_path: Path, kept: float) -> None:
+def test_a_truncated_file_is_detected(stored: bytes, tmp_path: Path, kept: float) -> None:
     path = tmp_path / "group_3.h5"
     path.write_bytes(stored[: int(kept * len(stored)) if isinstance(kept, float) else kept])
     with pytest.raises(RecordError, match="damaged"):
         RolloutFile(path)
 
 
-def test_a_damaged_group_of_the_buffer_is_rolled_out_again(stored: bytes, tmp_path: Path) -> None:
+def test_a_damaged_buffered_group_is_generated_again(stored: bytes, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     good, bad = run.buffer / "group_3.h5", run.buffer / "group_4.h5"

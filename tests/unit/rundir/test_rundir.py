@@ -1,4 +1,4 @@
-"""Attempts, lineage and commits: only whole commits of the living line count."""
+"""Attempts, lineage and commits: only intact commits of the lineage count."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def commit(run: RunDir, step: int, attempt: int, content: bytes = b"weights") ->
     return name
 
 
-def test_folders_are_for_the_owner_alone(tmp_path: Path) -> None:
+def test_folders_are_accessible_only_to_the_owner(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt = start(run)
     for path in (run.path, run.checkpoints, run.attempt(attempt)):
@@ -50,12 +50,12 @@ def test_folders_are_for_the_owner_alone(tmp_path: Path) -> None:
     assert (run.attempts / "latest").resolve() == run.attempt(attempt)
 
 
-def test_a_stale_attempt_s_commits_are_ignored(tmp_path: Path) -> None:
+def test_commits_of_a_stale_attempt_are_ignored(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     first = start(run)
     ten = commit(run, 10, first)
     second = start(run, ten)
-    commit(run, 20, first)  # the lost node goes on writing
+    commit(run, 20, first)  # the lost node is still writing
     assert run.lineage() == [ten]
     fifteen = commit(run, 15, second)
     assert run.lineage() == [fifteen, ten]
@@ -64,7 +64,7 @@ def test_a_stale_attempt_s_commits_are_ignored(tmp_path: Path) -> None:
     commit(run, 40, second)
     sixteen = commit(run, 16, third)
     assert run.lineage() == [sixteen, fifteen, ten]
-    assert commits.newest_good(run)[0] == sixteen
+    assert commits.newest_intact(run)[0] == sixteen
 
 
 def test_an_attempt_that_never_chose_a_start_changes_nothing(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_attempt_that_never_chose_a_start_changes_nothing(tmp_path: Path) -> 
 def test_lineage_is_a_descending_chain_of_what_each_attempt_could_see(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, int]]
 ) -> None:
-    """Attempts start from the newest good commit, commit a few steps, and a stale one interferes."""
+    """Attempts start from the newest intact commit and commit some steps, while a stale one interferes."""
     run = make_run(tmp_path_factory.mktemp("lineage"))
     expected: list[CommitName] = []
     previous = 0
@@ -95,7 +95,7 @@ def test_lineage_is_a_descending_chain_of_what_each_attempt_could_see(
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "no manifest"])
-def test_a_damaged_commit_is_passed_over_and_named(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_commit_is_skipped_and_named(tmp_path: Path, damage: str) -> None:
     run = make_run(tmp_path)
     attempt = start(run)
     good = commit(run, 1, attempt)
@@ -114,7 +114,7 @@ def test_a_damaged_commit_is_passed_over_and_named(tmp_path: Path, damage: str) 
         os.truncate(manifest, 10)
     else:
         manifest.unlink()
-    name, found, passed_over = commits.newest_good(run)
+    name, found, passed_over = commits.newest_intact(run)
     assert name == good
     assert found is not None
     assert found.state == {"next_group": 1}
@@ -122,35 +122,35 @@ def test_a_damaged_commit_is_passed_over_and_named(tmp_path: Path, damage: str) 
     assert str(bad) in passed_over[0]
 
 
-def test_comparing_a_commit_ends_with_the_stop(tmp_path: Path) -> None:
+def test_verifying_a_commit_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     name = commit(run, 1, start(run))
     with pytest.raises(StopRequested):
-        commits.newest_good(run, lambda: True)
-    assert commits.newest_good(run)[0] == name
+        commits.newest_intact(run, lambda: True)
+    assert commits.newest_intact(run)[0] == name
 
 
-def test_no_whole_commit_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+def test_having_no_intact_commit_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     bad = commit(run, 2, start(run))
     (run.checkpoints / str(bad) / "rank_0.bin").unlink()
     with pytest.raises(CheckpointError, match="no commit"):
-        commits.newest_good(run)
+        commits.newest_intact(run)
 
 
-def test_a_save_killed_between_shards_never_looks_like_a_commit(tmp_path: Path) -> None:
+def test_a_save_killed_between_shards_never_counts_as_a_commit(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt = start(run)
     one = commit(run, 1, attempt)
     torn = commits.begin(run, CommitName(2, attempt))
     (torn / "rank_0.bin").write_bytes(b"half")
-    assert commits.newest_good(run)[0] == one
+    assert commits.newest_intact(run)[0] == one
     later = start(run, one)
     assert torn.name in commits.sweep(run, later, keep=2, keep_every=None)
     assert not torn.exists()
 
 
-def test_finalise_refuses_a_short_shard(tmp_path: Path) -> None:
+def test_finalize_refuses_a_truncated_shard(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     name = CommitName(1, start(run))
     folder = commits.begin(run, name)
@@ -169,7 +169,7 @@ def test_sweep_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
     assert [c.step for c in run.lineage()] == [7, 6, 3]
 
 
-def test_a_stale_attempt_may_not_sweep(tmp_path: Path) -> None:
+def test_a_stale_attempt_cannot_sweep(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     old = start(run)
     one = commit(run, 1, old)
@@ -180,7 +180,7 @@ def test_a_stale_attempt_may_not_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]"])
-def test_a_torn_start_file_loses_no_commit(tmp_path: Path, content: str) -> None:
+def test_an_incomplete_start_file_loses_no_commit(tmp_path: Path, content: str) -> None:
     run = make_run(tmp_path)
     first = start(run)
     four, six = commit(run, 4, first), commit(run, 6, first)
@@ -195,7 +195,7 @@ def test_a_torn_start_file_loses_no_commit(tmp_path: Path, content: str) -> None
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """A run whose file server is away must not begin again from the base model."""
+    """A run whose file server does not answer must not restart from the base model."""
     run = make_run(tmp_path)
     commit(run, 4, start(run))
     real = os.listdir
@@ -211,20 +211,20 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
         run.lineage()
 
 
-def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
+def test_two_processes_cannot_lock_one_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    code = f"from orhpc.rundir import RunDir\nwith RunDir({str(run.path)!r}).held(): print('held')"
-    with run.held():
+    code = f"from orhpc.rundir import RunDir\nwith RunDir({str(run.path)!r}).locked(): print('held')"
+    with run.locked():
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "RunDirBusy" in result.stderr
         assert f"process {os.getpid()}" in result.stderr
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "held\n"
-    with run.held(), pytest.raises(RunDirBusy), RunDir(run.path).held():
+    with run.locked(), pytest.raises(RunDirBusy), RunDir(run.path).locked():
         pass
 
 
-def test_events_that_a_full_filesystem_does_not_take_come_later_whole_and_in_order(
+def test_events_refused_by_a_full_filesystem_are_written_later_complete_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, room = os.write, 1 << 20
@@ -241,7 +241,7 @@ def test_events_that_a_full_filesystem_does_not_take_come_later_whole_and_in_ord
     monkeypatch.setattr(os, "write", limited)
     steps = itertools.count(1)
     log.write("step", step=next(steps))
-    for free in (20, 0, 1, 0, 500):  # in the middle of a line, then nothing, then some more
+    for free in (20, 0, 1, 0, 500):  # free bytes end in the middle of a line, then none, then more
         room = free
         for _ in range(3):
             log.write("step", step=next(steps))
@@ -252,7 +252,7 @@ def test_events_that_a_full_filesystem_does_not_take_come_later_whole_and_in_ord
     assert [e["step"] for e in read_events(tmp_path / "events.jsonl")] == list(range(1, 18))
 
 
-def test_a_commit_begins_by_removing_what_older_attempts_left_torn(tmp_path: Path) -> None:
+def test_beginning_a_commit_removes_incomplete_saves_of_older_attempts(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     old = start(run)
     one = commit(run, 1, old)
@@ -261,20 +261,20 @@ def test_a_commit_begins_by_removing_what_older_attempts_left_torn(tmp_path: Pat
     new = start(run, one)
     assert commits.begin(run, CommitName(2, new)).is_dir()
     assert not torn.exists()
-    again = commits.begin(run, CommitName(3, old))  # a stale attempt removes nothing of a newer one's
+    again = commits.begin(run, CommitName(3, old))  # a stale attempt removes nothing of a newer one
     assert again.is_dir()
     assert (run.checkpoints / f".{CommitName(2, new)}.partial").is_dir()
 
 
-def test_readers_skip_torn_lines_and_stale_attempts(tmp_path: Path) -> None:
+def test_readers_skip_incomplete_lines_and_stale_attempts(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     old = EventLog(path, 1)
     old.write("step", step=1, loss=float("nan"))
     with path.open("a") as stream:
-        stream.write('{"event": "step", "step": 2, "att')  # killed in mid-write
+        stream.write('{"event": "step", "step": 2, "att')  # killed while writing
     new = EventLog(path, 2)
     new.write("step", step=1, reward_mean=0.5)
-    old.write("step", step=3)  # a lost node's echo
+    old.write("step", step=3)  # written late by a lost node
     events = read_events(path)
     assert [(e["attempt"], e["step"]) for e in events] == [(1, 1), (2, 1)]
     assert events[0]["loss"] == "nan"
@@ -293,7 +293,7 @@ def test_load_takes_a_commit_or_a_run_and_nothing_else(tmp_path: Path) -> None:
         commits.source(tmp_path)
 
 
-def test_a_restart_in_place_goes_on_from_its_own_commits(tmp_path: Path) -> None:
+def test_a_restart_in_place_continues_from_its_own_commits(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt = start(run)
     two = commit(run, 2, attempt)
@@ -301,4 +301,4 @@ def test_a_restart_in_place_goes_on_from_its_own_commits(tmp_path: Path) -> None
     assert run.lineage() == [two]
     four = commit(run, 4, attempt, b"damaged later")
     assert commit(run, 4, attempt, b"done again") == four
-    assert commits.newest_good(run)[0] == four
+    assert commits.newest_intact(run)[0] == four

@@ -1,4 +1,4 @@
-"""Small files of a run directory: changes are noticed, links not followed, strangers refused."""
+"""Small files of a run directory: changes are detected, links not followed, other users' access refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def commit(run: RunDir, step: int, attempt: int, parent: str | None) -> CommitNa
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """Attempt 1 committed steps 1 and 2; attempt 2 went back to 1 and committed 2 and 3."""
+    """Attempt 1 committed steps 1 and 2; attempt 2 started from step 1 and committed 2 and 3."""
     run = RunDir(tmp_path / "run")
     run.create()
     run.begin_attempt(kind="slurm", job="7", chain="7")
@@ -51,7 +51,7 @@ LINEAGE = ["step_3.a002", "step_2.a002", "step_1.a001"]
 @pytest.mark.slow
 @settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_changed_byte_of_a_manifest_is_noticed(run: RunDir, data: st.DataObject) -> None:
+def test_a_changed_byte_of_a_manifest_is_detected(run: RunDir, data: st.DataObject) -> None:
     folder = run.checkpoints / "step_3.a002"
     path, before = folder / commits.MANIFEST, commits.read_manifest(folder)
     whole = path.read_bytes()
@@ -67,16 +67,16 @@ def test_a_changed_byte_of_a_manifest_is_noticed(run: RunDir, data: st.DataObjec
         path.write_bytes(whole)
 
 
-def test_a_damaged_manifest_is_passed_over(run: RunDir) -> None:
+def test_a_commit_with_a_damaged_manifest_is_skipped(run: RunDir) -> None:
     path = run.checkpoints / "step_3.a002" / commits.MANIFEST
     path.write_text(path.read_text().replace('"next_group": 7', '"next_group": 8'))
-    name, _, passed_over = commits.newest_good(run)
+    name, _, passed_over = commits.newest_intact(run)
     assert str(name) == "step_2.a002"
     assert "step_3.a002" in passed_over[0]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_start_is_replaced_by_what_the_commits_say(run: RunDir, content: bytes) -> None:
+def test_a_damaged_start_file_is_replaced_by_the_commits_parents(run: RunDir, content: bytes) -> None:
     assert [str(c) for c in run.lineage()] == LINEAGE
     (run.attempt(2) / "start.json").write_bytes(content)
     assert [str(c) for c in run.lineage()] == LINEAGE
@@ -85,7 +85,7 @@ def test_a_damaged_start_is_replaced_by_what_the_commits_say(run: RunDir, conten
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_start_without_commits_is_passed_over(run: RunDir, content: bytes) -> None:
+def test_a_damaged_start_file_without_commits_is_skipped(run: RunDir, content: bytes) -> None:
     run.begin_attempt()
     (run.attempt(3) / "start.json").write_bytes(content)
     assert [str(c) for c in run.lineage()] == LINEAGE
@@ -103,7 +103,7 @@ def test_a_damaged_outcome_is_judged_again(
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_holder_is_the_newest_attempts_job(
+def test_a_damaged_holder_file_is_replaced_by_the_newest_attempt_s_job(
     run: RunDir, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run.path / "holder.json").write_bytes(content)
@@ -116,7 +116,7 @@ def test_a_damaged_holder_is_the_newest_attempts_job(
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_attempt_is_left_out(run: RunDir, content: bytes) -> None:
+def test_a_damaged_attempt_file_is_ignored(run: RunDir, content: bytes) -> None:
     (run.attempt(1) / "attempt.json").write_bytes(content)
     assert [o.attempt for o in ledger.read(run)] == [2]
     assert ledger.jobs(run) == {"8"}
@@ -139,7 +139,7 @@ def test_a_shard_file_is_read_back(tmp_path: Path) -> None:
     assert commits.read_manifest(tmp_path) == manifest
 
 
-def test_writing_follows_no_link(tmp_path: Path) -> None:
+def test_writing_does_not_follow_links(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     path = tmp_path / "a.json"
@@ -165,13 +165,13 @@ def _owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(_mode, "chmod go-w"), (_group, "chmod go-w"), (_owner, "another user")]
+    ("change", "output"), [(_mode, "chmod go-w"), (_group, "chmod go-w"), (_owner, "another user")]
 )
 def test_a_run_directory_that_others_can_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Any], None], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Any], None], output: str
 ) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     change(run.path, monkeypatch)
-    with pytest.raises(ConfigError, match=rf"{said}"):
+    with pytest.raises(ConfigError, match=rf"{output}"):
         run.create()

@@ -1,4 +1,4 @@
-"""A file server that is away for a while: whoever looks waits, and says so once."""
+"""A file server that is temporarily unavailable: callers wait, and report it once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Reason
 from orhpc.rundir import RunDir, commits, storage
-from orhpc.rundir.storage import Outages, StorageRetry, retry_write
+from orhpc.rundir.storage import StorageRetry, ToleratedOutages, retry_write
 from tests.unit.rundir.test_rundir import commit, make_run, start
 
 AWAY = [errno.EIO, errno.ESTALE, errno.EACCES]
 
 
 class Server:
-    """Makes what opens, lists or makes files below a folder fail with an error, a number of times."""
+    """Makes opening, listing and creating files below a folder fail with an error, a number of times."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.error, self.left = folder, 0, 0
@@ -52,29 +52,29 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("error", AWAY)
-def test_a_look_that_is_refused_does_not_count(server: Server, tmp_path: Path, error: int) -> None:
+def test_a_refused_poll_does_not_count(server: Server, tmp_path: Path, error: int) -> None:
     run = make_run(tmp_path)
     run.begin_attempt()
-    told: list[str] = []
-    outages = Outages(told.append)
+    reports: list[str] = []
+    outages = ToleratedOutages(reports.append)
     server.away(error, 3)
-    assert [outages.look(run.newest_attempt, -1) for _ in range(5)] == [-1, -1, -1, 1, 1]
-    begun, over = told
+    assert [outages.run(run.newest_attempt, -1) for _ in range(5)] == [-1, -1, -1, 1, 1]
+    begun, over = reports
     assert os.strerror(error) in begun
     assert "waiting until it answers again" in begun
     assert over == "the run directory answers again after 0 s"
     with pytest.raises(ZeroDivisionError):
-        outages.look(lambda: 1 // 0, 0)
+        outages.run(lambda: 1 // 0, 0)
 
 
-def test_a_write_without_an_event_loop_is_tried_again_for_so_long(server: Server, tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_write_without_an_event_loop_is_retried_until_the_limit(server: Server, tmp_path: Path) -> None:
+    reports: list[str] = []
     server.away(errno.ESTALE, 2)
-    retry_write(lambda: (tmp_path / "x").write_text("y"), 5.0, told.append)
-    assert len(told) == 1
+    retry_write(lambda: (tmp_path / "x").write_text("y"), 5.0, reports.append)
+    assert len(reports) == 1
     server.away(errno.ESTALE, 1000)
     with pytest.raises(StorageRefused, match="Stale file handle"):
-        retry_write(lambda: (tmp_path / "x").write_text("y"), 0.0, told.append)
+        retry_write(lambda: (tmp_path / "x").write_text("y"), 0.0, reports.append)
 
 
 def first_node(tmp_path: Path, restart: int = 0) -> launcher.FirstNode:
@@ -83,7 +83,7 @@ def first_node(tmp_path: Path, restart: int = 0) -> launcher.FirstNode:
 
 
 @pytest.mark.parametrize("error", AWAY)
-def test_the_first_node_goes_on_while_the_run_directory_is_away_and_writes_its_outcome_after(
+def test_the_first_node_waits_for_an_unavailable_run_directory_and_writes_its_outcome_later(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     first = first_node(tmp_path)
@@ -103,10 +103,10 @@ def test_the_first_node_goes_on_while_the_run_directory_is_away_and_writes_its_o
 
 
 @pytest.mark.parametrize("error", AWAY)
-def test_a_job_that_comes_back_waits_for_its_run_directory(
+def test_a_requeued_job_waits_for_its_run_directory(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    """Where the very first start may not write, the path is wrong; a later one has been there."""
+    """If the very first start cannot write, the path is wrong; a later start has written there before."""
     monkeypatch.setattr(launcher, "StorageRetry", partial(StorageRetry, pause_s=0.01))
     monkeypatch.setattr(launcher.FirstNode, "_prepare", lambda self: True)
     first = first_node(tmp_path, restart=1)
@@ -115,7 +115,7 @@ def test_a_job_that_comes_back_waits_for_its_run_directory(
     assert first.run() == 0
 
 
-def test_a_run_root_that_may_not_be_written_is_one_line(
+def test_a_run_root_without_write_permission_gives_one_error_line(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variables = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURMD_NODENAME": "n0"}
@@ -126,8 +126,8 @@ def test_a_run_root_that_may_not_be_written_is_one_line(
     server.away(errno.EACCES, 1000)
     assert launcher.main(["configs/tiny.yaml", f"run.root={root}"]) == EXIT_CONFIG
     assert (tmp_path / "code").read_text() == str(EXIT_CONFIG)
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be made: Permission denied"]
+    output = capsys.readouterr().err.splitlines()
+    assert output == [f"orhpc: n0: ConfigError: run.root: {root}/tiny cannot be created: Permission denied"]
     with pytest.raises(ConfigError):
         RunDir(root / "other").create()
     with pytest.raises(StorageRefused):
@@ -135,27 +135,25 @@ def test_a_run_root_that_may_not_be_written_is_one_line(
 
 
 @pytest.mark.parametrize("error", AWAY)
-def test_a_commit_that_cannot_be_read_for_a_while_is_not_passed_over(
-    server: Server, tmp_path: Path, error: int
-) -> None:
-    """It would cost the steps since the commit before it."""
+def test_a_temporarily_unreadable_commit_is_not_skipped(server: Server, tmp_path: Path, error: int) -> None:
+    """Skipping it would cost the steps since the previous commit."""
     run = make_run(tmp_path)
     attempt = start(run)
     four, six = commit(run, 4, attempt), commit(run, 6, attempt)
-    told: list[str] = []
+    reports: list[str] = []
     server.folder = run.checkpoints / str(six)
     server.away(error, 1)
     with pytest.raises(StorageRefused):
         commits.verify(server.folder)
     server.away(error, 1)
-    name, manifest, passed_over = commits.newest_good(run, wait_s=30.0, report=told.append)
+    name, manifest, passed_over = commits.newest_intact(run, wait_s=30.0, report=reports.append)
     assert (name, passed_over) == (six, [])
     assert manifest is not None
-    assert os.strerror(error) in told[0]
-    server.away(error, 1000)  # for good, as a broken disk
-    name, _, passed_over = commits.newest_good(run, wait_s=0.0)
+    assert os.strerror(error) in reports[0]
+    server.away(error, 1000)  # permanently, like a broken disk
+    name, _, passed_over = commits.newest_intact(run, wait_s=0.0)
     assert name == four
     assert os.strerror(error) in passed_over[0]
     (run.checkpoints / str(four) / commits.MANIFEST).unlink()
     with pytest.raises(CheckpointError):
-        commits.newest_good(run)
+        commits.newest_intact(run)

@@ -36,7 +36,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_secrets_and_control_characters_reach_no_event_log_or_terminal(
     known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The driver's side: whatever an exception from a worker says."""
+    """The driver's side: any text in an exception from a worker."""
     dirty = f"\x1b]0;renamed\x07{CANARY}\x9b2J \u202eabc"
     events_file = EventLog(tmp_path / "events.jsonl", 1)
     events_file.write("failed", kind="X", error=dirty, more=[{"a": dirty}])

@@ -1,4 +1,4 @@
-"""A job's Ray: who may talk to it, where it listens, and what the end of its GCS costs."""
+"""A job's Ray: its authentication, its listeners, and recovery after the end of its GCS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ counter = Counter.remote()
 assert ray.get(counter.add.remote(), timeout=60) == 1
 print("counting", flush=True)
 sys.stdin.readline()
-assert ray.get(counter.add.remote(), timeout=60) == 2, "the actor's state is gone"
+assert ray.get(counter.add.remote(), timeout=60) == 2, "the actor's state is lost"
 assert ray.get(Counter.remote().add.remote(), timeout=60) == 1, "no new actor"
 print("still counting", flush=True)
 os._exit(0)
@@ -50,7 +50,7 @@ def gcs_of(head: RayNode) -> psutil.Process:
 
 
 def is_gcs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):  # ended since it was listed
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended in the meantime
         return process.name() == "gcs_server" and process.status() != psutil.STATUS_ZOMBIE
     return False
 
@@ -68,7 +68,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayNode, st
 
 
 def ask(address: str, method: str, token: str | None) -> str:
-    """Send Ray's GCS an empty request from a process without its environment; returns the answer's status."""
+    """Send Ray's GCS an empty request from a process without its variables; returns the answer's status."""
     code = """
 import grpc, json, sys
 address, method, token = json.loads(sys.argv[1])
@@ -79,8 +79,8 @@ try:
 except grpc.RpcError as error:
     print(error.code().name)
 """
-    words = [sys.executable, "-c", code, json.dumps([address, method, token])]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    arguments = [sys.executable, "-c", code, json.dumps([address, method, token])]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
 NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
@@ -90,11 +90,11 @@ OF_EVERY_SERVER = (
     "/ray.rpc.ObjectManagerService/Push",
     "/ray.rpc.RayletDriver/Init",
 )
-"""A call of the GCS, the raylet, its object manager and the server for Ray clients; others do not know it."""
+"""One RPC of the GCS, the raylet, its object manager and the server for Ray clients."""
 
 
 @pytest.mark.slow
-def test_without_the_token_ray_answers_nothing(head: tuple[RayNode, str, Path]) -> None:
+def test_ray_refuses_requests_without_the_token(head: tuple[RayNode, str, Path]) -> None:
     _, address, token = head
     assert ask(address, NODES, token.read_text()) == "OK"
     assert ask(address, NODES, None) == "UNAUTHENTICATED"
@@ -108,14 +108,17 @@ def test_no_server_of_a_node_answers_without_the_token(head: tuple[RayNode, str,
     refused = []
     for process in psutil.Process(node._process.pid).children(recursive=True):
         for port in {port for _, port in listening(process)}:
-            said = {ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
-            assert said <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (process.cmdline()[:3], said)
-            refused += ["UNAUTHENTICATED"] * ("UNAUTHENTICATED" in said)
+            output = {ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
+            assert output <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (
+                process.cmdline()[:3],
+                output,
+            )
+            refused += ["UNAUTHENTICATED"] * ("UNAUTHENTICATED" in output)
     assert len(refused) == len(OF_EVERY_SERVER)
 
 
 @pytest.mark.slow
-def test_on_loopback_ray_listens_nowhere_else(head: tuple[RayNode, str, Path]) -> None:
+def test_ray_on_loopback_listens_only_there(head: tuple[RayNode, str, Path]) -> None:
     node, _, _ = head
     assert node._process is not None
     below = psutil.Process(node._process.pid).children(recursive=True)
@@ -126,19 +129,21 @@ def test_on_loopback_ray_listens_nowhere_else(head: tuple[RayNode, str, Path]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["a signal", "a request without the token"])
-def test_actors_outlive_the_gcs(head: tuple[RayNode, str, Path], by: str, tmp_path: Path) -> None:
+def test_actors_survive_a_restart_of_the_gcs(
+    head: tuple[RayNode, str, Path], by: str, tmp_path: Path
+) -> None:
     node, address, token = head
     env = {**os.environ, **node.environment()}
     command = [sys.executable, "-c", DRIVER, address, str(token)]
     with (
-        (tmp_path / "said").open("w") as said,
+        (tmp_path / "output").open("w") as output,
         subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
         ) as driver,
     ):
         assert driver.stdin is not None
         assert driver.stdout is not None
-        assert driver.stdout.readline() == "counting\n", (tmp_path / "said").read_text()[-2000:]
+        assert driver.stdout.readline() == "counting\n", (tmp_path / "output").read_text()[-2000:]
         gcs = gcs_of(node)
         if by == "a signal":
             gcs.kill()
@@ -147,7 +152,7 @@ def test_actors_outlive_the_gcs(head: tuple[RayNode, str, Path], by: str, tmp_pa
             gcs.wait(10)  # Ray 2.60 aborts
         driver.stdin.write("go on\n")
         driver.stdin.flush()
-        assert driver.stdout.readline() == "still counting\n", (tmp_path / "said").read_text()[-2000:]
+        assert driver.stdout.readline() == "still counting\n", (tmp_path / "output").read_text()[-2000:]
         assert driver.wait(60) == 0
     assert gcs_of(node).is_running()
     assert node.alive()

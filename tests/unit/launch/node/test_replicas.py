@@ -1,4 +1,4 @@
-"""How many servers of an environment a node starts."""
+"""The number of servers of an environment that a node starts."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ def batch(groups: int, samples: int, *more: str) -> Config:
         (batch(64, 16, f"{LETTERS}.replicas=3", "rollout.workers_per_node=4"), 2, 3),
     ],
 )
-def test_servers_follow_the_load_within_cores_and_workers(config: Config, cpus: int, expected: int) -> None:
+def test_the_number_of_servers_follows_the_load_within_cores_and_workers(
+    config: Config, cpus: int, expected: int
+) -> None:
     assert replicas_of(config, "orhpc/letters", cpus) == expected
 
 
-def test_an_environment_has_its_share_of_the_load() -> None:
+def test_an_environment_gets_its_share_of_the_load() -> None:
     other = ["environments.other.serve=arithmetic", "environments.other.weight=3"]
     config = batch(64, 8, "rollout.workers_per_node=8", *other)
     assert expected_rollouts(config, "orhpc/letters") == 128
@@ -54,24 +56,24 @@ def test_an_environment_has_its_share_of_the_load() -> None:
     assert expected_rollouts(config, "other") == 96
 
 
-def test_evaluation_counts_too() -> None:
+def test_evaluation_counts_as_load() -> None:
     only = ["environments.e.serve=arithmetic", "environments.e.splits=[]", "evaluation.splits.e=[test]"]
     config = batch(2, 4, *only, "evaluation.num_samples=100", "evaluation.n_samples=2")
     assert expected_rollouts(config, "e") == 200
     unknown = batch(2, 4, *only, "rollout.workers_per_node=2", "rollout.max_concurrent=100")
-    assert expected_rollouts(unknown, "e") == 200  # all that the workers take
+    assert expected_rollouts(unknown, "e") == 200  # the workers' limit
 
 
 @pytest.mark.slow
 @given(st.integers(1, 512), st.integers(2, 32), st.integers(1, 16), st.integers(1, 256))
-def test_there_is_always_one_and_never_more_than_are_used(
+def test_there_is_at_least_one_server_and_no_unused_one(
     groups: int, samples: int, workers: int, cpus: int
 ) -> None:
     config = batch(groups, samples, f"rollout.workers_per_node={workers}")
     assert 1 <= replicas_of(config, "orhpc/letters", cpus) <= workers
 
 
-def test_servers_that_no_worker_would_use_are_refused() -> None:
+def test_more_servers_than_workers_are_refused() -> None:
     with pytest.raises(ConfigError, match="replicas: 9 are more than the 2 "):
         config_of(f"{LETTERS}.replicas=9", "rollout.workers_per_node=2")
     with pytest.raises(ConfigError, match="does not serve it"):

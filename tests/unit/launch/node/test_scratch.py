@@ -1,4 +1,4 @@
-"""What a dead attempt has left on a node goes; what somebody alive still has stays."""
+"""Files of attempts that have ended are removed from a node; files of live processes are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_shared_memory_goes_with_its_maker_unless_somebody_has_it_mapped(
+def test_shared_memory_is_removed_after_its_creator_ends_unless_it_is_mapped(
     tmp_path: Path, dead_pid: int
 ) -> None:
     names = {
@@ -41,7 +41,7 @@ def test_shared_memory_goes_with_its_maker_unless_somebody_has_it_mapped(
     assert sweep_shared_memory(tmp_path) == [tmp_path / names["mapped"]]
 
 
-def test_memory_of_a_part_that_was_started_again_goes_while_the_attempt_runs(
+def test_memory_of_a_restarted_part_is_removed_during_the_attempt(
     tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = (tmp_path / f"torch_{dead_pid}_1_{n}" for n in (0, 1))
@@ -51,13 +51,13 @@ def test_memory_of_a_part_that_was_started_again_goes_while_the_attempt_runs(
     monkeypatch.setattr(scratch, "sweep_shared_memory", partial(sweep_shared_memory, tmp_path))
     sweeper = scratch.SharedMemorySweeper(every_s=60.0)
     sweeper.tick()
-    assert list(tmp_path.iterdir()) == [new]  # somebody may be about to map it
+    assert list(tmp_path.iterdir()) == [new]  # a process may be about to map it
     os.utime(new, (time.time() - 60,) * 2)
     sweeper.tick()
-    assert new.exists()  # it has looked a moment ago
+    assert new.exists()  # the last sweep was a moment ago
 
 
-def test_a_killed_attempt_s_folder_is_swept_and_a_living_one_s_is_not() -> None:
+def test_the_folder_of_a_killed_attempt_is_swept_and_that_of_a_live_one_is_not() -> None:
     living = Scratch()
     code = "from orhpc.launch.node.scratch import Scratch; import time; held = Scratch(); "
     code += "print(held.path, flush=True); time.sleep(60)"
@@ -75,8 +75,8 @@ def test_a_killed_attempt_s_folder_is_swept_and_a_living_one_s_is_not() -> None:
 
 
 @pytest.mark.slow
-def test_stopping_a_child_ends_what_it_had_started(tmp_path: Path) -> None:
-    """One below ignores SIGTERM, in a session of its own."""
+def test_stopping_a_child_ends_its_descendants(tmp_path: Path) -> None:
+    """One descendant ignores SIGTERM, in its own session."""
     script = tmp_path / "tree.sh"
     script.write_text(
         'setsid bash -c \'trap "" TERM; echo $$ >stubborn.part; mv stubborn.part stubborn; '
@@ -93,8 +93,8 @@ def test_stopping_a_child_ends_what_it_had_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("leads_to", ["nowhere", "itself", "file", "folder"])
-def test_links_with_names_of_ours_hinder_nothing(tmp_path: Path, leads_to: str) -> None:
-    """Anybody may make them in /tmp and /dev/shm, also ones that lead to what is ours."""
+def test_links_under_orhpc_s_names_have_no_effect(tmp_path: Path, leads_to: str) -> None:
+    """Any user can create links in /tmp and /dev/shm, also to files of this user."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for name in ("orhpc-ray-planted", "torch_1_1_1", "orhpc-77-planted"):

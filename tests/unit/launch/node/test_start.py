@@ -1,4 +1,4 @@
-"""What a node does while the others are still meeting: libraries loaded, ports held, nothing started."""
+"""A node during the rendezvous: it imports libraries and holds ports, but starts nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config_of(*overrides: str) -> Config:
     return load_config(Path("configs/tiny.yaml"), overrides)
 
 
-def test_ports_of_servers_are_held_until_they_start(tmp_path: Path) -> None:
+def test_server_ports_are_held_until_the_servers_start(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.replicas=3", "rollout.workers_per_node=3")
     servers = ServedEnvironments(config, NODE, tmp_path)
     (urls,) = servers.reserve().values()
@@ -46,14 +46,14 @@ def test_ports_of_servers_are_held_until_they_start(tmp_path: Path) -> None:
     assert len(set(ports)) == 3
     assert not any(is_free(HOST, port) for port in ports)
     assert not set(ports) & set(free_ports(12_000, HOST))
-    servers.keep_up()  # which starts none that was not running
+    servers.keep_up()  # does not start servers that have not been started
     assert list(tmp_path.iterdir()) == []
     servers.stop()
     assert all(is_free(HOST, port) for port in ports)
 
 
 @pytest.mark.slow
-def test_servers_start_on_the_ports_that_were_held(tmp_path: Path) -> None:
+def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.serve=no_such_module:Environment")
     (tmp_path / "environment.key").write_text("key")
     servers = ServedEnvironments(config, NODE, tmp_path)
@@ -71,7 +71,7 @@ def test_servers_start_on_the_ports_that_were_held(tmp_path: Path) -> None:
         servers.stop()
 
 
-def test_a_server_killed_soon_after_its_start_costs_no_attempt(tmp_path: Path) -> None:
+def test_a_server_killed_soon_after_its_start_is_restarted_in_the_attempt(tmp_path: Path) -> None:
     (tmp_path / "environment.key").write_text("key")
     servers = ServedEnvironments(config_of(), NODE, tmp_path)
     servers.reserve()
@@ -95,7 +95,7 @@ def test_a_server_killed_soon_after_its_start_costs_no_attempt(tmp_path: Path) -
         servers.stop()
 
 
-def test_nodes_count_the_raylets_that_are_up(tmp_path: Path) -> None:
+def test_nodes_count_the_raylets_that_have_joined(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     attempt = rundir.begin_attempt(kind="slurm")
@@ -107,10 +107,10 @@ def test_nodes_count_the_raylets_that_are_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refusals", [0, 2, 100])
-def test_a_start_waits_for_a_run_directory_that_takes_something(
+def test_a_start_waits_until_the_run_directory_accepts_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refusals: int
 ) -> None:
-    """A full filesystem uses up none of the job's budgets: there is no attempt before it takes one."""
+    """A full filesystem uses up no budget of the job: no attempt begins before it accepts writes."""
     real, left = os.fsync, refusals
 
     def fsync(descriptor: int) -> None:
@@ -138,33 +138,33 @@ def test_a_start_waits_for_a_run_directory_that_takes_something(
 
 
 @pytest.mark.slow
-def test_ray_start_waits_for_its_orders_and_then_for_the_head(tmp_path: Path) -> None:
+def test_ray_start_waits_for_its_arguments_and_then_for_the_head(tmp_path: Path) -> None:
     (port,) = free_ports(1, HOST)
-    order = {"words": ["start", "--help"], "variables": {"COLUMNS": "70"}, "head": f"{HOST}:{port}"}
-    said = tmp_path / "said"
+    order = {"arguments": ["start", "--help"], "variables": {"COLUMNS": "70"}, "head": f"{HOST}:{port}"}
+    output = tmp_path / "output"
     command = [sys.executable, "-m", "orhpc.launch.node.ray_start"]
-    with said.open("wb") as log, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log) as process:
+    with output.open("wb") as log, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log) as process:
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.close()
         time.sleep(4.0)
         assert process.poll() is None
-        assert said.read_bytes() == b""
+        assert output.read_bytes() == b""
         with socket.create_server((HOST, port)):
             assert process.wait(60) == 0
-    assert "Start Ray processes manually" in said.read_text()
+    assert "Start Ray processes manually" in output.read_text()
 
 
 @pytest.mark.slow
-def test_ray_start_without_orders_ends() -> None:
+def test_ray_start_without_arguments_ends() -> None:
     command = [sys.executable, "-m", "orhpc.launch.node.ray_start"]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (0, b"")
 
 
 @pytest.mark.slow
-def test_a_ray_head_that_ends_while_it_starts_is_begun_anew(tmp_path: Path) -> None:
-    """Its port is taken in the moment between its choice and its use; Ray notices after 15 s."""
+def test_a_ray_head_that_ends_during_its_start_is_started_again(tmp_path: Path) -> None:
+    """Another process binds its port between its choice and its use; Ray notices after 15 s."""
     head = RayNode("n0", HOST, make_token(tmp_path), tmp_path / "ray.log", cpus=1, object_store_bytes=10**8)
     try:
         with socket.socket() as other:
@@ -181,7 +181,7 @@ def test_a_ray_head_that_ends_while_it_starts_is_begun_anew(tmp_path: Path) -> N
 
 
 def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
-    """Another node in the middle of an attempt, told to end, in a thread that ends when it leaves."""
+    """Another node during an attempt, asked to end, in a thread that ends when the node exits."""
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     attempt = rundir.begin_attempt(kind="slurm")
@@ -193,11 +193,11 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     placed = tmp_path / "placement.yaml"
     placed.write_text(Placement((), (), (), (), {}, ray_address=address).to_yaml())
     servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), tmp_path)
-    words = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
+    command_line = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
 
     def keep_up() -> None:
         try:
-            other_node._keep_up(*words)
+            other_node._keep_up(*command_line)
         finally:
             ray_node.stop()
 
@@ -206,10 +206,10 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     return thread
 
 
-def test_another_node_leaves_soon_after_a_signal_once_the_first_is_gone(
+def test_another_node_exits_soon_after_a_signal_if_the_first_is_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SLURM repeats the end of a step that is slow to answer, a minute later."""
+    """SLURM repeats the signal after a minute if a step is slow to end."""
     (port,) = free_ports(1, HOST)
     thread = other_that_was_signalled(tmp_path, f"{HOST}:{port}")
     thread.join(9)
@@ -218,7 +218,7 @@ def test_another_node_leaves_soon_after_a_signal_once_the_first_is_gone(
 
 
 @pytest.mark.slow
-def test_another_node_stays_after_a_signal_until_the_first_has_committed(tmp_path: Path) -> None:
+def test_another_node_stays_after_a_signal_until_the_first_has_committed_its_step(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as head:
         thread = other_that_was_signalled(tmp_path, f"{HOST}:{head.getsockname()[1]}")
         thread.join(3)
@@ -228,14 +228,16 @@ def test_another_node_stays_after_a_signal_until_the_first_has_committed(tmp_pat
         assert not thread.is_alive()
 
 
-def test_another_node_that_is_signalled_before_the_attempt_leaves(tmp_path: Path) -> None:
+def test_another_node_that_is_signaled_before_the_attempt_exits(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     job = Job("7", 0, 1, 2, "n1", "7", tmp_path)
     assert rendezvous.await_announcement(rundir, job, 60, lambda: True) is None
 
 
-def test_another_node_follows_a_head_that_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_node_follows_a_head_that_has_moved_to_another_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(other_node, "_LOOK_S", 0.0)
     placed = tmp_path / "placement.yaml"
     placed.write_text(Placement((), (), (), (), {}, ray_address="10.0.0.1:15000").to_yaml())
@@ -249,7 +251,7 @@ def test_another_node_follows_a_head_that_has_moved(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("refused", [0, 2, 1000])
-def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
+def test_a_driver_waits_for_a_raylet_that_is_still_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     """``ray.init`` then raises a bare Exception, which would count as a bug."""
@@ -263,7 +265,7 @@ def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
     monkeypatch.setattr(bring_up.ray, "init", init)
     monkeypatch.setattr(bring_up.ray, "shutdown", lambda: None)
     monkeypatch.setattr(bring_up, "wait_for_nodes", lambda nodes, timeout_s: None)
-    monkeypatch.setattr(bring_up, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(bring_up, "_RETRY_S", 0.01)
     monkeypatch.setattr(bring_up, "_JOIN_S", 0.2)
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_COLOR_PREFIX"):
         monkeypatch.setenv(name, "")
@@ -277,10 +279,10 @@ def test_a_driver_waits_for_a_raylet_that_is_not_up_yet(
 
 
 @pytest.mark.parametrize("comes_up", [True, False])
-def test_on_one_node_the_driver_starts_once_the_raylet_is_up(
+def test_on_one_node_the_driver_starts_after_the_raylet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_up: bool
 ) -> None:
-    """Only where it does not come up within the limit the driver is started to say so."""
+    """If the raylet does not start within the limit, the driver starts and reports it."""
 
     class Ray:
         looks = 0

@@ -1,4 +1,4 @@
-"""What the tests of SLURM's part share."""
+"""Fixtures shared by the tests of the SLURM part."""
 
 from __future__ import annotations
 

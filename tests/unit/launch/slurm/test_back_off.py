@@ -1,4 +1,4 @@
-"""A job that others end again and again comes back later each time, and at once after a new step."""
+"""A job that is ended repeatedly from outside waits longer each time, and not at all after a new step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for stand-ins of SLURM's commands, before all others on the path."""
+    """A folder for replacements of SLURM's commands, first on the PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -54,15 +54,15 @@ def wait_after(outcomes: list[Outcome], chain: str = "7") -> int:
 
 
 @pytest.mark.parametrize("reason", [Reason.KILLED, Reason.STORAGE])
-def test_the_wait_grows_to_an_hour_and_no_further(reason: Reason) -> None:
+def test_the_wait_grows_to_at_most_an_hour(reason: Reason) -> None:
     waits = [wait_after(ended(*[(reason, 0)] * n)) for n in range(9)]
     assert waits == [0, 0, 120, 240, 480, 960, 1920, 3600, 3600]
     assert wait_after(ended(*[(reason, 0)] * 5000)) == 3600
 
 
-def test_a_new_step_or_another_job_begins_anew() -> None:
+def test_a_new_step_or_another_job_resets_the_wait() -> None:
     killed, stored, preempted = (Reason.KILLED, 4), (Reason.STORAGE, 4), (Reason.PREEMPTED, 4)
-    assert wait_after(ended(killed, killed, stored)) == 120  # the first has made steps 1 to 4
+    assert wait_after(ended(killed, killed, stored)) == 120  # the first attempt has made steps 1 to 4
     assert wait_after(ended(killed, killed, (Reason.KILLED, 5))) == 0
     assert wait_after(ended(killed, preempted, killed, stored)) == 120
     assert wait_after(ended(killed, killed, killed, preempted)) == 0
@@ -76,7 +76,7 @@ def recorder_of(run: RunDir, folder: Path) -> OutcomeRecorder:
 
 
 def asked(folder: Path) -> str | None:
-    """What the batch script is asked to wait; forgotten, as with the shell's folder."""
+    """The wait that the batch script is asked for; the file is removed, as with the shell's folder."""
     path = folder / "delay"
     if not path.exists():
         return None
@@ -86,7 +86,7 @@ def asked(folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize("storage", [False, True])
-def test_the_attempt_that_ends_asks_for_the_wait_in_one_line(
+def test_an_ending_attempt_requests_the_wait_and_logs_one_line(
     run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], storage: bool
 ) -> None:
     waits = []
@@ -115,7 +115,7 @@ def test_the_attempt_that_ends_asks_for_the_wait_in_one_line(
 
 @pytest.fixture
 def start(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The job's variables; the attempts that its starts have begun."""
+    """Set the job's variables; returns the attempts that its starts have begun."""
     folder = tmp_path / "job"
     folder.mkdir()
     variables = {
@@ -140,8 +140,8 @@ def start_again(run: RunDir) -> int:
     return launcher.main([CONFIG, f"run.root={run.path.parent}", "run.name=run"])
 
 
-def test_the_start_after_a_silent_end_goes_away_once(run: RunDir, tmp_path: Path, start: list[int]) -> None:
-    """Whoever was killed could not ask for the wait; who comes next does, and the one after it goes on."""
+def test_the_start_after_an_unreported_end_waits_once(run: RunDir, tmp_path: Path, start: list[int]) -> None:
+    """A killed attempt could not request the wait; the next start does, and the one after it continues."""
     for number in (1, 2):
         assert run.begin_attempt(kind="slurm", job="7", chain="7") == number
         (run.attempt(number) / "srun_exit").write_text("137\n")
@@ -154,7 +154,7 @@ def test_the_start_after_a_silent_end_goes_away_once(run: RunDir, tmp_path: Path
     assert asked(tmp_path / "job") is None
 
 
-def test_attempts_that_are_no_jobs_delay_no_start(run: RunDir, start: list[int]) -> None:
+def test_local_attempts_do_not_delay_a_job(run: RunDir, start: list[int]) -> None:
     for number in (1, 2):
         run.begin_attempt(kind="slurm", job="7", chain="7")
         ledger.write(run, Outcome(number, Reason.KILLED, 0, chain="7"))
@@ -166,7 +166,7 @@ def test_attempts_that_are_no_jobs_delay_no_start(run: RunDir, start: list[int])
 @pytest.mark.parametrize(
     ("waited", "wait"), [(0, "120"), (121, "242"), (1500, "3000"), (90_000, "3600"), (None, "120")]
 )
-def test_a_start_whose_storage_is_refused_waits_twice_as_long_as_the_last(
+def test_a_start_with_refused_storage_waits_twice_as_long_as_the_last(
     run: RunDir,
     tmp_path: Path,
     start: list[int],
@@ -195,7 +195,7 @@ def test_a_start_whose_storage_is_refused_waits_twice_as_long_as_the_last(
 # --- status ---------------------------------------------------------------------------------------
 
 
-def test_status_says_until_when_a_job_stays_away_and_why(
+def test_status_reports_until_when_a_job_waits_and_why(
     run: RunDir, commands: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_atomic(run.config, dump_config(load_config(CONFIG)))

@@ -1,4 +1,4 @@
-"""What the batch script does on its node, run by a real bash with stand-ins for SLURM's commands."""
+"""The batch script on its node, run by a real bash with replacements for SLURM's commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTEMPT = 'mkdir -p attempt; echo "$PWD/attempt" >"$ORHPC_JOB_FOLDER/attempt"'
 
 @dataclass
 class Shell:
-    """A folder that the script runs in, with programs that note how they were called in ``calls``."""
+    """A folder in which the script runs, with programs that write their arguments to ``calls``."""
 
     folder: Path
 
@@ -38,9 +38,11 @@ class Shell:
 
     def run(self, restarts: int = 0, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
         text = (ROOT / "slurm/train.sbatch").read_text()
-        for long, short in {"limit=120": "limit=1", "sleep 3": "sleep 0.1", "sleep 2 >": "sleep 0.1 >",
-                            "begin=1800": "begin=2", "patience=1800": "patience=20",
-                            "sleep 5": "sleep 0.1"}.items():  # fmt: skip
+        for long, short in {
+            "controller_limit=1800": "controller_limit=20", "start_limit=1800": "start_limit=2",
+            "exit_limit=120": "exit_limit=1", "sleep 2 >": "sleep 0.1 >", "sleep 3": "sleep 0.1",
+            "sleep 5": "sleep 0.1",
+        }.items():  # fmt: skip
             assert text.count(long) == 1, long
             text = text.replace(long, short)
         (self.folder / "script").write_text(text)
@@ -66,7 +68,7 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def away(shell: Shell, when: Callable[[int], bool], restarts: int = 0) -> None:
-    """Have the controller answer no call of the numbers (from 0) for which ``when`` is true."""
+    """Make the controller fail for calls whose number (from 0) satisfies ``when``."""
     refused = " ".join(str(n) for n in range(20) if when(n))
     shell.program(
         "scontrol",
@@ -77,8 +79,8 @@ def away(shell: Shell, when: Callable[[int], bool], restarts: int = 0) -> None:
 
 
 @pytest.mark.parametrize("missed", [range(1, 5), range(2, 6), range(0, 7)])
-def test_a_controller_that_is_away_for_a_while_costs_no_job(shell: Shell, missed: range) -> None:
-    """It is asked about the job before the run, after it, and then to requeue it."""
+def test_a_job_survives_a_controller_that_is_temporarily_unavailable(shell: Shell, missed: range) -> None:
+    """The script queries the job before and after the run, and then requests the requeue."""
     away(shell, missed.__contains__)
     result = shell.run()
     assert result.returncode == 0, result.stdout + result.stderr
@@ -87,7 +89,7 @@ def test_a_controller_that_is_away_for_a_while_costs_no_job(shell: Shell, missed
     assert "SLURM's controller does not answer; waiting" in result.stdout
 
 
-def test_a_job_that_slurm_no_longer_knows_is_over(shell: Shell) -> None:
+def test_a_job_unknown_to_slurm_is_not_requeued(shell: Shell) -> None:
     shell.program("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
     result = shell.run()
     assert result.returncode == 75
@@ -99,7 +101,7 @@ def test_a_job_that_slurm_no_longer_knows_is_over(shell: Shell) -> None:
     ("exclude", "readmit", "updated"),
     [("n4", "", "n[1-3],n4"), ("n4", "n2\nn9", "n1,n3,n4"), ("", "n2", "n1,n3"), ("", "n1\nn2\nn3", "")],
 )
-def test_nodes_that_were_lost_are_let_in_again_a_start_later(
+def test_lost_nodes_are_readmitted_one_start_later(
     shell: Shell, exclude: str, readmit: str, updated: str
 ) -> None:
     for name, text in (("exclude", exclude), ("readmit", readmit)):
@@ -114,7 +116,7 @@ def test_nodes_that_were_lost_are_let_in_again_a_start_later(
     assert shell.calls("scontrol")[-1] == f"update JobId=7 ExcNodeList={updated}"
 
 
-def test_a_refused_requeue_is_answered_by_a_successor(shell: Shell) -> None:
+def test_a_refused_requeue_submits_a_successor(shell: Shell) -> None:
     shell.program(
         "scontrol",
         '[ "$1" != requeue ] || { echo "Requested operation is presently disabled" >&2; exit 1; }\n'
@@ -122,15 +124,15 @@ def test_a_refused_requeue_is_answered_by_a_successor(shell: Shell) -> None:
     )
     shell.program("sbatch", "echo 'sbatch: a remark of the site' >&2; echo '8;cluster'")
     result = shell.run()
-    assert "job 8 takes over from here" in result.stdout
+    assert "job 8 continues this run" in result.stdout
     assert "presently disabled" in result.stdout
     (submitted,) = shell.calls("sbatch")
     assert "--export=ALL" in submitted.split()
 
 
 @pytest.mark.parametrize(("restarts", "steps"), [(0, 1), (1, 2), (2, 1)])
-def test_no_start_has_a_step_of_the_number_of_the_one_before(shell: Shell, restarts: int, steps: int) -> None:
-    """slurmctld repeats an unanswered signal to step 0 a minute later, when the next start may have one."""
+def test_consecutive_starts_use_different_step_numbers(shell: Shell, restarts: int, steps: int) -> None:
+    """slurmctld repeats an unanswered signal to step 0 a minute later, when the next start may be running."""
     away(shell, lambda n: False, restarts)
     assert shell.run(restarts).returncode == 0
     calls = shell.calls("srun")
@@ -139,8 +141,8 @@ def test_no_start_has_a_step_of_the_number_of_the_one_before(shell: Shell, resta
     assert "orhpc.launch.node" in calls[-1]
 
 
-def test_tasks_have_the_script_s_variables_whatever_the_job_was_submitted_with(shell: Shell) -> None:
-    """``sbatch --export=NONE`` sets SLURM_EXPORT_ENV=NONE in the job, which srun obeys without an option."""
+def test_tasks_have_the_script_s_variables_for_any_export_option(shell: Shell) -> None:
+    """``sbatch --export=NONE`` sets SLURM_EXPORT_ENV=NONE in the job, which srun obeys unless overridden."""
     assert shell.run().returncode == 0
     assert "--export=ALL" in shell.calls("srun")[0].split()
     preflight = (ROOT / "slurm/preflight.sbatch").read_text()
@@ -152,20 +154,20 @@ def test_tasks_have_the_script_s_variables_whatever_the_job_was_submitted_with(s
     "first_node",
     [
         f'{ATTEMPT}; echo 75 >"$ORHPC_JOB_FOLDER/code"',
-        f'{ATTEMPT}; flock "$ORHPC_JOB_FOLDER/held" sleep 0.5',  # it was killed and said nothing
+        f'{ATTEMPT}; flock "$ORHPC_JOB_FOLDER/held" sleep 0.5',  # it was killed and wrote no exit code
     ],
 )
-def test_an_srun_that_hangs_after_the_first_node_has_left_is_killed(shell: Shell, first_node: str) -> None:
+def test_an_srun_that_hangs_after_the_first_node_has_exited_is_killed(shell: Shell, first_node: str) -> None:
     shell.program("srun", f"{first_node}; exec sleep 50")
     start = time.monotonic()
     result = shell.run()
     assert time.monotonic() - start < 20
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "srun goes on 1 s after the first node has left: killed" in result.stdout
+    assert "srun is still running 1 s after the first node has exited: killed" in result.stdout
     assert shell.calls("scontrol")[-1] == "requeue 7"
 
 
-def test_an_srun_that_starts_nothing_is_killed_and_the_job_comes_back_later(shell: Shell) -> None:
+def test_an_srun_that_starts_no_task_is_killed_and_the_job_requeued_with_a_delay(shell: Shell) -> None:
     shell.program("srun", "exec sleep 50")
     start = time.monotonic()
     result = shell.run()
@@ -187,8 +189,8 @@ def test_an_srun_is_not_killed_while_the_first_node_works(shell: Shell) -> None:
     assert "killed" not in result.stdout
 
 
-def test_a_first_node_that_could_begin_no_attempt_comes_back(shell: Shell) -> None:
-    """As where the run directory's file server stays away: srun has started the tasks well."""
+def test_a_job_whose_first_node_cannot_begin_an_attempt_is_requeued(shell: Shell) -> None:
+    """For example if the run directory's file server does not answer: srun has started the tasks."""
     shell.program("srun", 'echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75')
     result = shell.run()
     assert result.returncode == 0
@@ -199,8 +201,8 @@ def test_a_first_node_that_could_begin_no_attempt_comes_back(shell: Shell) -> No
 WAIT = f'{ATTEMPT}; echo 240 >"$ORHPC_JOB_FOLDER/delay"; echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75'
 
 
-def test_a_job_that_is_to_wait_is_changed_once_it_is_pending(shell: Shell) -> None:
-    """SLURM may take a moment to call it so."""
+def test_a_job_that_must_wait_is_updated_once_it_is_pending(shell: Shell) -> None:
+    """SLURM may take a moment to show the job as pending."""
     shell.program("srun", WAIT)
     shell.program(
         "scontrol",
@@ -213,7 +215,7 @@ def test_a_job_that_is_to_wait_is_changed_once_it_is_pending(shell: Shell) -> No
     assert calls[-4:] == ["requeue 7", *["update JobId=7 StartTime=now+240"] * 3]
 
 
-def test_a_successor_waits_instead_of_the_job(shell: Shell) -> None:
+def test_a_successor_job_waits_instead_of_the_job(shell: Shell) -> None:
     shell.program("srun", WAIT)
     shell.program("scontrol", f'echo "{RUNNING.format(restarts=0).replace("Requeue=1", "Requeue=0")}"')
     shell.program("sbatch", "echo 8")
@@ -221,12 +223,12 @@ def test_a_successor_waits_instead_of_the_job(shell: Shell) -> None:
     assert shell.calls("scontrol")[-1] == "update JobId=8 StartTime=now+240"
 
 
-def test_a_job_that_need_not_wait_is_not_changed(shell: Shell) -> None:
+def test_a_job_without_a_delay_is_not_updated(shell: Shell) -> None:
     assert shell.run().returncode == 0
     assert not [call for call in shell.calls("scontrol") if call.startswith("update")]
 
 
-def test_an_interpreter_without_the_package_is_named_once(shell: Shell) -> None:
+def test_an_interpreter_without_the_package_gives_one_error_line(shell: Shell) -> None:
     bare = shell.folder / "bin/bare"
     bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
@@ -238,8 +240,8 @@ def test_an_interpreter_without_the_package_is_named_once(shell: Shell) -> None:
     assert not (shell.folder / "calls").exists()
 
 
-def test_a_submitted_script_names_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SBATCH_EXPORT=NONE keeps the variable that names it from the job."""
+def test_a_submitted_script_contains_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SBATCH_EXPORT=NONE would remove a variable with its name from the job."""
     config = Config.model_validate({"environments": {"a/b": {"serve": "letters"}}})
     monkeypatch.delenv("ORHPC_PYTHON", raising=False)
     assert f"\npython={sys.executable}\n" in submission.render(config, python=submission.own_python())

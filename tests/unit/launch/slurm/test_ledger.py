@@ -1,4 +1,4 @@
-"""Attempts, budgets, holders and rendezvous: what a job knows when it comes back."""
+"""Attempts, budgets, holders and rendezvous: the state that a requeued job reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from orhpc.rundir.events import EventLog
 
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A squeue that answers with the state in a file, in squeue's own form."""
+    """A squeue that prints the state in a file in squeue's format."""
     folder = tmp_path / "bin"
     folder.mkdir()
     script = folder / "squeue"
@@ -75,7 +75,7 @@ def test_budgets_count_from_the_last_new_step(history: list[tuple[Reason, int]])
     assert found is None or "\n" not in found
 
 
-def test_lost_nodes_are_left_out_of_one_start_and_bad_ones_of_all() -> None:
+def test_lost_nodes_are_excluded_from_one_start_and_bad_ones_from_all() -> None:
     def ended(number: int, reason: Reason, *excluded: str, chain: str = "7") -> Outcome:
         return Outcome(number, reason, number, chain=chain, excluded=list(excluded))
 
@@ -91,7 +91,7 @@ def test_lost_nodes_are_left_out_of_one_start_and_bad_ones_of_all() -> None:
     assert ledger.to_readmit(history, "7") == ["n1", "n3"]
 
 
-def test_a_job_submitted_anew_has_full_budgets() -> None:
+def test_a_newly_submitted_job_has_full_budgets() -> None:
     crashes = outcomes_of(*[(Reason.CRASH, 4)] * 3)
     crashes = [Outcome(0, Reason.FINISHED, 4, chain="6"), *crashes]
     assert "3 attempts in a row ended with crash and no step after 4" in (
@@ -104,7 +104,7 @@ def test_a_job_submitted_anew_has_full_budgets() -> None:
     ("srun_exit", "reason"),
     [(None, Reason.NODE_LOST), ("137", Reason.KILLED), ("143", Reason.KILLED), ("1", Reason.CRASH)],
 )
-def test_attempts_that_died_without_a_word_are_judged_once(
+def test_attempts_that_ended_without_an_outcome_are_judged_once(
     rundir: RunDir, srun_exit: str | None, reason: Reason
 ) -> None:
     number = rundir.begin_attempt(kind="slurm", job="7", chain="7")
@@ -124,7 +124,7 @@ def test_a_stale_attempt_does_not_judge_the_one_that_replaced_it(rundir: RunDir)
     assert ledger.outcome_of(rundir, newer) is None
 
 
-def test_why_a_job_was_stopped() -> None:
+def test_slurm_s_job_state_gives_the_reason_of_a_stop() -> None:
     now = 1_000_000.0
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + 100))
 
@@ -160,10 +160,10 @@ def test_why_a_job_was_stopped() -> None:
     [
         "RUNNING EndTime={granted}",
         "SIGNALING EndTime=Unknown",
-        "COMPLETING EndTime={now}",  # the shell asked when it was cancelled already
+        "COMPLETING EndTime={now}",  # the shell queried it after the cancellation
     ],
 )
-def test_a_job_cancelled_in_its_grace_time_is_told_by_that_time(
+def test_a_job_canceled_in_its_grace_time_is_recognized_by_its_end_time(
     rundir: RunDir, squeue: Path, tmp_path: Path, noted: str
 ) -> None:
     def at(seconds: float) -> str:
@@ -192,7 +192,7 @@ def test_a_job_cancelled_in_its_grace_time_is_told_by_that_time(
 @pytest.mark.parametrize(
     ("commit_s", "minutes_left", "stops"), [(200, 6, True), (200, 8, False), (100, 1, False)]
 )
-def test_a_job_stops_by_itself_where_its_signal_would_come_too_late(
+def test_a_job_stops_itself_if_its_signal_would_come_too_late(
     rundir: RunDir, squeue: Path, commit_s: float, minutes_left: int, stops: bool
 ) -> None:
     log = EventLog(rundir.events, 1)
@@ -205,11 +205,11 @@ def test_a_job_stops_by_itself_where_its_signal_would_come_too_late(
     config = Config.model_validate({"environments": {"e": {"serve": "letters"}}})
     watch = LimitWatch(job_of(), config, rundir)
     assert watch.due() is stops
-    assert not watch.due()  # SLURM is asked once a minute
+    assert not watch.due()  # SLURM is queried once a minute
 
 
-def test_a_time_limit_is_told_by_the_script_s_own_lead(rundir: RunDir, tmp_path: Path) -> None:
-    """Commits of a second ask for two minutes, but the script was submitted with its default of five."""
+def test_a_time_limit_is_recognized_by_the_script_s_own_lead(rundir: RunDir, tmp_path: Path) -> None:
+    """Commits of one second need two minutes, but the script was submitted with its default of five."""
     log = EventLog(rundir.events, 1)
     log.write("commit", step=1, seconds=1.0)
     log.close()
@@ -224,7 +224,7 @@ def test_a_time_limit_is_told_by_the_script_s_own_lead(rundir: RunDir, tmp_path:
 
 
 @pytest.mark.parametrize("limited", [True, False])
-def test_a_cancellation_in_the_grace_time_is_told_from_the_preemption_before_it(
+def test_a_cancellation_in_the_grace_time_is_distinguished_from_the_preemption_before_it(
     limited: bool, rundir: RunDir, tmp_path: Path, squeue: Path
 ) -> None:
     grace_s = 60
@@ -245,7 +245,7 @@ def test_a_cancellation_in_the_grace_time_is_told_from_the_preemption_before_it(
         )
 
     about = f"JobId=7 Reason=None PreemptTime={at(0)} Restarts=0 Partition=low"
-    shown = at(grace_s) if limited else "Unknown"  # as SLURM does while the job runs
+    shown = at(grace_s) if limited else "Unknown"  # as SLURM shows it while the job runs
     (tmp_path / "stop").touch()
     (tmp_path / "first").write_text(f"{about} JobState=RUNNING EndTime={shown}")
     assert reason() is Reason.PREEMPTED
@@ -256,7 +256,7 @@ def test_a_cancellation_in_the_grace_time_is_told_from_the_preemption_before_it(
     assert reason() is Reason.PREEMPTED
 
 
-def test_one_job_holds_a_run(rundir: RunDir, squeue: Path) -> None:
+def test_only_one_job_can_hold_a_run(rundir: RunDir, squeue: Path) -> None:
     squeue.write_text("RUNNING\n")
     holder.claim(rundir, "7")
     holder.claim(rundir, "7")  # requeued
@@ -266,16 +266,16 @@ def test_one_job_holds_a_run(rundir: RunDir, squeue: Path) -> None:
             holder.claim(rundir, "8")
     squeue.write_text("COMPLETING\n")
     holder.claim(rundir, "8")
-    squeue.unlink()  # SLURM has forgotten it
+    squeue.unlink()  # SLURM no longer knows the job
     holder.claim(rundir, "9")
     assert holder.holder_of(rundir) == "9"
 
 
 @pytest.mark.parametrize("away_s", [0.0, 60.0])
-def test_a_start_waits_for_a_controller_that_is_away(
+def test_a_start_waits_for_an_unavailable_controller(
     rundir: RunDir, squeue: Path, monkeypatch: pytest.MonkeyPatch, away_s: float
 ) -> None:
-    """The successor of a job asks whether that still runs; a refusal would end it for good."""
+    """A successor job asks whether its predecessor is still running; a refusal would end it permanently."""
     squeue.write_text("RUNNING\n")
     holder.claim(rundir, "7")
     calls = squeue.parent / "calls"
@@ -294,16 +294,16 @@ def test_a_start_waits_for_a_controller_that_is_away(
             holder.claim(rundir, "8")
 
 
-def test_a_local_process_holds_a_run_too(
+def test_a_local_process_can_hold_a_run(
     rundir: RunDir, squeue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holder, "_LOCK_WAIT_S", 0.1)
-    with rundir.held(), pytest.raises(RunDirBusy, match=f"process {os.getpid()}"):
+    with rundir.locked(), pytest.raises(RunDirBusy, match=f"process {os.getpid()}"):
         holder.claim(rundir, "7")
     holder.claim(rundir, "7")
 
 
-def test_nodes_meet_through_the_run_directory(rundir: RunDir) -> None:
+def test_nodes_rendezvous_through_the_run_directory(rundir: RunDir) -> None:
     attempt = rundir.begin_attempt(kind="slurm")
     found: list[int] = []
 
@@ -328,17 +328,17 @@ def test_nodes_meet_through_the_run_directory(rundir: RunDir) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_filesystem_that_is_not_shared_is_found_out(rundir: RunDir) -> None:
+def test_a_filesystem_that_is_not_shared_is_detected(rundir: RunDir) -> None:
     with pytest.raises(PreflightError, match="filesystem that all nodes share"):
         rendezvous.await_announcement(rundir, job_of(1), 0.3)
     attempt = rundir.begin_attempt(kind="slurm")
     with pytest.raises(NodeLost, match="node 1 of 2 did not join"):
         rendezvous.gather(rundir, attempt, 2, 0.3, lambda: None)
     rundir.begin_attempt(kind="slurm")
-    assert rendezvous.ended(rundir, attempt)  # a stale one
+    assert rendezvous.ended(rundir, attempt)  # a stale attempt
 
 
-def test_another_start_s_announcement_is_not_mine(rundir: RunDir) -> None:
+def test_the_announcement_of_another_start_is_ignored(rundir: RunDir) -> None:
     rendezvous.announce(rundir, job_of(job="6"), attempt=3)
     with pytest.raises(PreflightError):
         rendezvous.await_announcement(rundir, job_of(1), 0.2)
@@ -347,7 +347,7 @@ def test_another_start_s_announcement_is_not_mine(rundir: RunDir) -> None:
     assert json.loads((rundir.path / "jobs/7.0.json").read_text()) == {"attempt": 4}
 
 
-def test_addresses_are_this_machine_s_and_named_interfaces_are_obeyed() -> None:
+def test_addresses_belong_to_this_machine_and_to_the_configured_interface() -> None:
     own = interface_addresses()
     assert "127.0.0.1" in own["lo"]
     assert private_address(job_of(), "lo") == "127.0.0.1"

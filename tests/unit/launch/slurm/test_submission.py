@@ -1,4 +1,4 @@
-"""The batch script: what a config renders to, and what no value can do to it."""
+"""The batch script rendered from a config; no value in the config can inject code or options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def head_of(script: str) -> list[str]:
     return [line for line in script.splitlines() if line.startswith("#SBATCH")]
 
 
-def test_the_script_in_the_repository_is_what_the_launcher_renders() -> None:
+def test_the_script_in_the_repository_equals_the_rendered_one() -> None:
     assert (ROOT / "slurm/train.sbatch").read_text() == submission.render(load_config(DEFAULT))
     without_gpus = submission.render(load_config(ROOT / "configs/tiny.yaml"))
     assert (ROOT / "slurm/train-cpu.sbatch").read_text() == without_gpus
@@ -78,7 +78,7 @@ def test_no_header_value_adds_a_line_or_an_option(field: str, value: str) -> Non
 @given(
     st.sampled_from(["python", "modules", "image", "mounts", "srun_args"]), st.text(min_size=1, max_size=30)
 )
-def test_what_the_shell_sees_stays_one_word(field: str, value: str) -> None:
+def test_every_value_stays_one_shell_word(field: str, value: str) -> None:
     marked = value + "'; echo INJECTED; '"
     tree: dict[str, object] = {field: [marked] if field in ("modules", "srun_args") else marked}
     if field in ("image", "mounts"):
@@ -89,7 +89,7 @@ def test_what_the_shell_sees_stays_one_word(field: str, value: str) -> None:
     except ValueError:
         assert not marked.isprintable()
         return
-    # The shell itself says how it splits the lines: run them with every command replaced by an echo.
+    # Let the shell itself split the lines: run them with every command replaced by an echo.
     lines = [x for x in script.splitlines() if "INJECTED" in x]
     stub = "srun() { :; }; module() { :; }; apptainer() { :; }; job_folder=/tmp\n"
     text = "\n".join(
@@ -116,12 +116,12 @@ def test_bad_slurm_settings_are_named(override: str, expected: str) -> None:
         load_config(DEFAULT, [override])
 
 
-def test_times_written_with_colons_stay_what_was_written() -> None:
+def test_times_with_colons_are_passed_unchanged() -> None:
     assert load_config(DEFAULT, ["slurm.time=4:00:00"]).slurm.time == "4:00:00"
     assert load_config(DEFAULT, ["slurm.time=90"]).slurm.time == "90"
 
 
-def test_the_lead_is_twice_the_commit_time_that_was_measured(tmp_path: Path) -> None:
+def test_the_signal_lead_is_twice_the_measured_commit_time(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     assert submission.signal_lead(config_of(), rundir) == submission.DEFAULT_LEAD_S
@@ -145,11 +145,11 @@ def test_the_lead_is_twice_the_commit_time_that_was_measured(tmp_path: Path) -> 
         ("1-0:0:5", 86405),
     ],
 )
-def test_time_limits_are_read_as_sbatch_does(time_: str, seconds: int) -> None:
+def test_time_limits_are_parsed_like_sbatch(time_: str, seconds: int) -> None:
     assert submission.limit_s(time_) == seconds
 
 
-def test_a_short_job_is_not_told_to_stop_as_soon_as_it_starts() -> None:
+def test_a_short_job_is_not_signaled_right_after_its_start() -> None:
     assert "#SBATCH --signal=B:USR2@150" in head_of(
         submission.render(config_of(), submission.signal_lead(config_of(time="5")))
     )
@@ -160,7 +160,7 @@ def test_a_short_job_is_not_told_to_stop_as_soon_as_it_starts() -> None:
     )
 
 
-def test_dry_run_shows_everything_at_once_and_needs_no_slurm(tmp_path: Path) -> None:
+def test_dry_run_prints_everything_quickly_and_without_slurm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orhpc.launch", "configs/qwen3-30b-a3b.yaml", "--dry-run"]
     command += ["--nodes", "3", f"run.root={tmp_path}"]
     result, seconds = run_timed(command, cwd=ROOT, env={"PATH": "/nowhere"})
@@ -168,10 +168,10 @@ def test_dry_run_shows_everything_at_once_and_needs_no_slurm(tmp_path: Path) -> 
     for part in ("#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "srun ", "batch_size: 128", "rank: 23"):
         assert part in result.stdout
     assert not list(tmp_path.iterdir())
-    assert seconds < 2  # half a second where nothing else runs; caches and clocks are shared
+    assert seconds < 2  # half a second on an idle machine
 
 
-def test_job_info_is_read_as_scontrol_prints_it() -> None:
+def test_job_info_is_parsed_from_scontrol_s_output() -> None:
     line = "JobId=7 JobName=x JobState=RUNNING EndTime=2030-01-01T00:00:00 PreemptTime=None Comment=a=b"
     info = JobInfo.parse(line)
     assert (info.state, info.being_preempted) == ("RUNNING", False)
@@ -184,15 +184,13 @@ def test_job_info_is_read_as_scontrol_prints_it() -> None:
     ("state", "restarts", "back"),
     [
         ("RUNNING", 1, True),
-        ("SIGNALING", 1, True),  # what SLURM calls a running job that a signal is on its way to
-        ("SIGNALING", 2, False),  # a newer start's
+        ("SIGNALING", 1, True),  # SLURM's state of a running job while it delivers a signal
+        ("SIGNALING", 2, False),  # of a newer start
         ("COMPLETING", 1, False),
         ("CANCELLED", 1, False),
     ],
 )
-def test_a_job_that_runs_is_requeued_and_no_other(
-    tmp_path: Path, state: str, restarts: int, back: bool
-) -> None:
+def test_only_a_running_job_is_requeued(tmp_path: Path, state: str, restarts: int, back: bool) -> None:
     programs = {
         "srun": '[ "${!#}" != true ] || exit 0\n'
         f'echo "{tmp_path}/attempt" >"$ORHPC_JOB_FOLDER/attempt"; exit 75',
@@ -217,12 +215,12 @@ def test_a_job_that_runs_is_requeued_and_no_other(
     assert ("not requeued" in result.stdout) is not back
 
 
-def test_no_signal_is_lost_while_slurm_is_asked_about_the_one_before(tmp_path: Path) -> None:
-    """bash loses those that come while a trap waits for a program: two in five within 60 ms of the first."""
+def test_no_signal_is_lost_while_slurm_is_queried_about_the_previous_one(tmp_path: Path) -> None:
+    """bash loses signals while a trap waits for a program: two in five within 60 ms of the first."""
     handler = BODY[BODY.index("stop() {") : BODY.index("# If SLURM may not requeue")]
     script = tmp_path / "script"
     script.write_text(
-        "job_folder=$(mktemp -d -p " + str(tmp_path) + ")\nabout_job() { sleep 0.05; echo told; }\n"
+        "job_folder=$(mktemp -d -p " + str(tmp_path) + ")\nshow_job() { sleep 0.05; echo described; }\n"
         f"{handler}sleep 1 & task=$!\necho ready\n"
         'while true; do wait "$task"; kill -0 "$task" 2>/dev/null || break; done\nwait\n'
         'cat "$job_folder/first" "$job_folder/again"\n'
@@ -231,9 +229,9 @@ def test_no_signal_is_lost_while_slurm_is_asked_about_the_one_before(tmp_path: P
     for index, shell in enumerate(shells):
         assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
         shell.send_signal(signal.SIGUSR2)
-        assert "SIGUSR2" in shell.stdout.readline()  # two of the same moment may be one to bash
+        assert "SIGUSR2" in shell.stdout.readline()  # bash may merge two simultaneous signals
         time.sleep(0.005 * index)
         shell.send_signal(signal.SIGTERM)
-    said = [shell.communicate()[0] for shell in shells]
-    assert all("SIGTERM" in text for text in said), said
-    assert all(text.endswith("told\ntold\n") for text in said), said
+    output = [shell.communicate()[0] for shell in shells]
+    assert all("SIGTERM" in text for text in output), output
+    assert all(text.endswith("described\ndescribed\n") for text in output), output

@@ -1,4 +1,4 @@
-"""Why an attempt ended, by what is left of it: each end with its own name, and none blamed on another."""
+"""The reason why an attempt ended, derived from its evidence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ABOUT = "JobId=7 JobState={state} Reason=None Restarts={restarts} EndTime=Unknow
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that a stand-in of scontrol prints; squeue and sinfo say nothing."""
+    """The file that a replacement of scontrol prints; squeue and sinfo print nothing."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in {"scontrol": f"cat {tmp_path}/about", "squeue": "true", "sinfo": "true"}.items():
@@ -52,8 +52,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "about"
 
 
-def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool) -> Outcome:
-    """How an attempt ended that was told to stop, on a job of which SLURM says so much."""
+def signalled(rundir: RunDir, scontrol: Path, about: str, lines: str, noted: bool) -> Outcome:
+    """The reason why an attempt ended after a stop request, for a job that SLURM describes like this."""
     folder = rundir.path.parent
     (folder / "stop").touch()
     scontrol.write_text(about)
@@ -63,7 +63,7 @@ def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool
     output.write_text("an earlier start: " + PREEMPTED)
     written = BatchOutput(output)
     with output.open("a") as stream:
-        stream.write(said)
+        stream.write(lines)
     job = Job("7", 0, 0, 2, "n0", "7", folder)
     attempt = rundir.begin_attempt(kind="slurm")
     ended = AttemptEvidence(
@@ -73,25 +73,25 @@ def signalled(rundir: RunDir, scontrol: Path, about: str, said: str, noted: bool
 
 
 @pytest.mark.parametrize(
-    ("state", "restarts", "said", "reason"),
+    ("state", "restarts", "lines", "reason"),
     [
-        ("COMPLETING", 1, PREEMPTED, Reason.PREEMPTED),  # without grace time scontrol says no more
+        ("COMPLETING", 1, PREEMPTED, Reason.PREEMPTED),  # without grace time scontrol shows no more
         ("COMPLETING", 1, REQUEUED, Reason.REQUEUED),
         ("COMPLETING", 1, "", Reason.REQUEUED),
         ("RUNNING", 0, "", Reason.SIGNALLED),
         ("COMPLETING", 0, "", Reason.CANCELLED),
     ],
 )
-def test_a_job_that_slurm_has_told_to_stop(
-    rundir: RunDir, scontrol: Path, state: str, restarts: int, said: str, reason: Reason
+def test_an_attempt_stopped_by_slurm_has_the_right_reason(
+    rundir: RunDir, scontrol: Path, state: str, restarts: int, lines: str, reason: Reason
 ) -> None:
     about = ABOUT.format(state=state, restarts=restarts)
-    outcome = signalled(rundir, scontrol, about, said, noted=True)
+    outcome = signalled(rundir, scontrol, about, lines, noted=True)
     assert (outcome.reason, outcome.exit_code) == (reason, EXIT_REQUEUE)
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "code"),
+    ("lines", "reason", "code"),
     [
         ("", Reason.KILLED, EXIT_REQUEUE),  # scancel of the step alone
         ("srun: error: n1: task 1: Killed\n", Reason.KILLED, EXIT_REQUEUE),
@@ -101,13 +101,13 @@ def test_a_job_that_slurm_has_told_to_stop(
         ("srun: error: n[1-2]: tasks 1-2: Exited with exit code 3\n", Reason.REFUSED, EXIT_PREFLIGHT),
     ],
 )
-def test_a_step_that_ended_in_a_job_that_runs_on(
-    rundir: RunDir, scontrol: Path, said: str, reason: Reason, code: int
+def test_a_step_that_ended_in_a_running_job_has_the_right_reason(
+    rundir: RunDir, scontrol: Path, lines: str, reason: Reason, code: int
 ) -> None:
     about = ABOUT.format(state="RUNNING", restarts=0)
-    outcome = signalled(rundir, scontrol, about, said, noted=False)
+    outcome = signalled(rundir, scontrol, about, lines, noted=False)
     assert (outcome.reason, outcome.exit_code) == (reason, code)
-    assert said.partition("error: ")[2].strip() in outcome.detail
+    assert lines.partition("error: ")[2].strip() in outcome.detail
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_a_step_that_ended_in_a_job_that_runs_on(
         (-signal.SIGKILL, "cgroup", Reason.OUT_OF_MEMORY),
         (-signal.SIGKILL, "machine", Reason.OUT_OF_MEMORY),
         (-signal.SIGTERM, None, Reason.KILLED),
-        (-signal.SIGTERM, "machine", Reason.KILLED),  # the kernel kills by SIGKILL alone
+        (-signal.SIGTERM, "machine", Reason.KILLED),  # the kernel kills only with SIGKILL
         (-signal.SIGSEGV, None, Reason.CRASH),
     ],
 )
-def test_a_driver_that_a_signal_ended(
+def test_a_driver_ended_by_a_signal_has_the_right_reason(
     rundir: RunDir,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -129,7 +129,7 @@ def test_a_driver_that_a_signal_ended(
     kernel: str | None,
     reason: Reason,
 ) -> None:
-    """Memory is the reason only where the kernel says so, be it in the driver's last moment."""
+    """Memory is the reason only if the kernel reports it, even in the driver's last moment."""
     kills = {"cgroup": 0, "machine": 0}
     monkeypatch.setattr(memory_limit, "oom_kills", lambda: kills["cgroup"])
     monkeypatch.setattr(memory_limit, "machine_kills", lambda: kills["machine"])
@@ -175,7 +175,7 @@ def test_kills_of_the_whole_machine_are_counted(tmp_path: Path) -> None:
     assert MemoryWatch().verdict_on_machine("n0") is None
 
 
-def test_storage_that_stayed_away_is_named(rundir: RunDir, tmp_path: Path) -> None:
+def test_unavailable_storage_is_named(rundir: RunDir, tmp_path: Path) -> None:
     attempt, _ = begin_attempt(rundir, tmp_path)
     log = EventLog(rundir.events, attempt.number)
     log.write("failed", kind="StorageRefused", error="rollouts cannot be written: Stale file handle")
@@ -186,7 +186,7 @@ def test_storage_that_stayed_away_is_named(rundir: RunDir, tmp_path: Path) -> No
     assert "Stale file handle" in outcome.detail
 
 
-def test_the_attempt_that_uses_up_the_budget_says_that_no_job_comes_back(
+def test_the_attempt_that_uses_up_the_budget_reports_that_there_is_no_requeue(
     rundir: RunDir, tmp_path: Path
 ) -> None:
     for _ in range(3):
@@ -199,7 +199,7 @@ def test_the_attempt_that_uses_up_the_budget_says_that_no_job_comes_back(
     assert json.loads((rundir.attempt(3) / "ended.json").read_text()) == {"code": EXIT_CRASH_LOOP}
 
 
-def test_what_others_do_to_a_run_uses_up_no_budget(rundir: RunDir, tmp_path: Path) -> None:
+def test_external_causes_use_up_no_budget(rundir: RunDir, tmp_path: Path) -> None:
     for _ in range(5):
         attempt, recorder = begin_attempt(rundir, tmp_path)
         attempt.driver_ended(-signal.SIGKILL)
@@ -207,7 +207,7 @@ def test_what_others_do_to_a_run_uses_up_no_budget(rundir: RunDir, tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"reason": "no such reason"}', '{"more": 1}'])
-def test_a_torn_outcome_is_judged_again(rundir: RunDir, content: str) -> None:
+def test_an_incomplete_outcome_is_judged_again(rundir: RunDir, content: str) -> None:
     attempt = rundir.begin_attempt(kind="slurm", job="7", chain="7")
     (rundir.attempt(attempt) / "outcome.json").write_text(content)
     assert ledger.outcome_of(rundir, attempt) is None
@@ -220,10 +220,10 @@ def test_a_torn_outcome_is_judged_again(rundir: RunDir, content: str) -> None:
 
 
 @pytest.mark.parametrize("noted", [True, False])
-def test_a_signal_while_nodes_gather_lets_the_job_come_back(
+def test_a_signal_during_the_rendezvous_requeues_the_job(
     rundir: RunDir, tmp_path: Path, scontrol: Path, noted: bool
 ) -> None:
-    """Whether the batch script was told, or srun's kill or a user's scancel reached the task alone."""
+    """The signal reaches the batch script, or only the task (from srun's kill or a user's scancel)."""
     attempt, recorder = begin_attempt(rundir, tmp_path, nodes=2)
     scontrol.write_text(ABOUT.format(state="RUNNING", restarts=0))
     if noted:
@@ -242,11 +242,11 @@ def test_a_signal_while_nodes_gather_lets_the_job_come_back(
     [
         ({"max_tokens": 1024, "max_tokens_per_gpu": 1024}, 512),
         ({"max_tokens": 512, "max_tokens_per_gpu": 1024}, 256),
-        ({"max_tokens": 512, "max_tokens_per_gpu": 2048}, None),  # the user has answered with a setting
+        ({"max_tokens": 512, "max_tokens_per_gpu": 2048}, None),  # the user has changed the setting
         ({}, 512),
     ],
 )
-def test_after_an_attempt_without_memory_the_next_has_half_of_its_budget(
+def test_an_attempt_after_an_out_of_memory_failure_has_half_the_token_budget(
     rundir: RunDir,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -261,8 +261,8 @@ def test_after_an_attempt_without_memory_the_next_has_half_of_its_budget(
     config = load_config(Path("configs/tiny.yaml"), overrides)
     first = launcher.FirstNode(Job("7", 0, 0, 1, "n0", "7", tmp_path), config)
     assert first._lower_budget(1) == lowered
-    said = capsys.readouterr().err
-    assert (f"{lowered} tokens per micro-batch from now on" in said) is (lowered is not None)
+    lines = capsys.readouterr().err
+    assert (f"{lowered} tokens per micro-batch from now on" in lines) is (lowered is not None)
 
 
 def test_the_batch_output_shows_the_steps_of_this_attempt(
