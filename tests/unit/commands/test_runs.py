@@ -100,7 +100,7 @@ def test_local_runs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(root, "dead", "local", "ready", "step")
     make(root, "stopped", "local", "step", "stopped")
     runs = make(root, "runs", "local", "ready", "step")
-    with runs.held():
+    with runs.locked():
         found = states(root, capsys)
     assert {n: one["state"] for n, one in found.items()} == {
         "dead": "dead", "stopped": "stopped", "runs": "running",
