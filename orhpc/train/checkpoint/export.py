@@ -28,7 +28,9 @@ from orhpc.train.checkpoint.commit_weights import CommitWeights
 from orhpc.train.checkpoint.export_check import Comparison, compare
 from orhpc.train.checkpoint.shards import TensorSpec, fsync_folder, write_safetensors
 from orhpc.train.hf_model import DTYPES
-from orhpc.train.weights.buckets import BucketSpec, plan_buckets
+from orhpc.train.weights.buckets import BucketSpec, buckets_of, plan_buckets, quantized
+from orhpc.train.weights.fp8 import Quantize
+from orhpc.train.weights.source import WeightSource
 
 FILE_BYTES = 5_000_000_000
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -68,6 +70,22 @@ def write_hf_folder(
         for _ in stream:
             pass
     return written
+
+
+def export_weights(
+    source: WeightSource, folder: str, model_dir: str, quantize: Quantize, *, writes: bool
+) -> list[dict[str, Any]]:
+    """Write a trainer's current weights as a Hugging Face folder (collective).
+
+    ``writes``: on one rank; it returns the result of :func:`write_hf_folder`, the others an empty list.
+    """
+    buckets = buckets_of(source, FILE_BYTES)
+    tensors = (item for bucket in buckets for item in quantize(source.export(bucket.parameters)))
+    if writes:
+        return write_hf_folder(folder, model_dir, [quantized(spec, quantize) for spec in buckets], tensors)
+    for _ in tensors:
+        pass
+    return []
 
 
 def _file_name(index: int, count: int) -> str:

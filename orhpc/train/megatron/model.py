@@ -49,6 +49,7 @@ class Chunk:
 
 def start_groups(config: Config) -> None:
     """Create megatron-core's process groups from the default one."""
+    leave_groups()  # those of a trainer that could not be built
     m = config.megatron
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=m.tp,
@@ -61,6 +62,12 @@ def start_groups(config: Config) -> None:
         distributed_timeout_minutes=_timeout_minutes(),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
+
+
+def leave_groups() -> None:
+    """Leave megatron-core's process groups, if they were created."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
 
 
 def _timeout_minutes() -> int:

@@ -414,7 +414,7 @@ def test_a_failed_export_still_uses_up_the_other_ranks_tensors(tmp_path: Path) -
     settings_ = ModelSettings(dtype="float32")
     model = empty_model(load_model_config(model_dir, settings_), settings_)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    buckets = plan_buckets(shapes, HfNames(model).split, torch.float32)
+    buckets = plan_buckets(shapes, HfNames(model).split, torch.float32, 1 << 20)
     (tmp_path / "file").write_text("in the way")
     produced = []
 
