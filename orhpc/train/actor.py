@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from orhpc.config import Config
 from orhpc.errors import NonFinite
@@ -24,18 +23,19 @@ from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
-from orhpc.train.backend import Backend, Batches, Role, TrainingBatch, Update
+from orhpc.train.backend import Backend
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint.layouts import Layout, load_shards
 from orhpc.train.checkpoint.save import RankSaves
 from orhpc.train.checkpoint.shards import CheckpointReader, set_rng_state
 from orhpc.train.cpu_affinity import pin_to_local_cpus
-from orhpc.train.fetch import load_batch, prefetched
+from orhpc.train.fetch import load_batch
 from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.profile import traced
 from orhpc.train.sleep.residence import OffloadManager, asleep_bytes, memory
+from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
 from orhpc.train.weights.buckets import BucketSpec
@@ -181,13 +181,12 @@ class TrainerRank:
         """
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
-            prepared = self._prepare(minibatches, report)
+            passes = StepPasses(self.backend, self.config.algorithm, self.load_batch, report)
+            prepared = passes.prepare(minibatches)
             for index, minibatch in enumerate(minibatches):
                 # After the first optimizer step the state belongs to no weight version: finish the step.
                 between = StopBetween(self._stop) if index == 0 else NeverStop()
-                update = self._update(minibatch, prepared[index], between, report)
-                own = minibatch.ranks[self.backend.data_rank] if self.backend.reports else ()
-                report.add_update(update, packed_tokens=sum(m.tokens for m in own))
+                passes.update(minibatch, prepared[index], between)
             return report.reduced()
 
     @contextlib.contextmanager
@@ -206,60 +205,6 @@ class TrainerRank:
     def holds_whole_step(self) -> bool:
         """Whether this rank's state is that after its last whole step and may be committed."""
         return self.backend.intact() and self._whole_at == self._optimizer_steps()
-
-    def _prepare(
-        self, minibatches: Sequence[MiniBatch], report: StepReport
-    ) -> list[Batches[TrainingBatch] | None]:
-        """Compute old and reference log-probabilities; None for a mini-batch that needs neither."""
-        algorithm = self.config.algorithm
-        old = algorithm.old_logprobs == "always" or len(minibatches) > 1
-        if not old and not algorithm.use_kl_loss:
-            return [None] * len(minibatches)
-        prepared: list[Batches[TrainingBatch] | None] = []
-        for minibatch in minibatches:
-            batches = self._loaded(minibatch, report)
-            nothing: list[Tensor | None] = [None] * len(batches)
-            old_logprobs = reference_logprobs = nothing
-            if old:
-                with report.timed("old_logprobs"):
-                    old_logprobs = self.backend.logprobs(batches, Role.POLICY)
-            if algorithm.use_kl_loss:
-                with report.timed("reference"):
-                    reference_logprobs = self.backend.logprobs(batches, Role.REFERENCE)
-            ready = map(TrainingBatch, batches, old_logprobs, reference_logprobs)
-            prepared.append(Batches(ready, len(batches)))
-        return prepared
-
-    def _loaded(self, minibatch: MiniBatch, report: StepReport) -> Batches[PackedBatch]:
-        """Return this rank's packed micro-batches; ``fetch`` counts only the time spent waiting for them."""
-        planned = minibatch.ranks[self.backend.data_rank]
-
-        def load() -> Iterator[PackedBatch]:
-            batches = prefetched(self.load_batch, planned)
-            while True:
-                with report.timed("fetch"):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                yield batch
-
-        return Batches(load(), len(planned))
-
-    def _update(
-        self,
-        minibatch: MiniBatch,
-        prepared: Batches[TrainingBatch] | None,
-        between: StopBetween | NeverStop,
-        report: StepReport,
-    ) -> Update:
-        batches = prepared
-        if batches is None:
-            loaded = self._loaded(minibatch, report)
-            batches = Batches(map(TrainingBatch, loaded), len(loaded))
-        with report.timed("update"):
-            return self.backend.update(
-                batches, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=between
-            )
 
     def abandon_collectives(self) -> None:
         """Stop waiting for other ranks: one has failed, and the attempt is over."""
