@@ -132,7 +132,7 @@ class OffloadManager:
         return self._asleep
 
     def prepare(self, size: int) -> None:
-        """Start to allocate ``size`` bytes on the host; :meth:`sleep` allocates any more that it needs."""
+        """Start to allocate ``size`` bytes on the host; :meth:`sleep` allocates more if it needs more."""
         self._buffer.prepare(size)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
@@ -152,11 +152,11 @@ class OffloadManager:
             block.current = False
 
     def settle(self) -> None:
-        """Make the device's later work wait for the copies that :meth:`wake` started."""
+        """Make the device's later work wait for the copies that :meth:`begin` and :meth:`wake` started."""
         self._background.settle()
 
     def begin(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
-        """Start to copy ``late`` to the host concurrently; nothing may change until :meth:`sleep`.
+        """Start to copy ``late`` to the host concurrently; call :meth:`changing` before any is written.
 
         ``kept`` and ``late``: see :meth:`sleep`.
         """
