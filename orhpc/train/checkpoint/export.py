@@ -46,7 +46,7 @@ def write_hf_folder(
     buckets: Sequence[BucketSpec],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> list[dict[str, Any]]:
-    """Write weights as safetensors files, and copy all other files of ``model_dir``.
+    """Write weights as safetensors files; copy configuration, tokenizer, templates and code of ``model_dir``.
 
     ``tensors`` yields the buckets' tensors in order, under Hugging Face names; one file per bucket.
     Returns ``{"name", "size", "sha256"}`` of each weight file.  Raises CheckpointError when the
@@ -167,11 +167,11 @@ def export_checkpoint(
     ``model_dir`` is the folder the run started from: it provides the architecture, the tokenizer and the
     buffers.  ``host_bytes`` is the host memory that the comparison may use; null: what is available.
     Raises CheckpointError for a bad commit or one of another model, ModelError for a bad folder; after a
-    failure ``out`` does not exist.
+    failure ``out`` is as it was.
     """
     target = Path(out)
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is not empty; export into a new folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not an empty folder; export into a new folder")
     weights = CommitWeights(checkpoint, model_dir, settings)
     buckets = plan_buckets(
         weights.shapes(), weights.layout.names.split, weights.dtype, FILE_BYTES, dtypes=weights.dtypes()

@@ -105,9 +105,10 @@ class RankSaves:
         return self._save is None or self._save.give_up(_GIVE_UP_S)
 
     def close(self) -> None:
-        """Wait for the current save."""
+        """Wait for the current save, and release the copy."""
         if self._save is not None:
             self._save.wait()
+        self._snapshot.free()
 
     def _wait_until_written(self) -> None:
         """Wait for the current save, at most until the driver would give it up."""

@@ -146,11 +146,15 @@ def test_bad_arrays_end_the_step_before_any_update(make: Callable[..., TrainerRa
     assert_equal_state(state_of(rank), before)
 
 
-def test_closing_releases_the_model(make: Callable[..., TrainerRank]) -> None:
+def test_closing_releases_the_model_and_its_copy(make: Callable[..., TrainerRank], tmp_path: Path) -> None:
     rank = make(algorithm={"use_kl_loss": True})
     rank.step(plan(0), step=1)
+    rank.save_begin(str(tmp_path))
+    while rank.save_poll() is None:
+        time.sleep(0.01)
     backend: Any = rank.backend
     held = [weakref.ref(p) for model in (backend.policy, backend.reference) for p in model.parameters()]
+    held += [weakref.ref(shard.tensor) for shard in rank._saves._snapshot._shards]
     del backend
     rank.close()
     gc.collect()
