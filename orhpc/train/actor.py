@@ -47,8 +47,9 @@ from orhpc.types import MiniBatch
 class TrainerRank:
     """One rank: its model and optimizer state, and its side of weight sync and checkpoints.
 
-    Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a
-    time, except :meth:`save_poll` and :meth:`request_stop`, which may be called at any time.
+    Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a time,
+    except :meth:`save_poll`, :meth:`request_stop` and :meth:`abandon_collectives`, which may be called at
+    any time.
     """
 
     def __init__(
