@@ -36,18 +36,29 @@ npm_is_there() {
   echo "tests/first_day is left out: it needs npm" >&2
 }
 
+# The tests of pages in a browser; as root on Debian it is installed.
+browser_is_there() {
+  command -v chromium >/dev/null && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+      chromium; } >/dev/null && return
+  fi
+  echo "tests/browser is left out: it needs chromium" >&2
+}
+
 # Most tests keep one core busy; a run, or a cluster of four nodes, takes the whole machine.
 everything() {
   local failed=0
   $bin/python -m pytest -rs --durations=15 -n 2 --dist loadfile \
     tests/unit tests/faults tests/protocol tests/megatron || failed=1
-  $bin/python -m pytest -rs --durations=15 tests/first_day tests/local tests/security tests/slurm || failed=1
+  $bin/python -m pytest -rs --durations=15 tests/browser tests/first_day tests/local \
+    tests/security tests/slurm || failed=1
   return $failed
 }
 
 case "${1:-all}" in
   lint) lint ;;
   fast) $bin/ruff check --quiet . ; $bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/faults ;;
-  all)  lint ; slurm ; npm_is_there ; everything ;;
+  all)  lint ; slurm ; npm_is_there ; browser_is_there ; everything ;;
   *) echo "usage: tests/run.sh all | fast | lint" >&2; exit 2 ;;
 esac

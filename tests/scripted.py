@@ -84,7 +84,7 @@ class Policy:
     """Answers each request with the next of its lines, as ids of a chat format.
 
     A line is text, or (text, finish reason), or (text, finish reason, version), or an exception.
-    ``{end}`` in a text is the family's end-of-turn token, which plain text gets by itself.
+    ``{end}`` in a text is the chat format's end-of-turn token, which plain text gets by itself.
     """
 
     def __init__(self, chat: ChatFormat, lines: Sequence[Any]) -> None:

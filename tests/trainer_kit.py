@@ -8,13 +8,16 @@ import multiprocessing
 import shutil
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
@@ -39,6 +42,8 @@ from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
+from orhpc.train.fsdp.backend import FsdpBackend
+from orhpc.train.sleep.residence import OffloadManager
 from orhpc.train.weights.fp8 import make_quantizer
 from orhpc.types import Location, MiniBatch, Sample
 
@@ -211,6 +216,53 @@ def ranks_of(folder: str) -> Iterator[Callable[..., TrainerRank]]:
     finally:
         for rank in made:
             rank.close()
+
+
+def fsdp_backend(config: Config, folder: str, rank: int = 0, world: int = 1) -> FsdpBackend:
+    return FsdpBackend(config, folder, rank, world, OffloadManager(torch.device("cpu")))
+
+
+@contextlib.contextmanager
+def counted_reads(module: str) -> Iterator[Counter[str]]:
+    """Count the elements of each tensor that are read from files that a module opens with safetensors."""
+    reads: Counter[str] = Counter()
+
+    class Slice:
+        def __init__(self, name: str, found: Any) -> None:
+            self._name, self._found = name, found
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            part = self._found[key]
+            reads[self._name] += part.numel()
+            return part
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self._found, attribute)
+
+    class File:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._file = safe_open(*args, **kwargs)
+
+        def __enter__(self) -> File:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(name, self._file.get_slice(name))
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            whole = self._file.get_tensor(name)
+            reads[name] += whole.numel()
+            return whole
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self._file, attribute)
+
+    with mock.patch(f"{module}.safe_open", File):
+        yield reads
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from orhpc.commands import doctor, files, init, jobs
+from orhpc.commands import doctor, files, init, jobs, runs
 from orhpc.commands.plan import main as plan
 from orhpc.commands.report import write_report
 from orhpc.config.files import load_config
@@ -58,6 +58,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
     commands.add_parser("plan", help="plan ranks and memory without a node (orhpc plan --help)")
     commands.add_parser("try-env", help="run one session of an environment (orhpc try-env --help)")
+    runs.add_runs(commands.add_parser("runs", help="list the runs of a folder with their state"))
     _add_status(commands.add_parser("status", help="show the progress and the jobs of a run"))
     _add_report(commands.add_parser("report", help="write an HTML report of a run"))
     jobs.add_check(commands.add_parser("check", help="check whether a config can run, without using a GPU"))
@@ -144,13 +145,20 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="several are compared")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the first run's directory",
+    )
     parser.set_defaults(run=report)
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write RUN/report.html."""
-    print(write_report(existing_run(options.run_dir)))
+    """Write a page about one or several runs."""
+    print(write_report([existing_run(path) for path in options.run_dirs], options.output))
     return EXIT_OK
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,12 +13,35 @@ from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import checklist, commit_space, host_memory
 from orhpc.launch.display import Display
-from orhpc.launch.node.first_node import run_first_node
+from orhpc.launch.node.first_node import Attempt
 from orhpc.launch.slurm import holder
-from orhpc.models import chat_families
+from orhpc.models import chat_formats
 from orhpc.plan.placement import local_node, plan
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import probe
+
+
+class LocalAttempt(Attempt):
+    """An attempt on this machine alone, shown on the terminal."""
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        number: int,
+        config: Config,
+        stop_file: Path,
+        signals: Sequence[int],
+        display: Display,
+    ) -> None:
+        """``signals``: those received so far; the second one ends the driver without a commit."""
+        super().__init__(rundir, number, config, local_node(), stop_file)
+        self._signals, self._display = signals, display
+
+    def tick(self) -> None:
+        self._display.tick()
+
+    def must_kill(self) -> bool:
+        return len(self._signals) > 1
 
 
 def run_local(config: Config) -> int:
@@ -54,22 +77,15 @@ def run_local(config: Config) -> int:
         for change in changes:
             print(f"changed since the last start: {change}")
         model.ensure_models(config, rundir)
-        chat_families.check(config, model.model_folder(config, rundir))
-        attempt = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
-        print(f"run directory: {rundir.path} (attempt {attempt}, step {done} of {config.train.steps} done)")
-        stop_file = rundir.attempt(attempt) / "stop"
-        with _stop_on_signals(stop_file) as signals, Display(rundir.events, attempt) as display:
-            status = run_first_node(
-                rundir,
-                attempt,
-                config,
-                local_node(),
-                stop_file,
-                tick=display.tick,
-                kill=lambda: len(signals) > 1,
-            )
+        chat_formats.check(config, model.model_folder(config, rundir))
+        number = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
+        print(f"run directory: {rundir.path} (attempt {number}, step {done} of {config.train.steps} done)")
+        stop_file = rundir.attempt(number) / "stop"
+        with _stop_on_signals(stop_file) as signals, Display(rundir.events, number) as display:
+            attempt = LocalAttempt(rundir, number, config, stop_file, signals, display)
+            status = attempt.run()
     code = status if status >= 0 else EXIT_FAILED
-    _print_outcome(rundir, attempt, code, display)
+    _print_outcome(rundir, number, code, display)
     return code
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orhpc.errors import ModelError
-from orhpc.models.families import FAMILIES, NESTED, Family, Layer
+from orhpc.models.families import FAMILIES, Family, Layer
 
 Part = Literal[
     "embedding", "head", "norm", "attention", "latent", "mlp", "router", "expert", "shared", "bias"
@@ -317,16 +317,18 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         ModelError: the family is not in the table, or a dimension is missing or invalid.
     """
     kind = config.get("model_type")
-    if kind in NESTED and isinstance(config.get("text_config"), Mapping):
-        inner = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config["text_config"]}
-        return _shape(FAMILIES[str(kind)], inner)
     family = FAMILIES.get(str(kind))
-    if family is None or kind in NESTED:
+    if family is None:
         raise ModelError(
-            f"model.path: family {kind!r} is not known; add its tensors to orhpc/models/families.py "
-            f"(known: {', '.join(sorted(FAMILIES))})"
+            f"model.path: family {kind!r} is not known; add its tensors to orhpc/models/families, as its "
+            f"__init__.py describes (known: {', '.join(sorted(FAMILIES))})"
         )
-    return _shape(family, config)
+    if not family.nested:
+        return _shape(family, config)
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise ModelError(f"model.path: family {kind!r} needs text_config in config.json, which is {inner!r}")
+    return _shape(family, {"tie_word_embeddings": config.get("tie_word_embeddings"), **inner})
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:

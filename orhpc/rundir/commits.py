@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -235,15 +235,13 @@ def source(path: Path) -> Path:
     return rundir.checkpoints / str(name)
 
 
-def sweep(
-    rundir: RunDir, attempt: int, *, keep: int, keep_every: int | None, pinned: Sequence[CommitName] = ()
-) -> list[str]:
+def sweep(rundir: RunDir, attempt: int, *, keep: int, keep_every: int | None) -> list[str]:
     """Delete old commits and the incomplete saves of older attempts.
 
     Does nothing unless ``attempt`` is the newest, because an older one does not know the run's later commits.
 
-    Keeps the newest ``keep`` of the lineage, those of steps divisible by ``keep_every``, and the
-    ``pinned`` ones.  Commits outside the lineage are deleted.
+    Keeps the newest ``keep`` of the lineage and those of steps divisible by ``keep_every``.  Commits outside
+    the lineage are deleted.
 
     Returns:
         Names of the folders removed.
@@ -252,7 +250,7 @@ def sweep(
     if attempt != newest:
         return []
     lineage = rundir.lineage()
-    kept = {*lineage[:keep], *pinned, *(c for c in lineage if keep_every and c.step % keep_every == 0)}
+    kept = {*lineage[:keep], *(c for c in lineage if keep_every and c.step % keep_every == 0)}
     removed = _sweep_torn(rundir, newest)
     for path in rundir.checkpoints.iterdir():
         name = CommitName.parse(path.name)

@@ -155,6 +155,19 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         return []
 
 
+def last_events(path: Path, most_bytes: int = 1 << 18) -> list[dict[str, Any]]:
+    """Return the valid events in the last ``most_bytes`` of the log, in order; empty without a log."""
+    try:
+        with path.open("rb") as stream:
+            start = max(0, path.stat().st_size - most_bytes)
+            stream.seek(start)
+            text = stream.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = text.splitlines(keepends=True)
+    return list(parse_lines(lines[1:] if start else lines))  # the first line may be cut
+
+
 class Tail:
     """Yields the events that were appended to a file since the last call."""
 

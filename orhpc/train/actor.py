@@ -16,40 +16,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from orhpc.config import Config
-from orhpc.config.engine import SYNC_BUCKETS
-from orhpc.errors import NonFinite, WeightSyncFailed
+from orhpc.errors import NonFinite
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
-from orhpc.train.backend import Batches, Role, TrainingBatch, Update
-from orhpc.train.backends import make_backend
+from orhpc.train.backend import Backend
+from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint.layouts import Layout, load_shards
 from orhpc.train.checkpoint.save import RankSaves
 from orhpc.train.checkpoint.shards import CheckpointReader, set_rng_state
 from orhpc.train.cpu_affinity import pin_to_local_cpus
-from orhpc.train.fetch import load_batch, prefetched
+from orhpc.train.fetch import load_batch
 from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.profile import traced
-from orhpc.train.sleep.residence import asleep_bytes, memory
+from orhpc.train.sleep.residence import OffloadManager, asleep_bytes, memory
+from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
-from orhpc.train.stopping import NeverStop, StopBetween, break_off_collectives
-from orhpc.train.weights.buckets import BucketSpec, for_wire, plan_buckets, quantized
-from orhpc.train.weights.fp8 import Quantize, make_quantizer, unchanged
-from orhpc.train.weights.sender import BucketStage, WeightSender
+from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
+from orhpc.train.weights.buckets import BucketSpec
+from orhpc.train.weights.fp8 import make_quantizer, unchanged
+from orhpc.train.weights.rank_sync import RankSync
 from orhpc.types import MiniBatch
 
 
 class TrainerRank:
     """One rank: its model and optimizer state, and its side of weight sync and checkpoints.
 
-    Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a
-    time, except :meth:`save_poll` and :meth:`request_stop`, which may be called at any time.
+    Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a time,
+    except :meth:`save_poll`, :meth:`request_stop` and :meth:`abandon_collectives`, which may be called at
+    any time.
     """
 
     def __init__(
@@ -72,14 +72,13 @@ class TrainerRank:
         self.world_size = world_size
         self.threads = threads
         self.device = torch.device(config.placement.device)
-        self.backend = make_backend(config, model_dir, rank, world_size)
+        self._backend_class = backend_class(config)  # imports its libraries while the engines start
+        self._offload = OffloadManager(self.device)
+        self._backend: Backend | None = None
         routes = route_share(config, model_dir, rank, world_size)
         self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes)
-        self._saves = RankSaves(self.backend, config.checkpoint, self.device, rank, world_size)
-        self._sender: WeightSender | None = None
-        self._stage: BucketStage | None = None
-        self._parameters: list[BucketSpec] = []
-        self._buckets: list[BucketSpec] | None = None
+        self._saves = RankSaves(config.checkpoint, self.device, rank, world_size)
+        self._sync: RankSync | None = None
         plain = config.precision == "bf16"
         self._quantize = (
             unchanged if plain else make_quantizer(power_of_two=config.engine.power_of_two_scales)
@@ -87,6 +86,17 @@ class TrainerRank:
         self._held: socket.socket | None = None
         self._stop = threading.Event()
         self._whole_at = 0
+
+    @property
+    def backend(self) -> Backend:
+        assert self._backend is not None, "build comes first"
+        return self._backend
+
+    @property
+    def sync(self) -> RankSync:
+        """This rank's side of weight sync."""
+        assert self._sync is not None, "build comes first"
+        return self._sync
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -119,7 +129,7 @@ class TrainerRank:
         held = self._pop_held_socket()
         join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
         if self.config.placement.shared_devices:  # while the engines start
-            self.backend.prepare_sleep(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
+            self._offload.prepare(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 
     def build(self) -> dict[str, Any]:
         """Load the model and compare it with transformers' (collective).
@@ -128,11 +138,16 @@ class TrainerRank:
         """
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
-            info = self.backend.build()
-            found = check_trainer(self.backend, self.config, self.model_dir, int(info["parameters"]))
-        self._saves.prepare()
+            backend = self._backend_class(
+                self.config, self.model_dir, self.rank, self.world_size, self._offload
+            )
+            self._backend = backend
+            found = check_trainer(backend, self.config, self.model_dir)
+        bucket_bytes = self.config.engine.sync_bucket_mb << 20
+        self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
+        self._saves.prepare(backend)
         freeze_garbage()
-        return {**info, "model_check": found, "world_size": self.world_size}
+        return {"parameters": backend.parameters, "model_check": found, "world_size": self.world_size}
 
     def restore(self, folder: str | None) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.
@@ -167,13 +182,12 @@ class TrainerRank:
         """
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
-            prepared = self._prepare(minibatches, report)
+            passes = StepPasses(self.backend, self.config.algorithm, self.load_batch, report)
+            prepared = passes.prepare(minibatches)
             for index, minibatch in enumerate(minibatches):
                 # After the first optimizer step the state belongs to no weight version: finish the step.
                 between = StopBetween(self._stop) if index == 0 else NeverStop()
-                update = self._update(minibatch, prepared[index], between, report)
-                own = minibatch.ranks[self.backend.data_rank] if self.backend.reports else ()
-                report.add_update(update, packed_tokens=sum(m.tokens for m in own))
+                passes.update(minibatch, prepared[index], between)
             return report.reduced()
 
     @contextlib.contextmanager
@@ -193,63 +207,9 @@ class TrainerRank:
         """Whether this rank's state is that after its last whole step and may be committed."""
         return self.backend.intact() and self._whole_at == self._optimizer_steps()
 
-    def _prepare(
-        self, minibatches: Sequence[MiniBatch], report: StepReport
-    ) -> list[Batches[TrainingBatch] | None]:
-        """Compute old and reference log-probabilities; None for a mini-batch that needs neither."""
-        algorithm = self.config.algorithm
-        old = algorithm.old_logprobs == "always" or len(minibatches) > 1
-        if not old and not algorithm.use_kl_loss:
-            return [None] * len(minibatches)
-        prepared: list[Batches[TrainingBatch] | None] = []
-        for minibatch in minibatches:
-            batches = self._loaded(minibatch, report)
-            nothing: list[Tensor | None] = [None] * len(batches)
-            old_logprobs = reference_logprobs = nothing
-            if old:
-                with report.timed("old_logprobs"):
-                    old_logprobs = self.backend.logprobs(batches, Role.POLICY)
-            if algorithm.use_kl_loss:
-                with report.timed("reference"):
-                    reference_logprobs = self.backend.logprobs(batches, Role.REFERENCE)
-            ready = map(TrainingBatch, batches, old_logprobs, reference_logprobs)
-            prepared.append(Batches(ready, len(batches)))
-        return prepared
-
-    def _loaded(self, minibatch: MiniBatch, report: StepReport) -> Batches[PackedBatch]:
-        """Return this rank's packed micro-batches; ``fetch`` counts only the time spent waiting for them."""
-        planned = minibatch.ranks[self.backend.data_rank]
-
-        def load() -> Iterator[PackedBatch]:
-            batches = prefetched(self.load_batch, planned)
-            while True:
-                with report.timed("fetch"):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                yield batch
-
-        return Batches(load(), len(planned))
-
-    def _update(
-        self,
-        minibatch: MiniBatch,
-        prepared: Batches[TrainingBatch] | None,
-        between: StopBetween | NeverStop,
-        report: StepReport,
-    ) -> Update:
-        batches = prepared
-        if batches is None:
-            loaded = self._loaded(minibatch, report)
-            batches = Batches(map(TrainingBatch, loaded), len(loaded))
-        with report.timed("update"):
-            return self.backend.update(
-                batches, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=between
-            )
-
-    def break_off(self) -> None:
+    def abandon_collectives(self) -> None:
         """Stop waiting for other ranks: one has failed, and the attempt is over."""
-        break_off_collectives()
+        abandon_collectives()
 
     def request_stop(self) -> None:
         """Abandon the current step at the next micro-batch, if it has taken no optimizer step yet.
@@ -262,21 +222,7 @@ class TrainerRank:
 
     def weight_buckets(self) -> list[BucketSpec]:
         """Return the contents of a weight sync, bucket by bucket, as sent; the same on all ranks."""
-        if self._buckets is None:
-            limit = self.config.engine.sync_bucket_mb << 20
-            self._parameters = self._plan(limit)
-            self._buckets = [for_wire(spec, self._quantize) for spec in self._parameters]
-        return self._buckets
-
-    def _plan(self, limit: int) -> list[BucketSpec]:
-        backend = self.backend
-        return plan_buckets(
-            backend.parameter_shapes(),
-            backend.hf_names().split,
-            backend.dtype,
-            limit,
-            dtypes=backend.export_dtypes(),
-        )
+        return self.sync.buckets()
 
     def join_weight_group(
         self, address: str, port: int, world_size: int, group_name: str, timeout_s: float
@@ -286,17 +232,8 @@ class TrainerRank:
         Returns when ``world_size - 1`` engine ranks have joined.  Raises WeightSyncFailed after
         ``timeout_s``, which also limits every later transfer.
         """
-        self.leave_weight_group()
-        if self.rank == 0:
-            self._sender = WeightSender(
-                device=self.device,
-                address=address,
-                port=port,
-                world_size=world_size,
-                group_name=group_name,
-                timeout_s=timeout_s,
-                listener=self._pop_held_socket(),
-            )
+        held = self._pop_held_socket()
+        self.sync.join_group(address, port, world_size, group_name, timeout_s, held)
 
     def stage_bucket(self, index: int, *, handle: bool, broadcast: bool) -> str | None:
         """Gather one bucket into one of this rank's two slots (collective).
@@ -306,45 +243,18 @@ class TrainerRank:
         its group, and waits for that at the slot's next use.  Raises WeightSyncFailed when an engine may
         not have received all of an earlier bucket.
         """
-        specs = self.weight_buckets()
-        if self._stage is None:
-            self._stage = BucketStage(self.device, specs, self._quantize)
-        tensors = self.backend.export(self._parameters[index].parameters)
-        try:
-            if self._sender is not None:
-                self._sender.wait(index)
-            flat = self._stage.fill(index, tensors)
-            if broadcast and self.rank == 0:
-                if self._sender is None:
-                    raise WeightSyncFailed("weights sent before the weight-sync group was joined")
-                self._sender.send(index, flat)
-        finally:
-            # Finish the gathering of the other ranks even if a broadcast failed here.
-            for _ in tensors:
-                pass
-        return self._stage.handle(index) if handle else None
+        return self.sync.stage(index, handle=handle, broadcast=broadcast)
 
     def finish_sync(self) -> float:
         """Wait for pending sends and free the slots; return the seconds spent gathering.
 
         Raises WeightSyncFailed when an engine may not have received all weights.
         """
-        stage = self._stage
-        seconds = stage.seconds if stage is not None else 0.0
-        try:
-            if self._sender is not None:
-                for slot in range(SYNC_BUCKETS):
-                    self._sender.wait(slot)
-        finally:
-            if stage is not None:
-                stage.clear()
-        return seconds
+        return self.sync.finish()
 
     def leave_weight_group(self) -> None:
         """Leave the engines' group; safe to call again."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+        self.sync.leave_group()
 
     # --- state --------------------------------------------------------------------------------
 
@@ -354,21 +264,10 @@ class TrainerRank:
         ``for_engines``: quantized as in the engines.  Returns the weight files' names, sizes and
         hashes on rank 0.  Raises CheckpointError.
         """
-        from orhpc.train.checkpoint.export import FILE_BYTES, write_hf_folder
+        from orhpc.train.checkpoint.export import export_weights
 
         quantize = self._quantize if for_engines else unchanged
-        buckets = self._plan(FILE_BYTES)
-        tensors = self._all_tensors(buckets, quantize)
-        if self.rank == 0:
-            written = [quantized(spec, quantize) for spec in buckets]
-            return write_hf_folder(folder, self.model_dir, written, tensors)
-        for _ in tensors:
-            pass
-        return []
-
-    def _all_tensors(self, buckets: Sequence[BucketSpec], quantize: Quantize) -> Iterator[tuple[str, Tensor]]:
-        for bucket in buckets:
-            yield from quantize(self.backend.export(bucket.parameters))
+        return export_weights(self.backend, folder, self.model_dir, quantize, writes=self.rank == 0)
 
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.
@@ -379,7 +278,7 @@ class TrainerRank:
         Raises:
             CheckpointError: a save is in progress, or host memory does not suffice; training can continue.
         """
-        self._saves.begin(folder)
+        self._saves.begin(self.backend, folder)
 
     def save_poll(self) -> list[dict[str, Any]] | None:
         """Return ``{"name", "size", "sha256"}`` of this rank's files once they are durable, else None.
@@ -422,9 +321,18 @@ class TrainerRank:
         """Finish the current save, leave all groups, release all memory."""
         self._saves.close()
         try:
-            self.leave_weight_group()
+            if self._sync is not None:
+                self._sync.leave_group()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            self.backend.close()
+            self._release_model()
             unfreeze_garbage()
+
+    def _release_model(self) -> None:
+        self._offload.close()
+        if self._backend is not None:
+            self._backend.close()
+        self._backend = self._sync = None  # the last references: this frees the model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

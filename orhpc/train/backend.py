@@ -7,17 +7,24 @@ parameters between ranks are collective: every rank calls them, in the same orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
+from orhpc.train.hf_model import DTYPES
 from orhpc.train.loss.grpo import LossInputs, MetricSums
-from orhpc.train.sleep.residence import OffloadStats
+from orhpc.train.sleep.residence import OffloadManager, OffloadStats
+from orhpc.train.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from orhpc.config import Config
 
 
 class Role(Enum):
@@ -137,40 +144,50 @@ class StopCheck(Protocol):
         ...
 
 
-class HfNames(Protocol):
-    """Maps whole parameters to tensors of a Hugging Face checkpoint."""
-
-    def split(self, name: str, whole: Tensor, /) -> Mapping[str, Tensor]:
-        """Return the checkpoint tensors that one whole parameter contains; also on the meta device."""
-        ...
-
-
-class Backend(Protocol):
+class Backend(WeightSource):
     """One rank of a trainer: :class:`orhpc.train.fsdp.backend.FsdpBackend` or
-    :class:`orhpc.train.megatron.backend.MegatronBackend`."""
+    :class:`orhpc.train.megatron.backend.MegatronBackend`.
 
-    dtype: torch.dtype
-    """Type of the weights in the forward pass, and of exported tensors."""
+    Creating it loads the model (collective).  Its memory is freed with the last reference to it.
+    """
+
+    parameters: int
+    """Number of parameters of the whole model."""
     data_rank: int
     """Index of this rank's list of micro-batches in a mini-batch."""
     reports: bool
     """Whether this rank's metrics and token counts enter the sum over ranks; true for exactly one of the
     ranks that share micro-batches."""
 
-    def build(self) -> dict[str, Any]:
-        """Load the model; return ``parameters`` and further details for the event log.
+    def __init__(
+        self, config: Config, model_dir: str, rank: int, world_size: int, offload: OffloadManager
+    ) -> None:
+        """``offload`` moves this rank's state; the caller closes it.
 
         Raises ModelError for folders and families that cannot be trained.
         """
-        ...
+        self.config = config
+        self.model_dir = model_dir
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(config.placement.device)
+        self.dtype = DTYPES[config.model.dtype]
+        self._offload = offload
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
 
+    # --- computing ----------------------------------------------------------------------------
+
+    @abstractmethod
     def logprobs(self, batches: Batches[PackedBatch], role: Role) -> list[Tensor | None]:
         """Return log-probabilities of the sampled targets, ``[P]`` float32 each, without gradient.
 
-        None on ranks that compute no loss: a pipeline's earlier stages.
+        None on ranks that compute no loss: a pipeline's earlier stages.  Raises ValueError for the
+        reference if it is not loaded.
         """
-        ...
 
+    @abstractmethod
     def update(
         self,
         batches: Batches[TrainingBatch],
@@ -186,71 +203,70 @@ class Backend(Protocol):
         Raises NonFinite on every rank, before any has stepped, when the loss or a gradient of any
         rank is NaN or infinite.
         """
-        ...
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every parameter that :meth:`export` accepts, in a fixed order."""
-        ...
+    # --- state --------------------------------------------------------------------------------
 
-    def export_dtypes(self) -> dict[str, torch.dtype]:
-        """Types of exported tensors that differ from :attr:`dtype`: correction biases of routers."""
-        ...
+    @abstractmethod
+    def progress(self) -> dict[str, Any]:
+        """Return the small part of the state: the number of optimizer steps done."""
 
-    def hf_names(self) -> HfNames: ...
+    @abstractmethod
+    def set_progress(self, progress: dict[str, Any]) -> None:
+        """Set the step counters after tensors have been written into :meth:`shards`."""
 
-    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named parameters whole, on every rank, under Hugging Face names.
-
-        In the model's type, except for :meth:`export_dtypes`.
-        """
-        ...
+    @abstractmethod
+    def intact(self) -> bool:
+        """Whether :meth:`shards` match :meth:`progress`: False after a step that failed halfway."""
 
     def shards(self) -> list[Shard]:
         """Return references to this rank's state: parameters and the optimizer's moments."""
-        ...
+        self._offload.settle()
+        return self._shards(self._offload.view)
 
-    def hold_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
+    def snapshot_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
         """Return a snapshot of :meth:`shards` in the host memory that :meth:`sleep` uses.
 
         It stays unchanged until ``readers_done`` returns: a :meth:`release_gradients`, or a :meth:`sleep`
         after another update, waits for it.
         """
-        ...
+        self._offload.snapshot(*self._offloaded(), readers_done)
+        return self._shards(self._offload.on_host)
 
-    def progress(self) -> dict[str, Any]:
-        """Return the small part of the state: the number of optimizer steps done."""
-        ...
+    @abstractmethod
+    def _shards(self, place: Callable[[Tensor], Tensor]) -> list[Shard]:
+        """Return the state; ``place`` returns a tensor, or its copy on the host.
 
-    def intact(self) -> bool:
-        """Whether :meth:`shards` match :meth:`progress`: False after a step that failed halfway."""
-        ...
-
-    def set_progress(self, progress: dict[str, Any]) -> None:
-        """Set the step counters after tensors have been written into :meth:`shards`."""
-        ...
-
-    def prepare_sleep(self, size: int) -> None:
-        """Start to allocate about ``size`` bytes of host memory for :meth:`sleep`; call it before ``build``.
-
-        Does nothing without a device.
+        ``place`` is called with whole tensors, because one whose memory is offloaded cannot be sliced.
         """
-        ...
+
+    @abstractmethod
+    def _offloaded(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the weights of all models, and the optimizer's state on the device."""
+
+    def _discarded(self) -> list[Tensor]:
+        """Return tensors that only an update uses, and whose contents are not needed between updates."""
+        return []
+
+    # --- memory -------------------------------------------------------------------------------
 
     def release_gradients(self) -> None:
         """Free the device memory that only an update uses, gradients included, and start to offload.
 
         Called before a weight sync with engines that share the device; :meth:`sleep` follows the sync.
         """
-        ...
+        if self._offload.moves:
+            self._offload.drop(self._discarded())
+            self._offload.begin(*self._offloaded())
 
     def sleep(self) -> OffloadStats:
-        """Offload all state to host memory; the stats are zero without a device."""
-        ...
+        """Move all state to pinned host memory; without a device do nothing and return zeros."""
+        if not self._offload.moves or self._offload.asleep:
+            return OffloadStats()
+        return self._offload.sleep(*self._offloaded())
 
     def wake(self) -> None:
         """Undo :meth:`release_gradients` and :meth:`sleep`."""
-        ...
+        self._offload.wake()
 
     def close(self) -> None:
-        """Release all memory."""
-        ...
+        """Leave the process groups that this backend created."""

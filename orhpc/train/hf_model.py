@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.errors import ModelError
-from orhpc.train.attention import llama4, phimoe
+from orhpc.train.attention import adapters
 from orhpc.train.attention import packed as packed_attention
 from orhpc.train.loss.head import LogitScaling
 
@@ -99,8 +99,7 @@ def load_model(
 
 def _adapt(model: PreTrainedModel, config: Any) -> None:
     """Refuse families that cannot be packed, and set attributes that packed attention needs on modules."""
-    packed_attention.check_family(type(model), config, adapted=llama4.adapt(model))
-    phimoe.adapt(model)
+    packed_attention.check_family(type(model), config, adapted=adapters.adapt(model))
 
 
 def _unusable(config: Any, where: str, error: Exception) -> ModelError:

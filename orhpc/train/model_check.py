@@ -53,25 +53,25 @@ ROUNDING = 4.0
 _MESSAGE_BYTES = 1024
 
 
-def check_trainer(backend: Backend, config: Config, model_dir: str, parameters: int) -> str:
+def check_trainer(backend: Backend, config: Config, model_dir: str) -> str:
     """Compare the policy of all ranks with transformers' (collective); return the result or why not compared.
 
-    ``parameters``: of the whole model.  Raises ModelError on all ranks if the trainer's results differ too
-    much, or if it cannot compute the model.
+    Raises ModelError on all ranks if the trainer's results differ too much, or if it cannot compute the
+    model.
     """
     started = time.perf_counter()
-    found = _checked(backend, config, model_dir, parameters)
+    found = _checked(backend, config, model_dir)
     if backend.reports and backend.data_rank == 0:
         log.info("model check: %s (%.1f s)", found, time.perf_counter() - started)
     return found
 
 
-def _checked(backend: Backend, config: Config, model_dir: str, parameters: int) -> str:
+def _checked(backend: Backend, config: Config, model_dir: str) -> str:
     if not config.model.check:
         return "not compared with transformers: model.check is false"
     if config.precision == "fp8":
         return "not compared with transformers: the trainer rounds to 8 bits"
-    if parameters > MOST_PARAMETERS:
+    if backend.parameters > MOST_PARAMETERS:
         return (
             f"not compared with transformers: it has more than {MOST_PARAMETERS / 1e9:g} billion parameters"
         )
@@ -82,7 +82,7 @@ def _checked(backend: Backend, config: Config, model_dir: str, parameters: int) 
     text = ""
     reference: _Reference | None = None
     if backend.reports and backend.data_rank == 0:
-        reference, text = _reference(config, plain, model_dir, parameters)
+        reference, text = _reference(config, plain, model_dir, backend.parameters)
     if text := _shared(text):
         return text
     tokens = _shared_tokens(None if reference is None else reference.samples.tokens)

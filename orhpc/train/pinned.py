@@ -54,11 +54,19 @@ class PinnedBuffer:
         A request for more than before allocates a new buffer and loses the contents.  Raises RuntimeError
         if memory cannot be locked, OSError if it cannot be allocated.
         """
+        self._wait()
+        self._grow(size)
+        return self._buffer
+
+    def free(self) -> None:
+        """Release the memory, once nothing else refers to it."""
+        self._wait()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _wait(self) -> None:
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
-        self._grow(size)
-        return self._buffer
 
     def _grow(self, size: int) -> None:
         if size > self._buffer.numel():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from orhpc.errors import InfraError, OrhpcError, OutOfMemory
 from orhpc.process.ports import start_listening
-from orhpc.train.stopping import collectives_begin
+from orhpc.train.stopping import allow_collectives
 
 _TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 _FileStore = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
@@ -103,7 +103,7 @@ def join_default_group(
     On CUDA, device tensors go through NCCL and host tensors (small agreements) through gloo.
     Raises :class:`~orhpc.errors.InfraError` after ``timeout_s``.
     """
-    collectives_begin()
+    allow_collectives()
     timeout = timedelta(seconds=timeout_s)
     use_interface_towards(address)
     if device.type == "cuda":

@@ -12,41 +12,41 @@ from torch import Tensor
 from orhpc.errors import InfraError, StopRequested
 
 _POLL_S = 0.0005
-_broken_off = threading.Event()
+_abandoned = threading.Event()
 """Set when this process (one rank) gives up its collectives, because another rank will never join them."""
 
 
-def break_off_collectives() -> None:
+def abandon_collectives() -> None:
     """Make this rank stop waiting for others; it cannot take part in any collective afterwards.
 
     Call it from another thread than the waiting one, which then raises.  gloo waits inside FSDP's own
     gathers (only ranks on CPUs have them) continue until the group's timeout.
     """
-    _broken_off.set()
+    _abandoned.set()
     if dist.is_initialized() and torch.cuda.is_initialized():
         # As NCCL's watchdog does at its timeout: this ends kernels that wait for the lost rank.
         dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def collectives_begin() -> None:
-    """Reset the flag of :func:`break_off_collectives`: a new process group has formed in this process."""
-    _broken_off.clear()
+def allow_collectives() -> None:
+    """Reset the flag of :func:`abandon_collectives`: a new process group has formed in this process."""
+    _abandoned.clear()
 
 
 def agree(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """All-reduce a small host tensor in place.
 
-    Raises InfraError on a rank that is asked to break off while it waits.
+    Raises InfraError on a rank that is asked to abandon its collectives while it waits.
     """
     wait_for(dist.all_reduce(tensor, op=op, async_op=True))
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Wait for a collective; raises InfraError when this rank is asked to break off meanwhile."""
+    """Wait for a collective; raises InfraError once this rank is asked to abandon its collectives."""
     if work is None:
         return
     while not work.is_completed():
-        if _broken_off.is_set():
+        if _abandoned.is_set():
             raise InfraError("another rank failed in this step")
         time.sleep(_POLL_S)
     work.wait()

@@ -119,21 +119,6 @@ def _refuse_empty_rows(routes: RouteArray) -> None:
         )
 
 
-def slice_rows(routes: RouteArray, start: int, end: int, *, routes_start: int = 0) -> RouteArray:
-    """Return the rows of context positions ``start .. end - 1``, without a copy.
-
-    ``routes_start`` is the position of the array's first row.  Raises RoutesMissing when a
-    position has no row.
-    """
-    low, high = start - routes_start, end - routes_start
-    if low < 0 or high > len(routes) or low > high:
-        raise RoutesMissing(
-            f"rows {start} .. {end - 1} are not within the recorded {routes_start} .. "
-            f"{routes_start + len(routes) - 1}"
-        )
-    return routes[low:high]
-
-
 class RouteLog:
     """The routes of one rollout, extended by the new rows of each turn.
 

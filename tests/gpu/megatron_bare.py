@@ -13,9 +13,9 @@ from orhpc.config import Config
 from orhpc.models import read_shape
 from orhpc.train.batch import PackedBatch
 from orhpc.train.hf_model import load_model_config
-from orhpc.train.megatron.families import build_of
 from orhpc.train.megatron.hf_stream import HfFolder
 from orhpc.train.megatron.model import build_chunks, transformer_config
+from orhpc.train.megatron.model_config import build_of
 
 
 class Bare:

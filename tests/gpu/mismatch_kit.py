@@ -31,6 +31,7 @@ from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
 from orhpc.train.loss.grpo import mismatch
 from orhpc.train.weights.fp8 import make_quantizer, unchanged
+from orhpc.train.weights.rank_sync import RankSync
 from orhpc.types import Location, MiniBatch, Sample, Sampling
 from orhpc.wire.routes import RouteShape
 from tests.gpu.sglang_check import KERNELS
@@ -266,7 +267,8 @@ async def give_weights(trainer: TrainerRank, url: str, *, quantized: bool, round
     """Weight syncs through CUDA IPC to one engine, as in a run; returns the seconds of each."""
     inside: Any = trainer
     inside._quantize = make_quantizer(power_of_two=False) if quantized else unchanged
-    inside._buckets = inside._stage = None
+    bucket_bytes = trainer.config.engine.sync_bucket_mb << 20
+    inside._sync = RankSync(trainer.backend, inside._quantize, bucket_bytes, trainer.device, trainer.rank)
     trainer.weight_buckets()
     async with EnginePool([url], key=KEY, request_timeout_s=240.0) as pool:
         engines = SimpleNamespace(

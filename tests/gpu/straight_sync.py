@@ -53,10 +53,9 @@ def _sglang(name: str) -> Any:
 
 def buckets_of(trainer: Any) -> list[list[NamedTensor]]:
     """Copies of the trainer's weights as they would travel, in its buckets."""
-    trainer.weight_buckets()
     return [
         [(name, tensor.detach().clone()) for name, tensor in trainer.backend.export(bucket.parameters)]
-        for bucket in trainer._parameters
+        for bucket in trainer.weight_buckets()
     ]
 
 

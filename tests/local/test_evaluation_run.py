@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.commands.report import page
+from orhpc.commands.report.page import page
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.record import read_step
@@ -41,7 +41,7 @@ def test_a_run_without_steps_evaluates_once_and_finishes(tmp_path: Path) -> None
     assert events[2]["rollouts/orhpc/letters/test"] == 6
     assert f"{events[2]['reward_mean/orhpc/letters/test']:.3f}" in result.stdout
     assert rundir.lineage() == []
-    assert "orhpc/letters/test" in page(rundir)
+    assert "orhpc/letters/test" in page([rundir])
     again = kit.run(tmp_path, *overrides)
     assert (again.returncode, rundir.newest_attempt()) == (0, 1)
     assert "finished" in again.stdout

@@ -20,7 +20,7 @@ from orhpc.train.process_groups import join_default_group
 from orhpc.train.stopping import NeverStop
 from orhpc.types import MiniBatch, Sample
 from tests.model_configs import TINY
-from tests.trainer_kit import MAX_TOKENS, free_port, make_config, make_samples
+from tests.trainer_kit import MAX_TOKENS, free_port, fsdp_backend, make_config, make_samples
 
 Arrays = dict[str, np.ndarray]
 _GEMMA: dict[str, Any] = {
@@ -276,8 +276,7 @@ def fsdp_gradients(folder: Path, case: Case) -> Arrays:
     """Compute the gradient of the same mini-batch with FSDP on one rank, under Hugging Face names."""
     join_default_group(torch.device("cpu"), "127.0.0.1", free_port(), 0, 1, 60)
     try:
-        backend = FsdpBackend(case_config(case, 1, "fsdp"), str(folder / case.family), 0, 1)
-        backend.build()
+        backend = fsdp_backend(case_config(case, 1, "fsdp"), str(folder / case.family))
         minibatch = planned(make_samples(8), 1)
         found: Arrays = {}
 

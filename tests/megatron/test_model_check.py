@@ -29,7 +29,7 @@ def _build(rank: int, world: int, port: int, folder: str, ports: list[int]) -> l
     from tests.megatron import shim
 
     shim.install()
-    from orhpc.train.megatron import backend
+    from orhpc.train.megatron import load
 
     found: list[tuple[str, str]] = []
     for index, case in enumerate(CASES):
@@ -40,7 +40,7 @@ def _build(rank: int, world: int, port: int, folder: str, ports: list[int]) -> l
             trainer.connect("127.0.0.1", ports[2 * index + wrong], 120)
             with pytest.MonkeyPatch.context() as patch:
                 if wrong:
-                    patch.setattr(backend, "logit_scaling_of", lambda config, t: LogitScaling(1.3, None, t))
+                    patch.setattr(load, "logit_scaling_of", lambda config, t: LogitScaling(1.3, None, t))
                 try:
                     said.append(trainer.build()["model_check"])
                 except ModelError as error:

@@ -18,7 +18,7 @@ from orhpc.launch.checks import fit
 from orhpc.models import shape_of
 from orhpc.plan.layout import Layout
 from orhpc.plan.memory import Demand, layer_activations, trainer_memory
-from orhpc.train.megatron.families import Build, build_of, spans
+from orhpc.train.megatron.model_config import Build, build_of, spans
 from orhpc.train.megatron.packing import own_slots, padded_places
 from tests.model_configs import REAL, TINY
 from tests.trainer_kit import make_config

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from orhpc.errors import EngineUnavailable, WeightSyncFailed
 from orhpc.rollout.client import EngineClient
 from orhpc.types import Generation, Sampling
-from orhpc.wire.weights import flatten_bucket, join_weight_group, leave_weight_group, serialize_named_tensors
+from orhpc.wire.weights import flatten_bucket, join_weight_group, leave_weight_group
+from tests.serialized_weights import serialize_named_tensors
 from tests.trainer_kit import free_port
 
 from .conftest import Server, get_going, prompt_of

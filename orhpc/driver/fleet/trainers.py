@@ -127,12 +127,16 @@ class Trainers:
         Use it only at the end of an attempt: ranks stop waiting for a failed one, and no rank can take part
         in a collective afterwards.  False if a rank has died or does not answer in time.
         """
-        breaking = [
-            call(r.break_off.options(concurrency_group=_CONTROL).remote(), "trainer break_off", ANSWER_S)
+        abandoning = [
+            call(
+                r.abandon_collectives.options(concurrency_group=_CONTROL).remote(),
+                "trainer abandon_collectives",
+                ANSWER_S,
+            )
             for r in self.ranks
         ]
         try:
-            await asyncio.gather(*breaking)
+            await asyncio.gather(*abandoning)
             return all(await self.all_within(ANSWER_S, TrainerRank.holds_whole_step))
         except OrhpcError as error:
             log.warning("the trainers cannot commit: %s", error)

@@ -16,7 +16,7 @@ from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import commit_space, fit, host_memory, internet, references
 from orhpc.launch.slurm import holder, submission
-from orhpc.models import chat_families
+from orhpc.models import chat_formats
 from orhpc.models.folders import problem_of
 from orhpc.plan.placement import Node, local_node, plan
 
@@ -34,7 +34,7 @@ def of_config(config: Config) -> list[Check]:
     return [
         Check("placement", lambda: _placement(config)),
         Check("model", lambda: _model(config)),
-        Check("chat format", lambda: chat_families.check(config, model.ensure_config(config))),
+        Check("chat format", lambda: chat_formats.check(config, model.ensure_config(config))),
         Check("fit", lambda: fit.check(config)),
         Check("memory of a node", lambda: host_memory.check_configured(config)),
         Check("your code", lambda: references.check(config, Path.cwd())),

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -100,9 +101,15 @@ def job_state(job_id: str) -> str | None:
     return result.stdout.split()[0] if result.returncode == 0 and result.stdout.strip() else None
 
 
-def is_active(job_id: str) -> bool:
-    """Whether a job runs or will run (again)."""
-    return job_state(job_id) in ACTIVE
+def job_states(job_ids: Sequence[str]) -> dict[str, str]:
+    """States of several jobs by id, with one call of squeue; jobs that SLURM does not know are left out."""
+    result = query(
+        "squeue", "--noheader", "--jobs", ",".join(job_ids), "--states", "all", "--format", "%i %T"
+    )
+    if result.returncode:  # squeue refuses a list if it knows none of its jobs
+        return {}
+    found = dict(line.split()[:2] for line in result.stdout.splitlines() if len(line.split()) >= 2)
+    return {job: found[job] for job in job_ids if job in found}
 
 
 def job_info(job_id: str) -> JobInfo | None:
@@ -127,11 +134,6 @@ def cancel(job_id: str) -> None:
     result = query("scancel", job_id)
     if result.returncode:
         raise PreflightError(f"scancel {job_id}: {' '.join(result.stderr.split())}")
-
-
-def own_job() -> str | None:
-    """Id of the job that this process runs in."""
-    return os.environ.get("SLURM_JOB_ID")
 
 
 def nodes_down() -> list[str]:

@@ -28,7 +28,19 @@ _OF_FAILURE = {"OutOfMemory": Reason.OUT_OF_MEMORY, "StorageRefused": Reason.STO
 """Reasons for failures after which a job is requeued, by class; all others are infrastructure."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why an attempt ended."""
+
+    reason: Reason
+    detail: str
+    exit_code: int
+    """Of the job's step."""
+    off: tuple[str, ...] = ()
+    """Nodes that were found off, which the next start must not use."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptEvidence:
     """The evidence about an attempt that has ended."""
 
@@ -48,8 +60,8 @@ class AttemptEvidence:
     """One line about kills by the kernel's memory limit; empty if there were none."""
     nodes: Sequence[Node] = ()
     """The other nodes that had joined."""
-    lost: list[str] = field(default_factory=list)
-    """Nodes that the next start must not use; :meth:`outcome` may add more."""
+    lost: Sequence[str] = ()
+    """Nodes that are already known to be unusable for the next start."""
 
     def outcome(self) -> Outcome:
         """The attempt's outcome, with the exit code of the job's step."""
@@ -58,62 +70,70 @@ class AttemptEvidence:
             signalled = stop.stat().st_mtime
         except FileNotFoundError:
             signalled = None
-        reason, detail, code = self._why(signalled is not None)
-        step = ledger.last_committed(self.rundir)
-        excluded = sorted(set(self.lost))
-        return Outcome(self.attempt, reason, step, detail, code, self.job.chain, signalled, excluded=excluded)
+        why = self._why(signalled is not None)
+        return Outcome(
+            self.attempt,
+            why.reason,
+            ledger.last_committed(self.rundir),
+            why.detail,
+            why.exit_code,
+            self.job.chain,
+            signalled,
+            excluded=sorted({*self.lost, *why.off}),
+        )
 
-    def _why(self, signalled: bool) -> tuple[Reason, str, int]:
+    def _why(self, signalled: bool) -> Verdict:
         code = self.status if self.status >= 0 else EXIT_FAILED
         if self.status == EXIT_OK:
-            return Reason.FINISHED, self.problem, code
+            return Verdict(Reason.FINISHED, self.problem, code)
         if self.problem and code == EXIT_PREFLIGHT:
-            return Reason.REFUSED, self.problem, code
+            return Verdict(Reason.REFUSED, self.problem, code)
         if self.memory:
-            return Reason.OUT_OF_MEMORY, self.memory, EXIT_REQUEUE
+            return Verdict(Reason.OUT_OF_MEMORY, self.memory, EXIT_REQUEUE)
         if signalled:
             return self._why_signalled()
         if self.lost:
-            return Reason.BAD_NODE, self.problem, EXIT_REQUEUE
+            return Verdict(Reason.BAD_NODE, self.problem, EXIT_REQUEUE)
         if down := scheduler.nodes_down():
-            return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
+            return Verdict(Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE)
         # SLURM may take minutes to notice.  Probe only nodes that have already communicated: behind a
         # firewall that drops packets, a missing answer means nothing.
         if self._was_ready() and (off := silent(self.nodes)):
-            self.lost += off
-            return Reason.NODE_LOST, f"{', '.join(off)}: no answer", EXIT_REQUEUE
+            return Verdict(Reason.NODE_LOST, f"{', '.join(off)}: no answer", EXIT_REQUEUE, tuple(off))
         return self._failure(code)
 
-    def _why_signalled(self) -> tuple[Reason, str, int]:
+    def _why_signalled(self) -> Verdict:
         await_notes(self.job)
         info = info_at_signal(self.job)
         # The script may have been rendered before the first commit was measured, or for another run.
         lead_s = max(submission.DEFAULT_LEAD_S, submission.signal_lead(self.config, self.rundir))
         reason = why_stopped(info, lead_s, self.job.restart, granted_until=grace_ends(self.job))
         if reason not in (Reason.REQUEUED, Reason.SIGNALLED):
-            return reason, self.problem, EXIT_REQUEUE
+            return Verdict(reason, self.problem, EXIT_REQUEUE)
         if down := scheduler.nodes_down():
-            return Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE
+            return Verdict(Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE)
         if self.output.preempted():
-            return Reason.PREEMPTED, "without grace time", EXIT_REQUEUE
+            return Verdict(Reason.PREEMPTED, "without grace time", EXIT_REQUEUE)
         if info is not None and info.running and not self.job.signalled:
             return self._why_step_ended()
-        return reason, self.problem or describe(info), EXIT_REQUEUE
+        return Verdict(reason, self.problem or describe(info), EXIT_REQUEUE)
 
-    def _why_step_ended(self) -> tuple[Reason, str, int]:
+    def _why_step_ended(self) -> Verdict:
         """The batch script got no signal, so srun (after a task failed) or a user ended the step."""
         tasks = self.output.ended_tasks()
         refused = tasks.exit_codes & {EXIT_CONFIG, EXIT_PREFLIGHT}
         if refused and not self._was_ready():
-            return Reason.REFUSED, f"{tasks}; see its error line in the job's output", max(refused)
+            return Verdict(Reason.REFUSED, f"{tasks}; see its error line in the job's output", max(refused))
         if tasks.out_of_memory:
-            return Reason.OUT_OF_MEMORY, str(tasks), EXIT_REQUEUE
+            return Verdict(Reason.OUT_OF_MEMORY, str(tasks), EXIT_REQUEUE)
         if tasks.killed_from_outside:
-            return Reason.KILLED, str(tasks), EXIT_REQUEUE
+            return Verdict(Reason.KILLED, str(tasks), EXIT_REQUEUE)
         if tasks.lines or not self.output.known:
             line = str(tasks) or "another node's task ended"
-            return Reason.INFRASTRUCTURE, f"{line}; see its error line in the job's output", EXIT_REQUEUE
-        return Reason.KILLED, "the job's step was canceled or signaled", EXIT_REQUEUE
+            return Verdict(
+                Reason.INFRASTRUCTURE, f"{line}; see its error line in the job's output", EXIT_REQUEUE
+            )
+        return Verdict(Reason.KILLED, "the job's step was canceled or signaled", EXIT_REQUEUE)
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         events = read_events(self.rundir.events)
@@ -122,18 +142,20 @@ class AttemptEvidence:
     def _was_ready(self) -> bool:
         return bool(self._events("ready"))
 
-    def _failure(self, code: int) -> tuple[Reason, str, int]:
+    def _failure(self, code: int) -> Verdict:
         if self.status in (-signal.SIGKILL, -signal.SIGTERM):
             name = signal.Signals(-self.status).name
-            return Reason.KILLED, f"the driver was ended by {name}, without a kill for memory", EXIT_REQUEUE
+            return Verdict(
+                Reason.KILLED, f"the driver was ended by {name}, without a kill for memory", EXIT_REQUEUE
+            )
         last = next(reversed(self._events("failed")), None)
         detail = f"{last['kind']}: {last['error']}" if last else self.problem
         if code == EXIT_REQUEUE:
             kind = last["kind"] if last else self.kind
-            return _OF_FAILURE.get(kind, Reason.INFRASTRUCTURE), detail, code
+            return Verdict(_OF_FAILURE.get(kind, Reason.INFRASTRUCTURE), detail, code)
         if code == EXIT_FAILED:
-            return Reason.CRASH, detail or f"driver exit status {self.status}", code
-        return Reason.REFUSED, detail, code
+            return Verdict(Reason.CRASH, detail or f"driver exit status {self.status}", code)
+        return Verdict(Reason.REFUSED, detail, code)
 
 
 def describe(info: JobInfo | None) -> str:

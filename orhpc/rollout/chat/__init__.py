@@ -1,4 +1,4 @@
-"""Chat formats by family: :func:`chat_format` selects one for a tokenizer.
+"""Chat formats: :func:`chat_format` selects one for a tokenizer.
 
 chat = chat_format(config.model, tokenizer)
 ids = chat.prompt_ids(session.prompt, tools=session.tools, thinking=config.rollout.thinking)
@@ -13,7 +13,7 @@ from typing import Any
 
 from orhpc.config import ModelSettings
 from orhpc.errors import ModelError
-from orhpc.models.chat_families import fitting
+from orhpc.models.chat_formats import fitting
 from orhpc.rollout.chat.base import TOOLS_PLACE, ChatFormat
 from orhpc.rollout.chat.chatml import ChatML
 from orhpc.rollout.chat.deepseek import DeepSeek
@@ -23,7 +23,8 @@ from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
 
 __all__ = ["TOOLS_PLACE", "AssistantMessage", "ChatFormat", "ToolCall", "chat_format"]
 
-FAMILIES: dict[str, type[ChatFormat]] = {f.family: f for f in (ChatML, Llama3, DeepSeek, Glm)}
+CHAT_FORMATS: dict[str, type[ChatFormat]] = {f.name: f for f in (ChatML, Llama3, DeepSeek, Glm)}
+"""By the values of ``model.chat_format``; control tokens are in :mod:`orhpc.models.chat_formats`."""
 
 
 class NoChatFormat:
@@ -40,17 +41,17 @@ def chat_format(settings: ModelSettings, tokenizer: Any, *, required: bool = Tru
     """Return the chat format of a model.
 
     Args:
-        settings: ``chat_format`` is a family, or ``auto`` to detect it from the vocabulary's control tokens.
+        settings: ``chat_format`` is a name, or ``auto`` to detect it from the vocabulary's control tokens.
         tokenizer: transformers' tokenizer.
         required: whether to refuse a model without a chat format; otherwise only its use raises.
 
     Raises:
-        ModelError: no family matches, the vocabulary lacks the family's tokens, or the chat template
+        ModelError: no format fits, the vocabulary lacks the format's tokens, or the chat template
             does not render a plain conversation.
     """
     try:
-        family = settings.chat_format
-        return FAMILIES[fitting(tokenizer.get_added_vocab()) if family == "auto" else family](tokenizer)
+        name = settings.chat_format
+        return CHAT_FORMATS[fitting(tokenizer.get_added_vocab()) if name == "auto" else name](tokenizer)
     except ModelError as error:
         if required:
             raise

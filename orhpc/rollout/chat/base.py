@@ -59,11 +59,12 @@ class _Slot:
 
 
 class ChatFormat(ABC):
-    """How one model family formats conversations, bound to one tokenizer."""
+    """How conversations are written as tokens, bound to one tokenizer."""
 
-    family: ClassVar[str]
+    name: ClassVar[str]
+    """The format's value of ``model.chat_format``."""
     required: ClassVar[tuple[str, ...]]
-    """Control tokens that identify the family."""
+    """Control tokens that identify the format."""
     stops: ClassVar[tuple[str, ...]]
     """Control tokens that end a turn; those missing from the vocabulary are ignored."""
     text_markers: ClassVar[tuple[str, ...]] = ()
@@ -75,7 +76,7 @@ class ChatFormat(ABC):
         self._template: str | None = getattr(tokenizer, "chat_template", None) or None
         if missing := [token for token in self.required if self.codec.token_id(token) is None]:
             raise ModelError(
-                f"model.chat_format: {self.family} needs the token {missing[0]!r}, which the tokenizer lacks"
+                f"model.chat_format: {self.name} needs the token {missing[0]!r}, which the tokenizer lacks"
             )
         found = [*map(self.codec.token_id, self.stops), getattr(tokenizer, "eos_token_id", None)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in found if i is not None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from orhpc.errors import MalformedToolCall
-from orhpc.models.chat_families import CONTROL_TOKENS
+from orhpc.models.chat_formats import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, extract_blocks, load_json
 
@@ -17,7 +17,7 @@ class ChatML(ChatFormat):
     (https://huggingface.co/Qwen/Qwen3-8B, ``tokenizer_config.json``).
     """
 
-    family = "chatml"
+    name = "chatml"
     required = CONTROL_TOKENS["chatml"]
     stops = ("<|im_end|>", "<|endoftext|>")
     text_markers = (

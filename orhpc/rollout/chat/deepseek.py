@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from orhpc.errors import MalformedToolCall
-from orhpc.models.chat_families import CONTROL_TOKENS
+from orhpc.models.chat_formats import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, extract_blocks
 
@@ -24,7 +24,7 @@ class DeepSeek(ChatFormat):
     tools, so they are described in the system prompt.
     """
 
-    family = "deepseek"
+    name = "deepseek"
     required = CONTROL_TOKENS["deepseek"]
     stops = ("<｜end▁of▁sentence｜>", "<|EOT|>")
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from orhpc.errors import MalformedToolCall
-from orhpc.models.chat_families import CONTROL_TOKENS
+from orhpc.models.chat_formats import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, arguments_of, extract_blocks, load_json
 
@@ -22,7 +22,7 @@ class Glm(ChatFormat):
     GLM-4-0414.
     """
 
-    family = "glm"
+    name = "glm"
     required = CONTROL_TOKENS["glm"]
     stops = ("<|user|>", "<|observation|>", "<|endoftext|>")
     text_markers = (

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from orhpc.errors import MalformedToolCall
-from orhpc.models.chat_families import CONTROL_TOKENS
+from orhpc.models.chat_formats import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, json_values
 
@@ -23,7 +23,7 @@ class Llama3(ChatFormat):
     (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1), with tools in the user's turn.
     """
 
-    family = "llama3"
+    name = "llama3"
     required = CONTROL_TOKENS["llama3"]
     stops = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 

@@ -30,6 +30,7 @@ from typing import Any
 from packaging.version import Version
 
 from orhpc.errors import EXIT_CONFIG, ConfigError
+from orhpc.models.families import FAMILIES
 from orhpc.process.keyed_server import require_key_of_uvicorn
 from orhpc.process.ports import inherited_socket
 from orhpc.process.secrets import read_engine_key
@@ -38,8 +39,6 @@ from orhpc.rollout.engines.sglang_command import RENAMED
 
 _WATCH_S = 1.0
 _SAFE_STARLETTE = Version("1.0.1")
-_ALL_SPARSE = ("qwen2_moe", "qwen3_moe")
-"""Model types for which SGLang ignores ``mlp_only_layers``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +130,8 @@ def refuse_misread_models(folder: Path) -> None:
     if not file.exists():
         return
     config = json.loads(file.read_text())
-    if config.get("model_type") in _ALL_SPARSE and config.get("mlp_only_layers"):
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.sglang_ignores_dense_layers and config.get("mlp_only_layers"):
         raise ConfigError(
             f"model.path: {folder} has dense layers (mlp_only_layers), which SGLang loads as sparse layers"
         )

@@ -23,31 +23,14 @@ from transformers.models.llama4.modeling_llama4 import (
     Llama4TextMoe,
 )
 
-from orhpc.train.attention.packing import Temperature, Traits
-
-
-def traits_of(config: Any, *, norms: bool) -> tuple[Traits, ...]:
-    """Return each layer's attention traits from the family's text config.
-
-    ``norms``: include the norm of queries and keys, which transformers' own module already applies.
-    """
-    found: list[Traits] = []
-    for index in range(config.num_hidden_layers):
-        rotary = bool(config.no_rope_layers[index])
-        scaled = config.attn_temperature_tuning and not rotary
-        near = config.layer_types[index] == "chunked_attention"
-        found.append(
-            Traits(
-                chunk=config.attention_chunk_size if near else None,
-                temperature=Temperature(config.floor_scale, config.attn_scale) if scaled else None,
-                norm_eps=config.rms_norm_eps if norms and rotary and config.use_qk_norm else None,
-            )
-        )
-    return tuple(found)
+from orhpc.train.attention.packing import traits_of
 
 
 def adapt(model: nn.Module) -> bool:
-    """Adapt a Llama 4 in place; return whether the model is one.  Safe to call again."""
+    """Adapt a Llama 4 in place; return whether the model is one.
+
+    Safe to call again, and on other families.
+    """
     if not isinstance(model, Llama4ForCausalLM):
         return False
     traits = traits_of(model.config, norms=False)

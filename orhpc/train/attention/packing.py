@@ -142,6 +142,26 @@ class Traits:
 _NONE = Traits()
 
 
+def traits_of(config: Any, *, norms: bool) -> tuple[Traits, ...]:
+    """Return each layer's attention traits from a text config with Llama 4's keys.
+
+    ``norms``: include the norm of queries and keys, which transformers' own module already applies.
+    """
+    found: list[Traits] = []
+    for index in range(config.num_hidden_layers):
+        rotary = bool(config.no_rope_layers[index])
+        scaled = config.attn_temperature_tuning and not rotary
+        near = config.layer_types[index] == "chunked_attention"
+        found.append(
+            Traits(
+                chunk=config.attention_chunk_size if near else None,
+                temperature=Temperature(config.floor_scale, config.attn_scale) if scaled else None,
+                norm_eps=config.rms_norm_eps if norms and rotary and config.use_qk_norm else None,
+            )
+        )
+    return tuple(found)
+
+
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
     """Group sequences, longest first, while a group's padding stays below the bound."""
     groups: list[list[int]] = []

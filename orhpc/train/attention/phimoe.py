@@ -12,11 +12,13 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeAttention
 from orhpc.train.attention.packing import Traits
 
 
-def adapt(model: nn.Module) -> None:
+def adapt(model: nn.Module) -> bool:
     """Set the window of a PhiMoE's attention as :class:`~orhpc.train.attention.packing.Traits`, in place.
 
-    Safe to call again, and on other families.
+    Returns False: the class meets the other requirements of packed attention itself.  Safe to call again, and
+    on other families.
     """
     for module in model.modules():
         if isinstance(module, PhimoeAttention) and module.config.sliding_window is not None:
             module.attention_traits = Traits(window=module.config.sliding_window)  # type: ignore[assignment]
+    return False

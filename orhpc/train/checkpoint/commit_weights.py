@@ -52,7 +52,7 @@ class CommitWeights:
         return {**self.layout.shapes, **self.layout.buffers}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Types that differ from :attr:`dtype`: buffers keep the type stored in the model folder."""
+        """Return the buffers' types, which are those of the model folder; parameters have :attr:`dtype`."""
         return {name: self._stored(name).dtype for name in self.layout.buffers}
 
     def tensor(self, name: str) -> Tensor:
@@ -67,7 +67,7 @@ class CommitWeights:
             yield from self.layout.names.split(name, self.tensor(name)).items()
 
     def as_stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield trained tensors that the commit stores under checkpoint names, as stored."""
+        """Yield trained tensors that the commit stores under checkpoint names, in their export type."""
         named = {canonical(part): part for parts in self.layout.parts.values() for part, _ in parts}
         for key in self.reader.shapes:
             kind, _, name = key.partition("/")

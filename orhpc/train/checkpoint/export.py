@@ -28,7 +28,9 @@ from orhpc.train.checkpoint.commit_weights import CommitWeights
 from orhpc.train.checkpoint.export_check import Comparison, compare
 from orhpc.train.checkpoint.shards import TensorSpec, fsync_folder, write_safetensors
 from orhpc.train.hf_model import DTYPES
-from orhpc.train.weights.buckets import BucketSpec, plan_buckets
+from orhpc.train.weights.buckets import BucketSpec, buckets_of, plan_buckets, quantized
+from orhpc.train.weights.fp8 import Quantize
+from orhpc.train.weights.source import WeightSource
 
 FILE_BYTES = 5_000_000_000
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -44,7 +46,7 @@ def write_hf_folder(
     buckets: Sequence[BucketSpec],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> list[dict[str, Any]]:
-    """Write weights as safetensors files, and copy all other files of ``model_dir``.
+    """Write weights as safetensors files; copy configuration, tokenizer, templates and code of ``model_dir``.
 
     ``tensors`` yields the buckets' tensors in order, under Hugging Face names; one file per bucket.
     Returns ``{"name", "size", "sha256"}`` of each weight file.  Raises CheckpointError when the
@@ -68,6 +70,22 @@ def write_hf_folder(
         for _ in stream:
             pass
     return written
+
+
+def export_weights(
+    source: WeightSource, folder: str, model_dir: str, quantize: Quantize, *, writes: bool
+) -> list[dict[str, Any]]:
+    """Write a trainer's current weights as a Hugging Face folder (collective).
+
+    ``writes``: on one rank; it returns the result of :func:`write_hf_folder`, the others an empty list.
+    """
+    buckets = buckets_of(source, FILE_BYTES)
+    tensors = (item for bucket in buckets for item in quantize(source.export(bucket.parameters)))
+    if writes:
+        return write_hf_folder(folder, model_dir, [quantized(spec, quantize) for spec in buckets], tensors)
+    for _ in tensors:
+        pass
+    return []
 
 
 def _file_name(index: int, count: int) -> str:
@@ -149,11 +167,11 @@ def export_checkpoint(
     ``model_dir`` is the folder the run started from: it provides the architecture, the tokenizer and the
     buffers.  ``host_bytes`` is the host memory that the comparison may use; null: what is available.
     Raises CheckpointError for a bad commit or one of another model, ModelError for a bad folder; after a
-    failure ``out`` does not exist.
+    failure ``out`` is as it was.
     """
     target = Path(out)
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is not empty; export into a new folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not an empty folder; export into a new folder")
     weights = CommitWeights(checkpoint, model_dir, settings)
     buckets = plan_buckets(
         weights.shapes(), weights.layout.names.split, weights.dtype, FILE_BYTES, dtypes=weights.dtypes()

@@ -32,7 +32,7 @@ class Comparison:
     """Result of a bitwise comparison."""
 
     parameters: int
-    """Tensors of the commit."""
+    """Parameters of the transformers model, all compared with the commit."""
     buffers: int
     """Persistent buffers, compared with the model folder's."""
     whole: bool

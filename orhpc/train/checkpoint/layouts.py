@@ -247,8 +247,8 @@ def _place_of(module: str, whole: Tensor, part: Tensor) -> Place | None:
 def load_shards(reader: CheckpointReader, shards: Sequence[Shard], layout: Callable[[], Layout]) -> None:
     """Fill a rank's shards from a commit of either backend and any number of ranks.
 
-    ``layout`` is called only if the commit is the other backend's.  Raises CheckpointError for another
-    model's commit.
+    ``layout`` is called only if the commit has not all of the shards' names: it is the other backend's.
+    Raises CheckpointError for another model's commit.
     """
     foreign = [shard for shard in shards if shard.name not in reader.shapes]
     reader.load(shard for shard in shards if shard.name in reader.shapes)

@@ -63,33 +63,30 @@ class BackgroundSave:
 class RankSaves:
     """At most one save at a time, written in the background."""
 
-    def __init__(
-        self, backend: Backend, settings: CheckpointSettings, device: torch.device, rank: int, ranks: int
-    ) -> None:
-        self._backend = backend
+    def __init__(self, settings: CheckpointSettings, device: torch.device, rank: int, ranks: int) -> None:
         self._settings = settings
         self._rank, self._ranks = rank, ranks
         self._snapshot = Snapshot(device)
         self._save: BackgroundSave | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, backend: Backend) -> None:
         """Allocate memory for the copy in the background, so that the first commit does not wait for it."""
         if self._settings.save_interval is not None and not self._settings.spare_host_memory:
-            self._snapshot.prepare(self._backend.shards())
+            self._snapshot.prepare(backend.shards())
 
-    def begin(self, folder: str) -> None:
+    def begin(self, backend: Backend, folder: str) -> None:
         """See :meth:`orhpc.train.actor.TrainerRank.save_begin`."""
         if self._save is not None and self._save.running:
             raise CheckpointError("a checkpoint is still being written")
         try:
             if self._settings.spare_host_memory:
-                self._snapshot.borrow(self._backend.hold_shards(self._ended))
+                self._snapshot.borrow(backend.snapshot_shards(self._wait_until_written))
             else:
-                self._snapshot.take(self._backend.shards())
+                self._snapshot.take(backend.shards())
         except (RuntimeError, OSError, MemoryError) as error:  # memory cannot be allocated or locked
             reason = " ".join(str(error).split())
             raise CheckpointError(f"the state could not be copied to host memory: {reason}") from error
-        progress = {**self._backend.progress(), "rng": rng_state()}
+        progress = {**backend.progress(), "rng": rng_state()}
         target = Path(folder)
 
         def write(unwanted: threading.Event) -> list[dict[str, Any]]:
@@ -108,11 +105,12 @@ class RankSaves:
         return self._save is None or self._save.give_up(_GIVE_UP_S)
 
     def close(self) -> None:
-        """Wait for the current save."""
+        """Wait for the current save, and release the copy."""
         if self._save is not None:
             self._save.wait()
+        self._snapshot.free()
 
-    def _ended(self) -> None:
+    def _wait_until_written(self) -> None:
         """Wait for the current save, at most until the driver would give it up."""
         if self._save is not None and self._save.running:
             log.info("waiting for the commit, which is being written from host memory needed now")

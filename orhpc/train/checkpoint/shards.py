@@ -1,8 +1,8 @@
 """One rank's part of a checkpoint: self-describing safetensors shards.
 
 The safetensors metadata of a shard file contains the world size, the training progress and, for
-each tensor, its whole shape and the first row in this file.  A checkpoint can therefore be read by any
-number of ranks, contains no pickled data, and can be opened by any safetensors reader.
+each block of a tensor, the whole shape and the place of the block.  A checkpoint can therefore be read by
+any number of ranks, contains no pickled data, and can be opened by any safetensors reader.
 :mod:`orhpc.rundir.commits` turns a folder of shards into a commit (manifest, rename, lineage).
 """
 
@@ -77,7 +77,8 @@ def write_safetensors(
 
     ``tensors`` yields one CPU tensor for each of ``specs``, in that order; only one needs to exist
     at a time.  Returns ``{"name", "size", "sha256"}``.  A file that could not be written completely is
-    removed; raises OSError (for example, disk full).  Format: huggingface.co/docs/safetensors.
+    removed; raises OSError (for example, disk full, or the file exists).  Format:
+    huggingface.co/docs/safetensors.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -92,13 +93,13 @@ def write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.sha256()
-    try:
-        with path.open("xb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
+        try:
             _write(file, _chunks(encoded, specs, tensors), digest.update)
             size = file.tell()
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
     return {"name": path.name, "size": size, "sha256": digest.hexdigest()}
 
 
@@ -174,6 +175,11 @@ class Snapshot:
     def borrow(self, shards: Sequence[Shard]) -> None:
         """Use shards in host memory without a copy; they must stay unchanged until they are written."""
         self._shards = list(shards)
+
+    def free(self) -> None:
+        """Release the copy and its memory."""
+        self._shards = []
+        self._buffer.free()
 
     def write(
         self,

@@ -163,7 +163,7 @@ class TraitAttention(MegatronModule):
             query, key = (rms_norm(t, t.shape[-1:], eps=traits.norm_eps) for t in (query, key))
         if traits.temperature is not None:
             query = scaled_queries(query, traits.temperature, packing, positions)
-        # With context parallelism, sequences longer than a chunk are refused (families.spans).
+        # With context parallelism, sequences longer than a chunk are refused (model_config.spans).
         chunks = packing.chunked(traits.chunk) if self.ways == 1 else packing
         if chunks is not packing:
             params = packing.kept(("parameters", traits.chunk), lambda: PackedParams.of(chunks, None))

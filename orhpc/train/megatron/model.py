@@ -21,9 +21,9 @@ from torch.nn import functional
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import stages
-from orhpc.train.megatron.families import Build, spans
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers
+from orhpc.train.megatron.model_config import Build, spans
 from orhpc.train.megatron.names import Naming
 from orhpc.train.megatron.plain import plain_block, share_latent_projections
 
@@ -49,6 +49,7 @@ class Chunk:
 
 def start_groups(config: Config) -> None:
     """Create megatron-core's process groups from the default one."""
+    leave_groups()  # those of a trainer that could not be built
     m = config.megatron
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=m.tp,
@@ -61,6 +62,12 @@ def start_groups(config: Config) -> None:
         distributed_timeout_minutes=_timeout_minutes(),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
+
+
+def leave_groups() -> None:
+    """Leave megatron-core's process groups, if they were created."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
 
 
 def _timeout_minutes() -> int:
@@ -305,7 +312,10 @@ def load_chunks(chunks: Sequence[Chunk], mapping: HfMapping, source: Source) -> 
         for name, values in mapping.load(source, chunk.part, tp_rank=tp_rank, etp_rank=etp_rank):
             target = held.pop(name, None)
             if target is None:
-                raise ModelError(f"megatron-core's model has no {name}: a rule in megatron/names.py is wrong")
+                raise ModelError(
+                    f"megatron-core's model has no {name}: a rule in megatron/names.py, or the family's row "
+                    "in models/families, is wrong"
+                )
             if target.shape != values.shape:
                 raise ModelError(
                     f"megatron-core's {name} is {list(target.shape)}, the checkpoint's {list(values.shape)}"

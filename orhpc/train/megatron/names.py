@@ -12,6 +12,7 @@ from enum import Enum
 
 from orhpc.models import ModelShape
 from orhpc.models.families import Family
+from orhpc.models.families.family import NormRole
 
 
 class Cut(Enum):
@@ -47,42 +48,14 @@ class Naming:
     """One module for all local experts; otherwise one module each."""
 
 
-_NORM_ROLES = {
-    ("input_layernorm", "post_attention_layernorm"): {
-        "input_layernorm": "input",
-        "post_attention_layernorm": "pre_mlp",
-    },
-    # Gemma and GLM-4 also normalize the outputs of attention and MLP; megatron-core has no name for that.
-    (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ): {
-        "input_layernorm": "input",
-        "post_attention_layernorm": "post_attention",
-        "pre_feedforward_layernorm": "pre_mlp",
-        "post_feedforward_layernorm": "post_mlp",
-    },
-    (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "post_self_attn_layernorm",
-        "post_mlp_layernorm",
-    ): {
-        "input_layernorm": "input",
-        "post_attention_layernorm": "pre_mlp",
-        "post_self_attn_layernorm": "post_attention",
-        "post_mlp_layernorm": "post_mlp",
-    },
-}
-_PLAIN_NORMS = {
+_PLAIN_NORMS: dict[NormRole, str] = {
     "input": "input_layernorm.weight",
     "pre_mlp": "pre_mlp_layernorm.weight",
     "post_attention": "post_self_attn_layernorm.weight",
     "post_mlp": "post_mlp_layernorm.weight",
 }
-"""The two ``post`` norms are modules of :class:`orhpc.train.megatron.layers.FamilyLayer`."""
+"""megatron-core has no names for the two ``post`` norms, which are modules of
+:class:`orhpc.train.megatron.layers.FamilyLayer`."""
 _INDEXER = {
     "linear_wq_b.weight": "wq_b.weight",
     "linear_wk.weight": "wk.weight",
@@ -110,7 +83,7 @@ def _norms(family: Family, naming: Naming, *, latent: bool, moe: bool) -> Iterat
         targets["input"] = "self_attention.linear_qkv.layer_norm_weight"
     if naming.fused_norms and not moe:
         targets["pre_mlp"] = "mlp.linear_fc1.layer_norm_weight"
-    for source, role in _NORM_ROLES[family.norms].items():
+    for source, role in family.norms.items():
         yield Rule(targets[role], (f"{source}.weight",), Cut.COPIED)
 
 

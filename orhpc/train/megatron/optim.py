@@ -171,7 +171,7 @@ class MegatronOptimizer:
                 yield HeldState(parameter, span.start, span.end, tensors)
 
     @torch.no_grad()
-    def take_up(self, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
         """Continue after ``steps`` steps, with the state that was written into :meth:`held`."""
         self.steps = steps
         for part in self._parts:

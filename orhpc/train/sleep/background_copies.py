@@ -57,6 +57,11 @@ class BackgroundCopies:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
+    def close(self) -> None:
+        """Wait for all copies and free the device memory used between them."""
+        self.settle()
+        self._stream, self._between = None, torch.empty(0)
+
     def _run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         try:
             # A new thread starts with the process's first device as its current device.

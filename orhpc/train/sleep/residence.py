@@ -132,7 +132,7 @@ class OffloadManager:
         return self._asleep
 
     def prepare(self, size: int) -> None:
-        """Start to allocate ``size`` bytes on the host; :meth:`sleep` allocates any more that it needs."""
+        """Start to allocate ``size`` bytes on the host; :meth:`sleep` allocates more if it needs more."""
         self._buffer.prepare(size)
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
@@ -152,11 +152,11 @@ class OffloadManager:
             block.current = False
 
     def settle(self) -> None:
-        """Make the device's later work wait for the copies that :meth:`wake` started."""
+        """Make the device's later work wait for the copies that :meth:`begin` and :meth:`wake` started."""
         self._background.settle()
 
     def begin(self, kept: Iterable[Tensor], late: Iterable[Tensor]) -> None:
-        """Start to copy ``late`` to the host concurrently; nothing may change until :meth:`sleep`.
+        """Start to copy ``late`` to the host concurrently; call :meth:`changing` before any is written.
 
         ``kept`` and ``late``: see :meth:`sleep`.
         """
@@ -165,7 +165,7 @@ class OffloadManager:
         self._place(kept, late)
         self._copy_down([b for b in self._blocks.values() if b.late], background=True)
 
-    def hold(
+    def snapshot(
         self, kept: Iterable[Tensor], late: Iterable[Tensor], readers_done: Callable[[], object]
     ) -> None:
         """Copy everything to the host for :meth:`on_host`; the copy is valid until ``readers_done`` returns.
@@ -179,7 +179,7 @@ class OffloadManager:
         self._readers_done = readers_done
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Return the host copy of a tensor, in its shape; only after :meth:`hold` or while offloaded."""
+        """Return the host copy of a tensor, in its shape; only after :meth:`snapshot` or while offloaded."""
         block = self._blocks.get(_key(tensor))
         if block is None:  # no elements, or always on the host
             return tensor.detach().cpu().clone()
@@ -224,8 +224,13 @@ class OffloadManager:
         self._copy_up([block for block in blocks if block.late], background=True)
 
     def close(self) -> None:
-        """Wait for all copies; their memory may then be freed."""
+        """Wait for all copies, then release all memory that this object holds."""
         self._synchronize()
+        self._background.close()
+        self._blocks, self._dropped, self._asleep = {}, [], False
+        self._readers_done = self._filler = None
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._buffer.free()
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or its host copy while offloaded."""

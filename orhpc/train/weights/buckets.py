@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from orhpc.train.weights.fp8 import Quantize
-
-BUCKET_BYTES = 512 << 20
+from orhpc.train.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ def plan_buckets(
     shapes: Mapping[str, tuple[int, ...]],
     split: Callable[[str, Tensor], Mapping[str, Tensor]],
     dtype: torch.dtype,
-    limit: int = BUCKET_BYTES,
+    limit: int,
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[BucketSpec]:
@@ -70,6 +69,13 @@ def plan_buckets(
     if names:
         close()
     return buckets
+
+
+def buckets_of(source: WeightSource, limit: int) -> list[BucketSpec]:
+    """Divide a model's parameters by :func:`plan_buckets`."""
+    return plan_buckets(
+        source.parameter_shapes(), source.hf_names().split, source.dtype, limit, dtypes=source.export_dtypes()
+    )
 
 
 def quantized(spec: BucketSpec, quantize: Quantize) -> BucketSpec:

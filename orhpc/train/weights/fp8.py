@@ -158,10 +158,3 @@ def quantize_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tens
     scaled = (blocks * factor[..., :, None, :, None]).clamp(-LARGEST, LARGEST)
     values = scaled.to(torch.float8_e4m3fn).view(*several, down * BLOCK, across * BLOCK)
     return values[..., :rows, :columns].contiguous(), factor.reciprocal()
-
-
-def dequantize_blocks(values: Tensor, scales: Tensor) -> Tensor:
-    """Invert :func:`quantize_blocks` up to rounding; float32 ``[N, K]``."""
-    rows, columns = values.shape
-    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return values.float() * spread

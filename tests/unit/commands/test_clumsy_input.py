@@ -118,6 +118,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @FIXED
 @given(st.one_of(ANY_TEXT, st.builds("{}={}".format, st.one_of(KEYS, ANY_TEXT), VALUES)))
 def test_any_override_is_taken_or_refused(override: str) -> None:
@@ -198,6 +199,7 @@ def test_the_run_itself_is_fine(run: RunDir, capsys: pytest.CaptureFixture[str])
     assert cli.main(["report", str(run.path)]) == EXIT_OK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [
     b"", b"{", b"[]", b"3", b"\xff\x00", b"[" * 3000,
     b"{\n", b"3\n", b"\xff\x00\n", b"[" * 3000 + b"\n",  # as whole lines, of a file that has lines
@@ -224,6 +226,7 @@ FIELDS = ["time", "attempt", "step", "steps", "seconds", "phases", "error", "kin
 EVENT = st.fixed_dictionaries({"event": st.one_of(NAMES, JSON)}, optional=dict.fromkeys(FIELDS, JSON))
 
 
+@pytest.mark.slow
 @settings(FIXED, max_examples=60)
 @given(events=st.lists(st.one_of(EVENT, JSON), max_size=6))
 def test_any_events_are_shown_or_left_out(

@@ -169,6 +169,7 @@ def test_the_run_works_without_wandb_installed(
     assert "W&B is off for this attempt" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_unreachable_server_leaves_the_data_in_the_run_directory(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,6 +119,7 @@ def test_mem_fraction_static_among_sglang_s_own_options_counts(tmp_path: Path) -
     assert own.kv_tokens == ours.kv_tokens != plan_of("Qwen3-8B", tmp_path).kv_tokens
 
 
+@pytest.mark.slow
 def test_only_megatron_is_suggested_if_whole_layers_do_not_fit(tmp_path: Path) -> None:
     run = plan_of(
         "DeepSeek-V3", tmp_path, 79.6, placement={"nodes": 32, "devices_per_node": 8}, engine={"tp": 8}
@@ -178,6 +179,7 @@ def test_unknown_devices_are_checked_against_the_largest_device(commands: Path, 
         fit.check(config_of(tmp_path, REAL["Qwen3-30B-A3B"][0], engine={"tp": 4}))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.floats(10, 200), st.sampled_from([1, 2, 4, 8, 16]))
 def test_a_config_refused_at_one_memory_size_is_refused_below_it(gib: float, nodes: int) -> None:

@@ -17,8 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from orhpc.config import ModelSettings
 from orhpc.errors import ModelError
 from orhpc.train.checkpoint.export import export_checkpoint
-from orhpc.train.fsdp.backend import FsdpBackend
-from tests.trainer_kit import make_config, ranks_of
+from tests.trainer_kit import fsdp_backend, make_config, ranks_of
 
 SIZES: dict[str, Any] = {
     # One dictionary for all families: each uses the names that its configuration has.
@@ -122,9 +121,8 @@ def test_what_was_loaded_and_committed_is_exported(kind: str, tmp_path: Path) ->
 def test_a_family_whose_checkpoints_merge_tensors_is_refused_by_name(tmp_path: Path) -> None:
     """HRM's checkpoints hold queries, keys, values and gate in one tensor, but the model has four."""
     save_tiny("hrm_text", tmp_path)
-    backend = FsdpBackend(make_config(), str(tmp_path), 0, 1)
     with pytest.raises(
         ModelError, match="family 'hrm_text' cannot be trained: its checkpoints merge"
     ) as caught:
-        backend.build()
+        fsdp_backend(make_config(), str(tmp_path))
     assert "\n" not in str(caught.value)

@@ -165,6 +165,7 @@ def test_an_error_that_begins_late_is_not_averaged_away_and_nan_is_one() -> None
 # --- the trainer ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "gemma2", "llama4"])
 def test_families_that_are_computed_rightly_are_accepted(family: str, dtype: str, tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def _no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_attention, "_stacked_attention", attend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", [_no_softcap, _no_window, _no_boundaries])
 def test_a_trainer_that_computes_another_model_is_refused(

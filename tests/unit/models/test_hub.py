@@ -159,6 +159,7 @@ def refusals(hub: Hub) -> list[tuple[str, type[Exception], str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(10))
 def test_every_bad_hub_is_one_line(
     case: int, hub: Hub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,15 @@ def test_names_and_shapes_are_those_of_a_checkpoint(name: str) -> None:
     assert any(spans) == any(k in name for k in ("mistral", "windowed", "gemma", "llama4", "v32"))
 
 
+@pytest.mark.parametrize("name", sorted(n for n, c in TINY.items() if c.get("kv_lora_rank")))
+def test_latent_norms_have_the_epsilon_of_the_familys_row(name: str) -> None:
+    content = {**TINY[name], "rms_norm_eps": 0.03}
+    norms = {n: m for n, m in meta_model(content).named_modules() if n.endswith("_a_layernorm")}
+    expected = shape_of(content).family.megatron.latent_norm_eps
+    assert norms
+    assert {norm.variance_epsilon for norm in norms.values()} == {0.03 if expected is None else expected}
+
+
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_real_sizes_have_as_many_parameters_as_transformers_says(name: str) -> None:
     config, parameters, _ = REAL[name]
@@ -75,6 +84,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert backward.get_total_flops() == pytest.approx(2 * forward.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
 def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:

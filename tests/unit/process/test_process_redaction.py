@@ -94,6 +94,7 @@ def head(tmp_path: Path, config: Path) -> Iterator[tuple[RayNode, str, Path]]:
         yield running
 
 
+@pytest.mark.slow
 def test_actors_repeat_no_secret(head: tuple[RayNode, str, Path], config: Path, tmp_path: Path) -> None:
     node, address, token = head
     words = [sys.executable, "-c", DRIVER, str(config), address, str(token), str(tmp_path)]
@@ -125,6 +126,7 @@ def last_words(process: EngineProcess, log: Path) -> str:
     return log.read_text()
 
 
+@pytest.mark.slow
 def test_a_cpu_engine_repeats_no_secret(config: Path, tmp_path: Path) -> None:
     """The name of what it should load contains all secrets, and its error message repeats that name."""
     folder, (port,) = f"/nowhere/{ALL}/{OWN}/{ACCOUNT}/{KEY}", free_ports(1, HOST)
@@ -134,6 +136,7 @@ def test_a_cpu_engine_repeats_no_secret(config: Path, tmp_path: Path) -> None:
     assert "hunter2" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["sglang_server", "sglang_router"])
 def test_servers_that_we_wrap_repeat_no_secret(config: Path, module: str) -> None:
     words = [

@@ -90,8 +90,8 @@ def test_a_conversation_with_tools_is_one_growing_text() -> None:
 
 
 @pytest.mark.parametrize("controls", [CHATML, QWEN, LLAMA, DEEPSEEK, GLM])
-def test_every_family_grows_by_exact_prefixes(controls: tuple[str, ...]) -> None:
-    family = chat(controls)
+def test_every_format_grows_by_exact_prefixes(controls: tuple[str, ...]) -> None:
+    form = chat(controls)
     calls = {
         "chatml": call("add", by=1),
         "llama3": '{"name": "add", "parameters": {"by": 1}}',
@@ -99,14 +99,14 @@ def test_every_family_grows_by_exact_prefixes(controls: tuple[str, ...]) -> None
         '{"by": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         "glm": "<tool_call>add\n<arg_key>by</arg_key>\n<arg_value>1</arg_value>\n</tool_call>{end}",
     }
-    policy = Policy(family, [calls[family.family]] * 3 + ["Done."])
+    policy = Policy(form, [calls[form.name]] * 3 + ["Done."])
     room = Room("Count.", {"add": ["1", "2\n", " 3"]})
-    rollout = run(room, policy, family)
+    rollout = run(room, policy, form)
     assert rollout.end is RolloutEnd.ANSWERED
     assert room.calls == [("add", {"by": 1})] * 3
-    ends = [i for i in rollout.tokens_T.tolist() if i == family.codec.token_id(family.stops[0])]
-    text = family.codec.decode(rollout.tokens_T.tolist())
-    assert (family.stops[0] * 2) not in text
+    ends = [i for i in rollout.tokens_T.tolist() if i == form.codec.token_id(form.stops[0])]
+    text = form.codec.decode(rollout.tokens_T.tolist())
+    assert (form.stops[0] * 2) not in text
     assert len(ends) >= 4
 
 
@@ -118,9 +118,9 @@ def test_a_terminal_environment_takes_the_plain_answer() -> None:
 
 
 def test_reasoning_is_no_part_of_the_answer() -> None:
-    family = chat(QWEN)
+    form = chat(QWEN)
     room = Room(terminal=[ToolResult("", reward=1.0, finished=True)])
-    rollout = run(room, Policy(family, ["<think>\nperhaps 8\n</think>\n\n7"]), family, thinking=True)
+    rollout = run(room, Policy(form, ["<think>\nperhaps 8\n</think>\n\n7"]), form, thinking=True)
     assert room.said == ["7"]
     assert rollout.messages[1]["reasoning"] == "perhaps 8"
 

@@ -1,6 +1,6 @@
 """Chat formats against chat templates, and untrusted text against the tokenizers' control tokens.
 
-The templates here are written from each family's documentation, independently of the Python renderers used
+The templates here are written from each format's documentation, independently of the Python renderers used
 for tokenizers without a template.
 """
 
@@ -180,7 +180,7 @@ GLM45 = """\
 {{- '\n<think></think>' if enable_thinking is defined and not enable_thinking else '' }}{%- endif %}
 """
 
-FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
+OFFICIAL: dict[str, tuple[tuple[str, ...], str]] = {
     "smollm2": (CHATML, SMOLLM2),
     "qwen2.5": (QWEN, QWEN25),
     "qwen3": (QWEN, QWEN3),
@@ -209,21 +209,21 @@ _FORMS: dict[str, ChatFormat] = {}
 
 
 def chat_for(name: str) -> ChatFormat:
-    """A family's format with its official template, created once."""
+    """A chat format with its official template, created once."""
     if name not in _FORMS:
-        _FORMS[name] = chat(*FAMILIES[name])
+        _FORMS[name] = chat(*OFFICIAL[name])
     return _FORMS[name]
 
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("system", [None, "Be {brief}."])
 @pytest.mark.parametrize(
-    ("name", "with_tools"), [(n, False) for n in FAMILIES] + [(n, True) for n in TAKES_TOOLS]
+    ("name", "with_tools"), [(n, False) for n in OFFICIAL] + [(n, True) for n in TAKES_TOOLS]
 )
 def test_prompts_equal_the_official_template(
     name: str, with_tools: bool, system: str | None, thinking: bool
 ) -> None:
-    made, form = tokenizer(*FAMILIES[name]), chat_for(name)
+    made, form = tokenizer(*OFFICIAL[name]), chat_for(name)
     for user in PROMPTS:
         messages = ([{"role": "system", "content": system}] if system else []) + [
             {"role": "user", "content": user}
@@ -236,11 +236,11 @@ def test_prompts_equal_the_official_template(
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("results", [["4"], ["a\n", " b", ""], ['say "hi"\t\\']])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OFFICIAL)
 def test_tool_results_continue_the_official_conversation(
     name: str, results: list[str], thinking: bool
 ) -> None:
-    made, form = tokenizer(*FAMILIES[name]), chat_for(name)
+    made, form = tokenizer(*OFFICIAL[name]), chat_for(name)
     begin = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ANSWER"}]
     messages = begin + [{"role": "tool", "content": r} for r in results]
     whole = official(made, messages, thinking=thinking)
@@ -253,9 +253,9 @@ def test_tool_results_continue_the_official_conversation(
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OFFICIAL)
 def test_a_users_word_continues_the_official_conversation(name: str, thinking: bool) -> None:
-    made, form = tokenizer(*FAMILIES[name]), chat_for(name)
+    made, form = tokenizer(*OFFICIAL[name]), chat_for(name)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ANSWER"}]
     whole = official(made, [*messages, {"role": "user", "content": "Go on."}], thinking=thinking)
     delta = form.user_ids("Go on.", FinishReason.LENGTH, thinking=thinking)
@@ -267,11 +267,11 @@ def test_a_users_word_continues_the_official_conversation(name: str, thinking: b
 
 @pytest.mark.parametrize("system", [None, "Be {brief}."])
 @pytest.mark.parametrize("opening", [[], [("system", "You are a clerk.")]])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OFFICIAL)
 def test_conversations_equal_the_official_template(
     name: str, opening: list[tuple[str, str]], system: str | None
 ) -> None:
-    made, form = tokenizer(*FAMILIES[name]), chat_for(name)
+    made, form = tokenizer(*OFFICIAL[name]), chat_for(name)
     turns = [*opening, ("user", "Hi"), ("assistant", "Hello, you."), ("user", " What now?\n")]
     messages = [{"role": role, "content": text} for role, text in turns]
     if system and opening:
@@ -287,7 +287,7 @@ def test_conversations_equal_the_official_template(
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("thinking", [False, True])
 def test_renderers_stand_in_for_the_template(name: str, thinking: bool) -> None:
-    controls, template = FAMILIES[name]
+    controls, template = OFFICIAL[name]
     with_template, without = chat(controls, template), chat(controls)
     assert without.stop_token_ids == with_template.stop_token_ids
     for system in (None, "Be brief."):
@@ -305,7 +305,7 @@ def test_renderers_stand_in_for_the_template(name: str, thinking: bool) -> None:
         assert got == with_template.tool_results_ids(results, STOP, thinking=thinking)
 
 
-@pytest.mark.parametrize("controls", [c for c, _ in FAMILIES.values()] + [GLM4])
+@pytest.mark.parametrize("controls", [c for c, _ in OFFICIAL.values()] + [GLM4])
 def test_the_end_of_a_turn_is_written_once(controls: tuple[str, ...]) -> None:
     form = chat(controls)
     ends = [form.codec.token_id(s) for s in form.stops]
@@ -326,12 +326,12 @@ def _foreign_texts(controls: tuple[str, ...]) -> st.SearchStrategy[str]:
     return st.lists(pieces | st.text(max_size=3), max_size=8).map("".join)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OFFICIAL)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_foreign_text_makes_a_control_token(name: str, data: st.DataObject) -> None:
     form = chat_for(name)
-    text = data.draw(_foreign_texts(FAMILIES[name][0]))
+    text = data.draw(_foreign_texts(OFFICIAL[name][0]))
     ids = frozenset(form.codec.controls.values())
     clean_prompt = [i for i in form.prompt_ids("hello", tools=TOOLS) if i in ids]
     assert [i for i in form.prompt_ids(text, tools=TOOLS) if i in ids] == clean_prompt
@@ -442,7 +442,7 @@ def written(name: str, calls: list[ToolCall]) -> str:
 @pytest.mark.parametrize("count", [1, 2])
 def test_calls_come_back_in_their_order(controls: tuple[str, ...], count: int) -> None:
     form = chat(controls)
-    ids = form.codec.encode([written(form.family, CALLS[:count]) + form.stops[0]])
+    ids = form.codec.encode([written(form.name, CALLS[:count]) + form.stops[0]])
     message = form.parse(ids)
     assert (
         [(c.name, c.arguments) for c in message.tool_calls]
@@ -599,8 +599,8 @@ def test_other_ways_to_write_a_call() -> None:
         (GLM4, "glm"),
     ],
 )
-def test_the_family_shows_in_the_vocabulary(controls: tuple[str, ...], name: str) -> None:
-    assert chat(controls).family == name
+def test_the_format_shows_in_the_vocabulary(controls: tuple[str, ...], name: str) -> None:
+    assert chat(controls).name == name
 
 
 def test_an_unknown_vocabulary_names_the_setting() -> None:
@@ -610,7 +610,7 @@ def test_an_unknown_vocabulary_names_the_setting() -> None:
     ):
         with pytest.raises(ModelError, match=rf"model\.chat_format: .*; .*{way}"):
             chat(controls)
-    assert chat_format(ModelSettings(chat_format="llama3"), tokenizer((*CHATML, *LLAMA))).family == "llama3"
+    assert chat_format(ModelSettings(chat_format="llama3"), tokenizer((*CHATML, *LLAMA))).name == "llama3"
 
 
 def test_a_format_that_does_not_fit_names_the_missing_token() -> None:
@@ -632,6 +632,7 @@ def test_a_broken_template_is_one_clear_line(template: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controls", [QWEN, LLAMA, DEEPSEEK, GLM4, GLM], ids=lambda c: c[0])
 def test_any_turn_is_parsed_in_time_linear_in_its_length(controls: tuple[str, ...]) -> None:
     """Text repeated 100,000 times, after each way to start a call, used to take 67 s and more."""

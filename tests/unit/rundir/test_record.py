@@ -189,6 +189,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_changed_byte_at_any_position_is_detected(stored: bytes, data: st.DataObject) -> None:

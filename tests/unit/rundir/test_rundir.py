@@ -74,6 +74,7 @@ def test_an_attempt_that_never_chose_a_start_changes_nothing(tmp_path: Path) -> 
     assert run.lineage() == [ten]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=8))
 def test_lineage_is_a_descending_chain_of_what_each_attempt_could_see(

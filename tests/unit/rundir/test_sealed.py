@@ -48,6 +48,7 @@ def run(tmp_path: Path) -> RunDir:
 LINEAGE = ["step_3.a002", "step_2.a002", "step_1.a001"]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_changed_byte_of_a_manifest_is_detected(run: RunDir, data: st.DataObject) -> None:

@@ -14,11 +14,10 @@ import pytest
 
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_REQUEUE, CheckpointError, ConfigError, StorageRefused
-from orhpc.launch.node import launcher
+from orhpc.launch.node import launcher, outcome_recorder
 from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Reason
-from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir, commits, storage
 from orhpc.rundir.storage import StorageRetry, ToleratedOutages, retry_write
 from tests.unit.rundir.test_rundir import commit, make_run, start
@@ -80,9 +79,7 @@ def test_a_write_without_an_event_loop_is_retried_until_the_limit(server: Server
 
 def first_node(tmp_path: Path, restart: int = 0) -> launcher.FirstNode:
     config = load_config(Path("configs/tiny.yaml"), [f"run.root={tmp_path}/runs", "run.storage_wait_s=5"])
-    first = launcher.FirstNode(Job("7", restart, 0, 1, "n0", "7", tmp_path), config)
-    first._node = Node("n0", "127.0.0.1", 1)
-    return first
+    return launcher.FirstNode(Job("7", restart, 0, 1, "n0", "7", tmp_path), config)
 
 
 @pytest.mark.parametrize("error", AWAY)
@@ -91,18 +88,18 @@ def test_the_first_node_waits_for_an_unavailable_run_directory_and_writes_its_ou
 ) -> None:
     first = first_node(tmp_path)
     first.rundir.create()
-    first._attempt = first.rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    attempt = first.rundir.begin_attempt(kind="slurm", job="7", chain="7")
     server.folder = first.rundir.path
     server.away(error, 2)
-    first._conclude(EXIT_REQUEUE)
+    first.recorder.record(attempt, EXIT_REQUEUE)
     (outcome,) = ledger.read(first.rundir)
     assert outcome.reason is Reason.INFRASTRUCTURE
     server.away(error, 10_000)
     monkeypatch.setattr(
-        launcher, "retry_write", lambda write, wait_s, report: retry_write(write, 0.1, report)
+        outcome_recorder, "retry_write", lambda write, wait_s, report: retry_write(write, 0.1, report)
     )
-    first._conclude(EXIT_REQUEUE)
-    assert first._code == EXIT_REQUEUE
+    first.recorder.record(attempt, EXIT_REQUEUE)
+    assert first.recorder.exit_code == EXIT_REQUEUE
 
 
 @pytest.mark.parametrize("error", AWAY)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,22 @@ def test_bad_arrays_end_the_step_before_any_update(make: Callable[..., TrainerRa
     with pytest.raises(DataError, match=r"0\.5"):
         rank.step(batches, step=1)
     assert_equal_state(state_of(rank), before)
+
+
+def test_closing_releases_the_model_and_its_copy(make: Callable[..., TrainerRank], tmp_path: Path) -> None:
+    rank = make(algorithm={"use_kl_loss": True})
+    rank.step(plan(0), step=1)
+    rank.save_begin(str(tmp_path))
+    while rank.save_poll() is None:
+        time.sleep(0.01)
+    backend: Any = rank.backend
+    held = [weakref.ref(p) for model in (backend.policy, backend.reference) for p in model.parameters()]
+    held += [weakref.ref(shard.tensor) for shard in rank._saves._snapshot._shards]
+    del backend
+    rank.close()
+    gc.collect()
+    assert held
+    assert all(ref() is None for ref in held)
 
 
 def _two_ranks(rank: int, world: int, port: int, folder: str, checkpoint: str) -> Any:

@@ -55,8 +55,7 @@ def test_weights_reach_every_engine(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch, dtype: str, n: int
 ) -> None:
     rank = make(dtype=dtype)
-    planned = rank._plan
-    monkeypatch.setattr(rank, "_plan", lambda _limit: planned(20_000))
+    monkeypatch.setattr(rank.sync, "_bucket_bytes", 20_000)
     rank.step(plan(0), step=1)
     specs = rank.weight_buckets()
     assert len(specs) > 1

@@ -139,6 +139,14 @@ def _empty_file(folder: Path) -> None:
     (folder / "trainer.00000-of-00002.safetensors").write_bytes(b"")
 
 
+def test_a_file_of_the_name_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_text("of another export")
+    with pytest.raises(FileExistsError):
+        write_safetensors(path, [], [], {})
+    assert path.read_text() == "of another export"
+
+
 def _other_save(folder: Path) -> None:
     other = folder.parent / "other"
     save(other, state(), 2, {"optimiser_steps": 8})
@@ -276,6 +284,7 @@ def commit_of(folder: Path, model_dir: str) -> dict[str, torch.Tensor]:
 FAMILIES = ["llama", "qwen3_moe", "gemma3", "deepseek_v3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_commit_loads_in_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
@@ -317,11 +326,21 @@ def test_the_command_line_exports_in_half_precision(
     assert AutoConfig.from_pretrained(out).dtype == torch.bfloat16
     assert all(t.dtype == torch.bfloat16 for t in load_file(out / "model.safetensors").values())
     assert main(arguments) != 0  # an older export is not overwritten
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not an empty folder" in capsys.readouterr().err
     arguments[0] = str(tmp_path / "nothing")
     arguments[1] = str(tmp_path / "another")
     assert main(arguments) != 0
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_export_over_a_file_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert main([str(tmp_path / "commit"), str(tmp_path / "file"), "--model-dir", str(tmp_path)]) != 0
+    assert capsys.readouterr().err == (
+        f"export: {tmp_path / 'file'} is not an empty folder; export into a new folder\n"
+    )
 
 
 def test_a_commit_of_another_shape_is_not_exported(tmp_path: Path) -> None:
@@ -414,7 +433,7 @@ def test_a_failed_export_still_uses_up_the_other_ranks_tensors(tmp_path: Path) -
     settings_ = ModelSettings(dtype="float32")
     model = empty_model(load_model_config(model_dir, settings_), settings_)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    buckets = plan_buckets(shapes, HfNames(model).split, torch.float32)
+    buckets = plan_buckets(shapes, HfNames(model).split, torch.float32, 1 << 20)
     (tmp_path / "file").write_text("in the way")
     produced = []
 

@@ -88,7 +88,7 @@ def _one_of_two_fails(rank: int, world: int, port: int, folder: str, out: str) -
         while not failed.exists():
             time.sleep(0.01)
         time.sleep(0.2)
-        trainer.break_off()
+        trainer.abandon_collectives()
 
     if rank == 1:
         trainer.load_batch = fails

@@ -111,7 +111,7 @@ def test_what_is_read_on_the_host_is_not_written_over() -> None:
         found = residence.on_host(weights), residence.on_host(moments)
         asked.append(all(map(torch.equal, found, wanted)))
 
-    residence.hold([weights], [moments], read)
+    residence.snapshot([weights], [moments], read)
     residence.sleep([weights], [moments])  # the host copies are current
     residence.wake()
     assert asked == []
@@ -123,7 +123,7 @@ def test_what_is_read_on_the_host_is_not_written_over() -> None:
     assert asked == [True]
     residence.sleep([weights], [moments])
     assert asked == [True]  # once
-    residence.hold([weights], [moments], read)  # offloaded, with nothing to copy
+    residence.snapshot([weights], [moments], read)  # offloaded, with nothing to copy
     assert torch.equal(residence.on_host(moments), wanted[1] + 1)
     assert residence.on_host(torch.ones(3)).tolist() == [1, 1, 1]  # was never on the device
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.errors import InfraError, ModelError, RoutesMissing
-from orhpc.wire.routes import RouteLog, RouteShape, decode_routes, encode_routes, slice_rows
+from orhpc.wire.routes import RouteLog, RouteShape, decode_routes, encode_routes
 
 
 def random_routes(rows: int, shape: RouteShape, seed: int) -> np.ndarray:
@@ -66,20 +66,6 @@ def test_what_is_not_routes_is_typed(wire: str | None) -> None:
     with pytest.raises(RoutesMissing):
         decode_routes(wire, RouteShape(3, 2, 8), 5)
     assert issubclass(RoutesMissing, InfraError)
-
-
-@given(st.data())
-def test_slices_are_positions(data: st.DataObject) -> None:
-    routes = random_routes(10, RouteShape(1, 1, 20), 1)
-    first = data.draw(st.integers(0, 30))
-    start = data.draw(st.integers(first, first + 10))
-    end = data.draw(st.integers(start, first + 10))
-    got = slice_rows(routes, start, end, routes_start=first)
-    np.testing.assert_array_equal(got, routes[start - first : end - first])
-    assert len(got) == 0 or np.shares_memory(got, routes)
-    for a, b in ((first - 1, end), (start, first + 11)):
-        with pytest.raises(RoutesMissing):
-            slice_rows(routes, a, b, routes_start=first)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8))

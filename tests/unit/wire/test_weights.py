@@ -17,9 +17,9 @@ from orhpc.wire.weights import (
     deserialize_named_tensors,
     empty_bucket,
     flatten_bucket,
-    serialize_named_tensors,
     unflatten_bucket,
 )
+from tests.serialized_weights import serialize_named_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
 tensors = st.builds(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,7 @@ class NotServing(RuntimeError):
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One generation request; the scheduler fills in the fields after ``arrived``."""
+    """One generation request; the scheduler fills in the fields from ``output`` on."""
 
     rid: str
     prompt: list[int]
@@ -38,7 +37,6 @@ class EngineRequest:
     return_logprob: bool
     routes_start: int | None
     done: asyncio.Future[None]
-    arrived: float = field(default_factory=time.monotonic)
 
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -64,6 +64,7 @@ def test_evaluation_counts_as_load() -> None:
     assert expected_rollouts(unknown, "e") == 200  # the workers' limit
 
 
+@pytest.mark.slow
 @given(st.integers(1, 512), st.integers(2, 32), st.integers(1, 16), st.integers(1, 256))
 def test_there_is_at_least_one_server_and_no_unused_one(
     groups: int, samples: int, workers: int, cpus: int

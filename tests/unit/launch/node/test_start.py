@@ -52,6 +52,7 @@ def test_server_ports_are_held_until_the_servers_start(tmp_path: Path) -> None:
     assert all(is_free(HOST, port) for port in ports)
 
 
+@pytest.mark.slow
 def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.serve=no_such_module:Environment")
     (tmp_path / "environment.key").write_text("key")
@@ -216,6 +217,7 @@ def test_another_node_exits_soon_after_a_signal_if_the_first_is_gone(
     assert "the first node is gone: exiting" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_node_stays_after_a_signal_until_the_first_has_committed_its_step(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as head:
         thread = other_that_was_signalled(tmp_path, f"{HOST}:{head.getsockname()[1]}")
@@ -306,17 +308,17 @@ def test_on_one_node_the_driver_starts_after_the_raylet(
 
     started_after: list[int] = []
 
-    def start_driver(*args: object) -> subprocess.Popen[bytes]:
+    def spawn(*args: object, **settings: object) -> subprocess.Popen[bytes]:
         started_after.append(Ray.looks)
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(first_node, "RayNode", Ray)
-    monkeypatch.setattr(first_node, "_start_driver", start_driver)
+    monkeypatch.setattr(first_node.processes, "spawn", spawn)
     monkeypatch.setattr(first_node, "RAYLETS_S", 5.0 if comes_up else 0.3)
     monkeypatch.setattr(ServedEnvironments, "start", lambda self: None)
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     attempt = rundir.begin_attempt(kind="local")
     here = Node("n0", HOST, 2)
-    assert first_node.run_first_node(rundir, attempt, config_of(), here, tmp_path / "stop") == 0
+    assert first_node.Attempt(rundir, attempt, config_of(), here, tmp_path / "stop").run() == 0
     assert started_after[0] >= 4

@@ -13,10 +13,10 @@ from orhpc.commands.cli import main
 from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_OK, EXIT_REQUEUE, StorageRefused
 from orhpc.launch.node import launcher
+from orhpc.launch.node.outcome_recorder import OutcomeRecorder
 from orhpc.launch.slurm import back_off, holder, ledger
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome, Reason
-from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog
 
@@ -70,13 +70,9 @@ def test_a_new_step_or_another_job_resets_the_wait() -> None:
     assert wait_after(ended(killed, killed, killed, (Reason.CRASH, 4))) == 0
 
 
-def first_node(run: RunDir, folder: Path) -> launcher.FirstNode:
-    """The first node of a job, in an attempt that has just begun."""
+def recorder_of(run: RunDir, folder: Path) -> OutcomeRecorder:
     config = load_config(CONFIG, [f"run.root={run.path.parent}", "run.name=run"])
-    first = launcher.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
-    first._node = Node("n0", "127.0.0.1", 1)
-    first._attempt = run.begin_attempt(kind="slurm", job="7", chain="7")
-    return first
+    return OutcomeRecorder(Job("7", 0, 0, 1, "n0", "7", folder), config, run)
 
 
 def asked(folder: Path) -> str | None:
@@ -95,14 +91,15 @@ def test_an_ending_attempt_requests_the_wait_and_logs_one_line(
 ) -> None:
     waits = []
     for _ in range(3):
-        first = first_node(run, tmp_path)
+        recorder = recorder_of(run, tmp_path)
+        attempt = run.begin_attempt(kind="slurm", job="7", chain="7")
         if storage:
-            log = EventLog(run.events, first._attempt)
+            log = EventLog(run.events, attempt)
             log.write("failed", kind="StorageRefused", error="rollouts cannot be written: Stale file handle")
             log.close()
-        first._conclude(EXIT_REQUEUE if storage else -signal.SIGKILL)
+        recorder.record(attempt, EXIT_REQUEUE if storage else -signal.SIGKILL)
         waits.append(asked(tmp_path))
-        assert first._code == EXIT_REQUEUE
+        assert recorder.exit_code == EXIT_REQUEUE
     assert waits == [None, "120", "240"]
     lines = [line for line in capsys.readouterr().err.splitlines() if "comes back in" in line]
     what = "storage refused" if storage else "killed"

@@ -178,6 +178,7 @@ def test_an_srun_that_starts_no_task_is_killed_and_the_job_requeued_with_a_delay
     assert len(shell.calls("srun")) == 1
 
 
+@pytest.mark.slow
 def test_an_srun_is_not_killed_while_the_first_node_works(shell: Shell) -> None:
     shell.program(
         "srun",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,19 @@ from orhpc.errors import (
 )
 from orhpc.launch.checks import memory_limit
 from orhpc.launch.checks.memory_limit import MemoryWatch
-from orhpc.launch.node import launcher
+from orhpc.launch.node import launcher, rendezvous
+from orhpc.launch.node.job_attempt import JobAttempt
+from orhpc.launch.node.outcome_recorder import OutcomeRecorder
+from orhpc.launch.node.rendezvous import NodeReady
 from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.batch_output import BatchOutput
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome, Reason
+from orhpc.launch.slurm.preempt import Signals
 from orhpc.launch.slurm.verdict import AttemptEvidence
 from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir
-from orhpc.rundir.events import EventLog, Tail
+from orhpc.rundir.events import EventLog
 
 PREEMPTED = "slurmstepd-n3: error: *** JOB 3 ON n3 CANCELLED AT 2026-11-23T07:27:26 DUE TO PREEMPTION ***\n"
 REQUEUED = PREEMPTED.replace("PREEMPTION", "JOB REQUEUE")
@@ -130,23 +133,39 @@ def test_a_driver_ended_by_a_signal_has_the_right_reason(
     kills = {"cgroup": 0, "machine": 0}
     monkeypatch.setattr(memory_limit, "oom_kills", lambda: kills["cgroup"])
     monkeypatch.setattr(memory_limit, "machine_kills", lambda: kills["machine"])
-    first = first_node(rundir, tmp_path)
-    first._looked = time.monotonic()  # the last check was a moment ago
+    attempt, recorder = begin_attempt(rundir, tmp_path)
     if kernel is not None:
         kills[kernel] += 1
-    first._conclude(status)
+    attempt.driver_ended(status)
     (outcome,) = ledger.read(rundir)
     assert outcome.reason is reason
-    assert first._code == (EXIT_FAILED if reason is Reason.CRASH else EXIT_REQUEUE)
+    assert recorder.exit_code == (EXIT_FAILED if reason is Reason.CRASH else EXIT_REQUEUE)
 
 
-def first_node(rundir: RunDir, folder: Path, *overrides: str) -> launcher.FirstNode:
-    """The first node of a job, in an attempt that has just begun."""
-    config = load_config(Path("configs/tiny.yaml"), [f"run.root={folder}", "run.name=run", *overrides])
-    first = launcher.FirstNode(Job("7", 0, 0, 1, "n0", "7", folder), config)
-    first._node = Node("n0", "127.0.0.1", 1)
-    first._attempt = rundir.begin_attempt(kind="slurm", job="7", chain="7")
-    return first
+def begin_attempt(rundir: RunDir, folder: Path, nodes: int = 1) -> tuple[JobAttempt, OutcomeRecorder]:
+    """An attempt of a job that has just begun, and the recorder of its outcome."""
+    config = load_config(Path("configs/tiny.yaml"), [f"run.root={folder}", "run.name=run"])
+    job = Job("7", 0, 0, nodes, "n0", "7", folder)
+    recorder = OutcomeRecorder(job, config, rundir)
+    number = rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    node = Node("n0", "127.0.0.1", 1)
+    return JobAttempt(rundir, number, config, node, job, Signals(job.stop_file), recorder), recorder
+
+
+def test_a_bad_node_is_excluded_and_the_first_node_is_not(
+    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(Path("configs/tiny.yaml"), [f"run.root={tmp_path}", "run.name=run"])
+    job = Job("7", 0, 0, 2, "n0", "7", tmp_path)
+    first = launcher.FirstNode(job, config)
+    number = rundir.begin_attempt(kind="slurm", job="7", chain="7")
+    rendezvous.join(rundir, number, NodeReady(1, "n1", problem="its GPU fell off the bus"))
+    monkeypatch.setattr(JobAttempt, "run", lambda self: self.gather({}))
+    monkeypatch.setattr(launcher.preflight, "require", lambda *given: None)
+    monkeypatch.setattr(launcher, "this_node", lambda *given: Node("n0", "127.0.0.1", 1))
+    assert first._lead(number) == EXIT_REQUEUE
+    (outcome,) = ledger.read(rundir)
+    assert (outcome.reason, outcome.excluded) == (Reason.BAD_NODE, ["n1"])
 
 
 def test_kills_of_the_whole_machine_are_counted(tmp_path: Path) -> None:
@@ -157,11 +176,11 @@ def test_kills_of_the_whole_machine_are_counted(tmp_path: Path) -> None:
 
 
 def test_unavailable_storage_is_named(rundir: RunDir, tmp_path: Path) -> None:
-    first = first_node(rundir, tmp_path)
-    log = EventLog(rundir.events, first._attempt)
+    attempt, _ = begin_attempt(rundir, tmp_path)
+    log = EventLog(rundir.events, attempt.number)
     log.write("failed", kind="StorageRefused", error="rollouts cannot be written: Stale file handle")
     log.close()
-    first._conclude(EXIT_REQUEUE)
+    attempt.driver_ended(EXIT_REQUEUE)
     (outcome,) = ledger.read(rundir)
     assert outcome.reason is Reason.STORAGE
     assert "Stale file handle" in outcome.detail
@@ -171,20 +190,20 @@ def test_the_attempt_that_uses_up_the_budget_reports_that_there_is_no_requeue(
     rundir: RunDir, tmp_path: Path
 ) -> None:
     for _ in range(3):
-        first = first_node(rundir, tmp_path)
-        first._conclude(EXIT_REQUEUE, RayLost("Ray's head did not start"))
+        attempt, recorder = begin_attempt(rundir, tmp_path)
+        recorder.record(attempt.number, EXIT_REQUEUE, RayLost("Ray's head did not start"))
     *before, last = ledger.read(rundir)
     assert [(o.exit_code, o.given_up) for o in before] == [(EXIT_REQUEUE, None)] * 2
-    assert last.exit_code == first._code == EXIT_CRASH_LOOP
+    assert last.exit_code == recorder.exit_code == EXIT_CRASH_LOOP
     assert "3 attempts in a row ended with infrastructure" in (last.given_up or "")
     assert json.loads((rundir.attempt(3) / "ended.json").read_text()) == {"code": EXIT_CRASH_LOOP}
 
 
 def test_external_causes_use_up_no_budget(rundir: RunDir, tmp_path: Path) -> None:
     for _ in range(5):
-        first = first_node(rundir, tmp_path)
-        first._conclude(-signal.SIGKILL)
-    assert first._code == EXIT_REQUEUE
+        attempt, recorder = begin_attempt(rundir, tmp_path)
+        attempt.driver_ended(-signal.SIGKILL)
+    assert recorder.exit_code == EXIT_REQUEUE
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"reason": "no such reason"}', '{"more": 1}'])
@@ -205,14 +224,14 @@ def test_a_signal_during_the_rendezvous_requeues_the_job(
     rundir: RunDir, tmp_path: Path, scontrol: Path, noted: bool
 ) -> None:
     """The signal reaches the batch script, or only the task (from srun's kill or a user's scancel)."""
-    first = first_node(rundir, tmp_path)
+    attempt, recorder = begin_attempt(rundir, tmp_path, nodes=2)
     scontrol.write_text(ABOUT.format(state="RUNNING", restarts=0))
     if noted:
         (tmp_path / "first").write_text(scontrol.read_text())
     (tmp_path / "stop").touch()
     with pytest.raises(StopRequested) as stopped:
-        first._waiting()
-    first._conclude(policy_of(stopped.value).exit_code, stopped.value)
+        attempt.gather({})
+    recorder.record(attempt.number, policy_of(stopped.value).exit_code, stopped.value)
     (outcome,) = ledger.read(rundir)
     reason = Reason.SIGNALLED if noted else Reason.INFRASTRUCTURE
     assert (outcome.reason, outcome.exit_code) == (reason, EXIT_REQUEUE)
@@ -238,7 +257,9 @@ def test_an_attempt_after_an_out_of_memory_failure_has_half_the_token_budget(
     log.write("bring_up", step=0, commit=None, max_tokens=9999, max_tokens_per_gpu=1024)
     log.write("bring_up", step=0, commit=None, **had)
     log.close()
-    first = first_node(rundir, tmp_path, "train.max_tokens_per_gpu=1024")
+    overrides = [f"run.root={tmp_path}", "run.name=run", "train.max_tokens_per_gpu=1024"]
+    config = load_config(Path("configs/tiny.yaml"), overrides)
+    first = launcher.FirstNode(Job("7", 0, 0, 1, "n0", "7", tmp_path), config)
     assert first._lower_budget(1) == lowered
     lines = capsys.readouterr().err
     assert (f"{lowered} tokens per micro-batch from now on" in lines) is (lowered is not None)
@@ -247,14 +268,13 @@ def test_an_attempt_after_an_out_of_memory_failure_has_half_the_token_budget(
 def test_the_batch_output_shows_the_steps_of_this_attempt(
     rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = first_node(rundir, tmp_path)
-    first._tail = Tail(rundir.events, first._attempt)
-    log = EventLog(rundir.events, first._attempt)
+    attempt, _ = begin_attempt(rundir, tmp_path)
+    log = EventLog(rundir.events, attempt.number)
     log.write("step", step=4, steps=9, seconds=1.5, phases={"rollout": 1.0}, reward_mean=0.5)
     log.write("notice", reason="not a stage of the run")
     log.write("commit", step=4, bytes=2_000_000, seconds=0.5)
     log.close()
-    first._tick()
-    first._tick()
+    attempt.tick()
+    attempt.tick()
     lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
     assert [line.partition(": ")[2][:16] for line in lines] == ["step 4/9 reward ", "committed step 4"]

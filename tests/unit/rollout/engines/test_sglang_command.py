@@ -246,7 +246,8 @@ def test_a_starlette_that_lets_requests_pass_the_key_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("family", "dense", "refused"), [
-    ("qwen3_moe", [0], True), ("qwen3_moe", [], False), ("llama", [0], False),
+    ("qwen3_moe", [0], True), ("qwen3_moe", [], False), ("qwen2_moe", [0], True), ("llama", [0], False),
+    ("unknown", [0], False),
 ])  # fmt: skip
 def test_models_that_sglang_would_misread_are_refused(
     tmp_path: Path, family: str, dense: list[int], refused: bool

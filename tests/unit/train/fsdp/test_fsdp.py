@@ -27,7 +27,9 @@ from orhpc.train.process_groups import join_default_group
 from orhpc.train.sleep.residence import OffloadStats
 from orhpc.types import MicroBatch, Sample
 from tests.trainer_kit import (
+    counted_reads,
     free_port,
+    fsdp_backend,
     logprobs_of,
     make_config,
     make_samples,
@@ -50,12 +52,6 @@ def alone() -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: save_tiny_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
-
-
-def built(config: Config, folder: str, rank: int = 0, world: int = 1) -> FsdpBackend:
-    backend = FsdpBackend(config, folder, rank, world)
-    backend.build()
-    return backend
 
 
 def gradients(backend: FsdpBackend, samples: list[Sample], max_tokens: int) -> dict[str, np.ndarray]:
@@ -129,7 +125,7 @@ def test_gradient_equals_plain_transformers_for_any_packing(
         temperature=0.7,
     )
     samples = make_samples()
-    backend = built(config, folders[family])
+    backend = fsdp_backend(config, folders[family])
     flags = {getattr(m, "gradient_checkpointing", None) for m in backend.policy.hf.model.layers}
     assert flags == {config.train.gradient_checkpointing}
     ours = gradients(backend, samples, max_tokens)
@@ -139,7 +135,7 @@ def test_gradient_equals_plain_transformers_for_any_packing(
 def _rank_gradients(rank: int, world: int, port: int, folder: str, options: dict[str, Any]) -> Any:
     join_default_group(torch.device("cpu"), "127.0.0.1", port, rank, world, 60)
     config = make_config(ranks=world, **options)
-    backend = built(config, folder, rank, world)
+    backend = fsdp_backend(config, folder, rank, world)
     # 7 samples over micro-batches of 30 tokens: some ranks get empty micro-batches.
     found = gradients(backend, make_samples(7), 30)
     reference = logprobs_of(backend, load_batch(MicroBatch(tuple(make_samples(3)))), Role.POLICY)
@@ -165,7 +161,7 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(
     results = run_ranks(_rank_gradients, world, folders[family], options)
     for found, _ in results[1:]:  # every rank sees the same whole gradient
         assert_close(found, results[0][0], 1e-12)
-    backend = built(make_config(**options), folders[family])
+    backend = fsdp_backend(make_config(**options), folders[family])
     one = gradients(backend, make_samples(7), 10_000)
     assert_close(results[0][0], one, 1e-4)
     logprobs = logprobs_of(backend, load_batch(MicroBatch(tuple(make_samples(3)))), Role.POLICY)
@@ -176,7 +172,7 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(
 def test_activations_are_recomputed_and_nothing_else_is_in_training_mode(
     folders: dict[str, str], checkpointing: bool
 ) -> None:
-    backend = built(make_config(train={"gradient_checkpointing": checkpointing}), folders["llama"])
+    backend = fsdp_backend(make_config(train={"gradient_checkpointing": checkpointing}), folders["llama"])
     layers: list[torch.nn.Module] = list(backend.policy.hf.model.layers)
     calls: list[torch.nn.Module] = []
     layers[0].self_attn.register_forward_hook(lambda module, *_: calls.append(module))  # type: ignore[union-attr]
@@ -188,7 +184,7 @@ def test_activations_are_recomputed_and_nothing_else_is_in_training_mode(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bfloat16_keeps_float32_master_weights(folders: dict[str, str], family: str) -> None:
-    backend = built(make_config(dtype="bfloat16"), folders[family])
+    backend = fsdp_backend(make_config(dtype="bfloat16"), folders[family])
     stored = load_file(Path(folders[family]) / "model.safetensors")
     for shard in backend.shards():
         kind, name = shard.name.split("/", 1)
@@ -213,7 +209,7 @@ def test_the_language_part_of_a_larger_checkpoint_is_exported_under_its_names(tm
     config = Llama4Config(text_config=text, vision_config=vision)
     Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    backend = built(make_config(), str(tmp_path))
+    backend = fsdp_backend(make_config(), str(tmp_path))
     stored = load_file(tmp_path / "model.safetensors")
     exported = dict(backend.export(backend.parameter_shapes()))
     assert exported.keys() == {name for name in stored if name.startswith("language_model.")}
@@ -221,12 +217,25 @@ def test_the_language_part_of_a_larger_checkpoint_is_exported_under_its_names(tm
         assert torch.equal(tensor, stored[name]), name
 
 
+@pytest.mark.parametrize("kl", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_checkpoint_is_read_once_for_each_role(
+    folders: dict[str, str], family: str, dtype: str, kl: bool
+) -> None:
+    with counted_reads("transformers.modeling_utils") as reads:
+        backend = fsdp_backend(make_config(dtype=dtype, algorithm={"use_kl_loss": kl}), folders[family])
+    assert (backend.reference is not None) == kl
+    stored = load_file(f"{folders[family]}/model.safetensors")
+    assert reads == {name: tensor.numel() * (2 if kl else 1) for name, tensor in stored.items()}
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_the_family_s_own_at_the_temperature(
     folders: dict[str, str], temperature: float
 ) -> None:
     for family in FAMILIES:
-        backend = built(make_config(temperature=temperature), folders[family])
+        backend = fsdp_backend(make_config(temperature=temperature), folders[family])
         model = AutoModelForCausalLM.from_pretrained(
             folders[family],
             attn_implementation="eager" if family == "gemma2" else "sdpa",
@@ -247,7 +256,7 @@ def test_logprobs_equal_the_family_s_own_at_the_temperature(
 
 
 def test_the_reference_is_the_starting_model_and_never_moves(folders: dict[str, str]) -> None:
-    backend = built(make_config(algorithm={"use_kl_loss": True}), folders["llama"])
+    backend = fsdp_backend(make_config(algorithm={"use_kl_loss": True}), folders["llama"])
     batch = load_batch(MicroBatch(tuple(make_samples(4))))
     start = logprobs_of(backend, batch, Role.POLICY)
     assert torch.equal(logprobs_of(backend, batch, Role.REFERENCE), start)
@@ -258,7 +267,7 @@ def test_the_reference_is_the_starting_model_and_never_moves(folders: dict[str, 
 
 
 def test_without_kl_there_is_no_reference(folders: dict[str, str]) -> None:
-    backend = built(make_config(), folders["llama"])
+    backend = fsdp_backend(make_config(), folders["llama"])
     with pytest.raises(ValueError, match="use_kl_loss"):
         logprobs_of(backend, load_batch(MicroBatch(())), Role.REFERENCE)
 
@@ -268,7 +277,7 @@ def test_without_kl_there_is_no_reference(folders: dict[str, str]) -> None:
 
 def test_an_update_equals_torch_adamw_with_clipping(folders: dict[str, str]) -> None:
     settings = {"lr": 3e-2, "weight_decay": 0.1, "max_grad_norm": 0.05, "adam_beta2": 0.9}
-    backend = built(make_config(train=settings), folders["llama"])
+    backend = fsdp_backend(make_config(train=settings), folders["llama"])
     model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
@@ -317,7 +326,7 @@ def test_schedules(schedule: str, expected: list[float]) -> None:
 
 def _rank_non_finite(rank: int, world: int, port: int, folder: str) -> Any:
     join_default_group(torch.device("cpu"), "127.0.0.1", port, rank, world, 60)
-    backend = built(make_config(ranks=world), folder, rank, world)
+    backend = fsdp_backend(make_config(ranks=world), folder, rank, world)
     before = [shard.tensor.clone() for shard in backend.shards()]
     batch = load_batch(MicroBatch(tuple(make_samples(3, seed=rank))))
     if rank == 1:  # one rank's advantages are broken
@@ -345,7 +354,7 @@ def test_no_rank_steps_when_one_has_nan(folders: dict[str, str]) -> None:
 
 
 def test_a_failing_micro_batch_leaves_no_gradient_behind(folders: dict[str, str]) -> None:
-    backend = built(make_config(), folders["llama"])
+    backend = fsdp_backend(make_config(), folders["llama"])
     batch = load_batch(MicroBatch(tuple(make_samples(2))))
     calls = iter([None, RuntimeError("broken")])
 
@@ -362,7 +371,7 @@ def test_a_failing_micro_batch_leaves_no_gradient_behind(folders: dict[str, str]
 def test_two_runs_are_bit_equal(folders: dict[str, str]) -> None:
     results = []
     for _ in range(2):
-        backend = built(make_config(train={"deterministic": True}), folders["qwen3_moe"])
+        backend = fsdp_backend(make_config(train={"deterministic": True}), folders["qwen3_moe"])
         try:
             for seed in range(2):
                 batches = [load_batch(MicroBatch(tuple(make_samples(5, seed=10 * seed + i)))) for i in (0, 1)]
@@ -374,7 +383,7 @@ def test_two_runs_are_bit_equal(folders: dict[str, str]) -> None:
 
 
 def test_sleep_on_a_cpu_frees_nothing_and_says_so(folders: dict[str, str]) -> None:
-    backend = built(make_config(), folders["llama"])
+    backend = fsdp_backend(make_config(), folders["llama"])
     before = [s.tensor.data_ptr() for s in backend.shards()]
     assert backend.sleep() == OffloadStats()
     backend.wake()
@@ -427,6 +436,6 @@ def test_bad_model_folders_give_one_line(tmp_path: Path, damage: Callable[[Path]
     folder = Path(save_tiny_model(tmp_path / "model"))
     damage(folder)
     with pytest.raises(ModelError) as caught:
-        built(make_config(), str(folder))
+        fsdp_backend(make_config(), str(folder))
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -21,13 +21,20 @@ from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import pack, plan_batches
 from orhpc.train.expert_choices import chose_recorded
 from orhpc.train.fetch import fetch_arrays, load_batch
-from orhpc.train.fsdp.backend import FsdpBackend
 from orhpc.train.fsdp.model import DeviceBatch
 from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay, form_of
 from orhpc.types import Location, MiniBatch, Sample
 from orhpc.wire.routes import RouteShare
 from tests.earlier_blocks import with_earlier_blocks
-from tests.trainer_kit import MAX_TOKENS, make_config, make_samples, run_ranks, save_tiny_model, with_routes
+from tests.trainer_kit import (
+    MAX_TOKENS,
+    fsdp_backend,
+    make_config,
+    make_samples,
+    run_ranks,
+    save_tiny_model,
+    with_routes,
+)
 
 TOKENS, EXPERTS, TOPK, LAYERS = 24, 8, 2, 3
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
@@ -273,8 +280,7 @@ def test_counts_are_those_of_sets_of_experts_token_by_token(family: str, replay:
 
 def test_only_the_updates_own_passes_are_counted(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
-    backend = FsdpBackend(replaying_config(), folder, 0, 1)
-    backend.build()
+    backend = fsdp_backend(replaying_config(), folder)
     samples = samples_with_routes(4)
     batch = pack(samples, [s.location.arrays for s in samples], routes=True)
     backend.logprobs(Batches([batch], 1), Role.POLICY)
@@ -352,8 +358,7 @@ def test_one_and_two_ranks_replay_the_same_and_count_the_same(tmp_path: Path) ->
 def test_a_samples_logprobs_do_not_depend_on_what_it_is_packed_with(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
     samples = samples_with_routes(4, seed=5)
-    backend = FsdpBackend(replaying_config(), folder, 0, 1)
-    backend.build()
+    backend = fsdp_backend(replaying_config(), folder)
     arrays = [s.location.arrays for s in samples]
     (together,) = backend.logprobs(Batches([pack(samples, arrays, routes=True)], 1), Role.POLICY)
     alone = [pack([s], [a], routes=True) for s, a in zip(samples, arrays, strict=True)]

@@ -14,9 +14,9 @@ from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_PREFLIGHT, ModelError
 from orhpc.launch.local import run_local
-from orhpc.models import chat_families
+from orhpc.models import chat_formats
 from orhpc.rollout.agent import load_agent
-from orhpc.rollout.chat import FAMILIES, chat_format
+from orhpc.rollout.chat import CHAT_FORMATS, chat_format
 from orhpc.types import GroupRequest, Sampling, Task
 from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, tokenizer
 
@@ -53,29 +53,29 @@ def test_files_say_what_the_tokenizer_says(tmp_path: Path, controls: tuple[str, 
     made = tokenizer(controls)
     config = config_of(folder)
     if controls is GEMMA:
-        for ask in (lambda: chat_format(config.model, made), lambda: chat_families.check(config, folder)):
+        for ask in (lambda: chat_format(config.model, made), lambda: chat_formats.check(config, folder)):
             with pytest.raises(ModelError, match=r"none of .* fits .*rollout\.custom_agent") as caught:
                 ask()
             assert "\n" not in str(caught.value)
     else:
-        assert chat_families.check(config, folder) == chat_format(config.model, made).family
-    assert set(chat_families.CONTROL_TOKENS) == set(FAMILIES)
+        assert chat_formats.check(config, folder) == chat_format(config.model, made).name
+    assert set(chat_formats.CONTROL_TOKENS) == set(CHAT_FORMATS)
 
 
 @pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
 def test_tokens_are_found_in_every_file_that_lists_them(tmp_path: Path, name: str) -> None:
-    tokens = {token: 100 + i for i, token in enumerate(chat_families.CONTROL_TOKENS["chatml"])}
+    tokens = {token: 100 + i for i, token in enumerate(chat_formats.CONTROL_TOKENS["chatml"])}
     decoder = {str(i): {"content": token, "special": True} for token, i in tokens.items()}
     content = tokens if name == "added_tokens.json" else {"added_tokens_decoder": decoder}
     (tmp_path / name).write_text(json.dumps(content))
-    assert chat_families.check(config_of(tmp_path), tmp_path) == "chatml"
+    assert chat_formats.check(config_of(tmp_path), tmp_path) == "chatml"
 
 
 def test_nothing_is_refused_before_a_tokenizer_is_here(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
-        assert "known once the tokenizer is downloaded" in chat_families.check(config_of(tmp_path), folder)
+        assert "known once the tokenizer is downloaded" in chat_formats.check(config_of(tmp_path), folder)
     (tmp_path / "tokenizer.json").write_text("{damaged")
-    assert "known once" in chat_families.check(config_of(tmp_path), tmp_path)
+    assert "known once" in chat_formats.check(config_of(tmp_path), tmp_path)
 
 
 def test_check_and_the_launcher_refuse_in_one_line(

@@ -1,12 +1,12 @@
-"""Translate a model's ``config.json`` to megatron-core's settings, one function per group of families.
+"""Translate a model's ``config.json`` to megatron-core's settings.
 
 This module sets all TransformerConfig values that depend on the model; those that depend
-on the layout and the machine are set in :mod:`orhpc.train.megatron.model`.
+on the layout and the machine are set in :mod:`orhpc.train.megatron.model`.  What ``config.json`` does not say
+is in the family's :class:`~orhpc.models.families.MegatronTraits`.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,20 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
-from orhpc.train.attention.llama4 import traits_of
-from orhpc.train.attention.packing import Traits
+from orhpc.train.attention.packing import Traits, traits_of
 
 if TYPE_CHECKING:
     from orhpc.config import Config
 
 Values = dict[str, Any]
-
-NOT_BUILT = {
-    "deepseek_v32": "sparse attention with an indexer needs packed input, which megatron-core's lacks",
-    "gemma3": "it also sees images; its language part alone (gemma3_text) can be built",
-    "llama4": "it also sees images; its language part alone (llama4_text) can be built",
-}
-"""Families that only the FSDP backend trains, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +50,7 @@ class Build:
     traits: tuple[Traits, ...] = ()
     """Of each layer's attention; empty: none."""
     latent_eps: float | None = None
-    """Epsilon of latent norms, if it differs from that of other norms."""
+    """Epsilon of latent norms, if it is not that of other norms."""
 
 
 def build_of(config: Any, shape: ModelShape) -> Build:
@@ -67,17 +59,15 @@ def build_of(config: Any, shape: ModelShape) -> Build:
     Raises:
         ModelError: megatron-core's modules do not support the family or one of its settings.
     """
-    family = shape.family.name
-    if family in NOT_BUILT:
-        raise ModelError(f"train.backend=megatron cannot build {family}: {NOT_BUILT[family]}")
+    family, own = shape.family.name, shape.family.megatron
+    if own.not_built:
+        raise ModelError(f"train.backend=megatron cannot build {family}: {own.not_built}")
     values = _common(config, shape)
-    gemma = family.startswith("gemma")
-    values["layernorm_zero_centered_gamma"] = gemma
     if getattr(config, "use_bidirectional_attention", None):
         raise ModelError(f"train.backend=megatron cannot build {family}: its attention is not causal")
     if shape.experts:
         values |= _experts(config, shape)
-    traits = traits_of(config, norms=True) if family == "llama4_text" else ()
+    traits = traits_of(config, norms=True) if own.layer_traits else ()
     if traits:
         values["no_rope_freq"] = [int(not rotary) for rotary in config.no_rope_layers[: len(traits)]]
     frequencies, scaling, near = _rotary(config)
@@ -98,15 +88,14 @@ def build_of(config: Any, shape: ModelShape) -> Build:
         values=values,
         latent=latent,
         windows=tuple(None if layer.chunked else layer.span for layer in shape.layers),
-        sandwich=len(shape.family.norms) > 2,
+        sandwich="post_mlp" in shape.family.norms.values(),
         inverse_frequencies=frequencies,
         rotary_share=share,
         near_frequencies=near,
-        embedding_scale=shape.hidden**0.5 if gemma else 1.0,
-        # Gemma 3's config has this setting too, but its attention ignores it.
-        softcap=config.attn_logit_softcapping if family == "gemma2" else None,
+        embedding_scale=shape.hidden**0.5 if own.scaled_embedding else 1.0,
+        softcap=getattr(config, own.softcap_key) if own.softcap_key else None,
         traits=traits,
-        latent_eps=_latent_eps(config) if latent else None,
+        latent_eps=own.latent_norm_eps if latent else None,
     )
 
 
@@ -157,12 +146,13 @@ def _common(config: Any, shape: ModelShape) -> Values:
         "ffn_hidden_size": shape.ffn,
         "layernorm_epsilon": float(config.rms_norm_eps),
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": shape.family.megatron.zero_centered_norms,
         "gated_linear_unit": True,
         "activation_func": _activation(config, family),
         "add_bias_linear": all(biases),
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm != "none" or shape.kv_rank is not None,
-        "rotary_interleaved": family in ("glm4", "llama4_text"),
+        "rotary_interleaved": shape.family.megatron.interleaved_rotary,
     }
 
 
@@ -183,9 +173,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(config: Any, shape: ModelShape) -> Values:
-    corrected = bool(shape.family.correction_bias)
-    on_input = shape.family.name == "llama4_text"
-    sigmoid = corrected or on_input
+    sigmoid, on_input = shape.family.megatron.sigmoid_router, shape.family.megatron.weighted_expert_inputs
     if on_input and shape.experts_per_token > 1:
         raise ModelError(
             f"train.backend=megatron cannot build {shape.family.name} with {shape.experts_per_token} experts "
@@ -205,7 +193,7 @@ def _experts(config: Any, shape: ModelShape) -> Values:
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         # Softmax over the chosen experts equals softmax over all, normalized over the chosen.
         "moe_router_pre_softmax": not sigmoid and not normalized,
-        "moe_router_enable_expert_bias": corrected,
+        "moe_router_enable_expert_bias": bool(shape.family.correction_bias),
         "moe_apply_probs_on_input": on_input,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
@@ -244,16 +232,6 @@ def _latent(config: Any, shape: ModelShape) -> Values:
         "rotary_scaling_factor": 1.0 if plain else float(scaling.get("factor", 1.0)),
         "mscale_all_dim": 0.0 if plain else float(scaling.get("mscale_all_dim") or 0.0),
     }
-
-
-def _latent_eps(config: Any) -> float:
-    """Return the epsilon of latent norms: the families' classes use their default, not the config's."""
-    model: Any = AutoModelForCausalLM._model_mapping[type(config)]  # pyright: ignore
-    code = vars(sys.modules[model.__module__])
-    norms = [kind for name, kind in code.items() if name.endswith("RMSNorm")]
-    if len(norms) != 1:
-        raise ModelError(f"train.backend=megatron: {model.__name__} has {len(norms)} kinds of norms")
-    return float(inspect.signature(norms[0].__init__).parameters["eps"].default)
 
 
 def _rotary(config: Any) -> tuple[torch.Tensor, float, torch.Tensor | None]:

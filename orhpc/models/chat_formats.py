@@ -1,7 +1,8 @@
 """Supported chat formats and how to recognize them, without a tokenizer library.
 
-A family is recognized by its control tokens.  :mod:`orhpc.rollout.chat` implements each; login nodes
-check here whether one fits a model folder.
+A chat format is recognized by its control tokens in the tokenizer, not by the model's family: models of many
+families share one.  :mod:`orhpc.rollout.chat` implements each; login nodes check here whether one fits a
+model folder.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "glm": ("[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>"),
 }
-"""Control tokens in a tokenizer of the family, by the values of ``model.chat_format``."""
+"""Control tokens of each chat format, by the values of ``model.chat_format``."""
 
 
 def fitting(tokens: Iterable[str]) -> str:
-    """Return the one family whose control tokens are all in ``tokens``.
+    """Return the one chat format whose control tokens are all in ``tokens``.
 
     Raises:
         ModelError: none fits, or several do; the message says what to do.
     """
     present = set(tokens)
-    found = [family for family, wanted in CONTROL_TOKENS.items() if present.issuperset(wanted)]
+    found = [name for name, wanted in CONTROL_TOKENS.items() if present.issuperset(wanted)]
     if len(found) == 1:
         return found[0]
     which = " and ".join(found) or "none"
     way = "set it to one of them" if found else "for other models write a rollout.custom_agent"
-    families = ", ".join(CONTROL_TOKENS)
-    raise ModelError(f"model.chat_format: {which} of {families} fits the tokenizer's control tokens; {way}")
+    formats = ", ".join(CONTROL_TOKENS)
+    raise ModelError(f"model.chat_format: {which} of {formats} fits the tokenizer's control tokens; {way}")
 
 
 def check(config: Config, folder: Path | None) -> str:
@@ -47,7 +48,7 @@ def check(config: Config, folder: Path | None) -> str:
     ``folder``: the model's; None if it is not on this machine yet.
 
     Raises:
-        ModelError: no family fits, and ``rollout.custom_agent`` is not set.
+        ModelError: no chat format fits, and ``rollout.custom_agent`` is not set.
     """
     if config.rollout.custom_agent is not None:
         return "rollout.custom_agent writes conversations"

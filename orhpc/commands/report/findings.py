@@ -1,0 +1,249 @@
+"""What to look at first: rules that name a likely problem, with the numbers that show it.
+
+Each rule compares windows of a run's steps (the first and the last fifth).  A rule may be wrong, so every
+finding says what was seen, and what one would check or change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from orhpc.commands.report.overview import Attempt, duration, goodput, lost_time
+from orhpc.commands.report.series import Series, window
+
+Event = Mapping[str, Any]
+_FEW_STEPS = 10
+"""A run with fewer steps has no trends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One likely problem."""
+
+    title: str
+    seen: str
+    """The numbers that show it."""
+    advice: str
+    metric: str = ""
+    """The metric whose chart shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the rules look at."""
+
+    series: Series
+    events: Sequence[Event]
+    attempts: Sequence[Attempt]
+
+    def first(self, metric: str) -> float | None:
+        """Mean of the first fifth of the steps; None without the metric or with few steps."""
+        return self._mean(metric, last=False)
+
+    def last(self, metric: str) -> float | None:
+        """Mean of the last fifth of the steps; None without the metric or with few steps."""
+        return self._mean(metric, last=True)
+
+    def _mean(self, metric: str, *, last: bool) -> float | None:
+        values = self.series.known(metric)
+        return float(window(values, last=last).mean()) if len(values) >= _FEW_STEPS else None
+
+
+Rule = Callable[[Evidence], Iterator[Finding]]
+
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """Apply every rule, the most severe first."""
+    return [finding for rule in RULES for finding in rule(evidence)]
+
+
+def _mismatch(e: Evidence) -> Iterator[Finding]:
+    kl, sample = e.last("rollout_kl"), e.last("effective_sample_size")
+    if kl is not None and kl > 0.01:
+        yield Finding(
+            "Engine and trainer disagree",
+            f"KL of {kl:.3g} nats per token in the last steps; healthy runs stay below 0.002",
+            "check precision, train.routing_replay for MoE models, and algorithm.correction",
+            "rollout_kl",
+        )
+    elif sample is not None and sample < 0.9:
+        yield Finding(
+            "Importance weights are uneven",
+            f"effective sample size {sample:.2f} of the tokens",
+            "lower the age of the sampling policy or set algorithm.correction",
+            "effective_sample_size",
+        )
+
+
+def _collapse(e: Evidence) -> Iterator[Finding]:
+    before, now = e.first("entropy"), e.last("entropy")
+    if before is not None and now is not None and before > 0 and now < 0.2 * before:
+        yield Finding(
+            "Entropy collapses",
+            f"from {before:.3g} to {now:.3g} nats per token",
+            "the policy stops exploring: raise algorithm.eps_clip_high, set algorithm.entropy_coef or lower "
+            "train.lr",
+            "entropy",
+        )
+
+
+def _hacking(e: Evidence) -> Iterator[Finding]:
+    before, now = e.first("reward_mean"), e.last("reward_mean")
+    if before is None or now is None or now <= before:
+        return
+    scores = [
+        float(np.mean([v for k, v in event.items() if k.startswith("reward_mean") and _is_number(v)]))
+        for event in e.events
+        if event["event"] == "evaluation"
+        and any(k.startswith("reward_mean") and _is_number(v) for k, v in event.items())
+    ]
+    if len(scores) >= 3 and scores[-1] < max(scores[:-1]) - 0.05 * max(1.0, abs(max(scores))):
+        yield Finding(
+            "Training reward rises while the evaluation falls",
+            f"training {before:.3f} to {now:.3f}; evaluation {max(scores[:-1]):.3f} to {scores[-1]:.3f}",
+            "read rollouts with high rewards (orhpc view): the reward may be satisfied without the task",
+            "reward_mean",
+        )
+    short, long = e.first("response_length_mean"), e.last("response_length_mean")
+    if short and long and long > 3 * short:
+        yield Finding(
+            "Responses grow with the reward",
+            f"{short:.0f} to {long:.0f} tokens on average",
+            "read the longest rollouts: length itself may be rewarded",
+            "response_length_mean",
+        )
+
+
+def _degenerate(e: Evidence) -> Iterator[Finding]:
+    share = e.last("equal_reward_groups")
+    if share is not None and share > 0.5:
+        yield Finding(
+            "Most groups train nothing",
+            f"in {share:.0%} of the groups all rewards are equal, so all advantages are 0",
+            "tasks are too hard or too easy: choose others, raise rollout.n_samples, or set rollout.filter",
+            "equal_reward_groups",
+        )
+
+
+def _worse_after_restart(e: Evidence) -> Iterator[Finding]:
+    """An environment whose reward is lower after a restart than before it."""
+    steps = e.series.steps
+    names = [m for m in e.series.metrics if m.startswith("reward_mean/")]
+    restarts = {a.first_step: a for a in e.attempts[1:] if a.first_step is not None}
+    for attempt in restarts.values():
+        assert attempt.first_step is not None
+        at = int(np.searchsorted(steps, attempt.first_step))
+        for name in names:
+            values = e.series.metrics[name]
+            before, after = values[max(0, at - 20) : at], values[at : at + 20]
+            before, after = before[~np.isnan(before)], after[~np.isnan(after)]
+            if min(len(before), len(after)) < 5:
+                continue
+            noise = float(np.sqrt(before.var() / len(before) + after.var() / len(after)))
+            fall = float(before.mean() - after.mean())
+            if fall > 3 * noise and fall > 0.05 * max(abs(float(before.mean())), 1e-9):
+                yield Finding(
+                    f"{name.partition('/')[2]} got worse after the restart at step {attempt.first_step}",
+                    f"mean reward {before.mean():.3f} in the steps before, {after.mean():.3f} after",
+                    f"attempt {attempt.number}: compare its configuration and its environment servers' logs",
+                    name,
+                )
+
+
+def _failures(e: Evidence) -> Iterator[Finding]:
+    share = e.last("failed_share")
+    if share is not None and share > 0.05:
+        yield Finding(
+            "Rollouts fail",
+            f"{share:.0%} in the environment where most do",
+            "failures are not random and bias the training data: orhpc view shows their errors",
+            "failed_rollouts",
+        )
+
+
+def _truncated(e: Evidence) -> Iterator[Finding]:
+    share = e.last("truncated")
+    if share is not None and share > 0.3:
+        yield Finding(
+            "Many rollouts are cut off",
+            f"{share:.0%} end at the token limit",
+            "raise rollout.max_total_tokens or shape the reward against length",
+            "truncated",
+        )
+
+
+def _gradient(e: Evidence) -> Iterator[Finding]:
+    norms = e.series.known("grad_norm")
+    if len(norms) < _FEW_STEPS:
+        return
+    typical = float(np.median(norms))
+    spikes = int((norms > 10 * typical).sum()) if typical > 0 else 0
+    if spikes:
+        yield Finding(
+            "Gradient norm spikes",
+            f"{spikes} steps above ten times the median of {typical:.3g}; the highest is {norms.max():.3g}",
+            "lower train.lr or train.max_grad_norm if rewards fall at these steps",
+            "grad_norm",
+        )
+
+
+def _stragglers(e: Evidence) -> Iterator[Finding]:
+    longest, mean = e.last("rollout_seconds_max"), e.last("rollout_seconds_mean")
+    rollout, whole = e.series.phases.get("rollout"), e.last("seconds")
+    if not longest or not mean or rollout is None or not whole:
+        return
+    share = float(window(rollout, last=True).mean()) / whole
+    if longest > 4 * mean and share > 0.5:
+        yield Finding(
+            "Steps wait for the longest rollouts",
+            f"the longest takes {longest:.1f} s, the mean {mean:.1f} s; rollouts are {share:.0%} of a step",
+            "raise rollout.oversample, allow staleness (rollout.max_staleness), or limit the tokens",
+            "rollout_seconds_max",
+        )
+
+
+def _stale(e: Evidence) -> Iterator[Finding]:
+    age = e.last("staleness_mean")
+    if age is not None and age > 4:
+        yield Finding(
+            "Rollouts come from old policies",
+            f"{age:.1f} versions on average",
+            "lower rollout.max_staleness, or give engines more GPUs",
+            "staleness_mean",
+        )
+
+
+def _lost_time(e: Evidence) -> Iterator[Finding]:
+    share = goodput(e.events)
+    if share is None or share > 0.8 or len(e.series) < _FEW_STEPS:
+        return
+    lost = sorted(lost_time(e.events, e.attempts).items(), key=lambda item: -item[1])
+    causes = ", ".join(f"{what} {duration(seconds)}" for what, seconds in lost if seconds >= 1)
+    yield Finding(
+        "Much time makes no new step",
+        f"goodput {share:.0%}; {causes or 'between steps'}",
+        "see the attempts below; a smaller checkpoint.save_interval loses fewer steps",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _mismatch,
+    _collapse,
+    _hacking,
+    _worse_after_restart,
+    _degenerate,
+    _failures,
+    _truncated,
+    _gradient,
+    _stragglers,
+    _stale,
+    _lost_time,
+)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,200 @@
+"""Where a run stands: progress, pace, goodput, and how its attempts ended."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orhpc.launch.slurm.ledger import outcome_of
+from orhpc.rundir import RunDir
+from orhpc.rundir.events import FAILURES, steps_of
+
+Event = Mapping[str, Any]
+_PACE_STEPS = 20
+_ENDS = ("finished", "stopped", "failed")
+"""Last events of an attempt that was not killed."""
+FAILURE_COUNTS = ("failed_rollouts", "retried_rollouts", "failed_groups")
+MARKS = ("alarm", "notice", "evaluation", *FAILURES)
+"""Events that are marked on the time axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt, as the report shows it."""
+
+    number: int
+    began: float | None
+    """Time of its first event, in seconds since the epoch; None: it wrote none."""
+    ready: float | None
+    """Time when engines and trainers were up."""
+    last: float | None
+    """Time of its last event."""
+    first_step: int | None
+    last_step: int | None
+    end: str
+    """How it ended."""
+
+
+def goodput(events: Sequence[Event]) -> float | None:
+    """Fraction of the wall-clock time from the first to the last event that was spent on the run's steps.
+
+    Steps that were repeated after a resume count once; queue time counts as lost.
+    """
+    steps = steps_of([dict(e) for e in events]).values()
+    if not steps:
+        return None
+    whole = events[-1]["time"] - events[0]["time"]
+    return min(1.0, sum(s.get("seconds", 0.0) for s in steps) / whole) if whole > 0 else None
+
+
+def seconds_left(steps: Sequence[Event]) -> float | None:
+    """Seconds until the last step at the median pace of the newest steps; None without a step."""
+    if not steps or not isinstance(steps[-1].get("steps"), int):
+        return None
+    pace = statistics.median(s.get("seconds", 0.0) for s in steps[-_PACE_STEPS:])
+    return max(0, steps[-1]["steps"] - steps[-1]["step"]) * pace
+
+
+def lost_time(events: Sequence[Event], attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Seconds between the first and the last event that made no new step, by cause."""
+    counted: set[int] = set()
+    repeated = 0.0
+    for event in reversed([e for e in events if e["event"] == "step"]):
+        if event["step"] in counted:
+            repeated += event.get("seconds", 0.0)
+        counted.add(event["step"])
+    starts = sum(a.ready - a.began for a in attempts if a.ready is not None and a.began is not None)
+    gaps = 0.0
+    for before, after in itertools.pairwise(attempts):
+        if before.last is not None and after.began is not None:
+            gaps += max(0.0, after.began - before.last)
+    return {"starting up": starts, "steps done again": repeated, "between attempts": gaps}
+
+
+def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
+    """All attempts of a run, the oldest first."""
+    newest = run.newest_attempt()
+    by_number: dict[int, list[Event]] = {}
+    for event in events:
+        by_number.setdefault(event.get("attempt", 0), []).append(event)
+    found: list[Attempt] = []
+    for number in range(1, newest + 1):
+        own = by_number.get(number, [])
+        steps = [e["step"] for e in own if e["event"] == "step"]
+        ready = next((e["time"] for e in own if e["event"] == "ready"), None)
+        found.append(
+            Attempt(
+                number,
+                began=own[0]["time"] if own else None,
+                ready=ready,
+                last=own[-1]["time"] if own else None,
+                first_step=min(steps, default=None),
+                last_step=max(steps, default=None),
+                end=_end_of(run, number, own, newest=number == newest),
+            )
+        )
+    return found
+
+
+def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> str:
+    """How an attempt ended: from the outcome that a job's launcher writes, or from its last event."""
+    if outcome := outcome_of(run, number):
+        return f"{outcome.reason} {outcome.detail}".strip()
+    if not own:
+        return "not yet: it has written no event" if newest else "killed: it wrote no event"
+    last = own[-1]
+    if last["event"] in _ENDS:
+        return f"{last['event']} {last.get('reason') or last.get('error') or ''}".strip()
+    name = f"{last['event']} of step {last['step']}" if "step" in last else str(last["event"])
+    since = f"its last event is {name}, {clock(last['time'])}"
+    return f"not yet, or killed: {since}" if newest else f"killed: {since}"
+
+
+def facts(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> list[tuple[str, str]]:
+    """The lines at the top of the report: a label and a value each."""
+    if not steps:
+        return [("steps", "No step is done yet."), ("attempts", str(run.newest_attempt()))]
+    last, share, left = steps[-1], goodput(events), seconds_left(steps)
+    ended = events[-1]["event"] == "finished"
+    committed = max((e["step"] for e in events if e["event"] == "commit" and "step" in e), default=None)
+    evaluation = next((e for e in reversed(events) if e["event"] == "evaluation"), None)
+    found = [
+        ("step", f"{last['step']} of {last.get('steps', '?')}"),
+        ("mean reward", f"{_number(steps[0])} at first, {_number(last)} now"),
+    ]
+    if evaluation is not None:
+        names = [k for k in evaluation if k.startswith("reward_mean")]
+        shown = ", ".join(f"{k.partition('/')[2] or 'all'} {_number(evaluation, k)}" for k in names)
+        found.append(("last evaluation", f"{shown} (after step {evaluation.get('step', '?')})"))
+    if left and not ended:
+        clock_then = clock(time.time() + left)
+        found.append(("time left at this pace", f"{duration(left)} (until {clock_then}, if it runs on)"))
+    found += [
+        ("goodput", "-" if share is None else f"{share:.1%} of the time was spent on steps that count"),
+        ("attempts", str(run.newest_attempt())),
+        ("committed", "nothing yet" if committed is None else f"step {committed}"),
+        ("alarms", str(sum(e["event"] == "alarm" for e in events))),
+        ("last event", f"{events[-1]['event']}, {clock(events[-1]['time'])}"),
+    ]
+    return found
+
+
+def environments_of(steps: Sequence[Event]) -> list[tuple[str, ...]]:
+    """One row per environment: its last mean reward, and failures summed over all steps."""
+    names = sorted(
+        {k.partition("/")[2] for s in steps for k in s if k.startswith(("reward_mean/", "failed_"))}
+    )
+    rows: list[tuple[str, ...]] = []
+    for name in filter(None, names):
+        rewards = [s[f"reward_mean/{name}"] for s in steps if f"reward_mean/{name}" in s]
+        counts = (sum(s.get(f"{what}/{name}", 0) for s in steps) for what in FAILURE_COUNTS)
+        last = f"{rewards[-1]:.3f}" if rewards else "none was trained"
+        rows.append((name, last, *(f"{count:.0f}" for count in counts)))
+    return rows
+
+
+def mark_of(event: Event) -> dict[str, Any]:
+    """One marked event for the time axis and the tables: when, at which step, what."""
+    hidden = {"event", "time", "attempt", "step"}
+    text = event.get("reason") or event.get("error")
+    if not text:
+        text = ", ".join(f"{k} {_short(v)}" for k, v in event.items() if k not in hidden)
+    elif event.get("kind"):
+        text = f"{event['kind']}: {text}"
+    return {
+        "time": event["time"],
+        "step": event.get("step"),
+        "attempt": event.get("attempt"),
+        "kind": event["event"],
+        "text": str(text),
+    }
+
+
+def clock(seconds: float) -> str:
+    """Local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _number(event: Event, key: str = "reward_mean") -> str:
+    value = event.get(key)
+    return f"{value:.3f}" if isinstance(value, (int, float)) else "-"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,82 @@
+"""Metrics of a run as arrays over its steps, thinned for a page without losing an extreme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Event = Mapping[str, Any]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+MOST_POINTS = 2000
+"""Points of one curve on the page."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """All numbers of a run's steps; of a step repeated after a resume, those of the last time."""
+
+    steps: Array
+    """Step numbers ``[N]``, rising."""
+    times: Array
+    """End of each step ``[N]``, in seconds since the epoch."""
+    metrics: dict[str, Array]
+    """``[N]`` each; NaN where a step has no such number."""
+    phases: dict[str, Array]
+    """Seconds of each phase ``[N]``."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Event]) -> Series:
+        """``steps``: step events in order."""
+        count = len(steps)
+        metrics: dict[str, Array] = {}
+        phases: dict[str, Array] = {}
+        for i, event in enumerate(steps):
+            for name, value in event.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    if name not in metrics:
+                        metrics[name] = np.full(count, np.nan)
+                    metrics[name][i] = value
+            for name, value in event.get("phases", {}).items():
+                if name not in phases:
+                    phases[name] = np.zeros(count)
+                phases[name][i] = value
+        empty = np.full(count, np.nan)
+        return cls(metrics.get("step", empty), metrics.get("time", empty), metrics, phases)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def known(self, metric: str) -> Array:
+        """The metric's values without the steps that lack it; empty for an unknown metric."""
+        values = self.metrics.get(metric)
+        return np.empty(0) if values is None else values[~np.isnan(values)]
+
+
+def curve(x: Array, y: Array, most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
+    """Return at most about ``most`` points of a curve: the lowest and the highest of every stretch.
+
+    Points whose value is not a number are left out.
+    """
+    there = np.flatnonzero(~np.isnan(y))
+    if len(there) > most:
+        stretches = np.array_split(there, most // 2)
+        chosen = [index[pick(y[index])] for index in stretches for pick in (np.argmin, np.argmax)]
+        there = np.unique(chosen)
+    return [compact(v) for v in x[there].tolist()], [compact(v) for v in y[there].tolist()]
+
+
+def compact(value: float) -> float:
+    """Round to six significant digits, or to a whole number, for a small page."""
+    if not math.isfinite(value):
+        return 0.0
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+def window(values: Array, *, last: bool, share: float = 0.2, least: int = 5) -> Array:
+    """The first or last ``share`` of the values, at least ``least`` of them."""
+    size = min(len(values), max(least, int(len(values) * share)))
+    return values[len(values) - size :] if last else values[:size]

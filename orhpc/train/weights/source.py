@@ -1,0 +1,48 @@
+"""What weight sync and export need from a trained model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class HfNames(Protocol):
+    """Maps whole parameters to tensors of a Hugging Face checkpoint."""
+
+    def split(self, name: str, whole: Tensor, /) -> Mapping[str, Tensor]:
+        """Return the checkpoint tensors that one whole parameter contains; also on the meta device."""
+        ...
+
+
+class WeightSource(ABC):
+    """One rank's part of a model whose parameters can be gathered from all ranks."""
+
+    dtype: torch.dtype
+    """Type of the weights in the forward pass, and of exported tensors."""
+
+    @abstractmethod
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the whole shape of every tensor that :meth:`export` accepts, in a fixed order.
+
+        These are all tensors of a checkpoint: parameters, and buffers such as the routers' correction
+        biases of DeepSeek-V3, GLM-4-MoE and MiniMax-M2.
+        """
+
+    @abstractmethod
+    def export_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the types of exported tensors that may differ from :attr:`dtype`: those of buffers."""
+
+    @abstractmethod
+    def hf_names(self) -> HfNames:
+        """Return the mapping from :meth:`parameter_shapes`' names to those of the checkpoint."""
+
+    @abstractmethod
+    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the named parameters whole, on every rank, under Hugging Face names (collective).
+
+        In the model's type, except for :meth:`export_dtypes`.
+        """

@@ -1,0 +1,46 @@
+"""A Megatron trainer reads its checkpoint once for each role, and releases the model when it is closed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from orhpc.train.actor import TrainerRank
+from tests.megatron.kit import Case, case_config, save_model
+from tests.trainer_kit import counted_reads, run_ranks
+
+
+def _load(rank: int, world: int, port: int, folder: str, kl: bool) -> dict[str, Any]:
+    """Body of a rank: build, and close."""
+    from tests.megatron import shim
+
+    shim.install()
+    config = case_config(Case("qwen3-moe", algorithm={"use_kl_loss": kl}), world)
+    unchecked = config.model.model_copy(update={"check": False})  # the check reads the checkpoint, too
+    trainer = TrainerRank(config.model_copy(update={"model": unchecked}), folder, rank, world, 1)
+    trainer.connect("127.0.0.1", port, 60)
+    with counted_reads("orhpc.train.megatron.hf_stream") as reads:
+        trainer.build()
+    backend: Any = trainer.backend
+    held = [weakref.ref(p) for model in backend._models for p in model.parameters()]
+    del backend
+    trainer.close()
+    gc.collect()
+    return {"reads": dict(reads), "held": len(held), "left": sum(ref() is not None for ref in held)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", [False, True])
+def test_a_trainer_reads_the_checkpoint_once_for_each_role_and_releases_the_model(
+    tmp_path: Path, kl: bool
+) -> None:
+    save_model(tmp_path, "qwen3-moe")
+    (found,) = run_ranks(_load, 1, str(tmp_path), kl)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert found["reads"] == {name: tensor.numel() * (2 if kl else 1) for name, tensor in stored.items()}
+    assert found["held"] > 0 == found["left"]
