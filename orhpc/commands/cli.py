@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from orhpc.commands import doctor, files, init, jobs, runs
+from orhpc.commands import doctor, files, init, jobs, runs, status
 from orhpc.commands.plan import main as plan
 from orhpc.commands.report import write_report
+from orhpc.commands.run_state import existing_run
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, policy_of
 from orhpc.launch.__main__ import main as launch
@@ -23,8 +22,6 @@ from orhpc.launch.command_line import without_flags
 from orhpc.launch.model import model_folder
 from orhpc.process.terminal import guarded_output
 from orhpc.rundir import CommitName, RunDir, commits
-from orhpc.rundir.event_lines import lowered_budget, number
-from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +56,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     commands.add_parser("plan", help="plan ranks and memory without a node (orhpc plan --help)")
     commands.add_parser("try-env", help="run one session of an environment (orhpc try-env --help)")
     runs.add_runs(commands.add_parser("runs", help="list the runs of a folder with their state"))
-    _add_status(commands.add_parser("status", help="show the progress and the jobs of a run"))
+    status.add_status(commands.add_parser("status", help="show the progress and the jobs of a run"))
     _add_report(commands.add_parser("report", help="write an HTML report of a run"))
     jobs.add_check(commands.add_parser("check", help="check whether a config can run, without using a GPU"))
     jobs.add_fetch(commands.add_parser("fetch", help="download a model into the Hugging Face cache"))
@@ -81,67 +78,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         except OrhpcError as error:
             print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
             return policy_of(error).exit_code
-
-
-def existing_run(path: Path) -> RunDir:
-    """Return the run directory at a path.
-
-    Raises:
-        ConfigError: the folder is not a run directory.
-    """
-    run = RunDir(path)
-    try:
-        is_run = run.config.is_file()
-    except OSError as error:
-        raise ConfigError(f"{str(path)[:100]}: {error.strerror}") from None
-    if not is_run:
-        raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
-    return run
-
-
-def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=status)
-
-
-def status(options: argparse.Namespace) -> int:
-    """Print a run's progress, jobs and last failure."""
-    run = existing_run(options.run_dir)
-    config = load_config(run.config)
-    events = read_events(run.events)
-    steps = steps_of(events)
-    last = steps[max(steps)] if steps else {}
-    committed = run.lineage()
-    failures = [failure_line(e) for e in events if e["event"] in FAILURES]
-    about = {
-        "run": str(run.path),
-        "step": last.get("step", 0),
-        "steps": config.train.steps,
-        "committed": [str(c) for c in committed],
-        "attempts": run.newest_attempt(),
-        "last_event": events[-1]["event"] if events else None,
-        "last_event_age_s": round(time.time() - events[-1]["time"], 1) if events else None,
-        "reward_mean": last.get("reward_mean"),
-        "last_failure": failures[-1] if failures else None,
-    }
-    if options.json:
-        standing = jobs.Standing.of(run)
-        print(json.dumps(about | {"jobs": standing.jobs, "standing": standing.line}))
-        return EXIT_OK
-    print(f"{about['run']}: step {about['step']} of {about['steps']}, attempt {about['attempts']}")
-    print(f"committed: {', '.join(about['committed']) or 'nothing yet'}")
-    if events:
-        print(f"last event: {about['last_event']}, {about['last_event_age_s']:.0f} s ago")
-    if steps:
-        print(f"mean reward of step {about['step']}: {number(last, 'reward_mean', '.3f')}")
-    if failures:
-        print(f"last failure: {about['last_failure']}")
-    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] == "bring_up"), ""):
-        print(budget.removeprefix("; "))
-    for line in jobs.describe(run):
-        print(line)
-    return EXIT_OK
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from orhpc.commands.run_state import existing_run
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, PreflightError
 from orhpc.launch import model
@@ -37,6 +38,13 @@ class Standing:
     """State of every job of the run that SLURM still knows, by id."""
     line: str | None
     """The local process, or that no job or process is left and what to do, or why this is not known."""
+    answered: bool = True
+    """Whether SLURM has answered, or need not be asked."""
+
+    @property
+    def active(self) -> dict[str, str]:
+        """States of the jobs that run or wait, by id."""
+        return {job: state for job, state in self.jobs.items() if state in scheduler.ACTIVE}
 
     @classmethod
     def of(cls, rundir: RunDir) -> Standing:
@@ -45,11 +53,11 @@ class Standing:
             process = rundir.lock_holder()
             return cls({}, f"{process}: running" if process else _none_left(rundir, "process"))
         if not scheduler.available():
-            return cls({}, None)
+            return cls({}, None, answered=not holder.known_jobs(rundir))
         try:
             known = {job: state for job in holder.known_jobs(rundir) if (state := scheduler.job_state(job))}
         except PreflightError as error:
-            return cls({}, f"SLURM does not answer: {error}")
+            return cls({}, f"SLURM does not answer: {error}", answered=False)
         active = scheduler.ACTIVE | {"COMPLETING"}
         left = any(state in active for state in known.values())
         begun = bool(known) or rundir.newest_attempt() > 0
@@ -69,9 +77,8 @@ def _none_left(rundir: RunDir, what: str) -> str:
     return f"no {what} of this run is left: {why}"
 
 
-def describe(rundir: RunDir) -> list[str]:
+def describe(rundir: RunDir, standing: Standing) -> list[str]:
     """Lines about the run's jobs, how its latest attempts ended, and whether a job or process is left."""
-    standing = Standing.of(rundir)
     lines = [
         f"job {job}: {state.lower()}{_not_before(rundir, job, state)}" for job, state in standing.jobs.items()
     ]
@@ -106,7 +113,7 @@ def add_cancel(parser: argparse.ArgumentParser) -> None:
 
 def cancel(options: argparse.Namespace) -> int:
     """Cancel the run's jobs; they are not requeued."""
-    active = jobs(_run(options.run_dir))
+    active = jobs(existing_run(options.run_dir))
     if not active:
         raise ConfigError(f"{options.run_dir}: no job of this run is running or waiting")
     for job, state in active:
@@ -127,7 +134,7 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 
 def logs(options: argparse.Namespace) -> int:
     """Print the end of one log of an attempt."""
-    run = _run(options.run_dir)
+    run = existing_run(options.run_dir)
     folder = run.attempt(options.attempt or run.newest_attempt())
     files = sorted(folder.glob("*.log"))
     if options.list or not (folder / options.file).is_file():
@@ -194,10 +201,3 @@ def check(options: argparse.Namespace) -> int:
     overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)
     return checklist.report(checklist.on_the_login_node(config))
-
-
-def _run(path: Path) -> RunDir:
-    run = RunDir(path)
-    if not run.config.is_file():
-        raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
-    return run

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from orhpc.errors import PreflightError
+from orhpc.errors import ConfigError, PreflightError
 from orhpc.launch.slurm import holder, ledger, scheduler
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import last_events
@@ -73,6 +73,22 @@ class RunState:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "path": str(self.path)}
 
 
+def existing_run(path: Path) -> RunDir:
+    """Return the run directory at a path.
+
+    Raises:
+        ConfigError: the folder is not a run directory.
+    """
+    run = RunDir(path)
+    try:
+        is_run = run.config.is_file()
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:100]}: {error.strerror}") from None
+    if not is_run:
+        raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
+    return run
+
+
 def runs_below(root: Path) -> list[RunDir]:
     """Return the run directories in a folder: the folder itself, or those in it; newest event first."""
     if (root / "config.yaml").is_file():
@@ -110,19 +126,15 @@ def _state_of(run: RunDir, known: Sequence[str], jobs: Mapping[str, str] | None)
     last = steps[-1] if steps else {}
     evaluation = next((e for e in reversed(events) if e["event"] == "evaluation"), None)
     own = {j: jobs[j] for j in known if j in jobs and jobs[j] in scheduler.ACTIVE} if jobs is not None else {}
-    state = _judge(run, events, own, asked=jobs is not None or not known)
-    total = last.get("steps")
-    left = None
-    if state is State.RUNNING and isinstance(total, int):
-        pace = statistics.median(s.get("seconds", 0.0) for s in steps[-_PACE_STEPS:])
-        left = max(0, total - last["step"]) * pace
+    state = judge(run, events, own, answered=jobs is not None or not known)
+    left = seconds_left(steps) if state is State.RUNNING else None
     return RunState(
         name=run.path.name,
         path=run.path,
         state=state,
         jobs=own,
         step=last.get("step", 0),
-        steps=total,
+        steps=last.get("steps"),
         reward_mean=_number(last.get("reward_mean")),
         evaluation=_score(evaluation) if evaluation is not None else None,
         seconds_left=left,
@@ -130,10 +142,17 @@ def _state_of(run: RunDir, known: Sequence[str], jobs: Mapping[str, str] | None)
     )
 
 
-def _judge(
-    run: RunDir, events: Sequence[Mapping[str, Any]], jobs: Mapping[str, str], *, asked: bool
+def judge(
+    run: RunDir, events: Sequence[Mapping[str, Any]], jobs: Mapping[str, str], *, answered: bool
 ) -> State:
-    """``asked``: whether SLURM has answered, or need not be asked."""
+    """Return what a run is doing.
+
+    Args:
+        run: its directory.
+        events: its newest events, in order.
+        jobs: states of its jobs that run or wait, by id.
+        answered: whether SLURM has answered, or the run has no jobs.
+    """
     attempt = run.newest_attempt()
     last = events[-1] if events else {}
     local = run.attempt_metadata(attempt).get("kind") == "local"
@@ -144,7 +163,7 @@ def _judge(
         return State.WAITING
     if last.get("event") == "finished":
         return State.FINISHED
-    if not local and not asked:
+    if not local and not answered:
         return State.UNKNOWN
     if attempt == 0:
         return State.NEW
@@ -155,6 +174,26 @@ def _judge(
     if last.get("event") == "stopped" or (outcome is not None and outcome.reason in _STOPS):
         return State.STOPPED
     return State.DEAD
+
+
+def seconds_left(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds until the last step, at the median pace of the newest ones; None without a step."""
+    if not steps or not isinstance(steps[-1].get("steps"), int):
+        return None
+    pace = statistics.median(s.get("seconds", 0.0) for s in steps[-_PACE_STEPS:])
+    return max(0, steps[-1]["steps"] - steps[-1]["step"]) * pace
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _score(evaluation: Mapping[str, Any]) -> float | None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from orhpc.commands.report.overview import duration
-from orhpc.commands.run_state import RunState, State, runs_below, states_of
+from orhpc.commands.run_state import RunState, State, duration, runs_below, states_of
 from orhpc.errors import EXIT_OK, ConfigError
 from orhpc.process.terminal import safe
 

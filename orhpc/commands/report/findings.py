@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from orhpc.commands.report.overview import Attempt, duration, goodput, lost_time
+from orhpc.commands.report.overview import Attempt, goodput, lost_time
 from orhpc.commands.report.series import Series, window
+from orhpc.commands.run_state import duration
 
 Event = Mapping[str, Any]
 _FEW_STEPS = 10

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orhpc.commands.run_state import duration, seconds_left
 from orhpc.launch.slurm.ledger import outcome_of
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import FAILURES, steps_of
 
 Event = Mapping[str, Any]
-_PACE_STEPS = 20
 _ENDS = ("finished", "stopped", "failed")
 """Last events of an attempt that was not killed."""
 FAILURE_COUNTS = ("failed_rollouts", "retried_rollouts", "failed_groups")
@@ -49,14 +48,6 @@ def goodput(events: Sequence[Event]) -> float | None:
         return None
     whole = events[-1]["time"] - events[0]["time"]
     return min(1.0, sum(s.get("seconds", 0.0) for s in steps) / whole) if whole > 0 else None
-
-
-def seconds_left(steps: Sequence[Event]) -> float | None:
-    """Seconds until the last step at the median pace of the newest steps; None without a step."""
-    if not steps or not isinstance(steps[-1].get("steps"), int):
-        return None
-    pace = statistics.median(s.get("seconds", 0.0) for s in steps[-_PACE_STEPS:])
-    return max(0, steps[-1]["steps"] - steps[-1]["step"]) * pace
 
 
 def lost_time(events: Sequence[Event], attempts: Sequence[Attempt]) -> dict[str, float]:
@@ -177,18 +168,6 @@ def mark_of(event: Event) -> dict[str, Any]:
 def clock(seconds: float) -> str:
     """Local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def duration(seconds: float) -> str:
-    """A duration in its two largest units."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _number(event: Event, key: str = "reward_mean") -> str:

@@ -20,7 +20,6 @@ from orhpc.commands.report.overview import (
     MARKS,
     attempts_of,
     clock,
-    duration,
     environments_of,
     facts,
     lost_time,
@@ -29,6 +28,7 @@ from orhpc.commands.report.overview import (
 from orhpc.commands.report.rollouts import distributions
 from orhpc.commands.report.series import Series, compact, curve
 from orhpc.commands.report.settings import differences, settings_of
+from orhpc.commands.run_state import duration
 from orhpc.process.terminal import safe
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import read_events, steps_of

@@ -177,6 +177,40 @@ def test_status_says_when_no_job_is_left_and_why(
     assert last_line(run, capsys) == "no job of this run is left: it is finished"
 
 
+@pytest.mark.parametrize(
+    ("squeue", "events", "state", "first"),
+    [
+        ("echo RUNNING", ["bring_up"], "starting", "starting, step 0 of 10, attempt 2"),
+        ("echo RUNNING", ["ready", "step", "step"], "running",
+         "running, step 2 of 10, attempt 2, 16 s left at this pace"),
+        ("echo PENDING", ["step"], "waiting", "waiting in the queue, step 1 of 10, attempt 2"),
+        ("echo FAILED", ["step", "failed"], "dead",
+         "dead: no job and no process is left, step 1 of 10, attempt 2"),
+        ("echo COMPLETED", ["step", "finished"], "finished", "finished, step 1 of 10, attempt 2"),
+        ("echo CANCELLED", ["step", "stopped"], "stopped", "stopped, step 1 of 10, attempt 2"),
+    ],
+)  # fmt: skip
+def test_status_begins_with_what_the_run_is_doing(
+    commands: Path,
+    run: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    squeue: str,
+    events: list[str],
+    state: str,
+    first: str,
+) -> None:
+    holder.note_submission(run, "7")
+    stand_in(commands, "squeue", squeue)
+    log = EventLog(run.events, 2)
+    for step, event in enumerate(events, start=1 - events.count("ready")):
+        log.write(event, step=step, steps=10, seconds=2.0, phases={}, error="it broke")
+    log.close()
+    assert main(["status", str(run.path)]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines()[0] == f"{run.path}: {first}"
+    assert main(["status", "--json", str(run.path)]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["state"] == state
+
+
 def test_status_says_that_the_token_budget_was_lowered(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from orhpc.commands.cli import main
 from orhpc.commands.report import charts
 from orhpc.commands.report.findings import RULES, Evidence, findings
-from orhpc.commands.report.overview import attempts_of, environments_of, goodput, lost_time, seconds_left
+from orhpc.commands.report.overview import attempts_of, environments_of, goodput, lost_time
 from orhpc.commands.report.page import page, run_data
 from orhpc.commands.report.series import MOST_POINTS, Series, curve
 from orhpc.commands.report.settings import differences
+from orhpc.commands.run_state import seconds_left
 from orhpc.config.alarms import AlarmSettings, raised_alarms
 from orhpc.config.files import load_config
 from orhpc.launch.slurm import ledger

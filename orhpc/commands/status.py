@@ -1,0 +1,81 @@
+"""``orhpc status``: what a run is doing, its progress, its jobs and how its attempts ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from orhpc.commands import jobs
+from orhpc.commands.run_state import State, duration, existing_run, judge, seconds_left
+from orhpc.config.files import load_config
+from orhpc.errors import EXIT_OK
+from orhpc.rundir import RunDir
+from orhpc.rundir.event_lines import lowered_budget, number
+from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
+
+Event = dict[str, Any]
+_MEANING = {
+    State.NEW: "not submitted yet",
+    State.WAITING: "waiting in the queue",
+    State.DEAD: "dead: no job and no process is left",
+    State.UNKNOWN: "not known: SLURM does not answer here",
+}
+"""States that need more than their name."""
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=status)
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print a run's state, progress, jobs and last failure."""
+    run = existing_run(options.run_dir)
+    events = read_events(run.events)
+    standing = jobs.Standing.of(run)
+    state = judge(run, events, standing.active, answered=standing.answered)
+    steps = [event for _, event in sorted(steps_of(events).items())]
+    about = _about(run, events, steps, state)
+    if options.json:
+        print(json.dumps(about | {"jobs": standing.jobs, "standing": standing.line}))
+        return EXIT_OK
+    left = "" if about["seconds_left"] is None else f", {duration(about['seconds_left'])} left at this pace"
+    meaning = _MEANING.get(state, str(state))
+    print(
+        f"{run.path}: {meaning}, step {about['step']} of {about['steps']}, attempt {about['attempts']}{left}"
+    )
+    print(f"committed: {', '.join(about['committed']) or 'nothing yet'}")
+    if events:
+        print(f"last event: {about['last_event']}, {duration(about['last_event_age_s'])} ago")
+    if steps:
+        print(f"mean reward of step {about['step']}: {number(steps[-1], 'reward_mean', '.3f')}")
+    if about["last_failure"] is not None:
+        print(f"last failure: {about['last_failure']}")
+    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] == "bring_up"), ""):
+        print(budget.removeprefix("; "))
+    for line in jobs.describe(run, standing):
+        print(line)
+    return EXIT_OK
+
+
+def _about(run: RunDir, events: list[Event], steps: list[Event], state: State) -> dict[str, Any]:
+    """What ``--json`` prints, without the jobs."""
+    last = steps[-1] if steps else {}
+    failures = [failure_line(e) for e in events if e["event"] in FAILURES]
+    return {
+        "run": str(run.path),
+        "state": state,
+        "step": last.get("step", 0),
+        "steps": load_config(run.config).train.steps,
+        "seconds_left": seconds_left(steps) if state is State.RUNNING else None,
+        "committed": [str(c) for c in run.lineage()],
+        "attempts": run.newest_attempt(),
+        "last_event": events[-1]["event"] if events else None,
+        "last_event_age_s": round(max(0.0, time.time() - events[-1]["time"]), 1) if events else None,
+        "reward_mean": last.get("reward_mean"),
+        "last_failure": failures[-1] if failures else None,
+    }
