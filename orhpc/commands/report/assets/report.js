@@ -129,6 +129,7 @@ function restarts(run) {
 function panel(parent, spec) {
   const element = card(parent, spec.title, spec.unit);
   element.parentElement.dataset.metrics = spec.metrics.join(" ");
+  element.parentElement.querySelector("h3").title = spec.about;
   add(element, () => {
     const series = [];
     let color = 0;
