@@ -27,7 +27,7 @@ from orhpc.commands.report.overview import (
 )
 from orhpc.commands.report.rollouts import distributions
 from orhpc.commands.report.series import Series, compact, curve
-from orhpc.commands.report.settings import differences, settings_of
+from orhpc.commands.report.settings import differences, provenance_of, settings_of
 from orhpc.commands.run_state import duration
 from orhpc.process.terminal import safe
 from orhpc.rundir import RunDir, write_atomic
@@ -147,6 +147,7 @@ def run_data(run: RunDir) -> dict[str, Any]:
         "histograms": histograms,
         "samples": [{"title": safe(s["title"]), "text": s["text"]} for s in samples],
         "settings": settings_of(run),
+        "provenance": provenance_of(run),
         "steps": len(steps),
     }
 
