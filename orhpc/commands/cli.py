@@ -11,17 +11,14 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from orhpc.commands import doctor, files, init, jobs, runs, status
+from orhpc.commands import chat, doctor, export, files, init, jobs, runs, status
 from orhpc.commands.plan import main as plan
 from orhpc.commands.report import write_report
 from orhpc.commands.run_state import existing_run
-from orhpc.config.files import load_config
-from orhpc.errors import EXIT_OK, CheckpointError, ConfigError, OrhpcError, policy_of
+from orhpc.errors import EXIT_OK, OrhpcError, policy_of
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.command_line import without_flags
-from orhpc.launch.model import model_folder
 from orhpc.process.terminal import guarded_output
-from orhpc.rundir import CommitName, RunDir, commits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +65,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     jobs.add_logs(commands.add_parser("logs", help="print the end of a run's logs"))
     jobs.add_cancel(commands.add_parser("cancel", help="cancel a run's jobs, without requeue"))
     _add_view(commands.add_parser("view", help="print the rollouts of a step"))
-    _add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
+    export.add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
+    chat.add_chat(commands.add_parser("chat", help="talk with the model of a run"))
     parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
     options = parser.parse_args(without_flags(arguments) if arguments[:1] == ["check"] else arguments)
     run: Callable[[argparse.Namespace], int] = options.run
@@ -115,42 +113,6 @@ def view(options: argparse.Namespace) -> int:
     from orhpc.commands.view import show
 
     return show(existing_run(options.run_dir), options.step, options.evaluation, options.rollout)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--step", type=int, help="default: the newest commit")
-    parser.add_argument("--out", type=Path, help="default: RUN/export/step_N")
-    parser.set_defaults(run=export)
-
-
-def export(options: argparse.Namespace) -> int:
-    """Write a commit as a folder that AutoModelForCausalLM loads, and verify it against the commit."""
-    run = existing_run(options.run_dir)
-    name = _chosen_commit(run, options.step)
-    folder = run.checkpoints / str(name)
-    commits.verify(folder)
-    out = options.out or run.export / f"step_{name.step}"
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out: {out} is not empty")
-    config = load_config(run.config)
-    # In a separate process: this one must not load torch.
-    command = [sys.executable, "-m", "orhpc.train.checkpoint.export", str(folder), str(out)]
-    command += ["--model-dir", str(model_folder(config, run)), "--dtype", config.model.dtype]
-    command += ["--trust-remote-code"] if config.model.trust_remote_code else []
-    return subprocess.run(command, check=False).returncode
-
-
-def _chosen_commit(run: RunDir, step: int | None) -> CommitName:
-    lineage = run.lineage()
-    if not lineage:
-        raise CheckpointError(f"{run.path}: nothing is committed yet")
-    if step is None:
-        return lineage[0]
-    for name in lineage:
-        if name.step == step:
-            return name
-    raise CheckpointError(f"{run.path}: step {step} is not committed; committed: {[c.step for c in lineage]}")
 
 
 if __name__ == "__main__":

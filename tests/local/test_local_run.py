@@ -156,6 +156,11 @@ def test_status_view_and_export(finished: RunDir, tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(out)], capture_output=True, text=True, check=False
     )
     assert loaded.stdout.strip() == "True", loaded.stderr
+    line = [sys.executable, "-m", "orhpc.commands.cli", "chat", str(finished.path), "--max-tokens", "3"]
+    talked = subprocess.run(line, cwd=kit.ROOT, input="hello\n", capture_output=True, text=True, check=False)
+    assert talked.returncode == 0, talked.stderr
+    assert (finished.export / "step_6/config.json").is_file()
+    assert f"orhpc chat {finished.export / 'step_6'}" in talked.stdout
     refused = orhpc("export", str(finished.path), "--step", "1")
     assert refused.returncode != 0
     assert refused.stderr.count("\n") == 1

@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = shlex.quote(str(Path(args.out).absolute()))
     print(
         f"{args.out}: {len(exported.files)} weight files, {size:.2f} GB; {exported.comparison.line()}; "
-        f"to chat: transformers serve {out} and, in another terminal, transformers chat {out}"
+        f"to talk with it: orhpc chat {out}"
     )
     return 0
 
