@@ -26,7 +26,7 @@ from orhpc.rundir.metrics import METRICS
 
 COMMANDS = (
     *("launch", "check", "plan", "try-env", "init", "doctor", "fetch", "files"),
-    *("runs", "status", "report", "view", "logs", "cancel", "export", "chat"),
+    *("runs", "status", "report", "view", "logs", "cancel", "export", "chat", "clean"),
 )
 """In the order in which they are met."""
 _SECTIONS = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from orhpc.commands import chat, doctor, export, files, init, jobs, runs, status
+from orhpc.commands import chat, clean, doctor, export, files, init, jobs, runs, status
 from orhpc.commands.plan import main as plan
 from orhpc.commands.report import write_report
 from orhpc.commands.run_state import existing_run
@@ -63,6 +63,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     )
     init.add_init(commands.add_parser("init", help="create an example project for your own task"))
     jobs.add_logs(commands.add_parser("logs", help="print the end of a run's logs"))
+    clean.add_clean(commands.add_parser("clean", help="show what fills a run directory, and remove parts"))
     jobs.add_cancel(commands.add_parser("cancel", help="cancel a run's jobs, without requeue"))
     _add_view(commands.add_parser("view", help="print the rollouts of a step"))
     export.add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
