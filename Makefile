@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OPENREWARD_DISABLE_UPDATE_CHECK = 1
 
-.PHONY: help install demo test test-fast lint format bench clean
+.PHONY: help install demo test test-fast lint docs format clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable '.[run,gym,router,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[run,gym,router,dev,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python "$(MEGATRON)"
 	touch $(STAMP)
 
@@ -39,9 +39,12 @@ test-fast: $(STAMP)  ## the quick ones, under a minute
 lint: $(STAMP)   ## ruff, pyright, import contracts
 	bash tests/run.sh lint
 
+docs: $(STAMP)   ## the documentation as a site, in docs/_build/html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:           ## remove .venv and caches, keep runs
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+	rm -rf $(VENV) docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

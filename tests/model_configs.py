@@ -20,6 +20,18 @@ def _of(kind: str, hidden: int, ffn: int, layers: int, heads: int, vocabulary: i
 
 
 _QWEN3_30B = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_235B = {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8}
+_KV8 = {"num_key_value_heads": 8}
+_GLM45_AIR = {
+    "moe_intermediate_size": 1408,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 128,
+    "num_nextn_predict_layers": 1,
+}
 _GLM45 = {
     "moe_intermediate_size": 1536,
     "num_key_value_heads": 8,
@@ -40,6 +52,21 @@ REAL: dict[str, tuple[Content, int, float | None]] = {
         None,
     ),
     "Qwen2.5-7B": (_of("qwen2", 3584, 18944, 28, 28, 152064, num_key_value_heads=4), 7615616512, None),
+    "Qwen3-0.6B": (
+        _of("qwen3", 1024, 3072, 28, 16, 151936, head_dim=128, tie_word_embeddings=True, **_KV8),
+        596049920,
+        None,
+    ),
+    "Qwen3-1.7B": (
+        _of("qwen3", 2048, 6144, 28, 16, 151936, head_dim=128, tie_word_embeddings=True, **_KV8),
+        1720574976,
+        None,
+    ),
+    "Qwen3-4B": (
+        _of("qwen3", 2560, 9728, 36, 32, 151936, head_dim=128, tie_word_embeddings=True, **_KV8),
+        4022468096,
+        None,
+    ),
     "Qwen3-8B": (
         _of("qwen3", 4096, 12288, 36, 32, 151936, num_key_value_heads=8, head_dim=128),
         8190735360,
@@ -50,12 +77,18 @@ REAL: dict[str, tuple[Content, int, float | None]] = {
         30532122624,
         3.3,
     ),
+    "Qwen3-235B-A22B": (
+        _of("qwen3_moe", 4096, 12288, 94, 64, 151936, num_key_value_heads=4, head_dim=128, **_QWEN3_235B),
+        235093634560,
+        22,
+    ),
     "DeepSeek-V3": (
         _of("deepseek_v3", 7168, 18432, 61, 128, 129280, num_key_value_heads=128, num_nextn_predict_layers=1),
         671026404352,
         37,
     ),
     "gemma-2-9b": (_of("gemma2", 3584, 14336, 42, 16, 256000, num_key_value_heads=8), 9241705984, None),
+    "GLM-4.5-Air": (_of("glm4_moe", 4096, 10944, 46, 96, 151552, **_GLM45_AIR), 106852245504, None),
     "GLM-4.5": (_of("glm4_moe", 5120, 12288, 92, 96, 151552, **_GLM45), 352797814784, None),
     "Mixtral-8x7B": (_of("mixtral", 4096, 14336, 32, 32, 32000), 46702792704, 12.9),
     "MiniMax-M2": (_of("minimax_m2", 3072, 1536, 62, 48, 200064), 228689748992, None),

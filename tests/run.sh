@@ -50,7 +50,7 @@ browser_is_there() {
 everything() {
   local failed=0
   $bin/python -m pytest -rs --durations=15 -n 2 --dist loadfile \
-    tests/unit tests/faults tests/protocol tests/megatron || failed=1
+    tests/unit tests/faults tests/docs tests/protocol tests/megatron || failed=1
   $bin/python -m pytest -rs --durations=15 tests/browser tests/first_day tests/local \
     tests/security tests/slurm || failed=1
   return $failed

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from orhpc.config import Config
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.metrics import tracker_name
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class Tracker:
 
 
 def row_of(event: Mapping[str, Any]) -> dict[str, float]:
-    """A step's or an evaluation's event as a W&B row."""
+    """A step's or an evaluation's event as a W&B row, in sections (:mod:`orhpc.rundir.metrics`)."""
     evaluation = event["event"] == "evaluation"
     row: dict[str, float] = {}
     for key, value in event.items():
@@ -156,7 +157,7 @@ def row_of(event: Mapping[str, Any]) -> dict[str, float]:
         if evaluation:
             row |= {} if key == "seconds" else {f"eval/{key}": number}
         else:
-            row["step_seconds" if key == "seconds" else key] = number
+            row[tracker_name(key)] = number
     return row | {f"phase/{name}": seconds for name, seconds in event.get("phases", {}).items()}
 
 

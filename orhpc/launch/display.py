@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,14 @@ class _Column:
     text: Callable[[dict[str, Any]], str]
     least_width: int = 0
     """Terminal width in columns below which this column is omitted."""
+    hidden_at_zero: bool = False
+    """Omit the column while it shows only zeros: on-policy, the loss of centered advantages says nothing."""
+
+    def fits(self, width: int, steps: Sequence[dict[str, Any]]) -> bool:
+        """Whether the column is shown for these steps."""
+        if width < self.least_width:
+            return False
+        return not self.hidden_at_zero or any(self.text(s).strip("-0.") for s in steps)
 
 
 _COLUMNS = (
@@ -46,9 +54,11 @@ _COLUMNS = (
     _Column("length", lambda s: number(s, "response_length_mean", ".1f")),
     _Column("tokens/s", lambda s: number(s, "tokens_per_s", ".0f")),
     _Column("step s", lambda s: f"{s['seconds']:.1f}"),
-    _Column("phases", phases_of, 140),
-    _Column("loss", lambda s: number(s, "loss", ".4f")),
-    _Column("KL(rollout, train)", lambda s: number(s, "rollout_kl", ".1e"), 90),
+    _Column("phases", phases_of, 150),
+    _Column("entropy", lambda s: number(s, "entropy", ".2f"), 70),
+    _Column("grad norm", lambda s: number(s, "grad_norm", ".2f"), 80),
+    _Column("loss", lambda s: number(s, "loss", ".4f"), 80, hidden_at_zero=True),
+    _Column("KL(rollout, train)", lambda s: number(s, "rollout_kl", ".1e"), 100),
 )
 
 
@@ -121,13 +131,14 @@ class Display:
         """The newest steps, one line each; rows and columns that do not fit the terminal are omitted."""
         table = Table(title=self._title(), title_justify="left", expand=False)
         size = self.console.size
-        columns = [c for c in _COLUMNS if size.width >= c.least_width]
+        rows = max(1, min(_RECENT, size.height - _FRAME_LINES))
+        shown = self._steps[-rows:]
+        columns = [c for c in _COLUMNS if c.fits(size.width, shown)]
         for column in columns:
             table.add_column(
                 column.head, justify="left" if column.head == "phases" else "right", no_wrap=True
             )
-        rows = max(1, min(_RECENT, size.height - _FRAME_LINES))
-        for step in self._steps[-rows:]:
+        for step in shown:
             table.add_row(*(column.text(step) for column in columns))
         return table
 

@@ -19,6 +19,7 @@ from packaging.version import Version
 from orhpc.config import Config
 from orhpc.config.files import changes_on_resume, differences, dump_config, load_config
 from orhpc.errors import CheckpointError, ConfigError, PreflightError
+from orhpc.launch.provenance import write_provenance
 from orhpc.process.secrets import resolve_secrets
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.commits import read_manifest
@@ -192,7 +193,8 @@ def _service_key() -> str:
 
 
 def begin_attempt(rundir: RunDir, config: Config, **facts: object) -> int:
-    """Claim an attempt and write the resolved config to its folder."""
+    """Claim an attempt and write the resolved config and the provenance to its folder."""
     attempt = rundir.begin_attempt(**json.loads(json.dumps(facts)))
     write_atomic(rundir.attempt(attempt) / "config.yaml", dump_config(config))
+    write_provenance(rundir.attempt(attempt), config)
     return attempt

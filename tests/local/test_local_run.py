@@ -16,6 +16,7 @@ from orhpc.rundir import CommitName, RunDir, commits
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.record import RolloutFile, read_step
 from tests.local import kit
+from tests.metric_names import unexplained
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +67,10 @@ def test_a_profiled_step_writes_its_profile(finished: RunDir) -> None:
     assert "aten::mm" in (finished.profile_of(2) / "rank_000.txt").read_text()
     with gzip.open(finished.profile_of(2) / "rank_000.json.gz") as file:
         assert any(event["name"] == "aten::mm" for event in json.load(file)["traceEvents"])
+
+
+def test_every_metric_of_a_step_is_explained(finished: RunDir) -> None:
+    assert unexplained(finished) == set()
 
 
 def test_engine_and_trainer_agree_on_log_probabilities(finished: RunDir) -> None:
@@ -229,7 +234,7 @@ def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
 def _wandb_rows(path: Path) -> int:
     """Number of rows in W&B's file, by keys that each row has once; a block border may split one."""
     data = path.read_bytes()
-    return max(data.count(key) for key in (b"step_seconds", b"phase/update", b"train_tokens_per_s"))
+    return max(data.count(key) for key in (b"reward/reward_std", b"phase/update", b"perf/train_tokens"))
 
 
 @pytest.mark.parametrize("how_many", ["one", "all"])

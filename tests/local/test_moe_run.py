@@ -10,6 +10,7 @@ from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.record import RolloutFile, read_step
 from tests.local import kit
+from tests.metric_names import unexplained
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,7 @@ def test_the_engines_routes_are_used_in_training_and_recorded(tmp_path: Path) ->
     assert result.returncode == 0, result.stdout + result.stderr
     first = RunDir(tmp_path / "tiny")
     steps = steps_of(read_events(first.events))
+    assert unexplained(first) == set()
     assert sorted(steps) == [1, 2, 3]
     for event in steps.values():  # both sides have the same float32 weights, so the routers agree too
         assert event["router_mismatch_fraction"] == event["token_mismatch_fraction"] == 0

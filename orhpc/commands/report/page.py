@@ -27,11 +27,12 @@ from orhpc.commands.report.overview import (
 )
 from orhpc.commands.report.rollouts import distributions
 from orhpc.commands.report.series import Series, compact, curve
-from orhpc.commands.report.settings import differences, settings_of
+from orhpc.commands.report.settings import differences, provenance_of, settings_of
 from orhpc.commands.run_state import duration
 from orhpc.process.terminal import safe
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.metrics import metric_of
 
 _MOST_MARKS = 500
 """Marked events of one run on the page, the newest."""
@@ -63,7 +64,13 @@ def page(runs: Sequence[RunDir]) -> str:
                 "title": section.title,
                 "folded": section.title == REST,
                 "panels": [
-                    {"title": p.title, "metrics": list(p.metrics), "unit": p.unit, "log": p.log}
+                    {
+                        "title": p.title,
+                        "metrics": list(p.metrics),
+                        "unit": p.unit or _unit(p.metrics),
+                        "log": p.log,
+                        "about": _about(p.metrics),
+                    }
                     for p in section.panels
                 ],
             }
@@ -88,6 +95,17 @@ def page(runs: Sequence[RunDir]) -> str:
             "</body></html>\n",
         )
     )
+
+
+def _about(metrics: Sequence[str]) -> str:
+    """What the metrics of a panel mean, a line each."""
+    known = [(name, found) for name in metrics if (found := metric_of(name)) is not None]
+    return "\n".join(f"{name}: {found.meaning}" for name, found in known)
+
+
+def _unit(metrics: Sequence[str]) -> str:
+    units = {found.unit for name in metrics if (found := metric_of(name)) is not None}
+    return units.pop() if len(units) == 1 else ""
 
 
 def run_data(run: RunDir) -> dict[str, Any]:
@@ -129,6 +147,7 @@ def run_data(run: RunDir) -> dict[str, Any]:
         "histograms": histograms,
         "samples": [{"title": safe(s["title"]), "text": s["text"]} for s in samples],
         "settings": settings_of(run),
+        "provenance": provenance_of(run),
         "steps": len(steps),
     }
 

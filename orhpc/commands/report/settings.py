@@ -9,6 +9,7 @@ from orhpc.config.safe_yaml import read_yaml
 from orhpc.errors import ConfigError
 from orhpc.process.secrets import redact
 from orhpc.rundir import RunDir
+from orhpc.rundir.sealed import Damaged, read_sealed
 
 _HIDDEN = ("secrets",)
 
@@ -33,6 +34,15 @@ def _flat(value: Mapping[Any, Any], prefix: str) -> list[tuple[str, str]]:
         else:
             found.append((name, redact(str(inner))))
     return found
+
+
+def provenance_of(run: RunDir) -> dict[str, str]:
+    """What the newest attempt ran, flattened; empty for runs of earlier releases."""
+    path = run.attempt(run.newest_attempt()) / "provenance.json"
+    try:
+        return dict(_flat(read_sealed(path, ()), ""))
+    except (FileNotFoundError, Damaged):
+        return {}
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:

@@ -116,8 +116,10 @@ def test_rows_on_the_server_are_not_sent_again(rundir: RunDir, monkeypatch: pyte
 def test_a_row_has_the_event_s_values(rundir: RunDir) -> None:
     attempt(rundir, 1, range(1, 2))
     step, evaluation = (row_of(event) for event in read_events(rundir.events))
-    assert math.isnan(step.pop("rollout_kl"))
-    assert step == {"reward_mean": 0.1, "step_seconds": 2.0, "phase/rollout": 1.0, "phase/update": 0.5}
+    assert math.isnan(step.pop("mismatch/rollout_kl"))
+    assert step == {
+        "reward/reward_mean": 0.1, "perf/seconds": 2.0, "phase/rollout": 1.0, "phase/update": 0.5,
+    }  # fmt: skip
     assert evaluation == {"eval/reward_mean/letters/test": 0.5}
 
 

@@ -43,7 +43,7 @@ def steps_shown(width: int, height: int, count: int, folder: Path) -> list[int]:
     for step in range(1, count + 1):
         log.write(
             "step", step=step, steps=200, seconds=12.3, reward_mean=0.125, response_length_mean=1234.5,
-            tokens_per_s=98765.0, loss=-0.0123, rollout_kl=1.2e-4,
+            tokens_per_s=98765.0, loss=-0.0123, rollout_kl=1.2e-4, entropy=1.25, grad_norm=12.34,
             phases={"rollout": 5.1, "update": 4.2, "sync": 1.3, "record": 0.9, "checkpoint": 0.8},
         )  # fmt: skip
     display.tick()
@@ -53,6 +53,7 @@ def steps_shown(width: int, height: int, count: int, folder: Path) -> list[int]:
     lines = output.getvalue().splitlines()
     assert len(lines) <= height - 1
     assert all(len(line) <= width for line in lines)
+    assert all("-0.0123" in line and "12.34" in line for line in lines if "/200" in line)
     return [int(found[1]) for line in lines if (found := re.search(r"(\d+)/200", line))]
 
 
@@ -60,6 +61,19 @@ def steps_shown(width: int, height: int, count: int, folder: Path) -> list[int]:
 @pytest.mark.parametrize(("height", "rows"), [(24, 8), (12, 6), (9, 3)])
 def test_the_newest_steps_stay_visible(tmp_path: Path, width: int, height: int, rows: int) -> None:
     assert steps_shown(width, height, 20, tmp_path) == list(range(21 - rows, 21))
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(-3.7e-9, False), (0.0, False), (None, False), (-0.0123, True)])
+def test_the_loss_is_shown_only_if_it_is_not_zero(tmp_path: Path, loss: float | None, shown: bool) -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, height=24, force_terminal=True, color_system=None)
+    log = EventLog(tmp_path / "events.jsonl", 1)
+    display = Display(tmp_path / "events.jsonl", 1, console)
+    numbers = {} if loss is None else {"loss": loss}
+    log.write("step", step=1, steps=2, seconds=1.0, phases={}, **numbers)
+    display.tick()
+    console.print(display.panel())
+    assert ("loss" in output.getvalue()) is shown
 
 
 def test_the_display_describes_the_start_correctly(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ function restarts(run) {
 function panel(parent, spec) {
   const element = card(parent, spec.title, spec.unit);
   element.parentElement.dataset.metrics = spec.metrics.join(" ");
+  element.parentElement.querySelector("h3").title = spec.about;
   add(element, () => {
     const series = [];
     let color = 0;
@@ -346,6 +347,12 @@ function tables(run) {
   const settings = make(make(main, "div", { className: "card" }), "details");
   make(settings, "summary", {}, `${Object.keys(run.settings).length} settings`);
   table(settings, [], Object.entries(run.settings));
+  const entries = Object.entries(run.provenance);
+  if (!entries.length) return;
+  make(main, "h2", {}, `Versions, code and machine of the newest attempt${name}`);
+  const provenance = make(make(main, "div", { className: "card" }), "details");
+  make(provenance, "summary", {}, `${entries.length} entries`);
+  table(provenance, [], entries);
 }
 
 const main = document.getElementById("report");

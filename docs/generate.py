@@ -1,0 +1,232 @@
+"""Write the reference from the code: settings, commands, failures with exit codes, and metrics.
+
+python docs/generate.py FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from orhpc import errors
+from orhpc.commands.cli import main
+from orhpc.config import Config, EnvironmentSettings
+from orhpc.rundir.metrics import METRICS
+
+COMMANDS = (
+    *("launch", "check", "plan", "try-env", "init", "doctor", "fetch", "files"),
+    *("runs", "status", "report", "view", "logs", "cancel", "export"),
+)
+"""In the order in which they are met."""
+_SECTIONS = {
+    "reward": "Rewards", "rollout": "Rollouts", "train": "The update", "mismatch": "Engine against trainer",
+    "perf": "Speed", "memory": "Memory",
+}  # fmt: skip
+_TYPES = {
+    int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "null",
+}  # fmt: skip
+_ACTIONS = {
+    errors.Action.END: "commits what the trainers hold, if it can, and ends",
+    errors.Action.RESTART: (
+        "restarts in place from the newest commit, at most {budget} times without a new step"
+    ),
+    errors.Action.RESTART_SMALLER: "the same with half the token budget of a micro-batch",
+}
+_EXIT_CODES = {
+    errors.EXIT_OK: "the run is finished, or the command has done its work",
+    errors.EXIT_FAILED: "a failure without a class of its own: a bug, of orhpc or of a library",
+    errors.EXIT_CONFIG: "a setting, a file name or an argument is wrong, or your own code raised",
+    errors.EXIT_PREFLIGHT: "something that the run needs is missing on this machine",
+    errors.EXIT_CRASH_LOOP: "attempts repeatedly ended without a new step; the job is not requeued",
+    errors.EXIT_BUSY: "another job or process uses the run directory",
+    errors.EXIT_REQUEUE: "stopped with everything committed that could be; the batch script requeues the job",
+}
+
+
+def write(folder: Path) -> None:
+    """Write all pages into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = {"settings": settings, "commands": commands, "failures": failures, "metrics": metrics}
+    for name, page in pages.items():
+        path, text = folder / f"{name}.md", page()
+        # Sphinx reads a page again when its file is newer.
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def settings() -> str:
+    """Every setting with its type, default and description."""
+    parts = [
+        "# Settings\n",
+        "Every setting with its type, its default and what it does. A config file sets only what differs and "
+        "begins with `extends: base.yaml`; on the command line a setting is `section.name=value`. Unknown "
+        "names and values that do not fit are refused.\n",
+    ]
+    top = [(n, f) for n, f in Config.model_fields.items() if not isinstance(_default(f), BaseModel)]
+    plain = [(name, field) for name, field in top if name != "environments"]
+    parts.append("## Outside sections\n")
+    parts += [_setting(name, field) for name, field in plain]
+    for name, field in Config.model_fields.items():
+        default = _default(field)
+        if isinstance(default, BaseModel):
+            parts.append(f"## {name}\n\n{_text(type(default).__doc__)}\n")
+            parts += _fields(type(default), f"{name}.")
+    parts.append("## environments\n\nEnvironments by name; at least one is required.\n")
+    parts += _fields(EnvironmentSettings, "environments.NAME.")
+    return "\n".join(parts)
+
+
+def _fields(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        default = _default(field)
+        if isinstance(default, BaseModel):
+            yield f"### {prefix}{name}\n\n{_text(field.description or type(default).__doc__)}\n"
+            yield from _fields(type(default), f"{prefix}{name}.")
+        else:
+            yield _setting(f"{prefix}{name}", field)
+
+
+def _setting(name: str, field: Any) -> str:
+    default = yaml.safe_dump(_default(field), default_flow_style=True, width=1000).strip()
+    default = default.removesuffix("\n...").strip()
+    about = _text(field.description) or "No further description."
+    return f"`{name}`\n: {_type(field.annotation)}; default `{default}`. {about}\n"
+
+
+def _type(annotation: Any) -> str:
+    """A type as a reader of YAML says it."""
+    names = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        Path: "path",
+        type(None): "null",
+    }
+    if annotation in names:
+        return names[annotation]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin is typing.Literal:
+        return "one of " + ", ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type(one) for one in arguments))
+    if origin in (list, tuple):
+        inner = [one for one in arguments if one is not Ellipsis]
+        return f"list of {_type(inner[0])}" if inner else "list"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
+    return "value"
+
+
+def _default(field: Any) -> Any:
+    default = field.get_default(call_default_factory=True)
+    return None if default is PydanticUndefined else default
+
+
+def _text(description: str | None) -> str:
+    """A description as Markdown: double back quotes of docstrings become single ones."""
+    return " ".join((description or "").split()).replace("``", "`")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def commands() -> str:
+    """The help of every command."""
+    parts = ["# Commands\n", "What `orhpc COMMAND --help` prints.\n"]
+    parts += [f"## orhpc {command}\n\n```text\n{_help(command)}\n```\n" for command in COMMANDS]
+    return "\n".join(parts)
+
+
+def _help(command: str) -> str:
+    os.environ["COLUMNS"] = "100"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        if command == "try-env":  # runs in a process of its own, whose output is not redirected
+            from orhpc.rollout.try_environment import main as try_environment
+
+            try_environment(["--help"])
+        else:
+            main([command, "--help"])
+    text = printed.getvalue().strip()
+    if not text:
+        raise SystemExit(f"orhpc {command} --help printed nothing")
+    return text
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def failures() -> str:
+    """Exit codes, and what is done about each class of failure."""
+    parts = [
+        "# Failures and exit codes\n",
+        "The batch script requeues a job on exit code 75 and on no other.\n",
+        "| exit code | meaning |\n|---|---|",
+        *(f"| {code} | {meaning} |" for code, meaning in sorted(_EXIT_CODES.items())),
+        "\nWhat the supervisor of an attempt does about a failure depends on its class; the exit code is "
+        "that of the process once it ends because of it.\n",
+        "| class | what it is | what the supervisor does | exit code |\n|---|---|---|---|",
+    ]
+    for kind in _classes(errors.OrhpcError):
+        policy = errors.policy_of(kind)
+        action = _ACTIONS[policy.action].format(budget=policy.budget)
+        about = _text((kind.__doc__ or "").split("\n\n")[0])
+        parts.append(f"| `{kind.__name__}` | {about} | {action} | {policy.exit_code} |")
+    return "\n".join(parts) + "\n"
+
+
+def _classes(base: type[errors.OrhpcError]) -> Iterator[type[errors.OrhpcError]]:
+    for kind in base.__subclasses__():
+        if kind.__module__ == "orhpc.errors":
+            yield kind
+            yield from _classes(kind)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def metrics() -> str:
+    """Every metric with its meaning, unit and names elsewhere."""
+    parts = [
+        "# Metrics\n",
+        "The numbers of a step in `events.jsonl`, in the report and, with the section before the name "
+        "(`reward/reward_mean`), in W&B. `NAME/ENVIRONMENT` is the same for one environment. The last two "
+        "columns are the names of the same number in verl and in TRL's GRPOTrainer.\n",
+    ]
+    for section, title in _SECTIONS.items():
+        parts.append(
+            f"## {title} (`{section}/`)\n\n| metric | unit | meaning | verl | TRL |\n|---|---|---|---|---|"
+        )
+        for name, metric in METRICS.items():
+            if metric.section == section:
+                verl, trl = (f"`{other}`" if other else "" for other in (metric.verl, metric.trl))
+                parts.append(f"| `{name}` | {metric.unit} | {metric.meaning} | {verl} | {trl} |")
+        parts.append("")
+    parts.append(
+        "An evaluation has `reward_mean/SPLIT`, `success_rate/SPLIT`, `rollouts/SPLIT` and `failed/SPLIT`, "
+        "in W&B below `eval/`. `phase/NAME` in W&B is the duration of a phase of the step in seconds.\n"
+    )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
