@@ -179,7 +179,8 @@ def failures() -> str:
     """Exit codes, and what is done about each class of failure."""
     parts = [
         "# Failures and exit codes\n",
-        "The batch script requeues a job on exit code 75 and on no other.\n",
+        "The batch script requeues a job on exit code 75, and on 1 until too many attempts in a row made "
+        "no new step; on every other code the job ends.\n",
         "| exit code | meaning |\n|---|---|",
         *(f"| {code} | {meaning} |" for code, meaning in sorted(_EXIT_CODES.items())),
         "\nWhat the supervisor of an attempt does about a failure depends on its class; the exit code is "

@@ -38,7 +38,8 @@ EXIT_PREFLIGHT = 3
 EXIT_CRASH_LOOP = 4
 EXIT_BUSY = 5
 EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: the batch script requeues the job on this code, and on no other."""
+"""EX_TEMPFAIL of sysexits.h: the batch script requeues the job, as it does after an unexpected failure
+(:data:`EXIT_FAILED`); on every other code the job ends."""
 
 
 class OrhpcError(Exception):

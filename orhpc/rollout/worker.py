@@ -230,6 +230,8 @@ class RolloutWorker:
         finished = [i for i, r in enumerate(rollouts) if r.end.trainable]
         if not environment.supports_score_group or not finished:
             return
+        if self._config.rollout.custom_reward is not None:
+            return  # the function's result replaces the environment's rewards, this one too
         try:
             scores = await environment.score_group(task, [rollouts[i].messages for i in finished])
         except (InfraError, BadTask) as error:
