@@ -8,12 +8,30 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
-from openreward.environments import Server
+from openreward.environments import Environment, Server, TextBlock
 from sse_starlette.sse import AppStatus
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class TrainSplit(Environment):
+    """An environment with one split, ``train``; subclasses set its tasks and its prompt."""
+
+    TASKS: ClassVar[list[dict[str, Any]]] = [{}]
+    PROMPT: ClassVar[str] = "Go."
+
+    @classmethod
+    def list_splits(cls) -> list[str]:
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split: str) -> Any:
+        return cls.TASKS
+
+    def get_prompt(self) -> list[TextBlock]:
+        return [TextBlock(text=self.PROMPT)]
 
 
 class Served:

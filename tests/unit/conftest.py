@@ -1,4 +1,4 @@
-"""Trainer ranks on a tiny random model, for every test of them."""
+"""Trainer ranks on a tiny random model, and a known secret."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from orhpc.process import secrets
 from orhpc.train.actor import TrainerRank
+from tests.hostile import CANARY
 from tests.trainer_kit import ranks_of, save_tiny_model
 
 
@@ -21,3 +23,12 @@ def make(folder: str) -> Iterator[Callable[..., TrainerRank]]:
     """Makes connected, built ranks of a one-rank trainer, one at a time; takes ``make_config``'s options."""
     with ranks_of(folder) as start:
         yield start
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the canary as a secret that this process has read."""
+    monkeypatch.setattr(secrets, "_known", set())
+    monkeypatch.setattr(secrets, "_pattern", None)
+    monkeypatch.setenv("MY_KEY", CANARY)
+    secrets.resolve_secrets({}, {"my_key": None})

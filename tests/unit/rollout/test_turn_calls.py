@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
-from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import TextBlock, ToolOutput, tool
 from pydantic import BaseModel
 
-from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import EnvironmentUnavailable
 from orhpc.rollout.agent import run_rollout
-from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.types import Rollout, RolloutEnd
-from tests.scripted import CHATML, Policy, Room, chat, context, request
-from tests.served import serve
-
-CHAT = chat(CHATML)
+from tests.scripted import Policy, Room, context, play, request
+from tests.served import TrainSplit, serve
+from tests.unit.rollout.kit import CHAT, call
 
 
 class Number(BaseModel):
     number: int
 
 
-class Meeting(ServedEnvironment):
+class Meeting(TrainSplit):
     """``meet`` answers once two calls of it have arrived; ``note`` counts its concurrent calls."""
 
     def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
         super().__init__(task_spec or {}, secrets or {})
         self.present: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(2)}
         self.running = self.most = 0
-
-    @classmethod
-    def list_splits(cls) -> list[str]:
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split: str) -> Any:
-        return [{}]
-
-    def get_prompt(self) -> list[TextBlock]:
-        return [TextBlock(text="Meet.")]
 
     @tool(concurrent=True)
     async def meet(self, place: Number) -> ToolOutput:
@@ -71,25 +55,10 @@ class Meeting(ServedEnvironment):
         return ToolOutput(blocks=[TextBlock(text="")], reward=1.0, finished=True)
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 def on_the_server(text: str, **settings: Any) -> Rollout:
     """Run a rollout whose policy writes this turn and then a plain answer."""
-
-    async def body(url: str) -> Rollout:
-        environment = await Environment.open(
-            "Org/meeting", EnvironmentSettings(**settings), secrets={}, rollout=RolloutSettings(), url=url
-        )
-        try:
-            policy = Policy(CHAT, [text, "Done."])
-            return await run_rollout(context(environment, policy, CHAT, settings=settings), request())
-        finally:
-            await environment.close()
-
     with serve(Meeting) as served:
-        return asyncio.run(asyncio.wait_for(body(served.url), 60))
+        return play(served.url, "Org/meeting", Policy(CHAT, [text, "Done."]), CHAT, settings=settings)
 
 
 def told(rollout: Rollout) -> list[str]:

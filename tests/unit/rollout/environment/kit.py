@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import ImageBlock, TextBlock, ToolOutput, terminal, tool
@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.rollout.environment.environment import Environment
 from orhpc.types import Task
+from tests.served import TrainSplit
 
 LONG = "".join(
     random.Random(1).choices(["  ", "\n", "\r\n", "\t", " x ", "é", "\u2028", "word", "{", '"'], k=160_000)
@@ -112,16 +113,10 @@ class WhoDunIt(ServedEnvironment):
         return [float(len(c.messages[-1].blocks[0].text)) for c in candidates]
 
 
-class Plain(ServedEnvironment):
+class Plain(TrainSplit):
     """A plain answer ends the task; the tasks are listed."""
 
-    @classmethod
-    def list_splits(cls) -> list[str]:
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split: str) -> Any:
-        return [{"a": i} for i in range(3)]
+    TASKS: ClassVar[list[dict[str, Any]]] = [{"a": i} for i in range(3)]
 
     def get_prompt(self) -> list[TextBlock]:
         return [TextBlock(text=f"Say {self.task_spec['a']}")]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import TextBlock, ToolOutput, tool
 
 from orhpc.errors import BadTask, EnvironmentRaised, EnvironmentUnavailable, UserCodeError
 from orhpc.rollout.environment.environment import Environment
 from orhpc.types import Task
-from tests.served import Served, serve
+from tests.served import Served, TrainSplit, serve
 from tests.unit.rollout.environment.kit import task, within
 
 pytestmark = pytest.mark.slow
@@ -32,9 +31,10 @@ def test_a_task_that_breaks_can_be_tried_again_and_is_not_the_whole_environment(
     assert served.calls("/create") < 6  # the second failure is not diagnosed again
 
 
-class AlwaysRaises(ServedEnvironment):
+class AlwaysRaises(TrainSplit):
     """Raises on every task in its constructor, setup or prompt."""
 
+    TASKS: ClassVar[list[dict[str, Any]]] = [{"a": i} for i in range(5)]
     where = ""
 
     def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
@@ -48,17 +48,9 @@ class AlwaysRaises(ServedEnvironment):
     async def setup(self) -> None:
         self._perhaps("setup")
 
-    @classmethod
-    def list_splits(cls) -> list[str]:
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split: str) -> Any:
-        return [{"a": i} for i in range(5)]
-
     def get_prompt(self) -> list[TextBlock]:
         self._perhaps("prompt")
-        return [TextBlock(text="Go.")]
+        return super().get_prompt()
 
     @tool
     async def go(self) -> ToolOutput:

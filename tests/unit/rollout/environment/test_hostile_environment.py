@@ -14,14 +14,12 @@ import pytest
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import BadAnswer, BadTask, ConfigError, InfraError, OrhpcError
-from orhpc.process import secrets
-from orhpc.rollout.agent import run_rollout
 from orhpc.rollout.environment import openreward_session as wire
 from orhpc.rollout.environment.environment import Environment
-from orhpc.rollout.transcript import RolloutRequest
 from orhpc.rundir.record import write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
 from tests.hostile import (
+    CANARY,
     PROMPT,
     RESULT,
     TOOLS,
@@ -35,7 +33,7 @@ from tests.hostile import (
     result,
     zipped,
 )  # fmt: skip
-from tests.scripted import QWEN, Policy, chat, context
+from tests.scripted import QWEN, Policy, chat, play
 
 pytestmark = pytest.mark.slow
 
@@ -54,23 +52,12 @@ def quick(server: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
     server.shapes, server.requests = {}, []
 
 
-async def rollout(server: Hostile, *, megabytes: float = 16.0, lines: int = 3, **options: Any) -> Rollout:
+def run(server: Hostile, *, megabytes: float = 16.0, lines: int = 3, **options: Any) -> Rollout:
     """Run one rollout of a model that calls the tool; raises what a worker would receive."""
-    settings = EnvironmentSettings(max_answer_mb=megabytes)
-    limits = RolloutSettings(tool_timeout_s=20, session_timeout_s=20)
-    environment = await Environment.open("main", settings, secrets={}, rollout=limits, url=server.url)
-    try:
-        form = chat(QWEN)
-        of = context(
-            environment, Policy(form, [CALL] * lines), form, settings={"max_turns": lines}, **options
-        )
-        return await run_rollout(of, RolloutRequest("0.0", 0, 0, Task("main", "train", 0), seed=1))
-    finally:
-        await environment.close()
-
-
-def run(server: Hostile, **options: Any) -> Rollout:
-    return asyncio.run(asyncio.wait_for(rollout(server, **options), 60))
+    form = chat(QWEN)
+    settings = {"max_turns": lines, "max_answer_mb": megabytes}
+    options = {"tool_timeout_s": 20, "session_timeout_s": 20, **options}
+    return play(server.url, "main", Policy(form, [CALL] * lines), form, settings=settings, **options)
 
 
 def test_a_proper_server_is_served(server: Hostile) -> None:
@@ -335,19 +322,6 @@ def test_keys_and_secrets_do_not_follow_a_redirect(server: Hostile) -> None:
             asyncio.run(ask())
         assert any("x-secrets" in headers for _, headers in server.requests)
         assert other.requests == []
-
-
-CANARY = "canary-4711-secret"
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Register the canary as a secret that this process has read."""
-    monkeypatch.setattr(secrets, "_known", set())
-    monkeypatch.setattr(secrets, "_pattern", None)
-    monkeypatch.setenv("MY_KEY", CANARY)
-    secrets.resolve_secrets({}, {"my_key": None})
-    yield
 
 
 TRACE = json.dumps({"detail": f"Traceback x\n  {CANARY}\nE: {CANARY}"}).encode()
