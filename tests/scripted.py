@@ -151,7 +151,7 @@ class Room:
         self._terminal = None if terminal is None else list(terminal)
         self.tools = [ToolSpec(n, f"Tool {n}.", schema or {"type": "object"}) for n in self.answers]
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.said: list[str] = []
+        self.submitted: list[str] = []
         self.open = 0
 
     @property
@@ -173,7 +173,7 @@ class Room:
         return self._next(self.answers[name])
 
     async def answer(self, text: str) -> ToolResult:
-        self.said.append(text)
+        self.submitted.append(text)
         assert self._terminal is not None
         return self._next(self._terminal)
 

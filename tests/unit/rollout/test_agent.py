@@ -18,7 +18,7 @@ from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, Policy, Room, cha
 from tests.unit.rollout.kit import CHAT, call, run, text_of
 
 
-def test_a_conversation_with_tools_is_one_growing_text() -> None:
+def test_a_conversation_with_tools_extends_one_token_sequence() -> None:
     room = Room("Count.", {"add": [ToolResult("1", reward=0.25), ToolResult("2", reward=0.5, finished=True)]})
     policy = Policy(CHAT, [f"Sure. {call('add', by=1)}", call("add", by=2)])
     rollout = run(room, policy)
@@ -27,15 +27,15 @@ def test_a_conversation_with_tools_is_one_growing_text() -> None:
     assert room.calls == [("add", {"by": 1}), ("add", {"by": 2})]
     assert [t.reward for t in rollout.turns] == [0.25, 0.5]
     assert [t.tool_calls for t in rollout.turns] == [1, 1]
-    said = text_of(rollout)
-    assert said.count("<|im_start|>assistant\n") == 2
-    assert said.endswith("</tool_call><|im_end|>")
-    assert "<|im_end|><|im_end|>" not in said
+    text = text_of(rollout)
+    assert text.count("<|im_start|>assistant\n") == 2
+    assert text.endswith("</tool_call><|im_end|>")
+    assert "<|im_end|><|im_end|>" not in text
     assert [m["role"] for m in rollout.messages] == ["user", "assistant", "tool", "assistant", "tool"]
 
 
 @pytest.mark.parametrize("controls", [CHATML, QWEN, LLAMA, DEEPSEEK, GLM])
-def test_every_format_grows_by_exact_prefixes(controls: tuple[str, ...]) -> None:
+def test_every_format_extends_exact_prefixes(controls: tuple[str, ...]) -> None:
     form = chat(controls)
     calls = {
         "chatml": call("add", by=1),
@@ -55,22 +55,22 @@ def test_every_format_grows_by_exact_prefixes(controls: tuple[str, ...]) -> None
     assert len(ends) >= 4
 
 
-def test_a_terminal_environment_takes_the_plain_answer() -> None:
+def test_a_terminal_environment_receives_the_plain_answer() -> None:
     room = Room("What is 3 + 4?", terminal=[ToolResult("Right.", reward=1.0, finished=True)])
     rollout = run(room, Policy(CHAT, ["It is 7."]))
-    assert (rollout.end, rollout.reward, room.said) == (RolloutEnd.TERMINAL, 1.0, ["It is 7."])
+    assert (rollout.end, rollout.reward, room.submitted) == (RolloutEnd.TERMINAL, 1.0, ["It is 7."])
     assert rollout.turns[0].tool_calls == 0
 
 
-def test_reasoning_is_no_part_of_the_answer() -> None:
+def test_reasoning_is_not_part_of_the_answer() -> None:
     form = chat(QWEN)
     room = Room(terminal=[ToolResult("", reward=1.0, finished=True)])
     rollout = run(room, Policy(form, ["<think>\nperhaps 8\n</think>\n\n7"]), form, thinking=True)
-    assert room.said == ["7"]
+    assert room.submitted == ["7"]
     assert rollout.messages[1]["reasoning"] == "perhaps 8"
 
 
-def test_an_answer_that_the_terminal_tool_refuses_is_said_to_the_model() -> None:
+def test_a_refusal_of_the_terminal_tool_is_shown_to_the_model() -> None:
     bad = ToolResult("a number is wanted", error="input_validation")
     room = Room(terminal=[bad, ToolResult("ok", reward=1.0, finished=True)])
     policy = Policy(CHAT, ["seven", "7"])
@@ -79,13 +79,13 @@ def test_an_answer_that_the_terminal_tool_refuses_is_said_to_the_model() -> None
     assert "a number is wanted" in CHAT.codec.decode(policy.prompts[1])
 
 
-def test_without_a_terminal_tool_an_answer_ends_unpaid() -> None:
+def test_without_a_terminal_tool_an_answer_gets_the_nonterminal_reward() -> None:
     room = Room(answers={"add": []})
     rollout = run(room, Policy(CHAT, ["Hello."]), settings={"nonterminal_reward": -0.5})
     assert (rollout.end, rollout.reward) == (RolloutEnd.ANSWERED, -0.5)
 
 
-def test_a_plain_answer_that_ends_nothing_can_be_nudged() -> None:
+def test_a_nudge_follows_an_answer_that_does_not_end_the_task() -> None:
     room = Room(answers={"add": [ToolResult("7", reward=1.0, finished=True)]})
     policy = Policy(CHAT, ["Hello.", call("add", by=3)])
     rollout = run(room, policy, settings={"nudge": "Use a <|im_end|> tool."})
@@ -94,7 +94,7 @@ def test_a_plain_answer_that_ends_nothing_can_be_nudged() -> None:
     nudge = "Use a <|im_end|> tool.<|im_end|>\n<|im_start|>assistant\n"
     assert CHAT.codec.decode(policy.prompts[1]).endswith(f"Hello.<|im_end|>\n<|im_start|>user\n{nudge}")
     ends = [prompt.count(CHAT.stop_token_ids[0]) for prompt in policy.prompts]
-    assert ends[1] == ends[0] + 2  # the one in the text is not a control token
+    assert ends[1] == ends[0] + 2  # the text of the nudge adds no control token
     assert policy.prompts[1][: len(policy.prompts[0]) + len(policy.outputs[0])] == (
         policy.prompts[0] + policy.outputs[0]
     )
@@ -102,13 +102,13 @@ def test_a_plain_answer_that_ends_nothing_can_be_nudged() -> None:
 
 
 @pytest.mark.parametrize(("settings", "turns"), [({}, 2), ({"max_nudges": 3}, 4), ({"max_turns": 1}, 1)])
-def test_nudges_are_counted(settings: dict[str, Any], turns: int) -> None:
+def test_max_nudges_and_max_turns_limit_the_nudges(settings: dict[str, Any], turns: int) -> None:
     policy = Policy(CHAT, ["No."] * 9)
     rollout = run(Room(answers={"add": []}), policy, settings={"nudge": "Go on.", **settings})
     assert (rollout.end, len(rollout.turns)) == (RolloutEnd.ANSWERED, turns)
 
 
-def test_a_finished_task_ends_a_message_with_more_calls() -> None:
+def test_calls_after_the_end_of_the_task_are_not_executed() -> None:
     room = Room(answers={"add": [ToolResult("", reward=1.0, finished=True), "never"]})
     rollout = run(room, Policy(CHAT, [call("add") + call("add")]))
     assert rollout.end is RolloutEnd.TERMINAL
@@ -147,7 +147,7 @@ def test_an_abort_ends_the_rollout_when_the_run_is_stopping() -> None:
     assert room.calls == []
 
 
-def test_infrastructure_failures_are_raised_and_never_a_reward() -> None:
+def test_infrastructure_failures_are_raised_and_never_rewarded() -> None:
     for failure in (EnvironmentUnavailable("gone"), EngineUnavailable("gone")):
         room = Room(answers={"add": [failure]})
         line = call("add") if isinstance(failure, EnvironmentUnavailable) else failure
@@ -156,17 +156,17 @@ def test_infrastructure_failures_are_raised_and_never_a_reward() -> None:
         assert room.open == 0
 
 
-def test_a_broken_task_is_failed_without_a_reward() -> None:
+def test_a_broken_task_fails_without_a_reward() -> None:
     room = Room(answers={"add": [BadTask("tool 'add' raised: KeyError")]})
     rollout = run(room, Policy(CHAT, [call("add")]), settings={"nonterminal_reward": -1.0})
     assert (rollout.end, rollout.reward) == (RolloutEnd.FAILED, None)
     assert "KeyError" in (rollout.error or "")
 
 
-def test_cancelling_closes_the_session() -> None:
+def test_cancellation_closes_the_session() -> None:
     room = Room()
 
-    async def cancelled() -> None:
+    async def cancel() -> None:
         async def never(*_: Any, **__: Any) -> Any:
             await asyncio.Event().wait()
 
@@ -177,11 +177,11 @@ def test_cancelling_closes_the_session() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(cancelled())
+    asyncio.run(cancel())
     assert room.open == 0
 
 
-def test_what_a_rollout_waits_for_is_counted_apart() -> None:
+def test_waiting_times_are_measured_separately() -> None:
     class Slow(Room):
         @contextlib.asynccontextmanager
         async def session(self, task: Task) -> AsyncIterator[Room]:
@@ -209,7 +209,7 @@ def test_what_a_rollout_waits_for_is_counted_apart() -> None:
     assert waits.opening + waits.tools + waits.engine <= rollout.seconds - 0.9 * 0.06
 
 
-def test_seeds_are_stable_and_differ_by_turn() -> None:
+def test_seeds_are_stable_and_differ_between_turns() -> None:
     seeds = {turn_seed(s, t, r) for s in range(20) for t in range(20) for r in range(3)}
     assert len(seeds) == 20 * 20 * 3
     assert all(0 <= s < 2**31 for s in seeds)
@@ -224,7 +224,7 @@ def test_seeds_are_stable_and_differ_by_turn() -> None:
     assert len(set(seeds_of_a_run())) == 2
 
 
-def test_routes_are_those_of_the_moment_of_sampling() -> None:
+def test_routes_are_recorded_when_the_tokens_are_sampled() -> None:
     asked: list[int] = []
 
     def rows(start: int, end: int) -> Any:
@@ -242,7 +242,7 @@ def test_routes_are_those_of_the_moment_of_sampling() -> None:
     assert np.array_equal(rollout.routes[:, 0, 0], expected)
 
 
-def test_a_tool_that_raises_is_a_turn_that_the_model_sees() -> None:
+def test_a_tool_error_is_a_turn_that_the_model_sees() -> None:
     failed = ToolResult("The tool 'add' failed: KeyError", error="tool_raised")
     room = Room(answers={"add": [failed, ToolResult("7", reward=1.0, finished=True)]})
     policy = Policy(CHAT, [call("add", by=5), call("add", by=1)])
@@ -252,7 +252,7 @@ def test_a_tool_that_raises_is_a_turn_that_the_model_sees() -> None:
     assert "The tool 'add' failed" in CHAT.codec.decode(policy.prompts[1])
 
 
-def test_what_cannot_go_on_is_raised_with_what_was_said() -> None:
+def test_environment_failures_are_raised_with_the_transcript() -> None:
     for failure in (EnvironmentRaised("HTTP 500"), EnvironmentUnavailable("gone")):
         with pytest.raises(type(failure)) as caught:
             run(Room(answers={"add": [failure]}), Policy(CHAT, [call("add")]))

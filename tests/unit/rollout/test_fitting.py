@@ -22,7 +22,7 @@ def test_a_nudge_that_does_not_fit_ends_the_rollout() -> None:
     assert rollout.length < 900
 
 
-def test_turns_are_capped() -> None:
+def test_max_turns_ends_the_rollout() -> None:
     room = Room(answers={"add": [ToolResult("x", reward=0.1)] * 5})
     rollout = run(room, Policy(CHAT, [call("add")] * 3), settings={"max_turns": 3})
     assert rollout.end is RolloutEnd.MAX_TURNS
@@ -38,14 +38,14 @@ def test_a_truncated_turn_ends_the_rollout_and_executes_nothing() -> None:
     assert rollout.reward == 0.0
 
 
-def test_a_turn_aborted_at_its_last_token_is_truncated() -> None:
+def test_a_turn_that_is_aborted_at_its_last_token_counts_as_truncated() -> None:
     policy = Policy(CHAT, [("abcd", FinishReason.ABORT)])
     rollout = run(Room(answers={"add": []}), policy, sampling=Sampling(max_new_tokens=4))
     assert rollout.end is RolloutEnd.LENGTH
     assert rollout.turns[0].finish_reason is FinishReason.LENGTH
 
 
-def test_a_long_prompt_is_counted_and_not_trained() -> None:
+def test_a_prompt_that_is_too_long_ends_the_rollout_without_a_reward() -> None:
     policy = Policy(CHAT, [])
     rollout = run(Room("x" * 500), policy, max_total_tokens=100)
     assert (rollout.end, rollout.reward) == (RolloutEnd.PROMPT_TOO_LONG, None)
@@ -54,7 +54,7 @@ def test_a_long_prompt_is_counted_and_not_trained() -> None:
     assert "max_total_tokens is 100" in (rollout.error or "")
 
 
-def test_an_engine_with_a_shorter_context_ends_the_rollout_as_length() -> None:
+def test_an_engine_with_a_shorter_context_ends_the_rollout() -> None:
     room = Room(answers={"add": ["x"]})
     policy = Policy(CHAT, [call("add"), PromptTooLong("the engine's context length is 10")])
     rollout = run(room, policy)
@@ -70,7 +70,7 @@ def test_an_engine_with_a_shorter_context_ends_the_rollout_as_length() -> None:
     outputs=st.lists(st.text("ab \n", max_size=400), min_size=1, max_size=6),
     batch=st.integers(1, 3),
 )
-def test_the_length_cap_holds_whatever_the_environment_says(cap: int, outputs: list[str], batch: int) -> None:
+def test_the_token_limit_holds_for_any_environment_output(cap: int, outputs: list[str], batch: int) -> None:
     room = Room("Go.", {"add": outputs * batch})
     policy = Policy(CHAT, [call("add") * batch] * len(outputs) + ["Done."])
     rollout = run(room, policy, max_total_tokens=cap, max_response_tokens=100)
@@ -80,7 +80,7 @@ def test_the_length_cap_holds_whatever_the_environment_says(cap: int, outputs: l
         assert len(prompt) < cap
 
 
-def test_a_long_tool_output_is_cut_where_the_model_can_see_it() -> None:
+def test_a_long_tool_output_is_cut_visibly() -> None:
     room = Room("Go.", {"read": ["word " * 100_000, "short"]})
     policy = Policy(CHAT, [call("read") * 2, "Done."])
     rollout = run(room, policy, max_total_tokens=2000, max_response_tokens=300)
@@ -92,7 +92,7 @@ def test_a_long_tool_output_is_cut_where_the_model_can_see_it() -> None:
     assert len(policy.prompts[1]) > 1000
 
 
-def test_an_engine_that_samples_too_much_is_broken() -> None:
+def test_an_engine_that_samples_too_many_tokens_has_failed() -> None:
     class Greedy(Policy):
         async def __call__(self, prompt_ids: Any, sampling: Sampling, **more: Any) -> Any:
             return await super().__call__(prompt_ids, Sampling(max_new_tokens=1000), **more)

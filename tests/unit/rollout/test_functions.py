@@ -11,7 +11,7 @@ from orhpc.rollout.functions import load_function
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("nonsense", "package.module:function"),
         ("json:", "package.module:function"),
@@ -20,8 +20,8 @@ from orhpc.rollout.functions import load_function
         ("json:__doc__", "no function"),
     ],
 )
-def test_a_function_that_is_not_there_is_one_clear_line(name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+def test_a_missing_function_gives_a_one_line_error(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_function(name, "rollout.custom_reward")
     assert str(caught.value).startswith("rollout.custom_reward: ")
     assert "\n" not in str(caught.value)

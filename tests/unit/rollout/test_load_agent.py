@@ -47,7 +47,7 @@ def group(seed: int = 5) -> GroupRequest:
     return GroupRequest(9, Task("room", "train", 0), 2, Sampling(max_new_tokens=50), seed)
 
 
-def test_samples_of_a_group_have_their_own_seeds_and_attempts_share_them(model_dir: str) -> None:
+def test_each_sample_of_a_group_has_its_own_seed_in_every_attempt(model_dir: str) -> None:
     agent = load_agent(config_of(), model_dir)
     policy = Policy(agent.chat, ["One."] * 3)
 
@@ -63,7 +63,7 @@ def test_samples_of_a_group_have_their_own_seeds_and_attempts_share_them(model_d
     assert first.reward == 0.5
 
 
-def test_an_environments_own_limits_come_before_the_runs(model_dir: str) -> None:
+def test_the_limits_of_an_environment_override_those_of_the_run(model_dir: str) -> None:
     config = config_of()
     own = {"max_total_tokens": 900, "max_response_tokens": 30, "system_prompt_template": "Be brief."}
     room = config.environments["room"].model_copy(update=own)
@@ -77,7 +77,7 @@ def test_an_environments_own_limits_come_before_the_runs(model_dir: str) -> None
     assert room.apply_to(config.rollout).n_samples == config.rollout.n_samples
 
 
-def test_functions_of_the_users_are_called(model_dir: str) -> None:
+def test_custom_functions_are_called(model_dir: str) -> None:
     config = config_of(custom_reward=f"{__name__}:always_four", custom_agent=f"{__name__}:own_agent")
     agent = load_agent(config, model_dir)
     running = agent.run(
@@ -87,7 +87,7 @@ def test_functions_of_the_users_are_called(model_dir: str) -> None:
     assert (rollout.reward, rollout.error) == (4.0, "made by own_agent")
 
 
-def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path, model_dir: str) -> None:
+def test_a_folder_without_a_tokenizer_gives_a_one_line_error(tmp_path: Path, model_dir: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ModelError, match=r"model\.path") as caught:

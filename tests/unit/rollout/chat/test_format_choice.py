@@ -21,11 +21,11 @@ from tests.scripted import CHATML, DEEPSEEK, GLM, GLM4, LLAMA, QWEN, chat, token
         (GLM4, "glm"),
     ],
 )
-def test_the_format_shows_in_the_vocabulary(controls: tuple[str, ...], name: str) -> None:
+def test_the_format_is_chosen_by_the_vocabulary(controls: tuple[str, ...], name: str) -> None:
     assert chat(controls).name == name
 
 
-def test_an_unknown_vocabulary_names_the_setting() -> None:
+def test_the_error_for_an_unknown_vocabulary_names_the_setting() -> None:
     for controls, way in (
         (("<s>", "</s>"), r"write a rollout\.custom_agent"),
         ((*CHATML, *LLAMA), "set it to"),
@@ -35,6 +35,6 @@ def test_an_unknown_vocabulary_names_the_setting() -> None:
     assert chat_format(ModelSettings(chat_format="llama3"), tokenizer((*CHATML, *LLAMA))).name == "llama3"
 
 
-def test_a_format_that_does_not_fit_names_the_missing_token() -> None:
+def test_the_error_for_a_wrong_format_names_the_missing_token() -> None:
     with pytest.raises(ModelError, match=r"<\|start_header_id\|>"):
         chat_format(ModelSettings(chat_format="llama3"), tokenizer(CHATML))

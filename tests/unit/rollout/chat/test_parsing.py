@@ -19,7 +19,7 @@ from tests.unit.rollout.chat.kit import CALLS, SCHEMA, SMOLLM2, chat_for, writte
 
 @pytest.mark.parametrize("controls", [CHATML, QWEN, LLAMA, DEEPSEEK, GLM])
 @pytest.mark.parametrize("count", [1, 2])
-def test_calls_come_back_in_their_order(controls: tuple[str, ...], count: int) -> None:
+def test_calls_are_parsed_in_their_order(controls: tuple[str, ...], count: int) -> None:
     form = chat(controls)
     ids = form.codec.encode([written(form.name, CALLS[:count]) + form.stops[0]])
     message = form.parse(ids)
@@ -45,7 +45,7 @@ def test_calls_come_back_in_their_order(controls: tuple[str, ...], count: int) -
         max_size=4,
     )
 )
-def test_json_arguments_survive(arguments: dict[str, Any]) -> None:
+def test_json_arguments_are_parsed_unchanged(arguments: dict[str, Any]) -> None:
     for name, form in (("chatml", chat_for("qwen3")), ("llama3", chat_for("llama3.1"))):
         text = written(name, [ToolCall("go", arguments)])
         if "<tool_call>" in json.dumps(arguments) or "</tool_call>" in json.dumps(arguments):
@@ -94,7 +94,7 @@ MALFORMED = {
         for t in MALFORMED[name]
     ],
 )
-def test_a_malformed_call_says_what_is_wrong(controls: tuple[str, ...], text: str) -> None:
+def test_the_error_of_a_malformed_call_says_what_is_wrong(controls: tuple[str, ...], text: str) -> None:
     (call,) = chat(controls).parse_text(text).tool_calls
     assert isinstance(call, MalformedToolCall)
     assert 10 < len(str(call)) < 200
@@ -107,20 +107,20 @@ def test_a_malformed_call_says_what_is_wrong(controls: tuple[str, ...], text: st
         st.sampled_from([*QWEN, *LLAMA, *DEEPSEEK, *GLM, '{"name": "x"', "}", "[", "\n", "go"]), max_size=12
     )
 )
-def test_nothing_a_model_writes_breaks_the_parser(pieces: list[str]) -> None:
+def test_no_text_of_a_model_breaks_the_parser(pieces: list[str]) -> None:
     for name in ("qwen3", "llama3.1", "deepseek", "glm4.5"):
         message = chat_for(name).parse_text("".join(pieces))
         for call in message.tool_calls:
             assert isinstance(call, ToolCall | MalformedToolCall)
 
 
-def test_good_and_bad_calls_of_a_message_are_told_apart() -> None:
+def test_valid_and_malformed_calls_of_a_message_are_distinguished() -> None:
     text = written("chatml", CALLS[:1]) + "<tool_call>{</tool_call>" + written("chatml", CALLS[1:])
     calls = chat(QWEN).parse_text(text).tool_calls
     assert [type(c) for c in calls] == [ToolCall, MalformedToolCall, ToolCall]
 
 
-def test_reasoning_is_taken_off_and_calls_in_it_do_not_count() -> None:
+def test_reasoning_is_removed_and_calls_in_it_are_ignored() -> None:
     form = chat(QWEN)
     call = written("chatml", CALLS[:1])
     message = form.parse_text(f"<think>\nI could {call}\n</think>\n\nNo.")
@@ -131,7 +131,7 @@ def test_reasoning_is_taken_off_and_calls_in_it_do_not_count() -> None:
     assert form.parse_text("no end", opened=True).text == ""
 
 
-def test_a_template_that_opens_the_thought_is_known_to() -> None:
+def test_a_template_that_opens_the_reasoning_is_recognized() -> None:
     template = SMOLLM2.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     form = chat(QWEN, template)
     message = form.parse(form.codec.encode(["thinking</think>\n\n7<|im_end|>"]))
@@ -139,13 +139,13 @@ def test_a_template_that_opens_the_thought_is_known_to() -> None:
     assert form.parse(form.codec.encode(["only thinking<|im_end|>"])).text == ""
 
 
-def test_glm_strings_stay_strings_where_the_schema_says_so() -> None:
+def test_glm_arguments_stay_strings_if_the_schema_requires_it() -> None:
     (call,) = chat(GLM).parse_text(written("glm", [ToolCall("go", {"title": "007", "n": 7})])).tool_calls
     assert isinstance(call, ToolCall)
     assert call.fitted(SCHEMA) == {"title": "007", "n": 7}
 
 
-def test_other_ways_to_write_a_call() -> None:
+def test_alternative_forms_of_a_call_are_parsed() -> None:
     llama = chat(LLAMA)
     (call,) = llama.parse_text('<|python_tag|>brave_search.call(query="a b", n=2)').tool_calls
     assert call == ToolCall("brave_search", {"query": "a b", "n": 2})
@@ -166,8 +166,8 @@ def test_other_ways_to_write_a_call() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("controls", [QWEN, LLAMA, DEEPSEEK, GLM4, GLM], ids=lambda c: c[0])
-def test_any_turn_is_parsed_in_time_linear_in_its_length(controls: tuple[str, ...]) -> None:
-    """Text repeated 100,000 times, after each way to start a call, used to take 67 s and more."""
+def test_the_time_to_parse_a_turn_is_linear_in_its_length(controls: tuple[str, ...]) -> None:
+    """A marker repeated 100,000 times after the start of a call used to take 67 s or more."""
     formed = chat(controls)
     deepseek = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```"
     repeated = (
@@ -182,7 +182,7 @@ def test_any_turn_is_parsed_in_time_linear_in_its_length(controls: tuple[str, ..
             assert len(message.tool_calls) <= MAX_CALLS + 1
 
 
-def test_calls_beyond_the_most_are_one_error() -> None:
+def test_calls_beyond_the_limit_give_one_error() -> None:
     call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     message = chat(QWEN).parse_text(f"x{call * 500}y")
     assert len(message.tool_calls) == MAX_CALLS + 1

@@ -63,7 +63,7 @@ def test_tool_results_continue_the_official_conversation(
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("name", OFFICIAL)
-def test_a_users_word_continues_the_official_conversation(name: str, thinking: bool) -> None:
+def test_a_user_message_continues_the_official_conversation(name: str, thinking: bool) -> None:
     made, form = tokenizer(*OFFICIAL[name]), chat_for(name)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ANSWER"}]
     whole = official(made, [*messages, {"role": "user", "content": "Go on."}], thinking=thinking)
@@ -95,7 +95,7 @@ def test_conversations_equal_the_official_template(
 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("thinking", [False, True])
-def test_renderers_stand_in_for_the_template(name: str, thinking: bool) -> None:
+def test_the_python_renderers_equal_the_template(name: str, thinking: bool) -> None:
     controls, template = OFFICIAL[name]
     with_template, without = chat(controls, template), chat(controls)
     assert without.stop_token_ids == with_template.stop_token_ids
@@ -115,7 +115,7 @@ def test_renderers_stand_in_for_the_template(name: str, thinking: bool) -> None:
 
 
 @pytest.mark.parametrize("controls", [c for c, _ in OFFICIAL.values()] + [GLM4])
-def test_the_end_of_a_turn_is_written_once(controls: tuple[str, ...]) -> None:
+def test_the_end_of_turn_token_occurs_once(controls: tuple[str, ...]) -> None:
     form = chat(controls)
     ends = [form.codec.token_id(s) for s in form.stops]
     opening = form.tool_results_ids(["x"], FinishReason.LENGTH)
@@ -127,7 +127,7 @@ def test_the_end_of_a_turn_is_written_once(controls: tuple[str, ...]) -> None:
             assert delta == opening  # the end-of-turn token is added, outside the trained tokens
 
 
-def test_the_system_prompt_takes_the_tools_and_no_other_braces() -> None:
+def test_only_the_tools_placeholder_is_replaced_in_the_system_prompt() -> None:
     form = chat(QWEN, QWEN3)
     shown = form.codec.decode(form.prompt_ids("Hi", system='{x} {"a": {}}\n{tools}\n{tools', tools=TOOLS))
     listed = "\n".join(json.dumps(f, ensure_ascii=False) for f in FUNCTIONS)
@@ -136,7 +136,7 @@ def test_the_system_prompt_takes_the_tools_and_no_other_braces() -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "deepseek"])
-def test_a_template_without_tools_gets_them_in_the_system_prompt(name: str) -> None:
+def test_tools_are_put_in_the_system_prompt_if_the_template_has_none(name: str) -> None:
     form = chat_for(name)
     for system in (None, "Be brief."):
         shown = form.codec.decode(form.prompt_ids("Hi", system=system, tools=TOOLS))
@@ -153,7 +153,7 @@ def test_a_template_without_tools_gets_them_in_the_system_prompt(name: str) -> N
         "{% for m in messages %}{{ m.content * 2 }}{% endfor %}",
     ],
 )
-def test_a_broken_template_is_one_clear_line(template: str) -> None:
+def test_a_broken_template_gives_a_one_line_error(template: str) -> None:
     with pytest.raises(ModelError, match="chat template") as caught:
         chat(CHATML, template).prompt_ids("Hi")
     assert "\n" not in str(caught.value)

@@ -21,7 +21,7 @@ SHAPE = RouteShape(2, 2, 8)
 
 
 class FakeEngine:
-    """SGLang's protocol without a model: echoes the prompt's last id; faults can be switched on."""
+    """A server with SGLang's protocol and no model; it repeats the prompt's last id and fails on demand."""
 
     def __init__(self) -> None:
         self.version = "0"
@@ -93,7 +93,7 @@ class FakeEngine:
 
 @asynccontextmanager
 async def serving(*engines: FakeEngine) -> AsyncIterator[list[str]]:
-    """Run the engines; yields their URLs."""
+    """Run the engines and yield their URLs."""
     runners: list[web.AppRunner] = []
     try:
         for engine in engines:

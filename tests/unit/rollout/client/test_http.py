@@ -18,7 +18,7 @@ from tests.unit.rollout.client.kit import SAMPLING, FakeEngine, with_client
 
 
 @pytest.mark.parametrize("prompt", [[4, 5, 6], (4, 5, 6), np.array([4, 5, 6], dtype=np.int32)])
-def test_a_request_is_sglangs_and_so_is_the_answer(prompt: Any) -> None:
+def test_requests_and_answers_have_sglangs_format(prompt: Any) -> None:
     engine = FakeEngine()
     engine.version = "12"
     got: Generation = with_client(engine, lambda c: c.generate(prompt, SAMPLING, rid="x"))
@@ -41,7 +41,7 @@ def test_a_request_is_sglangs_and_so_is_the_answer(prompt: Any) -> None:
     assert (got.version, got.prompt_tokens, got.cached_tokens, got.routes) == (12, 3, 2, None)
 
 
-def test_routes_come_decoded_from_their_start() -> None:
+def test_routes_are_decoded_from_their_start() -> None:
     got: Generation = with_client(
         FakeEngine(), lambda c: c.generate([4, 5, 6], SAMPLING, rid="x", routes_start=2)
     )
@@ -50,7 +50,7 @@ def test_routes_come_decoded_from_their_start() -> None:
     assert got.routes[0].tolist() == [[0, 0], [3, 5]]
 
 
-def test_large_routes_do_not_hold_up_the_event_loop() -> None:
+def test_large_routes_do_not_block_the_event_loop() -> None:
     shape = RouteShape(48, 8, 128)
     rows = 4000
     wire = encode_routes(np.random.default_rng(0).integers(1, 128, (rows, 48, 8)))
@@ -94,7 +94,7 @@ def setting(**values: Any) -> Callable[[dict[str, Any]], None]:
     ],
     ids=["reason", "tokens", "unknown", "logprob", "version", "empty", "routes", "few routes"],
 )
-def test_answers_that_are_not_whole_are_typed(
+def test_incomplete_answers_raise_typed_errors(
     change: Callable[[dict[str, Any]], None], error: type[Exception]
 ) -> None:
     engine = FakeEngine()
@@ -103,7 +103,7 @@ def test_answers_that_are_not_whole_are_typed(
         with_client(engine, lambda c: c.generate([4, 5], SAMPLING, rid="x", routes_start=0))
 
 
-def test_an_abort_before_the_first_token_is_an_empty_prefix() -> None:
+def test_an_abort_before_the_first_token_gives_an_empty_prefix() -> None:
     engine = FakeEngine()
     engine.change = setting(
         finish_reason={"type": "abort", "message": "m"},
@@ -129,7 +129,9 @@ def test_an_abort_before_the_first_token_is_an_empty_prefix() -> None:
         (404, "Not Found", ConfigError),
     ],
 )
-def test_refusals_are_typed_and_name_the_engine(status: int, message: str, error: type[Exception]) -> None:
+def test_refusals_raise_typed_errors_that_name_the_engine(
+    status: int, message: str, error: type[Exception]
+) -> None:
     engine = FakeEngine()
     engine.generate_status, engine.message = status, message
     with pytest.raises(error) as failure:
@@ -140,7 +142,7 @@ def test_refusals_are_typed_and_name_the_engine(status: int, message: str, error
     assert "\n" not in str(failure.value)
 
 
-def test_a_deadline_ends_a_generation_and_aborts_it_there() -> None:
+def test_a_timeout_ends_a_generation_and_aborts_it_on_the_engine() -> None:
     engine = FakeEngine()
     engine.delay_s = 30.0
     start = time.monotonic()
@@ -150,7 +152,7 @@ def test_a_deadline_ends_a_generation_and_aborts_it_there() -> None:
     assert engine.bodies["/abort_request"] == {"rid": "slow"}
 
 
-def test_nobody_there_is_unavailable() -> None:
+def test_an_unreachable_engine_is_unavailable() -> None:
     async def run() -> None:
         client = EngineClient("http://127.0.0.1:9", key=None, request_timeout_s=2)
         try:
@@ -163,14 +165,14 @@ def test_nobody_there_is_unavailable() -> None:
     asyncio.run(run())
 
 
-def test_a_hang_up_is_unavailable() -> None:
+def test_a_closed_connection_means_unavailable() -> None:
     engine = FakeEngine()
     engine.hang_up = True
     with pytest.raises(EngineUnavailable):
         with_client(engine, lambda c: c.generate([4, 5], SAMPLING, rid="x"))
 
 
-def test_routes_need_the_models_shape() -> None:
+def test_routes_need_the_shape_of_the_model() -> None:
     with pytest.raises(ConfigError, match="route_shape"):
         with_client(
             FakeEngine(), lambda c: c.generate([4], SAMPLING, rid="x", routes_start=0), route_shape=None
@@ -227,7 +229,7 @@ def test_control_calls_have_sglangs_bodies() -> None:
     }  # fmt: skip
 
 
-def test_a_refused_update_is_a_failed_sync() -> None:
+def test_a_refused_update_raises_a_failed_sync() -> None:
     engine = FakeEngine()
     engine.refuse = {"/update_weights_from_disk"}
     with pytest.raises(WeightSyncFailed, match="no such parameter"):

@@ -29,7 +29,7 @@ def test_load_is_spread_and_affinity_kept() -> None:
         assert set(rollouts.values()) == {3}, "all turns of a rollout stay on one engine"
 
 
-def test_a_failed_request_goes_to_a_sibling_with_the_same_seed() -> None:
+def test_a_failed_request_goes_to_another_engine_with_the_same_seed() -> None:
     engines = [FakeEngine(), FakeEngine()]
     engines[0].generate_status = 500
     engines[0].healthy = False
@@ -48,7 +48,7 @@ def test_a_failed_request_goes_to_a_sibling_with_the_same_seed() -> None:
     assert {k: v for k, v in again.items() if k != "rid"} == {k: v for k, v in first.items() if k != "rid"}
 
 
-def test_an_engine_comes_back_only_healthy_and_current() -> None:
+def test_an_engine_is_readmitted_only_if_healthy_and_current() -> None:
     engines = [FakeEngine(), FakeEngine()]
     sick, well = engines
     sick.generate_status, sick.healthy = 503, False
@@ -83,7 +83,7 @@ def test_an_engine_comes_back_only_healthy_and_current() -> None:
     with_pool(engines, run)
 
 
-def test_it_comes_back_by_itself() -> None:
+def test_a_healthy_engine_is_readmitted_automatically() -> None:
     engine = FakeEngine()
 
     async def run(pool: EnginePool) -> None:
@@ -98,8 +98,8 @@ def test_it_comes_back_by_itself() -> None:
     with_pool([engine], run)
 
 
-def test_a_readmitted_engine_is_not_taken_down_by_a_probe_begun_before() -> None:
-    """The probe that was waiting when the engine was readmitted would find it in the middle of a sync."""
+def test_an_earlier_probe_does_not_take_a_readmitted_engine_down() -> None:
+    """A probe that waits while the engine is readmitted would find it in the middle of a sync."""
     engine = FakeEngine()
 
     async def run(pool: EnginePool) -> None:
@@ -113,7 +113,7 @@ def test_a_readmitted_engine_is_not_taken_down_by_a_probe_begun_before() -> None
     with_pool([engine], run, probe_interval_s=0.1)
 
 
-def test_without_probes_an_engine_comes_back_only_by_being_readmitted() -> None:
+def test_without_probes_an_engine_stays_down_until_it_is_readmitted() -> None:
     engine = FakeEngine()
 
     async def run(pool: EnginePool) -> None:
@@ -142,7 +142,7 @@ def test_an_answer_from_old_weights_is_never_used() -> None:
     with_pool(engines, run)
 
 
-def test_the_version_is_the_oldest_that_a_token_can_have() -> None:
+def test_the_version_is_the_oldest_possible_one_of_a_token() -> None:
     engine = FakeEngine()
     engine.delay_s = 0.1
     engine.version = "4"
@@ -158,7 +158,7 @@ def test_the_version_is_the_oldest_that_a_token_can_have() -> None:
     assert with_pool([engine], run) == 4
 
 
-def test_a_pool_gives_up_in_bounded_time_and_says_why() -> None:
+def test_a_pool_fails_in_bounded_time_with_the_reason() -> None:
     engines = [FakeEngine(), FakeEngine()]
     for engine in engines:
         engine.generate_status, engine.healthy, engine.message = 500, False, "out of memory"
@@ -172,8 +172,8 @@ def test_a_pool_gives_up_in_bounded_time_and_says_why() -> None:
     assert with_pool(engines, run, recovery_s=0.3) < 20
 
 
-def test_attempts_are_bounded() -> None:
-    """Engines that report that they are healthy but never answer correctly."""
+def test_the_number_of_attempts_is_limited() -> None:
+    """The engine reports that it is healthy but never answers correctly."""
     engines = [FakeEngine()]
     engines[0].generate_status = 500
     with pytest.raises(EngineUnavailable, match="failed 3 times"):
@@ -181,7 +181,7 @@ def test_attempts_are_bounded() -> None:
     assert len(engines[0].requests) == 3
 
 
-def test_what_another_engine_would_refuse_too_is_not_repeated() -> None:
+def test_a_request_that_every_engine_refuses_is_not_repeated() -> None:
     engines = [FakeEngine(), FakeEngine()]
     for engine in engines:
         engine.generate_status, engine.message = 400, "exceeds the model's maximum context length"
@@ -195,7 +195,7 @@ def test_what_another_engine_would_refuse_too_is_not_repeated() -> None:
     assert sum(len(e.requests) for e in engines) == 1
 
 
-def test_calls_reach_every_engine_and_its_own_rank() -> None:
+def test_calls_reach_every_engine_with_its_own_rank() -> None:
     engines = [FakeEngine() for _ in range(3)]
 
     async def run(pool: EnginePool) -> None:
@@ -216,7 +216,7 @@ def test_calls_reach_every_engine_and_its_own_rank() -> None:
     assert all(e.bodies["/update_weights_from_distributed"]["weight_version"] == "1" for e in engines)
 
 
-def test_a_failed_call_takes_its_engine_down_and_is_raised() -> None:
+def test_a_failed_call_is_raised_and_takes_its_engine_down() -> None:
     engines = [FakeEngine(), FakeEngine()]
     engines[1].refuse = {"/update_weights_from_disk"}
     engines[1].healthy = False
@@ -239,7 +239,7 @@ def test_a_pool_needs_engines() -> None:
         EnginePool([], key=None, request_timeout_s=1)
 
 
-def test_many_concurrent_requests_are_all_in_flight() -> None:
+def test_many_concurrent_requests_are_in_flight_at_once() -> None:
     engines = [FakeEngine(), FakeEngine()]
 
     async def run(pool: EnginePool) -> None:

@@ -30,7 +30,7 @@ class Text(BaseModel):
 
 
 class WhoDunIt(ServedEnvironment):
-    """One tool for each kind of behavior of an environment."""
+    """Has one tool for each behavior under test."""
 
     runs: dict[str, int]
     release = threading.Event()
@@ -157,7 +157,7 @@ async def opened(
     configured: bool = False,
     **rollout: Any,
 ) -> AsyncIterator[Environment]:
-    """``configured``: the URL is in the config, so that a platform may be in front of the server."""
+    """Open an environment; with ``configured``, its URL is in the config and may be that of a platform."""
     environment = await Environment.open(
         name,
         EnvironmentSettings(**(settings or {}), **({"url": url} if configured else {})),

@@ -9,7 +9,7 @@ from orhpc.rollout.environment.addresses import choose_variant, is_private
 pytestmark = pytest.mark.slow
 
 
-def test_without_a_wish_the_servers_default_is_taken() -> None:
+def test_without_a_setting_the_servers_default_variant_is_chosen() -> None:
     assert choose_variant("Org/Other", None, ["first", "second"]) == "first"
     assert choose_variant("Org/Second", None, ["first", "second"]) == "second"
     assert choose_variant("Org/Second", None, []) is None
@@ -26,5 +26,5 @@ def test_without_a_wish_the_servers_default_is_taken() -> None:
         ("api.example.org", False),
     ],
 )
-def test_private_hosts_are_known(host: str, private: bool) -> None:
+def test_private_hosts_are_recognized(host: str, private: bool) -> None:
     assert is_private(host) == private

@@ -25,7 +25,7 @@ def test_a_malformed_conversation_is_a_bad_answer(messages: Any) -> None:
 
 
 @pytest.mark.parametrize("roles", [[], ["user", "assistant"], ["user", "system", "user"]])
-def test_a_conversation_that_no_template_writes_is_left_flat(roles: list[str]) -> None:
+def test_a_conversation_that_no_template_can_render_stays_one_prompt(roles: list[str]) -> None:
     messages = [{"role": role, "blocks": [{"text": "x"}]} for role in roles]
     assert conversation(messages, "a task", lambda kind: None) == ()
 
@@ -50,7 +50,7 @@ TRANSCRIPT = [
 ]
 
 
-def test_a_transcript_is_scored_with_its_calls_as_they_were() -> None:
+def test_a_transcript_is_sent_with_its_calls_and_results() -> None:
     made = [Message.model_validate(message) for message in wire_messages(TRANSCRIPT, rich=True)]
     assert [m.role for m in made] == ["user", "assistant", "user", "user", "user", "assistant", "user"]
     kinds = [[block.type for block in m.blocks] for m in made]
@@ -62,7 +62,7 @@ def test_a_transcript_is_scored_with_its_calls_as_they_were() -> None:
     assert kinds[5:] == [["text"], ["text"]]
 
 
-def test_an_older_server_is_given_text_alone() -> None:
+def test_an_older_server_receives_only_text() -> None:
     made = wire_messages(TRANSCRIPT)
     assert {block["type"] for m in made for block in m["blocks"]} == {"text"}
     assert [m["role"] for m in made] == ["user", "assistant", "user", "user", "assistant", "user"]
@@ -83,7 +83,7 @@ def test_an_older_server_is_given_text_alone() -> None:
         ("/whodunit/prompt", "Do it."),
     ],
 )
-def test_a_malformed_answer_is_the_rollouts_failure(served: Served, path: str, document: Any) -> None:
+def test_a_malformed_answer_fails_the_rollout(served: Served, path: str, document: Any) -> None:
     async def body(environment: Environment) -> None:
         served.documents[path] = document
         with pytest.raises(BadAnswer, match="Org/whodunit/train/0"):

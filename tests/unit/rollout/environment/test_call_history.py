@@ -36,7 +36,7 @@ def test_deadlines_of_calls_are_learned(served: Served, monkeypatch: pytest.Monk
 
 
 @given(st.lists(st.floats(0.01, 500), max_size=60), st.floats(1, 1000))
-def test_a_learned_deadline_lies_between_its_bounds(seconds: list[float], limit: float) -> None:
+def test_a_learned_deadline_is_between_its_bounds(seconds: list[float], limit: float) -> None:
     history = call_history.CallHistory(limit)
     for each in seconds:
         history.note("a", each)

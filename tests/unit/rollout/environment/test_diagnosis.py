@@ -16,13 +16,13 @@ from tests.unit.rollout.environment.kit import task, within
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("index", "words"), [(0, "constructor broke"), (1, "setup broke")])
-def test_a_task_that_breaks_can_be_tried_again_and_is_not_the_whole_environment(
-    served: Served, index: int, words: str
+@pytest.mark.parametrize(("index", "message"), [(0, "constructor broke"), (1, "setup broke")])
+def test_a_task_that_raises_is_retried_and_does_not_fail_the_environment(
+    served: Served, index: int, message: str
 ) -> None:
     async def body(environment: Environment) -> None:
         for _ in range(2):
-            with pytest.raises(EnvironmentRaised, match=words):
+            with pytest.raises(EnvironmentRaised, match=message):
                 async with environment.session(task(index, "bad")):
                     pass
 
@@ -59,7 +59,7 @@ class AlwaysRaises(TrainSplit):
 
 
 @pytest.mark.parametrize("where", ["constructor", "setup", "prompt"])
-def test_an_environment_that_raises_on_every_task_is_the_users_error(
+def test_an_environment_that_raises_on_every_task_is_a_user_code_error(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(AlwaysRaises, "where", where)
@@ -78,7 +78,7 @@ def test_an_environment_that_raises_on_every_task_is_the_users_error(
         assert running.sessions == 0
 
 
-def test_an_index_that_is_not_there_is_bad(served: Served) -> None:
+def test_an_index_out_of_range_is_a_bad_task(served: Served) -> None:
     async def body(environment: Environment) -> None:
         with pytest.raises(BadTask):
             async with environment.session(task(99, "bad")):
@@ -87,7 +87,7 @@ def test_an_index_that_is_not_there_is_bad(served: Served) -> None:
     within(served.url, body)
 
 
-def test_a_tool_that_raises_is_shown_to_the_model_and_the_session_goes_on(served: Served) -> None:
+def test_a_tool_error_is_shown_to_the_model_and_the_session_continues(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(task()) as session:
             for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_tool_that_raises_is_shown_to_the_model_and_the_session_goes_on(served
     within(served.url, body)
 
 
-def test_a_tool_that_raises_in_a_lost_session_is_tried_again_in_another(served: Served) -> None:
+def test_a_tool_error_in_a_lost_session_is_retried_in_another_session(served: Served) -> None:
     async def body(environment: Environment) -> None:
         with pytest.raises(EnvironmentUnavailable, match=r"'fail' raised .*, and the session is lost"):
             async with environment.session(task()) as session:
@@ -111,7 +111,7 @@ def test_a_tool_that_raises_in_a_lost_session_is_tried_again_in_another(served: 
     within(served.url, body)
 
 
-def test_an_answer_on_which_the_verifier_raises_fails_the_rollout(served: Served) -> None:
+def test_a_verifier_that_raises_fails_the_rollout(served: Served) -> None:
     async def body(environment: Environment) -> None:
         with pytest.raises(EnvironmentRaised, match="tool 'submit' raised"):
             async with environment.session(Task("plain", "train", 2)) as session:
@@ -120,7 +120,7 @@ def test_an_answer_on_which_the_verifier_raises_fails_the_rollout(served: Served
     within(served.url, body, name="plain")
 
 
-def test_a_server_error_on_a_call_can_be_tried_again_in_another_session(served: Served) -> None:
+def test_a_server_error_on_a_call_is_retried_in_another_session(served: Served) -> None:
     async def body(environment: Environment) -> None:
         served.answers["/whodunit/call"] = [(500, {})]
         with pytest.raises(EnvironmentRaised, match="HTTP 500"):
@@ -132,7 +132,7 @@ def test_a_server_error_on_a_call_can_be_tried_again_in_another_session(served: 
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_one_refused_session_is_that_sessions_failure(served: Served, status: int) -> None:
+def test_a_refused_session_does_not_affect_the_next(served: Served, status: int) -> None:
     async def body(environment: Environment) -> None:
         served.answers["/create"] = [(status, {})]
         with pytest.raises(EnvironmentUnavailable, match=r"refused access .* no key was sent") as caught:

@@ -31,7 +31,7 @@ def test_private_servers_are_reached_without_proxies(served: Served, monkeypatch
     within(served.url, body, configured=True)
 
 
-def test_a_missing_split_names_those_there_are(served: Served) -> None:
+def test_the_error_for_a_missing_split_lists_the_existing_ones(served: Served) -> None:
     async def body(environment: Environment) -> None:
         with pytest.raises(ConfigError, match="no split 'validation'; it has train, test, bad, empty"):
             await environment.num_tasks("validation")
@@ -40,7 +40,7 @@ def test_a_missing_split_names_those_there_are(served: Served) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 404])
-def test_a_web_page_is_told_from_a_server_that_starts(status: int) -> None:
+def test_a_web_page_is_distinguished_from_a_server_that_is_starting(status: int) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             await reader.readuntil(b"\r\n\r\n")
@@ -82,14 +82,14 @@ def test_a_split_without_tasks_is_a_config_error(served: Served, split: str) -> 
 
 
 @pytest.mark.parametrize("variant", ["whodunit", "WhoDunit", "WhoDunIt", None])
-def test_the_variant_is_found_as_the_server_spells_it(served: Served, variant: str | None) -> None:
+def test_the_variant_is_found_in_any_spelling(served: Served, variant: str | None) -> None:
     async def body(environment: Environment) -> None:
         assert environment.path("/x") == "/whodunit/x"
 
     within(served.url, body, settings={"variant": variant})
 
 
-def test_an_unknown_variant_names_those_there_are(served: Served) -> None:
+def test_the_error_for_an_unknown_variant_lists_the_existing_ones(served: Served) -> None:
     async def body(environment: Environment) -> None:
         raise AssertionError
 
@@ -97,7 +97,7 @@ def test_an_unknown_variant_names_those_there_are(served: Served) -> None:
         within(served.url, body, settings={"variant": "whodunnit"})
 
 
-def test_a_server_that_comes_up_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_starts_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BACKOFF_S", 0.01)
     monkeypatch.setattr(environment_module, "RETRY_START_S", 0.1)
     with serve(Plain) as first:
@@ -123,7 +123,7 @@ def test_a_server_that_comes_up_late_is_waited_for(monkeypatch: pytest.MonkeyPat
     asyncio.run(late())
 
 
-def test_a_server_that_never_comes_up_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_starts_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BACKOFF_S", 0.01)
     monkeypatch.setattr(environment_module, "RETRY_START_S", 0.1)
 
@@ -156,7 +156,7 @@ def test_the_service_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(open_hosted())
 
 
-def test_the_service_gets_its_key_and_what_it_says_is_needed(
+def test_the_service_receives_its_key_and_the_secrets_it_requires(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment_module, "is_openreward", lambda host: True)
@@ -173,17 +173,17 @@ def test_the_service_gets_its_key_and_what_it_says_is_needed(
     with pytest.raises(PreflightError, match="TAVILY_API_KEY"):
         asyncio.run(hosted())
     monkeypatch.setenv("TAVILY_API_KEY", "needed")
-    told = asyncio.run(hosted())
+    session_secrets = asyncio.run(hosted())
     # It is redacted, so the session had the secret's current value.
-    assert "('tavily_api_key', '[secret]')" in told
-    assert "('api_key', '[secret]')" in told
+    assert "('tavily_api_key', '[secret]')" in session_secrets
+    assert "('api_key', '[secret]')" in session_secrets
     assert served.requests[-1][1]["x-api-key"] == "key-of-the-service"
     assert {headers.get("x-deployment") for path, headers in served.requests if path == "/create"} == {
         "Org/whodunit"
     }
 
 
-def test_a_refused_key_is_said_so(served: Served) -> None:
+def test_a_refused_key_is_reported(served: Served) -> None:
     async def body(environment: Environment) -> None:
         raise AssertionError
 

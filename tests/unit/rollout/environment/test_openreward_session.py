@@ -18,7 +18,7 @@ from tests.unit.rollout.environment.kit import LONG, Plain, WhoDunIt, task, with
 pytestmark = pytest.mark.slow
 
 
-def test_long_outputs_arrive_exactly(served: Served) -> None:
+def test_long_outputs_arrive_unchanged(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(task()) as session:
             result = await session.call("long", {})
@@ -40,7 +40,7 @@ def test_a_call_has_a_deadline(served: Served) -> None:
     within(served.url, body, tool_timeout_s=0.5)
 
 
-def test_a_call_whose_answer_is_lost_is_never_made_again(served: Served) -> None:
+def test_a_call_whose_answer_is_lost_is_never_repeated(served: Served) -> None:
     async def body(environment: Environment) -> None:
         served.cut["/whodunit/call"] = ["before"]
         with pytest.raises(EnvironmentUnavailable):
@@ -53,7 +53,7 @@ def test_a_call_whose_answer_is_lost_is_never_made_again(served: Served) -> None
 
 
 @pytest.mark.parametrize("status", [500, 502, 504])
-def test_an_ambiguous_answer_to_a_call_is_not_tried_again(served: Served, status: int) -> None:
+def test_a_call_with_an_ambiguous_answer_is_not_repeated(served: Served, status: int) -> None:
     async def body(environment: Environment) -> None:
         served.answers["/whodunit/call"] = [(status, {})]
         with pytest.raises((EnvironmentUnavailable, BadTask)):
@@ -78,7 +78,7 @@ def test_a_call_is_resumed_after_a_broken_connection(served: Served, monkeypatch
     within(served.url, body)
 
 
-def test_refusals_that_ran_nothing_are_waited_out(served: Served) -> None:
+def test_a_call_that_is_refused_before_it_runs_is_retried(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(task()) as session:
             served.answers["/whodunit/call"] = [
@@ -93,7 +93,7 @@ def test_refusals_that_ran_nothing_are_waited_out(served: Served) -> None:
     within(served.url, body)
 
 
-def test_a_slow_start_of_a_session_is_ridden_out(served: Served) -> None:
+def test_a_session_that_starts_slowly_is_awaited(served: Served) -> None:
     starting = (503, {"X-Backend-State": "starting", "Retry-After": "1"})
 
     async def body(environment: Environment) -> None:
@@ -105,7 +105,7 @@ def test_a_slow_start_of_a_session_is_ridden_out(served: Served) -> None:
     within(served.url, body, session_timeout_s=1.5, configured=True)
 
 
-def test_a_session_that_never_starts_is_given_up(served: Served) -> None:
+def test_a_session_that_never_starts_fails_after_the_timeout(served: Served) -> None:
     async def body(environment: Environment) -> None:
         served.answers["/whodunit/prompt"] = [
             (503, {"X-Backend-State": "starting", "Retry-After": "0"})
@@ -118,7 +118,7 @@ def test_a_session_that_never_starts_is_given_up(served: Served) -> None:
 
 
 @pytest.mark.parametrize("configured", [False, True])
-def test_cancelling_never_leaks_a_session(served: Served, configured: bool) -> None:
+def test_cancellation_never_leaks_a_session(served: Served, configured: bool) -> None:
     async def body(environment: Environment) -> None:
         async def rollout(number: int) -> None:
             async with environment.session(task()):
@@ -136,7 +136,7 @@ def test_cancelling_never_leaks_a_session(served: Served, configured: bool) -> N
     assert served.sessions == 0
 
 
-def test_a_cancelled_call_deletes_the_session(served: Served) -> None:
+def test_a_canceled_call_deletes_the_session(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async def rollout() -> None:
             async with environment.session(task()) as session:
@@ -153,7 +153,7 @@ def test_a_cancelled_call_deletes_the_session(served: Served) -> None:
     assert served.sessions == 0
 
 
-def test_a_lost_session_is_noticed_at_once(served: Served) -> None:
+def test_a_lost_session_is_detected_at_once(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(task()) as session:
             served.server._active_envs.clear()
@@ -165,7 +165,9 @@ def test_a_lost_session_is_noticed_at_once(served: Served) -> None:
     within(served.url, body)
 
 
-def test_the_keep_alive_notices_death_during_a_call(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_alive_pings_detect_a_lost_session_during_a_call(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "PING_INTERVAL_S", 0.1)
 
     async def body(environment: Environment) -> None:
@@ -180,7 +182,7 @@ def test_the_keep_alive_notices_death_during_a_call(served: Served, monkeypatch:
     within(served.url, body)
 
 
-def test_pings_without_an_answer_are_death(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswered_pings_end_the_session(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "PING_INTERVAL_S", 0.1)
 
     async def body(environment: Environment) -> None:
@@ -192,7 +194,7 @@ def test_pings_without_an_answer_are_death(served: Served, monkeypatch: pytest.M
     within(served.url, body)
 
 
-def test_a_server_that_is_gone_ends_the_call_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_server_ends_the_call_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BACKOFF_S", 0.05)
     monkeypatch.setattr(leaving, "DELETE_TIMEOUT_S", 1.0)
     with serve(Plain) as running:

@@ -15,7 +15,7 @@ from orhpc.rollout.environment import receiving
 pytestmark = pytest.mark.slow
 
 
-def test_a_stream_that_does_not_end_holds_nothing_up() -> None:
+def test_a_stream_that_does_not_end_delays_only_for_the_drain_time() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -42,7 +42,7 @@ def test_a_stream_that_does_not_end_holds_nothing_up() -> None:
     assert receiving.DRAIN_S * 0.9 <= asyncio.run(ask()) < receiving.DRAIN_S + 1.0
 
 
-def test_retry_after_is_read_in_both_forms() -> None:
+def test_retry_after_is_read_as_seconds_and_as_a_date() -> None:
     from email.utils import formatdate
 
     assert receiving.retry_after_s("7") == 7.0

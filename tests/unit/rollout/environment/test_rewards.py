@@ -52,7 +52,7 @@ def test_rewards_follow_the_settings(
         assert got == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_group_score_is_one_more_step_reward() -> None:
+def test_a_group_score_is_an_additional_step_reward() -> None:
     room = Room(answers={"add": [ToolResult("", reward=0.5), ToolResult("", reward=0.1, finished=True)]})
     rollout = run(room, Policy(CHAT, [call("add") * 2]))
     assert with_group_score(rollout, 0.3, EnvironmentSettings()).reward == pytest.approx(0.9)
@@ -60,7 +60,7 @@ def test_a_group_score_is_one_more_step_reward() -> None:
     assert with_group_score(rollout, 0.3, mean).reward == 0.25
 
 
-def test_a_terminal_state_that_pays_nothing_is_said_aloud() -> None:
+def test_a_terminal_state_without_a_reward_is_reported() -> None:
     rollout = run(Room(terminal=[ToolResult("", reward=None, finished=True)]), Policy(CHAT, ["x"]))
     assert rollout.reward == 0.0
     assert "NaN" in (rollout.error or "")
@@ -79,7 +79,7 @@ def test_custom_rewards_replace_the_environments_and_are_clamped() -> None:
 
 
 @pytest.mark.parametrize("error", [TimeoutError("the judge"), KeyError("x"), AssertionError()])
-def test_whatever_a_reward_function_raises_names_its_line(error: Exception) -> None:
+def test_an_error_of_a_reward_function_names_its_line(error: Exception) -> None:
     def score(rollout: Rollout) -> float:
         raise error
 

@@ -17,7 +17,7 @@ from tests.unit.rollout.environment.kit import WhoDunIt, task, within
 pytestmark = pytest.mark.slow
 
 
-def test_tasks_prompt_tools_and_calls(served: Served) -> None:
+def test_a_session_has_a_prompt_and_tools_and_runs_calls(served: Served) -> None:
     async def body(environment: Environment) -> None:
         assert await environment.num_tasks("train") == 5
         assert await environment.num_tasks("test") == 2
@@ -38,7 +38,7 @@ def test_tasks_prompt_tools_and_calls(served: Served) -> None:
     within(served.url, body, settings={"num_samples": 5})
 
 
-def test_a_terminal_tool_takes_the_answer_and_cannot_be_called(served: Served) -> None:
+def test_a_terminal_tool_receives_the_answer_and_cannot_be_called(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(Task("plain", "train", 2)) as session:
             assert (session.terminal, session.tools, session.prompt) == (True, [], "Say 2")
@@ -49,7 +49,7 @@ def test_a_terminal_tool_takes_the_answer_and_cannot_be_called(served: Served) -
     within(served.url, body, name="plain")
 
 
-def test_a_conversation_arrives_with_its_roles(served: Served) -> None:
+def test_a_conversation_keeps_its_roles(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(Task("dialogue", "train", 1)) as session:
             assert session.conversation == (
@@ -63,7 +63,7 @@ def test_a_conversation_arrives_with_its_roles(served: Served) -> None:
     within(served.url, body, name="dialogue")
 
 
-def test_a_plain_prompt_is_asked_for_once(served: Served) -> None:
+def test_a_plain_prompt_is_requested_once(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(Task("plain", "train", 1)) as session:
             assert session.conversation == ()
@@ -72,7 +72,7 @@ def test_a_plain_prompt_is_asked_for_once(served: Served) -> None:
     within(served.url, body, name="plain")
 
 
-def test_what_the_model_did_wrong_is_a_result(served: Served) -> None:
+def test_errors_of_the_model_are_returned_as_results(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(task()) as session:
             for arguments in ({}, {"text": 3}, {"text": ["x"]}):
@@ -90,7 +90,7 @@ def test_what_the_model_did_wrong_is_a_result(served: Served) -> None:
     within(served.url, body)
 
 
-def test_group_scores_come_one_a_rollout(served: Served) -> None:
+def test_score_group_returns_one_score_per_rollout(served: Served) -> None:
     async def body(environment: Environment) -> None:
         transcripts = [
             [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "x" * n}]
@@ -102,7 +102,7 @@ def test_group_scores_come_one_a_rollout(served: Served) -> None:
     within(served.url, body)
 
 
-def test_the_gold_answer_never_crosses_the_wire(served: Served) -> None:
+def test_the_gold_answer_is_never_requested(served: Served) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(task()):
             pass
@@ -112,15 +112,15 @@ def test_the_gold_answer_never_crosses_the_wire(served: Served) -> None:
     within(served.url, body)
 
 
-def test_secrets_go_to_the_session_and_the_services_key_does_not(
+def test_the_session_receives_the_secrets_and_not_the_key_of_the_service(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENREWARD_API_KEY", "key-of-the-service")
 
     async def body(environment: Environment) -> None:
         async with environment.session(task()) as session:
-            told = (await session.call("secret", {})).text
-        assert told == repr([("MY_OWN", "v1"), ("OPENAI_API_KEY", "v2")])
+            text = (await session.call("secret", {})).text
+        assert text == repr([("MY_OWN", "v1"), ("OPENAI_API_KEY", "v2")])
         assert all("x-api-key" not in headers for _, headers in served.requests)
         with_secrets = {path for path, headers in served.requests if "x-secrets" in headers}
         assert with_secrets == {"/create_session", "/create"}
@@ -128,7 +128,7 @@ def test_secrets_go_to_the_session_and_the_services_key_does_not(
     within(served.url, body, secrets={"MY_OWN": "v1", "OPENAI_API_KEY": "v2"}, configured=True)
 
 
-def test_a_server_of_the_jobs_own_is_asked_for_nothing_but_the_task(served: Served) -> None:
+def test_a_server_of_the_job_receives_only_the_requests_of_the_task(served: Served) -> None:
     async def body(environment: Environment) -> None:
         served.requests.clear()
         async with environment.session(task()) as session:
@@ -141,7 +141,7 @@ def test_a_server_of_the_jobs_own_is_asked_for_nothing_but_the_task(served: Serv
 
 
 @pytest.mark.parametrize("configured", [False, True])
-def test_sessions_after_each_other_share_connections(
+def test_consecutive_sessions_share_connections(
     served: Served, monkeypatch: pytest.MonkeyPatch, configured: bool
 ) -> None:
     monkeypatch.setattr(receiving, "DRAIN_S", 10.0)
@@ -158,16 +158,16 @@ def test_sessions_after_each_other_share_connections(
     assert len(served.connections) <= 8 + 1  # plus the one used to query the environment
 
 
-@pytest.mark.parametrize("told", ["nan", "inf"])
-def test_a_reward_that_is_no_number_is_nothing(served: Served, told: str) -> None:
+@pytest.mark.parametrize("reward", ["nan", "inf"])
+def test_a_reward_that_is_not_finite_counts_as_none(served: Served, reward: str) -> None:
     async def body(environment: Environment) -> None:
         async with environment.session(task()) as session:
-            assert (await session.call("pay", {"text": told})).reward is None
+            assert (await session.call("pay", {"text": reward})).reward is None
 
     within(served.url, body)
 
 
-def test_images_are_left_out_visibly_and_said_once(served: Served) -> None:
+def test_images_are_replaced_by_a_note_and_reported_once(served: Served) -> None:
     async def body(environment: Environment) -> None:
         for _ in range(2):
             async with environment.session(task(2, "bad")) as session:
@@ -181,7 +181,7 @@ def test_images_are_left_out_visibly_and_said_once(served: Served) -> None:
     within(served.url, body)
 
 
-def test_only_so_many_sessions_are_opened_at_a_time(served: Served) -> None:
+def test_max_opening_limits_the_sessions_that_are_opened_concurrently(served: Served) -> None:
     most = 0
 
     async def body(environment: Environment) -> None:
@@ -210,7 +210,7 @@ def test_only_so_many_sessions_are_opened_at_a_time(served: Served) -> None:
     assert most == 3
 
 
-def test_a_toolset_is_asked_for_by_its_name(served: Served) -> None:
+def test_a_toolset_is_requested_by_its_name(served: Served) -> None:
     async def body(environment: Environment) -> None:
         with pytest.raises(BadTask, match="unknown toolset 'none-such'; valid options are"):
             async with environment.session(task()):
