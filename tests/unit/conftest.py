@@ -1,8 +1,10 @@
-"""Trainer ranks on a tiny random model, and a known secret."""
+"""Fixtures of several folders: a tiny model and its ranks, a known secret, replaced commands."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,12 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_pattern", None)
     monkeypatch.setenv("MY_KEY", CANARY)
     secrets.resolve_secrets({}, {"my_key": None})
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for replacements of SLURM's commands, first on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder

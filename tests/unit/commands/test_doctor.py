@@ -18,6 +18,7 @@ from orhpc.commands.doctor import examine
 from orhpc.commands.files import packaged
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
+from tests.programs import write_program
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,18 +31,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def program(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
 def found(*arguments: str) -> dict[str, str]:
     config = load_config(arguments[0], arguments[1:]) if arguments else None
     return {f.what: f"{f.verdict} {f.line}" for f in examine(config)}
 
 
 def gpu(folder: Path, driver: str, capability: str = "9.0", memory: int = 81559) -> None:
-    program(folder, "nvidia-smi", f"echo 'NVIDIA H100 80GB HBM3, {memory}, {driver}, {capability}'")
+    write_program(folder, "nvidia-smi", f"echo 'NVIDIA H100 80GB HBM3, {memory}, {driver}, {capability}'")
 
 
 def test_a_cpu_config_needs_nothing_more_on_a_machine_without_gpus() -> None:
@@ -109,8 +105,8 @@ def test_the_python_version_that_megatron_needs_is_reported() -> None:
 
 
 def test_a_login_node_needs_no_packages_of_the_compute_nodes(tmp_path: Path) -> None:
-    program(tmp_path, "sbatch", "exit 0")
-    program(tmp_path, "sinfo", "echo 'gpu* gpu:h100:4 12'")
+    write_program(tmp_path, "sbatch", "exit 0")
+    write_program(tmp_path, "sinfo", "echo 'gpu* gpu:h100:4 12'")
     rows = found("default.yaml")
     assert rows["orhpc[sglang]"].startswith("--")
     assert rows["SLURM"] == "ok gpu* 12 nodes with gpu:h100:4"

@@ -15,17 +15,9 @@ from orhpc.launch.slurm import holder, ledger, scheduler
 from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog
+from tests.programs import write_program
 
 CONFIG = str(Path(__file__).parents[3] / "configs/tiny.yaml")
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for replacements of SLURM's commands, first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
 
 
 @pytest.fixture
@@ -41,16 +33,11 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def stand_in(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
 def test_check_asks_slurm_whether_the_job_could_run(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["check", "--nodes", "3", CONFIG, f"run.root={tmp_path}"]
-    stand_in(
+    write_program(
         commands, "sbatch", 'cp "$2" ' + str(tmp_path / "seen") + "; echo 'sbatch: Job 9 to start at X' >&2"
     )
     assert main(arguments) == EXIT_OK
@@ -74,7 +61,7 @@ def test_check_asks_slurm_whether_the_job_could_run(
     assert lines[-1] == "ok   cluster: Job 9 to start at X"
     assert "#SBATCH --nodes=3" in (tmp_path / "seen").read_text()
 
-    stand_in(commands, "sbatch", "echo 'sbatch: allocation failure: no such nodes' >&2; exit 1")
+    write_program(commands, "sbatch", "echo 'sbatch: allocation failure: no such nodes' >&2; exit 1")
     assert main(arguments) == EXIT_PREFLIGHT
     assert capsys.readouterr().out.endswith(
         "BAD  cluster: sbatch refuses: allocation failure: no such nodes\n"
@@ -86,7 +73,7 @@ def test_status_and_cancel_work_from_the_run_directory_and_squeue(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     holder.note_submission(run, "8")
-    stand_in(
+    write_program(
         commands,
         "squeue",
         'case "$3" in 8) echo RUNNING ;; *) echo "slurm_load_jobs error" >&2; exit 1 ;; esac',
@@ -97,11 +84,11 @@ def test_status_and_cancel_work_from_the_run_directory_and_squeue(
         "job 8: running",
         "attempt 1 ended: preempted, step 3 committed. for a better one",
     ]
-    stand_in(commands, "scancel", f"echo $1 >>{run.path}/cancelled")
+    write_program(commands, "scancel", f"echo $1 >>{run.path}/cancelled")
     assert main(["cancel", str(run.path)]) == EXIT_OK
     assert capsys.readouterr().out == "job 8 (running): canceled\n"
     assert (run.path / "cancelled").read_text() == "8\n"
-    stand_in(commands, "squeue", "echo COMPLETING")
+    write_program(commands, "squeue", "echo COMPLETING")
     assert main(["cancel", str(run.path)]) == EXIT_CONFIG
     assert "no job of this run is running or waiting" in capsys.readouterr().err
 
@@ -152,13 +139,13 @@ def test_status_reports_that_no_job_is_left_and_why(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     holder.note_submission(run, "7")
-    stand_in(commands, "squeue", "echo FAILED")
+    write_program(commands, "squeue", "echo FAILED")
     assert last_line(run, capsys) == "no job of this run is left: the same command continues the run"
     for state in ("RUNNING", "PENDING", "COMPLETING", "REQUEUE_HOLD"):
-        stand_in(commands, "squeue", f"echo {state}")
+        write_program(commands, "squeue", f"echo {state}")
         assert "left" not in last_line(run, capsys)
 
-    stand_in(commands, "squeue", "exit 1")
+    write_program(commands, "squeue", "exit 1")
     for number in (2, 3, 4):  # outcomes that the attempt itself did not write
         run.attempt(number).mkdir(exist_ok=True)
         ledger.write(run, Outcome(number, Reason.CRASH, 3, "it died", 1, "7"))
@@ -188,7 +175,7 @@ def test_status_reports_the_job_that_continues_the_run(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run.attempt(2) / "successor").write_text("9\n")
-    stand_in(commands, "squeue", '[ "$3" != 9 ] || echo PENDING')
+    write_program(commands, "squeue", '[ "$3" != 9 ] || echo PENDING')
     assert main(["status", str(run.path)]) == EXIT_OK
     assert "job 9: pending" in capsys.readouterr().out.splitlines()
 
@@ -198,7 +185,7 @@ def test_status_works_without_an_answer_of_the_controller(
 ) -> None:
     monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: None)
     holder.note_submission(run, "7")
-    stand_in(commands, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    write_program(commands, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     assert last_line(run, capsys).startswith("SLURM does not answer: squeue: Unable to contact")
 
 
