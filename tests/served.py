@@ -131,7 +131,10 @@ def serve(*environments: type, port: int = 0, tracebacks: bool = False) -> Itera
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(served, log_level="critical", http=_Protocol, timeout_graceful_shutdown=1)
+    # uvicorn closes idle connections after 5 s, which a busy machine reaches between two requests of a test.
+    config = uvicorn.Config(
+        served, log_level="critical", http=_Protocol, timeout_graceful_shutdown=1, timeout_keep_alive=60
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
