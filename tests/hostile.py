@@ -17,6 +17,8 @@ PROMPT = [{"type": "text", "text": "Do it."}]
 TOOLS = {"tools": [{"name": "act", "description": "Acts.", "input_schema": {"type": "object"}}]}
 OUTPUT = {"blocks": [{"type": "text", "text": "done"}], "reward": 1.0, "finished": True}
 RESULT = {"ok": True, "output": OUTPUT}
+CANARY = "canary-4711-secret"
+"""A secret that environments and users' code repeat; the fixture ``known`` registers it."""
 
 
 def answer(

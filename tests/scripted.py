@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from orhpc.config import EnvironmentSettings, ModelSettings, RolloutSettings
-from orhpc.rollout.agent import AgentContext
+from orhpc.rollout.agent import AgentContext, run_rollout
 from orhpc.rollout.chat import ChatFormat, chat_format
+from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.rollout.transcript import RolloutRequest
-from orhpc.types import FinishReason, Generation, Sampling, Task
+from orhpc.types import FinishReason, Generation, Rollout, Sampling, Task
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN = (*CHATML, "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -148,7 +151,7 @@ class Room:
         self._terminal = None if terminal is None else list(terminal)
         self.tools = [ToolSpec(n, f"Tool {n}.", schema or {"type": "object"}) for n in self.answers]
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.said: list[str] = []
+        self.submitted: list[str] = []
         self.open = 0
 
     @property
@@ -170,7 +173,7 @@ class Room:
         return self._next(self.answers[name])
 
     async def answer(self, text: str) -> ToolResult:
-        self.said.append(text)
+        self.submitted.append(text)
         assert self._terminal is not None
         return self._next(self._terminal)
 
@@ -202,3 +205,27 @@ def context(
 
 def request(seed: int = 7) -> RolloutRequest:
     return RolloutRequest(id="3.1", group_id=3, sample=1, task=Task("room", "train", 0), seed=seed)
+
+
+def play(
+    url: str,
+    name: str,
+    policy: Any,
+    chat: ChatFormat,
+    *,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> Rollout:
+    """Run one rollout with an environment of the server at ``url``; options are those of :func:`context`."""
+
+    async def run() -> Rollout:
+        prepared = context(None, policy, chat, settings=settings, **options)
+        environment = await Environment.open(
+            name, prepared.settings, secrets={}, rollout=prepared.rollout, url=url
+        )
+        try:
+            return await run_rollout(replace(prepared, environment=environment), request())
+        finally:
+            await environment.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))

@@ -8,12 +8,30 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
-from openreward.environments import Server
+from openreward.environments import Environment, Server, TextBlock
 from sse_starlette.sse import AppStatus
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class TrainSplit(Environment):
+    """An environment with one split, ``train``; subclasses set its tasks and its prompt."""
+
+    TASKS: ClassVar[list[dict[str, Any]]] = [{}]
+    PROMPT: ClassVar[str] = "Go."
+
+    @classmethod
+    def list_splits(cls) -> list[str]:
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split: str) -> Any:
+        return cls.TASKS
+
+    def get_prompt(self) -> list[TextBlock]:
+        return [TextBlock(text=self.PROMPT)]
 
 
 class Served:
@@ -113,7 +131,10 @@ def serve(*environments: type, port: int = 0, tracebacks: bool = False) -> Itera
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(served, log_level="critical", http=_Protocol, timeout_graceful_shutdown=1)
+    # uvicorn closes idle connections after 5 s, which a busy machine reaches between two requests of a test.
+    config = uvicorn.Config(
+        served, log_level="critical", http=_Protocol, timeout_graceful_shutdown=1, timeout_keep_alive=60
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

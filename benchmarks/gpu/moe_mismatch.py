@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu import mismatch_kit as kit  # noqa: E402
+from tests.gpu import mismatch_metrics as metrics  # noqa: E402
 from tests.gpu import mismatch_routers as routing  # noqa: E402
 from tests.gpu import straight_sync  # noqa: E402
 
@@ -57,7 +58,7 @@ PRECISIONS = {"bf16": "bf16", "fp8-rollout": "fp8", "fp8": "fp8"}
 # --- differences ----------------------------------------------------------------------------------------
 
 
-def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -> tuple[kit.Sums, float]:
+def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -> tuple[metrics.Sums, float]:
     """The metrics that a training step would report, for each response."""
     found: dict[str, np.ndarray] = {}
     counts: dict[str, dict[str, float]] = {}
@@ -66,7 +67,7 @@ def measured(trainer: Any, responses: Sequence[kit.Response], *, replay: bool) -
         for micro_batch in minibatch.ranks[0]:
             for name, values, own in watched.pass_over(micro_batch):
                 found[name], counts[name] = values, own
-    sums, largest = kit.differences(responses, found)
+    sums, largest = metrics.differences(responses, found)
     for what in next(iter(counts.values())):
         sums[what] = np.array([counts[response.name][what] for response in responses])
     return sums, largest
@@ -87,7 +88,7 @@ def _compare(report: kit.Report, precision: str, trainer: Any, responses: Sequen
     rows: dict[bool, dict[str, Any]] = {}
     for replay in (False, True):
         sums, largest = measured(trainer, responses, replay=replay)
-        row, resampled[replay] = kit.with_intervals(sums)
+        row, resampled[replay] = metrics.with_intervals(sums)
         rows[replay] = row | {"logprob_diff_max": largest, "tokens": int(sums["tokens"].sum())}
         report.put(f"{precision}, replay {'on' if replay else 'off'}", rows[replay])
     kl = "rollout_kl"

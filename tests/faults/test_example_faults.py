@@ -7,7 +7,6 @@ driver: see tests/local and tests/slurm.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -15,26 +14,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import TextBlock, ToolOutput, terminal, tool
 from pydantic import BaseModel
 
-from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import EngineUnavailable, EnvironmentRaised, EnvironmentUnavailable, PreflightError
 from orhpc.process import secrets
-from orhpc.rollout.agent import AgentContext, run_rollout
 from orhpc.rollout.chat import ChatFormat
-from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.upload import Uploader
 from orhpc.types import FinishReason, Rollout, RolloutEnd, Sampling, Task
-from tests.scripted import CHATML, QWEN, Policy, chat, request
-from tests.served import Served, serve
+from tests import scripted
+from tests.scripted import CHATML, QWEN, Policy, chat
+from tests.served import Served, TrainSplit, serve
 
 pytestmark = pytest.mark.slow
 
@@ -46,25 +42,16 @@ class Word(BaseModel):
     word: str
 
 
-class Counter(ServedEnvironment):
+class Counter(TrainSplit):
     """Gives a reward for each call and ends at the third."""
 
+    TASKS: ClassVar[list[dict[str, Any]]] = [{"gold": "the gold answer"}]
+    PROMPT = "Count. " + HOSTILE
     log: list[str]
 
     def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
         super().__init__(task_spec or {}, secrets or {})
         self._calls = 0
-
-    @classmethod
-    def list_splits(cls) -> list[str]:
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split: str) -> Any:
-        return [{"gold": "the gold answer"}]
-
-    def get_prompt(self) -> list[TextBlock]:
-        return [TextBlock(text="Count. " + HOSTILE)]
 
     @tool
     async def say(self, word: Word) -> ToolOutput:
@@ -77,19 +64,10 @@ class Counter(ServedEnvironment):
         return ToolOutput(blocks=[TextBlock(text=text)], reward=0.25, finished=self._calls == 3)
 
 
-class Question(ServedEnvironment):
+class Question(TrainSplit):
     """A plain answer ends the task."""
 
-    @classmethod
-    def list_splits(cls) -> list[str]:
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split: str) -> Any:
-        return [{}]
-
-    def get_prompt(self) -> list[TextBlock]:
-        return [TextBlock(text="What is 3 + 4?")]
+    PROMPT = "What is 3 + 4?"
 
     @terminal
     @tool
@@ -113,45 +91,18 @@ def served(_server: Served) -> Served:
     return _server
 
 
-Outcome = tuple[Rollout, Policy]
-
-
 def play(
     served: Served,
     lines: list[Any],
     *,
     name: str = "counter",
     form: ChatFormat | None = None,
-    settings: dict[str, Any] | None = None,
-    sampling: Sampling | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-    **rollout: Any,
-) -> Outcome:
+    **options: Any,
+) -> tuple[Rollout, Policy]:
     """Run one rollout with the real environment and a policy that writes these turns."""
     form = form or chat(QWEN)
     policy = Policy(form, lines)
-    of_rollout = RolloutSettings(**rollout)
-    of_environment = EnvironmentSettings(**(settings or {}))
-
-    async def run() -> Rollout:
-        environment = await Environment.open(
-            name, of_environment, secrets={}, rollout=of_rollout, url=served.url
-        )
-        try:
-            context = AgentContext(
-                environment=environment,
-                settings=of_environment,
-                rollout=of_rollout,
-                chat=form,
-                generate=policy,
-                sampling=sampling or Sampling(max_new_tokens=of_rollout.max_response_tokens),
-                stopping=stopping,
-            )
-            return await run_rollout(context, request())
-        finally:
-            await environment.close()
-
-    return asyncio.run(asyncio.wait_for(run(), 60)), policy
+    return scripted.play(served.url, name, policy, form, **options), policy
 
 
 def say(word: str) -> str:

@@ -17,7 +17,7 @@ from tests.hub import Hub
 from tests.model_configs import TINY
 from tests.scripted import GLM, tokenizer
 from tests.slurm.cluster import leave_out
-from tests.unit.rollout.test_chat import GLM45
+from tests.unit.rollout.chat.kit import GLM45
 
 ROOT = Path(__file__).parents[2]
 TOKENIZERS = {"qwen3": "qwen3", "llama3": "llama3_2", "deepseek": "deepseek_v3"}

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from orhpc.config.files import load_config  # noqa: E402
 from tests.gpu import mismatch_kit as kit  # noqa: E402
+from tests.gpu import mismatch_metrics as metrics  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -154,8 +155,8 @@ def compare(
         trainer = kit.start_trainer(config_of(options, dtype, **of_trainer), folder)
         for name in names:
             values = kit.logprobs(trainer, [response.sample() for response in found[name]])
-            sums, largest = kit.differences(found[name], values)
-            row, _ = kit.with_intervals(sums)
+            sums, largest = metrics.differences(found[name], values)
+            row, _ = metrics.with_intervals(sums)
             equal = [np.mean(values[r.name] == r.logprobs_N) for r in found[name]]
             report.put(
                 name,

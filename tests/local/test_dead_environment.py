@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from openreward.environments import Environment, TextBlock, ToolOutput, terminal, tool
+from openreward.environments import TextBlock, ToolOutput, terminal, tool
 from pydantic import BaseModel
 
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
 from tests.local import kit
-from tests.served import serve
+from tests.served import TrainSplit, serve
 
 pytestmark = pytest.mark.slow
 
@@ -21,19 +21,10 @@ class Text(BaseModel):
     text: str
 
 
-class Away(Environment):
+class Away(TrainSplit):
     """A single-turn environment whose server is not started by the job."""
 
-    @classmethod
-    def list_splits(cls) -> list[str]:
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split: str) -> Any:
-        return [{"a": i} for i in range(9)]
-
-    def get_prompt(self) -> list[TextBlock]:
-        return [TextBlock(text="Go.")]
+    TASKS: ClassVar[list[dict[str, Any]]] = [{"a": i} for i in range(9)]
 
     @terminal
     @tool

@@ -23,6 +23,8 @@ from typing import NoReturn
 
 import pytest
 
+from tests.slurm.cluster_files import CONF, INIT
+
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
 PACKAGES = "slurm-wlm munge iproute2"
 NODES = 4
@@ -34,86 +36,6 @@ NET = "10.78.0"
 _LOCK = Path("/tmp/orhpc-slurm.lock")
 """Lock held while a cluster runs: two clusters would use the same network."""
 _RESTART_S = 5.0
-
-_CONF = """\
-ClusterName=orhpc
-SlurmctldHost={host}({net}.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
-AuthInfo=socket={root}/munge.sock,cred_expire=5
-SlurmctldPort=16827
-SlurmdPort=16828
-StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool/%n
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.%n.pid
-SlurmctldLogFile={root}/log/slurmctld.log
-SlurmdLogFile={root}/log/slurmd.%n.log
-MailProg=/bin/true
-ProctrackType={proctrack}
-TaskPlugin={task}
-MpiDefault=none
-ReturnToService=2
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-DefMemPerNode=1000
-GresTypes=gpu
-SlurmdParameters=config_overrides
-SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0,batch_sched_delay=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-{user_signal}
-JobRequeue=1
-KillWait=30
-SlurmdTimeout=15
-SlurmctldTimeout=30
-UnkillableStepTimeout=60
-InactiveLimit=0
-MessageTimeout=10
-TCPTimeout=2
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=task=5
-AccountingStorageType=accounting_storage/none
-NodeName=n[0-{last}] NodeAddr={net}.1[0-{last}] CPUs=16 RealMemory=20000 Gres=gpu:8 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
-PartitionName=abrupt Nodes=ALL State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
-PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
-"""
-
-_INIT = """\
-set -e
-hostname $1
-mount --make-rprivate /
-mount -t proc proc /proc
-mount --bind {root}/hosts /etc/hosts
-mount --bind {root}/resolv.conf /etc/resolv.conf
-mount -t tmpfs -o size=1g,mode=1777 tmpfs /dev/shm
-# /tmp is private to the node, as on real nodes, except for the folders that all nodes share.
-for path in {root} {visible}; do
-  case $path in /tmp/*)
-    mkdir -p "{root}/tmp/$1/${{path#/tmp/}}"
-    mount --bind "$path" "{root}/tmp/$1/${{path#/tmp/}}" ;;
-  esac
-done
-mount --rbind {root}/tmp/$1 /tmp
-ip link set lo up
-while ! ip -4 addr show dev eth0 2>/dev/null | grep -q inet; do sleep 0.02; done
-export SLURM_CONF={root}/slurm.conf
-set +e
-trap 'kill -TERM $(cat {root}/slurmd.$1.inner)' TERM
-# Like a real node, it survives when only slurmd is killed; USR1 restarts slurmd.  Not HUP: a shell cannot
-# trap a signal that was ignored at its start, as under nohup.
-slurm() {{
-  slurmd -D -N $1 >>{root}/log/slurmd.$1.out 2>&1 &
-  echo $! >{root}/slurmd.$1.inner
-}}
-trap "slurm $1" USR1
-slurm $1
-while :; do sleep 0.5 & wait $!; done
-"""
 
 
 def missing() -> str | None:
@@ -173,7 +95,7 @@ class Cluster:
         for i in range(8):
             os.mknod(self.root / f"dev/nvidia{i}", 0o20666, os.makedev(1, 3))
         host = socket.gethostname().partition(".")[0]
-        conf = _CONF.format(
+        conf = CONF.format(
             root=self.root, host=host, net=NET, last=NODES - 1,
             user_signal="SlurmctldParameters=preempt_send_user_signal" if user_signal else "",
             proctrack="proctrack/cgroup" if _cgroup_v1() else "proctrack/linuxproc",
@@ -190,7 +112,7 @@ class Cluster:
         names = [f"{NET}.1{i} n{i}" for i in range(NODES)]
         (self.root / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{NET}.1 {host}", *names, ""]))
         (self.root / "resolv.conf").write_text("options timeout:1 attempts:1\n")
-        (self.root / "init.sh").write_text(_INIT.format(root=self.root, visible=_visible()))
+        (self.root / "init.sh").write_text(INIT.format(root=self.root, visible=_visible()))
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)

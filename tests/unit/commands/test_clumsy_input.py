@@ -48,14 +48,14 @@ def check(code: int, out: str, began: float, what: Any) -> None:
     assert "Traceback" not in out, what
     assert time.monotonic() - began < 10, what
     if code:
-        said = out.strip()
-        assert said, what
-        assert "\n" not in said, (what, said)
-        assert len(said) < 2000, what
+        message = out.strip()
+        assert message, what
+        assert "\n" not in message, (what, message)
+        assert len(message) < 2000, what
 
 
 @pytest.mark.parametrize("override", EDGES)
-def test_a_wrong_setting_is_one_line(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_setting_gives_a_one_line_error(override: str, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     code = launch(["--local", "--dry-run", TINY, override])
     check(code, capsys.readouterr().err, began, override)
@@ -88,7 +88,9 @@ def bomb(levels: int) -> str:
         "# " + "x" * (5 << 20),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_gives_a_one_line_error(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     began = time.monotonic()
@@ -98,7 +100,9 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("name", ["/", "/dev/null", "/dev/zero", "nowhere.yaml", "a\0b", "x" * 5000, ""])
-def test_a_file_that_is_none_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_a_file_gives_a_one_line_error(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
     code = launch(["--local", "--dry-run", name])
     check(code, capsys.readouterr().err, began, name[:100])
@@ -121,7 +125,7 @@ VALUES = st.one_of(
 @pytest.mark.slow
 @FIXED
 @given(st.one_of(ANY_TEXT, st.builds("{}={}".format, st.one_of(KEYS, ANY_TEXT), VALUES)))
-def test_any_override_is_taken_or_refused(override: str) -> None:
+def test_any_override_is_accepted_or_refused(override: str) -> None:
     try:
         dump_config(load_config(TINY, [override]))
     except ConfigError as error:
@@ -132,7 +136,7 @@ def test_any_override_is_taken_or_refused(override: str) -> None:
 @given(
     text=st.one_of(ANY_TEXT, st.lists(st.builds("{}: {}\n".format, KEYS, VALUES), max_size=5).map("".join))
 )
-def test_any_file_is_taken_or_refused(tmp_path: Path, text: str) -> None:
+def test_any_file_is_accepted_or_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
@@ -185,15 +189,15 @@ def commands(run: RunDir) -> Iterator[list[str]]:
 
 
 def try_all(run: RunDir, capsys: pytest.CaptureFixture[str], what: Any) -> None:
-    for words in commands(run):
+    for arguments in commands(run):
         began = time.monotonic()
         capsys.readouterr()
-        code = cli.main(words)
-        said = capsys.readouterr()
-        check(code, said.err, began, (words, what)) if code else None
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        check(code, captured.err, began, (arguments, what)) if code else None
 
 
-def test_the_run_itself_is_fine(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_undamaged_run_is_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", str(run.path)]) == EXIT_OK
     assert cli.main(["view", str(run.path)]) == EXIT_OK
     assert cli.main(["report", str(run.path)]) == EXIT_OK
@@ -202,9 +206,9 @@ def test_the_run_itself_is_fine(run: RunDir, capsys: pytest.CaptureFixture[str])
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [
     b"", b"{", b"[]", b"3", b"\xff\x00", b"[" * 3000,
-    b"{\n", b"3\n", b"\xff\x00\n", b"[" * 3000 + b"\n",  # as whole lines, of a file that has lines
+    b"{\n", b"3\n", b"\xff\x00\n", b"[" * 3000 + b"\n",  # as whole lines of a file of JSON lines
 ])  # fmt: skip
-def test_a_damaged_file_of_a_run_is_no_traceback(
+def test_a_damaged_file_of_a_run_gives_no_traceback(
     run: RunDir, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in files_of(run):
@@ -229,24 +233,26 @@ EVENT = st.fixed_dictionaries({"event": st.one_of(NAMES, JSON)}, optional=dict.f
 @pytest.mark.slow
 @settings(FIXED, max_examples=60)
 @given(events=st.lists(st.one_of(EVENT, JSON), max_size=6))
-def test_any_events_are_shown_or_left_out(
+def test_any_events_are_shown_or_omitted(
     run: RunDir, capsys: pytest.CaptureFixture[str], events: list[Any]
 ) -> None:
     run.events.write_text("".join(json.dumps(e) + "\n" for e in events))
-    for words in (["status", str(run.path)], ["report", str(run.path)]):
+    for arguments in (["status", str(run.path)], ["report", str(run.path)]):
         began = time.monotonic()
         capsys.readouterr()
-        code = cli.main(words)
+        code = cli.main(arguments)
         check(code, capsys.readouterr().err if code else "", began, events)
 
 
-@pytest.mark.parametrize("words", [
+@pytest.mark.parametrize("arguments", [
     ["status", "nowhere"], ["status", "/dev/null"], ["status", "a\0b"], ["status", "x" * 5000], ["view", "/"],
     ["report", "/proc"], ["logs", "."], ["export", "a\0b"], ["cancel", ""], ["plan", "a\0b"],
     ["fetch", "a\0b"], ["check", "a\0b"], ["files", "a\0b"],
 ])  # fmt: skip
-def test_a_folder_that_is_no_run_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_gives_a_one_line_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
-    code = cli.main(words)
-    check(code, capsys.readouterr().err, began, words)
+    code = cli.main(arguments)
+    check(code, capsys.readouterr().err, began, arguments)
     assert code in (2, 3)

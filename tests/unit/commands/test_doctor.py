@@ -18,41 +18,37 @@ from orhpc.commands.doctor import examine
 from orhpc.commands.files import packaged
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT
+from tests.programs import write_program
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with only a test's programs on its PATH."""
+    """A machine whose PATH has only the programs of the test."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("SLURM_JOB_ID", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
-def program(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
-def found(*words: str) -> dict[str, str]:
-    config = load_config(words[0], words[1:]) if words else None
+def found(*arguments: str) -> dict[str, str]:
+    config = load_config(arguments[0], arguments[1:]) if arguments else None
     return {f.what: f"{f.verdict} {f.line}" for f in examine(config)}
 
 
 def gpu(folder: Path, driver: str, capability: str = "9.0", memory: int = 81559) -> None:
-    program(folder, "nvidia-smi", f"echo 'NVIDIA H100 80GB HBM3, {memory}, {driver}, {capability}'")
+    write_program(folder, "nvidia-smi", f"echo 'NVIDIA H100 80GB HBM3, {memory}, {driver}, {capability}'")
 
 
-def test_a_machine_without_gpus_misses_nothing_for_a_cpu_config() -> None:
-    said = found("tiny.yaml")
-    assert said["orhpc[run]"].startswith("ok")
-    assert said["GPUs"].startswith("--")
-    assert said["SLURM"].startswith("-- no sbatch here: orhpc launch --local")
-    assert not [line for line in said.values() if line.startswith("BAD")]
+def test_a_cpu_config_needs_nothing_more_on_a_machine_without_gpus() -> None:
+    rows = found("tiny.yaml")
+    assert rows["orhpc[run]"].startswith("ok")
+    assert rows["GPUs"].startswith("--")
+    assert rows["SLURM"].startswith("-- no sbatch here: orhpc launch --local")
+    assert not [line for line in rows.values() if line.startswith("BAD")]
 
 
-def test_a_gpu_machine_without_sglang_says_what_to_type(
+def test_a_missing_sglang_is_reported_with_the_install_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu(tmp_path, "580.95.05")
@@ -64,7 +60,9 @@ def test_a_gpu_machine_without_sglang_says_what_to_type(
     assert "BAD  torch: is a build without CUDA: install it from an index with CUDA builds" in lines
 
 
-def test_a_driver_older_than_torch_s_cuda_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_older_than_torch_s_cuda_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "torch"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -72,14 +70,14 @@ def test_a_driver_older_than_torch_s_cuda_is_named(tmp_path: Path, monkeypatch: 
     spec = SimpleNamespace(origin=str(folder / "__init__.py"))
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
     gpu(tmp_path, "550.54.15", capability="8.0")
-    said = found()
-    assert said["driver"] == "BAD 550.54.15 is older than 580, which torch's CUDA 13.0 needs"
-    assert said["FP8"].startswith("-- compute capability 8.0")
+    rows = found()
+    assert rows["driver"] == "BAD 550.54.15 is older than 580, which torch's CUDA 13.0 needs"
+    assert rows["FP8"].startswith("-- compute capability 8.0")
     gpu(tmp_path, "580.95.05")
     assert found()["CUDA"] == "ok torch's 13.0 and driver 580.95.05"
 
 
-def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(
         doctor.importlib.metadata,
@@ -89,7 +87,7 @@ def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPa
     assert re.match(r"BAD transformers wants huggingface-hub<[\d.]+,.* here is 4\.0\.0", found()["versions"])
 
 
-def test_a_starlette_that_lets_requests_pass_a_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starlette_release_that_bypasses_the_key_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.metadata.version
     versions = {"starlette": "1.0.0", "sglang": "0.5.16"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or installed(name))
@@ -97,7 +95,7 @@ def test_a_starlette_that_lets_requests_pass_a_key_is_named(monkeypatch: pytest.
     assert missing == [] and wrong == ["starlette 1.0.0 (wants >=1.0.1)"]
 
 
-def test_megatron_says_which_python_it_wants() -> None:
+def test_the_python_version_that_megatron_needs_is_reported() -> None:
     missing, wrong = doctor.missing_and_wrong("orhpc", "megatron")
     if sys.version_info >= (3, 12):
         assert not [w for w in wrong if w.startswith("Python")]
@@ -106,15 +104,15 @@ def test_megatron_says_which_python_it_wants() -> None:
     assert missing == [] or "transformer-engine" in missing
 
 
-def test_a_login_node_needs_none_of_what_nodes_need(tmp_path: Path) -> None:
-    program(tmp_path, "sbatch", "exit 0")
-    program(tmp_path, "sinfo", "echo 'gpu* gpu:h100:4 12'")
-    said = found("default.yaml")
-    assert said["orhpc[sglang]"].startswith("--")
-    assert said["SLURM"] == "ok gpu* 12 nodes with gpu:h100:4"
+def test_a_login_node_needs_no_packages_of_the_compute_nodes(tmp_path: Path) -> None:
+    write_program(tmp_path, "sbatch", "exit 0")
+    write_program(tmp_path, "sinfo", "echo 'gpu* gpu:h100:4 12'")
+    rows = found("default.yaml")
+    assert rows["orhpc[sglang]"].startswith("--")
+    assert rows["SLURM"] == "ok gpu* 12 nodes with gpu:h100:4"
 
 
-def test_a_cache_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/proc/1/cache")
     assert (
         found()["models"]
@@ -122,7 +120,7 @@ def test_a_cache_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest
     )
 
 
-def test_files_names_everything_that_is_packaged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_lists_every_packaged_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["files"]) == EXIT_OK
     listed = capsys.readouterr().out
     repository = [p.name for f in ("configs", "slurm") for p in (ROOT / f).iterdir()]
@@ -134,7 +132,7 @@ def test_files_names_everything_that_is_packaged(capsys: pytest.CaptureFixture[s
     assert "did you mean torch-2.1" in capsys.readouterr().err
 
 
-def test_recipes_are_of_this_release_and_of_sets_that_exist() -> None:
+def test_recipes_name_this_release_and_existing_package_sets() -> None:
     release = importlib.metadata.version("orhpc")
     assert packaged()["apptainer.def"].read_text().count(f"orhpc-{release}-py3-none-any.whl") == 4
     for name in ("Dockerfile", "apptainer.def"):
@@ -144,7 +142,7 @@ def test_recipes_are_of_this_release_and_of_sets_that_exist() -> None:
     subprocess.run(["/bin/sh", "-n", str(packaged()["enroot.sh"])], check=True)
 
 
-def test_doctor_loads_neither_torch_nor_ray() -> None:
+def test_doctor_imports_neither_torch_nor_ray() -> None:
     code = (
         "import sys; from orhpc.commands.cli import main; main(['doctor']); "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"

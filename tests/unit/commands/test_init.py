@@ -39,7 +39,7 @@ def test_an_example_becomes_a_project(
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "reward.py").write_text("mine")
     assert main(["init", str(tmp_path)]) == EXIT_CONFIG
     assert "reward.py exists already" in capsys.readouterr().err
@@ -52,7 +52,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_readme_s_commands_exist() -> None:
     """Every command of the project's README exists."""
     lines = [x.split("#")[0].split() for x in project("tools")["README.md"].splitlines()]
-    commands = {words[1] for words in lines if words[:1] == ["orhpc"]}
+    commands = {parts[1] for parts in lines if parts[:1] == ["orhpc"]}
     assert {"try-env", "check", "launch", "status", "view", "export"} <= commands
     listed = subprocess.run(
         [sys.executable, "-m", "orhpc.commands.cli", "--help"], capture_output=True, text=True

@@ -15,17 +15,9 @@ from orhpc.launch.slurm import holder, ledger, scheduler
 from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog
+from tests.programs import write_program
 
 CONFIG = str(Path(__file__).parents[3] / "configs/tiny.yaml")
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for stand-ins of SLURM's commands, first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
 
 
 @pytest.fixture
@@ -41,21 +33,16 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def stand_in(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
 def test_check_asks_slurm_whether_the_job_could_run(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["check", "--nodes", "3", CONFIG, f"run.root={tmp_path}"]
-    stand_in(
+    arguments = ["check", "--nodes", "3", CONFIG, f"run.root={tmp_path}"]
+    write_program(
         commands, "sbatch", 'cp "$2" ' + str(tmp_path / "seen") + "; echo 'sbatch: Job 9 to start at X' >&2"
     )
-    assert main(words) == EXIT_OK
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said] == [
+    assert main(arguments) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
         f"ok   {name}"
         for name in (
             "placement",
@@ -71,11 +58,11 @@ def test_check_asks_slurm_whether_the_job_could_run(
             "cluster",
         )
     ]
-    assert said[-1] == "ok   cluster: Job 9 to start at X"
+    assert lines[-1] == "ok   cluster: Job 9 to start at X"
     assert "#SBATCH --nodes=3" in (tmp_path / "seen").read_text()
 
-    stand_in(commands, "sbatch", "echo 'sbatch: allocation failure: no such nodes' >&2; exit 1")
-    assert main(words) == EXIT_PREFLIGHT
+    write_program(commands, "sbatch", "echo 'sbatch: allocation failure: no such nodes' >&2; exit 1")
+    assert main(arguments) == EXIT_PREFLIGHT
     assert capsys.readouterr().out.endswith(
         "BAD  cluster: sbatch refuses: allocation failure: no such nodes\n"
     )
@@ -86,29 +73,27 @@ def test_status_and_cancel_work_from_the_run_directory_and_squeue(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     holder.note_submission(run, "8")
-    stand_in(
+    write_program(
         commands,
         "squeue",
         'case "$3" in 8) echo RUNNING ;; *) echo "slurm_load_jobs error" >&2; exit 1 ;; esac',
     )
     assert main(["status", str(run.path)]) == EXIT_OK
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
         "job 8: running",
         "attempt 1 ended: preempted, step 3 committed. for a better one",
     ]
-    stand_in(commands, "scancel", f"echo $1 >>{run.path}/cancelled")
+    write_program(commands, "scancel", f"echo $1 >>{run.path}/cancelled")
     assert main(["cancel", str(run.path)]) == EXIT_OK
     assert capsys.readouterr().out == "job 8 (running): canceled\n"
     assert (run.path / "cancelled").read_text() == "8\n"
-    stand_in(commands, "squeue", "echo COMPLETING")
+    write_program(commands, "squeue", "echo COMPLETING")
     assert main(["cancel", str(run.path)]) == EXIT_CONFIG
     assert "no job of this run is running or waiting" in capsys.readouterr().err
 
 
-def test_logs_are_those_of_the_newest_attempt_unless_another_is_named(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_shows_the_newest_attempt_by_default(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     where = str(run.path)
     assert main(["logs", where, "--lines", "2"]) == EXIT_OK
     assert capsys.readouterr().out == "2.98\n2.99\n"
@@ -121,7 +106,7 @@ def test_logs_are_those_of_the_newest_attempt_unless_another_is_named(
     assert main(["logs", where + "x"]) == EXIT_CONFIG
 
 
-def test_before_the_first_log_the_job_s_own_output_is_shown(
+def test_logs_shows_the_output_of_the_job_before_the_first_log(
     tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.begin_attempt(kind="slurm", job="8", chain="8")
@@ -132,7 +117,7 @@ def test_before_the_first_log_the_job_s_own_output_is_shown(
     assert capsys.readouterr().out == "srun: waiting\n"
 
 
-def test_the_output_of_a_job_submitted_by_hand_is_among_the_logs(
+def test_logs_include_the_output_of_a_job_submitted_by_hand(
     tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own, elsewhere = run.path / "slurm-7.out", tmp_path / "slurm-8.out"
@@ -150,22 +135,22 @@ def last_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_status_says_when_no_job_is_left_and_why(
+def test_status_reports_that_no_job_is_left_and_why(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     holder.note_submission(run, "7")
-    stand_in(commands, "squeue", "echo FAILED")
+    write_program(commands, "squeue", "echo FAILED")
     assert last_line(run, capsys) == "no job of this run is left: the same command continues the run"
     for state in ("RUNNING", "PENDING", "COMPLETING", "REQUEUE_HOLD"):
-        stand_in(commands, "squeue", f"echo {state}")
+        write_program(commands, "squeue", f"echo {state}")
         assert "left" not in last_line(run, capsys)
 
-    stand_in(commands, "squeue", "exit 1")
+    write_program(commands, "squeue", "exit 1")
     for number in (2, 3, 4):  # outcomes that the attempt itself did not write
         run.attempt(number).mkdir(exist_ok=True)
         ledger.write(run, Outcome(number, Reason.CRASH, 3, "it died", 1, "7"))
-    said = "3 attempts in a row ended with crash and no step after 3 was committed; the last: it died"
-    expected = f"no job of this run is left: crash loop, {said} (attempts/004)"
+    reason = "3 attempts in a row ended with crash and no step after 3 was committed; the last: it died"
+    expected = f"no job of this run is left: crash loop, {reason} (attempts/004)"
     assert last_line(run, capsys).startswith(expected)
     ledger.write(run, Outcome(4, Reason.CRASH, 3, "it died", 4, "8", given_up="given up"))
     assert last_line(run, capsys).startswith("no job of this run is left: crash loop, given up")
@@ -200,7 +185,7 @@ def test_status_begins_with_what_the_run_is_doing(
     first: str,
 ) -> None:
     holder.note_submission(run, "7")
-    stand_in(commands, "squeue", squeue)
+    write_program(commands, "squeue", squeue)
     log = EventLog(run.events, 2)
     for step, event in enumerate(events, start=1 - events.count("ready")):
         log.write(event, step=step, steps=10, seconds=2.0, phases={}, error="it broke")
@@ -211,36 +196,34 @@ def test_status_begins_with_what_the_run_is_doing(
     assert json.loads(capsys.readouterr().out)["state"] == state
 
 
-def test_status_says_that_the_token_budget_was_lowered(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_reports_a_lowered_token_budget(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     log = EventLog(run.events, 2)
     log.write("bring_up", step=3, commit="step_3.a001", max_tokens=512, max_tokens_per_gpu=1024)
     log.close()
     assert main(["status", str(run.path)]) == EXIT_OK
-    said = "out of memory before: 512 tokens per micro-batch instead of train.max_tokens_per_gpu 1024"
-    assert said in capsys.readouterr().out.splitlines()
+    message = "out of memory before: 512 tokens per micro-batch instead of train.max_tokens_per_gpu 1024"
+    assert message in capsys.readouterr().out.splitlines()
 
 
-def test_status_knows_the_job_that_takes_over(
+def test_status_reports_the_job_that_continues_the_run(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run.attempt(2) / "successor").write_text("9\n")
-    stand_in(commands, "squeue", '[ "$3" != 9 ] || echo PENDING')
+    write_program(commands, "squeue", '[ "$3" != 9 ] || echo PENDING')
     assert main(["status", str(run.path)]) == EXIT_OK
     assert "job 9: pending" in capsys.readouterr().out.splitlines()
 
 
-def test_status_does_without_a_controller_that_is_away(
+def test_status_works_without_an_answer_of_the_controller(
     commands: Path, run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: None)
     holder.note_submission(run, "7")
-    stand_in(commands, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    write_program(commands, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     assert last_line(run, capsys).startswith("SLURM does not answer: squeue: Unable to contact")
 
 
-def test_status_of_a_local_run_says_whether_its_process_lives(
+def test_status_reports_whether_the_process_of_a_local_run_is_alive(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.begin_attempt(kind="local")

@@ -27,25 +27,25 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "orhpc.commands.cli", *words]
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "orhpc.commands.cli", *arguments]
 
 
-@pytest.mark.parametrize("words", [["logs", "--lines", "5000"], ["status"]])
-def test_a_reader_that_has_seen_enough_is_no_failure(run: RunDir, words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["logs", "--lines", "5000"], ["status"]])
+def test_a_closed_pipe_is_not_a_failure(run: RunDir, arguments: list[str]) -> None:
     process = subprocess.Popen(
-        command(words[0], str(run.path), *words[1:]), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command(arguments[0], str(run.path), *arguments[1:]), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None and process.stderr is not None
-    if words[0] == "logs":
+    if arguments[0] == "logs":
         assert process.stdout.readline().startswith(b"line 0")
     process.stdout.close()
-    said = process.stderr.read()
+    errors = process.stderr.read()
     assert process.wait(60) in (0, 128 + signal.SIGPIPE)
-    assert said == b""
+    assert errors == b""
 
 
-def test_a_followed_log_goes_on_until_it_is_interrupted(run: RunDir) -> None:
+def test_a_followed_log_continues_until_it_is_interrupted(run: RunDir) -> None:
     process = subprocess.Popen(
         command("logs", str(run.path), "-f", "--lines", "1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, bufsize=1,

@@ -27,7 +27,7 @@ DEMAND = Demand(tokens=8192, element_bytes=2, recompute=True, logits_rows=1024, 
 
 
 @given(st.integers(1, 4096))
-def test_fsdp_divides_sixteen_bytes_a_parameter(ranks: int) -> None:
+def test_fsdp_shards_sixteen_bytes_per_parameter(ranks: int) -> None:
     memory = trainer_memory(QWEN, Layout(ranks, sharded=True), DEMAND)
     divided = memory.weights + memory.gradients + memory.optimizer
     assert 0 <= divided * ranks - 16 * QWEN.parameters < 3 * ranks
@@ -35,7 +35,7 @@ def test_fsdp_divides_sixteen_bytes_a_parameter(ranks: int) -> None:
     assert (memory.gathered, memory.activations, memory.head) == (one.gathered, one.activations, one.head)
 
 
-def test_one_float32_rank_gathers_nothing_and_a_reference_costs_its_own_type() -> None:
+def test_one_float32_rank_gathers_nothing_and_a_reference_has_its_own_type() -> None:
     plain = Demand(8192, 4, True, 1024, reference=True)
     memory = trainer_memory(LLAMA, Layout(1, sharded=True), plain)
     assert memory.gathered == 0
@@ -86,7 +86,7 @@ def test_tied_embeddings_are_held_by_both_ends_of_a_pipeline() -> None:
 
 
 @given(st.integers(1, 61))
-def test_stages_take_every_layer_once_and_evenly(pp: int) -> None:
+def test_pipeline_stages_divide_the_layers_evenly(pp: int) -> None:
     cut = stages(DEEPSEEK, pp)
     assert [i for layers in cut for i in layers] == list(range(61))
     assert {len(layers) for layers in cut} <= {61 // pp, 61 // pp + 1}
@@ -117,12 +117,12 @@ def test_activations_shrink_with_recomputation_context_and_tensor_parallelism() 
         (Layout(9, etp=9), "etp = 9 does not divide an expert's width 768"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_with_the_arithmetic(layout: Layout, message: str) -> None:
+def test_impossible_layouts_are_refused_with_the_arithmetic(layout: Layout, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_layout(QWEN, layout, devices_per_node=8)
 
 
-def test_layouts_that_this_model_cannot_have() -> None:
+def test_layouts_that_do_not_fit_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="the model has no experts"):
         check_layout(LLAMA, Layout(2, ep=2), 8)
     with pytest.raises(ConfigError, match="tp = 3 does not divide 32 attention heads"):
@@ -170,19 +170,19 @@ def test_plan_prints_ranks_memory_and_the_limit(config: str, capsys: pytest.Capt
     assert main(["plan", config, "--nodes", "8", "rollout.max_total_tokens=200000"]) == EXIT_CONFIG
 
 
-def test_plan_refuses_what_cannot_fit_and_says_what_would(
+def test_plan_refuses_a_config_that_does_not_fit_and_suggests_one_that_does(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", config]) == EXIT_CONFIG
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
     numbers = [
         float(x)
-        for x in re.findall(r"(?:weights|gradients|optimizer|gathered|activations|head) ([\d.]+)", said)
+        for x in re.findall(r"(?:weights|gradients|optimizer|gathered|activations|head) ([\d.]+)", message)
     ]
-    total = float(re.search(r"= ([\d.]+) GiB and has 80.00 - 3.00 reserved = 77.00", said)[1])  # type: ignore[index]
+    total = float(re.search(r"= ([\d.]+) GiB and has 80.00 - 3.00 reserved = 77.00", message)[1])  # type: ignore[index]
     assert sum(numbers) == pytest.approx(total, abs=0.05)
-    ranks, nodes = re.search(r"(\d+) trainer ranks would do \((\d+) nodes of 4\)", said).groups()  # type: ignore[union-attr]
+    ranks, nodes = re.search(r"(\d+) trainer ranks would do \((\d+) nodes of 4\)", message).groups()  # type: ignore[union-attr]
     assert main(["plan", config, "--nodes", nodes]) == EXIT_OK
     assert f"{ranks} ranks, fsdp" in capsys.readouterr().out
     assert main(["plan", config, "--nodes", str(int(nodes) - 1)]) == EXIT_CONFIG
@@ -196,20 +196,22 @@ def test_plan_says_when_more_ranks_would_not_help(config: str, capsys: pytest.Ca
     assert "train.gradient_checkpointing=true" in capsys.readouterr().err
 
 
-def test_plan_refuses_a_cache_without_room_for_one_rollout(
+def test_plan_refuses_a_kv_cache_smaller_than_one_rollout(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", config, "--nodes", "8", "engine.tp=1"]) == EXIT_CONFIG
     assert "0.7 x 80.00 GiB of a device less 56.87 GiB of weights leaves 0 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["--device-memory", "2"]])
-def test_wrong_words_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == EXIT_CONFIG
+@pytest.mark.parametrize("arguments", [["a.yaml", "b.yaml"], ["--device-memory", "2"]])
+def test_wrong_arguments_give_a_one_line_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == EXIT_CONFIG
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_models_are_found_where_they_lie(
+def test_models_are_found_in_every_location(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert find_model(str(model)) == model
@@ -234,7 +236,7 @@ def test_models_are_found_where_they_lie(
         find_model(str(tmp_path / "empty"))
 
 
-def test_planning_loads_neither_torch_nor_ray(config: str) -> None:
+def test_plan_imports_neither_torch_nor_ray(config: str) -> None:
     code = (
         "import sys; from orhpc.commands.cli import main; code = main(sys.argv[1:]); "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
@@ -245,39 +247,39 @@ def test_planning_loads_neither_torch_nor_ray(config: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
-def test_every_node_copies_its_share_for_a_commit(
+def test_each_node_copies_its_share_for_a_commit(
     nodes: int, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Master weights and two moments: 12 bytes per parameter over all nodes."""
-    words = ["plan", config, "--nodes", str(nodes), "--device-memory", "500", "placement.devices_per_node=8"]
-    assert main(words) == EXIT_OK
+    arguments = ["plan", config, "--nodes", str(nodes), "placement.devices_per_node=8"]
+    assert main([*arguments, "--device-memory", "500"]) == EXIT_OK
     found = re.search(r"being committed: ([\d.]+) GiB", capsys.readouterr().out)
     assert found is not None
     assert float(found[1]) == pytest.approx(QWEN.parameters * 12 / nodes / 2**30, rel=0.001)
 
 
-def test_both_sides_weights_must_fit_a_shared_device_at_once(
+def test_trainer_and_engine_weights_must_fit_a_shared_device_together(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without gradients, which are released before weights are sent."""
-    words = ["plan", config, "placement.devices_per_node=4", "train.backend=megatron", "megatron.ep=4"]
+    """Gradients do not count, because they are released before weights are sent."""
+    arguments = ["plan", config, "placement.devices_per_node=4", "train.backend=megatron", "megatron.ep=4"]
     # Experts, most of the model, are divided by four; the rest is replicated on every rank.
     dense = QWEN.parameters - sum(t.elements * t.copies for t in QWEN.tensors() if t.part == "expert")
     held = dense + (QWEN.parameters - dense) / 4
     both = (2 * held + 12 / 4 * QWEN.parameters + 2 * QWEN.parameters) / 2**30 + 6
-    assert main([*words, "engine.tp=1", "--device-memory", str(both + 1)]) == EXIT_OK
-    assert main([*words, "engine.tp=2", "--device-memory", str(both - 1)]) == EXIT_OK
+    assert main([*arguments, "engine.tp=1", "--device-memory", str(both + 1)]) == EXIT_OK
+    assert main([*arguments, "engine.tp=2", "--device-memory", str(both - 1)]) == EXIT_OK
     capsys.readouterr()
-    assert main([*words, "engine.tp=1", "--device-memory", str(both - 1)]) == EXIT_CONFIG
+    assert main([*arguments, "engine.tp=1", "--device-memory", str(both - 1)]) == EXIT_CONFIG
     assert "during weight sync, a shared device holds" in capsys.readouterr().err
 
 
-def test_a_node_must_hold_what_sleeps_and_what_is_committed(
+def test_host_memory_must_hold_offloaded_and_committed_state(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exact bytes; commits need no further memory when they are written from the offloaded state."""
-    words = ["plan", config, "--device-memory", "500", "placement.devices_per_node=8"]
-    state = QWEN.parameters * 12 / 2**30  # float32 shares of FSDP, and what a commit copies of them
+    arguments = ["plan", config, "--device-memory", "500", "placement.devices_per_node=8"]
+    state = QWEN.parameters * 12 / 2**30  # FSDP's float32 shares; a commit copies as much
     wants = {
         "": 2 * state,
         "checkpoint.spare_host_memory=true": state,
@@ -285,36 +287,36 @@ def test_a_node_must_hold_what_sleeps_and_what_is_committed(
     }
     for setting, gib in wants.items():
         more = [setting] if setting else []
-        assert main([*words, *more, f"placement.host_memory_gib={gib * 1.00001}"]) == EXIT_OK
+        assert main([*arguments, *more, f"placement.host_memory_gib={gib * 1.00001}"]) == EXIT_OK
         capsys.readouterr()
-        assert main([*words, *more, f"placement.host_memory_gib={gib * 0.99999}"]) == EXIT_PREFLIGHT
-        said = capsys.readouterr()
-        assert f"{gib:.2f} GiB in addition to what processes take" in said.err
-        assert ("being committed" in said.out) == (not setting)
-        assert said.err.strip().endswith(
+        assert main([*arguments, *more, f"placement.host_memory_gib={gib * 0.99999}"]) == EXIT_PREFLIGHT
+        captured = capsys.readouterr()
+        assert f"{gib:.2f} GiB in addition to what processes take" in captured.err
+        assert ("being committed" in captured.out) == (not setting)
+        assert captured.err.strip().endswith(
             "; more nodes" if setting else "spare_host_memory=true, or more nodes"
         )
 
 
-def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
+def test_an_offloaded_optimizer_moves_from_the_device_to_the_host(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of the 12 bytes per element is offloaded; in host memory 16, with the gradient's copy."""
-    words = ["plan", config, "--device-memory", "139", "train.backend=megatron", "megatron.ep=4"]
+    arguments = ["plan", config, "--device-memory", "139", "train.backend=megatron", "megatron.ep=4"]
     split = ["placement.devices_per_node=8", "placement.mode=split", "placement.trainer_devices=4"]
-    assert main([*words, *split, "megatron.offload_optimizer=0.5"]) == EXIT_OK
+    assert main([*arguments, *split, "megatron.offload_optimizer=0.5"]) == EXIT_OK
     out = capsys.readouterr().out
     found = re.search(r"for the offloaded optimizer, at least: ([\d.]+) GiB", out)
     assert found is not None
     assert float(found[1]) == pytest.approx(QWEN.parameters * 16 / 2 / 2**30, rel=0.01)
     rows = dict(re.findall(r"^  (\w+) +([\d.]+)", out, re.MULTILINE))
     assert float(rows["optimizer"]) == pytest.approx(QWEN.parameters * 12 / 2 / 4 / 2**30, rel=0.02)
-    assert main([*words, *split]) == EXIT_CONFIG
+    assert main([*arguments, *split]) == EXIT_CONFIG
     assert "offloaded optimizer" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("qwen3-30b-a3b-node", "while engines have the devices: 406.94 GiB"),
         ("qwen3-30b-a3b-node", "being committed: 341.22 GiB"),
@@ -324,11 +326,11 @@ def test_an_offloaded_optimiser_moves_from_the_device_to_the_node(
     ],
 )
 def test_one_node_of_h200_holds_qwen3_30b(
-    model: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+    model: Path, name: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The figures are those in the files' comments."""
     name, *overrides = name.split()
     path = Path(__file__).parents[3] / "configs" / f"{name}.yaml"
-    words = ["plan", str(path), "--device-memory", "139", f"model.path={model}", *overrides]
-    assert main(words) == EXIT_OK
-    assert said in capsys.readouterr().out
+    arguments = ["plan", str(path), "--device-memory", "139", f"model.path={model}", *overrides]
+    assert main(arguments) == EXIT_OK
+    assert expected in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Configs: defaults, merging, overrides, and error messages of one clear line."""
+"""Configs: defaults, merging, overrides, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_base_yaml_matches_the_schema() -> None:
 @pytest.mark.parametrize(
     "path", sorted(p.name for p in (ROOT / "configs").glob("*.yaml") if p.name != "base.yaml")
 )
-def test_every_config_is_valid_and_survives_a_round_trip(path: str) -> None:
+def test_every_config_is_valid_and_equal_after_a_round_trip(path: str) -> None:
     config = load_config(ROOT / "configs" / path)
     assert config.run.name == Path(path).stem
     assert validate(yaml.safe_load(dump_config(config)), "dump") == config
@@ -130,14 +130,14 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
         ("!!python/object/apply:os.system ['true']", [], "not YAML"),
     ],
 )
-def test_bad_configs_are_one_line_that_names_the_field(
+def test_invalid_configs_give_a_one_line_error_that_names_the_field(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
     assert expected in refusal(tmp_path, text, *overrides)
 
 
 @pytest.mark.parametrize("override", ["splits=[]", "weight=0"])
-def test_an_environment_may_be_for_evaluation_only(tmp_path: Path, override: str) -> None:
+def test_an_environment_can_be_used_for_evaluation_only(tmp_path: Path, override: str) -> None:
     path = write(tmp_path, ENVIRONMENT + "  other: {serve: letters}\n")
     evaluated = ["evaluation.splits={other: [test]}", "evaluation.interval=5"]
     config = load_config(path, [f"environments.other.{override}", *evaluated])
@@ -194,7 +194,7 @@ def test_every_precision_has_a_valid_config(tmp_path: Path) -> None:
     assert load_config(path, ["precision=fp8", "train.backend=megatron"]).precision == "fp8"
 
 
-def test_a_resume_lists_what_may_change_and_refuses_the_rest(tmp_path: Path) -> None:
+def test_a_resumed_run_lists_allowed_changes_and_refuses_others(tmp_path: Path) -> None:
     path = write(tmp_path, ENVIRONMENT)
     before = load_config(path)
     now = load_config(path, ["train.steps=4000", "engine.max_running=8", "placement.nodes=2"])
@@ -206,7 +206,7 @@ def test_a_resume_lists_what_may_change_and_refuses_the_rest(tmp_path: Path) -> 
         changes_on_resume(before, load_config(path, ["environments.new.serve=letters"]))
 
 
-def test_a_bad_config_ends_in_a_second_with_exit_2_and_starts_nothing(tmp_path: Path) -> None:
+def test_an_invalid_config_exits_with_2_and_starts_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, ENVIRONMENT + f"run: {{root: {tmp_path / 'runs'}}}\ntrain: {{lrr: 1}}")
     command = [sys.executable, "-m", "orhpc.launch", "--local", str(path)]
     result, seconds = run_timed(command, cwd=ROOT)
@@ -217,7 +217,7 @@ def test_a_bad_config_ends_in_a_second_with_exit_2_and_starts_nothing(tmp_path: 
     assert seconds < 2  # under one second on an idle machine
 
 
-def test_the_login_node_side_imports_neither_torch_nor_ray() -> None:
+def test_launch_imports_neither_torch_nor_ray() -> None:
     heavy = "{'torch', 'ray', 'transformers', 'openreward'}"
     code = f"import sys, orhpc.launch.__main__; print({heavy} & set(sys.modules))"
     result = subprocess.run(
@@ -234,7 +234,7 @@ def test_configs_of_the_package_are_found_from_any_folder(
         assert load_config(name).run.name == "tiny"
     (tmp_path / "mine.yaml").write_text("extends: tiny.yaml\ntrain: {steps: 7}\n")
     assert load_config("mine.yaml").train.steps == 7
-    # A file of the user's own comes first.
+    # A file of the user takes precedence.
     (tmp_path / "tiny.yaml").write_text("extends: local.yaml\n")
     assert load_config("tiny.yaml").train.steps == 30
     with pytest.raises(ConfigError, match=r"tine\.yaml: no such config file, nor one .* mean tiny\.yaml\?"):

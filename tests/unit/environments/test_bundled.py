@@ -60,7 +60,7 @@ def prompts(environment: Any, split: str, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))
-def test_tasks_are_a_function_of_seed_split_and_index(name: str) -> None:
+def test_tasks_depend_only_on_seed_split_and_index(name: str) -> None:
     one, two = environment_class(name, {"seed": 3}), environment_class(name, {"seed": 3})
     other = environment_class(name, {"seed": 4})
     assert prompts(one, "train", 20) == prompts(two, "train", 20)
@@ -72,7 +72,7 @@ def test_tasks_are_a_function_of_seed_split_and_index(name: str) -> None:
 
 
 @pytest.mark.parametrize("largest", [1, 9, 50])
-def test_sums_of_the_two_splits_are_different(largest: int) -> None:
+def test_the_two_splits_have_different_sums(largest: int) -> None:
     environment = Arithmetic.configure(max_number=largest)
     train, test = (set(prompts(environment, split, 100)) for split in ("train", "test"))
     assert train
@@ -91,10 +91,10 @@ def test_sums_of_the_two_splits_are_different(largest: int) -> None:
         (" ".join(map(str, range(100, 200))) + " {s}", 0.0),
     ],
 )
-def test_a_right_sum_pays(answer: str, reward: float) -> None:
+def test_a_correct_sum_is_rewarded(answer: str, reward: float) -> None:
     (task,) = tasks_of(Arithmetic, "train", 1)
-    words = prompt_of(task).split()
-    right = int(words[2]) + int(words[4].rstrip("?"))
+    parts = prompt_of(task).split()
+    right = int(parts[2]) + int(parts[4].rstrip("?"))
     output = asyncio.run(task.answer(Sum(text=answer.format(s=right))))
     assert (output.reward, output.finished) == (reward, True)
 
@@ -102,29 +102,29 @@ def test_a_right_sum_pays(answer: str, reward: float) -> None:
 @pytest.mark.parametrize(
     ("text", "reward"), [("abcd", 1.0), ("ab!!", 0.5), ("a", 0.25), ("", 0.0), ("\x00\ufffd12", 0.0)]
 )
-def test_letters_pay_by_their_share(text: str, reward: float) -> None:
+def test_the_reward_is_the_share_of_correct_letters(text: str, reward: float) -> None:
     (task,) = tasks_of(Letters, "train", 1)
     assert asyncio.run(task.answer(Written(text=text))).reward == reward
 
 
-def open_doors(task: Any, words: list[str]) -> list[tuple[float, bool, str]]:
-    outputs = [asyncio.run(task.open(Door(word=word))) for word in words]
+def open_doors(task: Any, doors: list[str]) -> list[tuple[float, bool, str]]:
+    outputs = [asyncio.run(task.open(Door(word=word))) for word in doors]
     return [(o.reward, o.finished, o.blocks[0].text) for o in outputs]
 
 
-def test_doors_in_their_order_lead_to_the_treasure() -> None:
+def test_the_correct_order_of_doors_leads_to_the_treasure() -> None:
     (task,) = tasks_of(Treasure, "train", 1)
-    said, paid, finished = prompt_of(task), [], False
+    text, paid, finished = prompt_of(task), [], False
     while not finished:
-        ((reward, finished, said),) = open_doors(task, [said.rsplit(": ", 1)[1].upper() + " "])
+        ((reward, finished, text),) = open_doors(task, [text.rsplit(": ", 1)[1].upper() + " "])
         paid.append(reward)
     assert len(paid) == 3
     assert sum(paid) == pytest.approx(1.0)
     assert paid == pytest.approx([0.25, 0.25, 0.5])
-    assert said == "You found the treasure."
+    assert text == "You found the treasure."
 
 
-def test_too_many_mistakes_end_the_game_unpaid() -> None:
+def test_too_many_mistakes_end_the_game_without_a_reward() -> None:
     (task,) = tasks_of(Treasure, "test", 1)
     outcomes = open_doors(task, ["wrong"] * 3)
     assert [o[:2] for o in outcomes] == [(0.0, False), (0.0, False), (0.0, True)]
@@ -141,7 +141,7 @@ def test_reasoning_gym_verifies_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("name", "options", "message"),
     [
         ("arithmatic", {}, "neither bundled"),
         ("no.such.module:Class", {}, "cannot be loaded"),
@@ -157,25 +157,25 @@ def test_reasoning_gym_verifies_answers() -> None:
         ("reasoning-gym", {"settings": {"no_such": 1}}, "settings"),
     ],
 )
-def test_bad_options_are_one_clear_line(name: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+def test_bad_options_give_a_one_line_error(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         environment_class(name, options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_raises_is_named_with_the_line_that_does(
+def test_the_error_of_a_module_that_raises_names_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine_that_raises.py").write_text("x = 1\ny = undefined_name\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert serve_main(["--environment", "mine_that_raises:Mine", "--port", "1"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "Traceback (most recent call last):"
-    assert said[-1].startswith("orhpc: environment 'mine_that_raises:Mine': its module raised NameError: ")
-    assert said[-1].endswith("mine_that_raises.py:2 in <module>)")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1].startswith("orhpc: environment 'mine_that_raises:Mine': its module raised NameError: ")
+    assert lines[-1].endswith("mine_that_raises.py:2 in <module>)")
 
 
-def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"orhpc\[gym\]"):
         environment_class("reasoning-gym", {})
@@ -195,7 +195,7 @@ def _answers(url: str) -> Any:
         return None
 
 
-def test_the_server_answers_and_dies_with_its_parent() -> None:
+def test_the_server_answers_and_ends_with_its_parent() -> None:
     (port,) = free_ports(1, "127.0.0.1")
     command = [sys.executable, "-m", "orhpc.environments.server", "--environment", "arithmetic"]
     command += ["--port", str(port), "--options-json", '{"n_tasks": 3}']

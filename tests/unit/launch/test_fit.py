@@ -22,6 +22,7 @@ from orhpc.plan import run_plan
 from orhpc.plan.run_plan import RunPlan, make_plan
 from tests.model_configs import REAL
 from tests.model_folder import write_model_folder
+from tests.programs import write_program
 
 QWEN_14_HEADS = {
     **REAL["Qwen2.5-7B"][0], "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2,
@@ -37,11 +38,6 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     return folder
-
-
-def program(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
 
 
 def config_of(folder: Path, content: dict[str, Any], **sections: Any) -> Config:
@@ -158,14 +154,14 @@ def test_an_impossible_layout_is_refused_with_the_nearest_possible_one(tmp_path:
 def test_device_memory_is_derived_from_a_partition_s_gres(
     gres: str, gib: float | None, commands: Path, tmp_path: Path
 ) -> None:
-    program(commands, "sinfo", f"printf '{gres}\\n'")
+    write_program(commands, "sinfo", f"printf '{gres}\\n'")
     memory = fit.device_memory(config_of(tmp_path, QWEN_14_HEADS))
     assert (memory.gib, memory.known) == ((gib, True) if gib else (80.0, False))
 
 
 def test_the_driver_and_the_config_take_precedence_over_slurm(commands: Path, tmp_path: Path) -> None:
-    program(commands, "sinfo", "echo gpu:h100:8")
-    program(commands, "nvidia-smi", "echo 143771; echo 143771")
+    write_program(commands, "sinfo", "echo gpu:h100:8")
+    write_program(commands, "nvidia-smi", "echo 143771; echo 143771")
     assert fit.device_memory(config_of(tmp_path, QWEN_14_HEADS)).gib == pytest.approx(140.4, abs=0.1)
     own = config_of(tmp_path, QWEN_14_HEADS, placement={"device_memory_gib": 24})
     assert fit.device_memory(own) == fit.DeviceMemory(24, "placement.device_memory_gib", known=True)
@@ -204,7 +200,7 @@ def test_a_config_refused_at_one_memory_size_is_refused_below_it(gib: float, nod
 def test_check_launch_and_plan_refuse_the_same_configs(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program(commands, "sinfo", "echo gpu:h100:4")
+    write_program(commands, "sinfo", "echo gpu:h100:4")
     write_model_folder(tmp_path / "model", REAL["Qwen3-30B-A3B"][0])
     arguments = [f"model.path={tmp_path / 'model'}", "engine.tp=4", f"run.root={tmp_path / 'runs'}"]
     output = {}

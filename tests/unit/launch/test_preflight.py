@@ -23,6 +23,7 @@ from orhpc.launch.slurm.job import Job
 from orhpc.rundir import RunDir
 from tests.model_configs import REAL
 from tests.model_folder import write_model_folder
+from tests.programs import write_program
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -56,8 +57,7 @@ def config_of(url: str | None = None, **sections: object) -> Config:
 
 def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a program first on the PATH."""
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
+    write_program(folder, name, text)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 

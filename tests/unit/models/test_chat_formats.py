@@ -47,7 +47,7 @@ async def careless_agent(context: Any, request: Any) -> Any:
 
 
 @pytest.mark.parametrize("controls", [CHATML, QWEN, LLAMA, DEEPSEEK, GLM, GEMMA])
-def test_files_say_what_the_tokenizer_says(tmp_path: Path, controls: tuple[str, ...]) -> None:
+def test_the_format_read_from_files_equals_the_tokenizers(tmp_path: Path, controls: tuple[str, ...]) -> None:
     """Login nodes read files; workers use transformers; both find the same tokens."""
     folder = model_of(tmp_path / "model", controls)
     made = tokenizer(controls)
@@ -71,30 +71,30 @@ def test_tokens_are_found_in_every_file_that_lists_them(tmp_path: Path, name: st
     assert chat_formats.check(config_of(tmp_path), tmp_path) == "chatml"
 
 
-def test_nothing_is_refused_before_a_tokenizer_is_here(tmp_path: Path) -> None:
+def test_nothing_is_refused_before_the_tokenizer_is_downloaded(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         assert "known once the tokenizer is downloaded" in chat_formats.check(config_of(tmp_path), folder)
     (tmp_path / "tokenizer.json").write_text("{damaged")
     assert "known once" in chat_formats.check(config_of(tmp_path), tmp_path)
 
 
-def test_check_and_the_launcher_refuse_in_one_line(
+def test_check_and_launch_refuse_an_unknown_format_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model_of(tmp_path / "model", GEMMA)
-    words = ["configs/tiny.yaml", f"model.path={folder}", f"run.root={tmp_path / 'runs'}"]
-    assert main(["check", *words]) == EXIT_PREFLIGHT
-    (said,) = (line for line in capsys.readouterr().out.splitlines() if "chat format" in line)
-    assert said.startswith("BAD  chat format: model.chat_format: none of chatml")
-    assert said.endswith("for other models write a rollout.custom_agent")
-    main(["check", *words, f"rollout.custom_agent={AGENT}"])
+    arguments = ["configs/tiny.yaml", f"model.path={folder}", f"run.root={tmp_path / 'runs'}"]
+    assert main(["check", *arguments]) == EXIT_PREFLIGHT
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "chat format" in line)
+    assert row.startswith("BAD  chat format: model.chat_format: none of chatml")
+    assert row.endswith("for other models write a rollout.custom_agent")
+    main(["check", *arguments, f"rollout.custom_agent={AGENT}"])
     assert "ok   chat format: rollout.custom_agent writes" in capsys.readouterr().out
     with pytest.raises(ModelError):
-        run_local(load_config(words[0], words[1:]))
+        run_local(load_config(arguments[0], arguments[1:]))
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_agent_of_the_users_needs_no_chat_format(tmp_path: Path) -> None:
+def test_a_custom_agent_needs_no_chat_format(tmp_path: Path) -> None:
     folder = model_of(tmp_path / "model", GEMMA)
     with pytest.raises(ModelError, match="none of"):
         load_agent(config_of(folder), str(folder))

@@ -90,7 +90,7 @@ def save_tiny(kind: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_what_was_loaded_and_committed_is_exported(kind: str, tmp_path: Path) -> None:
+def test_a_loaded_and_committed_model_is_exported(kind: str, tmp_path: Path) -> None:
     folder, commit, out = (tmp_path / name for name in ("model", "commit", "out"))
     commit.mkdir()
     with deadline():
@@ -118,7 +118,7 @@ def test_what_was_loaded_and_committed_is_exported(kind: str, tmp_path: Path) ->
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_a_family_whose_checkpoints_merge_tensors_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_family_with_merged_checkpoint_tensors_is_refused_by_name(tmp_path: Path) -> None:
     """HRM's checkpoints hold queries, keys, values and gate in one tensor, but the model has four."""
     save_tiny("hrm_text", tmp_path)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What is known about a model family by its name is in ``orhpc/models/families`` alone."""
+"""Only ``orhpc/models/families`` names model families."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORTEST_START = 3
 
 
 def named_families(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string that is a family's name, or the start of one that is asked for."""
+    """Yield line and text of each string that is a family's name or a tested prefix of one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and node.value in FAMILIES:
             yield node.lineno, str(node.value)
@@ -70,5 +70,5 @@ def test_every_exception_still_exists() -> None:
         ("path.startswith('/') and text == 'a llama'", []),
     ],
 )
-def test_every_way_to_name_a_family_is_found(source: str, found: list[str]) -> None:
+def test_every_way_to_name_a_family_is_detected(source: str, found: list[str]) -> None:
     assert sorted(text for _, text in named_families(source)) == found

@@ -1,4 +1,4 @@
-"""A model that a trainer or the cpu engine computes wrongly is refused at startup, and no other is."""
+"""Models that a trainer or the cpu engine computes incorrectly are refused at startup, and no others."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def config(**values: Any) -> Any:
         (4096, 10_000, 10**9, BEYOND, 4096),  # longer samples would take too long
     ],
 )
-def test_samples_reach_beyond_the_window_where_that_is_possible_and_cheap(
+def test_samples_are_longer_than_the_window_if_that_is_cheap(
     window: int | None, longest: int, parameters: int, length: int, beyond: int | None
 ) -> None:
     samples = samples_for(config(sliding_window=window), longest=longest, parameters=parameters, threads=1)
@@ -154,7 +154,7 @@ def test_the_length_from_which_positions_change_is_read_from_the_config() -> Non
     assert fixed_positions(AutoConfig.for_model("gemma3_text", **_SHAPE)) is None  # set per kind of layer
 
 
-def test_an_error_that_begins_late_is_not_averaged_away_and_nan_is_one() -> None:
+def test_late_errors_and_nan_are_detected() -> None:
     plain = [torch.zeros(4000), torch.zeros(5)]
     late = [torch.cat([torch.zeros(3990), torch.full((10,), 0.8)]), torch.zeros(5)]
     assert Difference.of(late, plain) == Difference(mean=pytest.approx(0.5), largest=pytest.approx(0.8))
@@ -168,7 +168,7 @@ def test_an_error_that_begins_late_is_not_averaged_away_and_nan_is_one() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "gemma2", "llama4"])
-def test_families_that_are_computed_rightly_are_accepted(family: str, dtype: str, tmp_path: Path) -> None:
+def test_correctly_computed_families_are_accepted(family: str, dtype: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / family, family)
     with trainer(config_of(dtype=dtype, temperature=0.7), folder) as (_, info):
         assert "of transformers on samples of" in info["model_check"], info
@@ -207,8 +207,10 @@ def test_a_trainer_that_computes_another_model_is_refused(
     """The faults omit the family's logit soft cap, its sliding window, or boundaries of packed samples."""
     folder = save_tiny_model(tmp_path / "gemma3", "gemma3")
     fault(monkeypatch)
-    said = r"gemma3_text: .* train.backend=fsdp for packed samples differ by .*; train.backend: megatron may"
-    with pytest.raises(ModelError, match=said), trainer(config_of(dtype=dtype), folder):
+    message = (
+        r"gemma3_text: .* train.backend=fsdp for packed samples differ by .*; train.backend: megatron may"
+    )
+    with pytest.raises(ModelError, match=message), trainer(config_of(dtype=dtype), folder):
         pass
     with trainer(config_of(dtype=dtype, check=False), folder) as (_, info):
         assert "model.check is false" in info["model_check"]
@@ -226,14 +228,14 @@ def _refused_by_all(rank: int, world: int, port: int, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_all_ranks_refuse_with_the_same_words(tmp_path: Path) -> None:
+def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "gemma3", "gemma3")
     first, second = run_ranks(_refused_by_all, 2, folder)
     assert first == second
     assert first.startswith("gemma3_text: log-probabilities")
 
 
-def test_what_is_too_large_is_not_compared_and_said_to_be_so(
+def test_a_model_that_is_too_large_is_not_compared_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny_model(tmp_path / "llama", "llama")
@@ -246,7 +248,7 @@ def test_what_is_too_large_is_not_compared_and_said_to_be_so(
         assert "GB of host memory free" in info["model_check"]
 
 
-def test_free_memory_is_that_of_the_jobs_control_group_where_it_has_a_limit(tmp_path: Path) -> None:
+def test_free_memory_respects_the_limit_of_the_jobs_control_group(tmp_path: Path) -> None:
     groups = tmp_path / "root"
     job, step = groups / "job_1", groups / "job_1" / "step_0"
     step.mkdir(parents=True)
@@ -257,18 +259,18 @@ def test_free_memory_is_that_of_the_jobs_control_group_where_it_has_a_limit(tmp_
     own = tmp_path / "cgroup"
     own.write_text("0::/job_1/step_0\n")
     assert model_check.free_host_bytes(own, groups) == 1_700_000
-    own.write_text("4:memory:/job_1\n")  # of version 1, whose limits are elsewhere
+    own.write_text("4:memory:/job_1\n")  # control groups of version 1 keep their limits elsewhere
     assert model_check.free_host_bytes(own, groups) > 10_000_000
     assert model_check.free_host_bytes(tmp_path / "none", groups) > 10_000_000
 
 
 @pytest.mark.parametrize(("family", "values"), [("phi3", _LONGROPE), ("llama", _DYNAMIC)])
-def test_positions_that_change_with_the_length_are_refused_beyond_it_and_right_within(
+def test_length_dependent_positions_are_correct_within_the_limit_and_refused_beyond(
     family: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = saved(tmp_path / family, family, **values)
-    said = f"{family}: beyond 16 tokens .*set rollout.max_total_tokens to 16 or less, not 17"
-    with pytest.raises(ModelError, match=said), trainer(config_of(longest=17, check=False), folder):
+    message = f"{family}: beyond 16 tokens .*set rollout.max_total_tokens to 16 or less, not 17"
+    with pytest.raises(ModelError, match=message), trainer(config_of(longest=17, check=False), folder):
         pass
     with trainer(config_of(longest=16), folder) as (rank, _):
         assert_packed_samples_are_transformers(rank, folder, [16, 5, 9])
@@ -276,10 +278,10 @@ def test_positions_that_change_with_the_length_are_refused_beyond_it_and_right_w
 
 @pytest.mark.parametrize("values", [{}, {"router_jitter_noise": 0.3}, {"sliding_window": 6}])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_phimoe_is_the_model_that_transformers_evaluates(
+def test_phimoe_equals_transformers_in_evaluation_mode(
     values: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:
-    """Its router compares with ``router_jitter_noise`` and, in training mode, samples experts."""
+    """The router uses ``router_jitter_noise`` in its comparison and samples experts in training mode."""
     folder = saved(tmp_path / "phimoe", "phimoe", num_local_experts=4, num_experts_per_tok=2, **values)
     train = {"gradient_checkpointing": checkpointing}
     with trainer(config_of(train=train, check=False), folder) as (rank, _):
@@ -326,7 +328,7 @@ def engine(folder: str, slots: int = 2, dtype: str = "float32") -> SlotModel:
     ],
 )
 @pytest.mark.parametrize("slots", [1, 3])
-def test_the_engine_accepts_what_it_computes_rightly(
+def test_the_engine_accepts_families_that_it_computes_correctly(
     family: str, values: dict[str, Any], dtype: str, slots: int, tmp_path: Path
 ) -> None:
     made = engine(saved(tmp_path / family, family, **values), slots, dtype)
@@ -341,17 +343,17 @@ def test_the_engine_accepts_what_it_computes_rightly(
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
     ],
 )
-def test_the_engine_refuses_what_it_computes_wrongly(
+def test_the_engine_refuses_families_that_it_computes_incorrectly(
     family: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two change keys after they were cached; one has a window that is not passed to its attention."""
-    said = f"{family}: log-probabilities of the cpu engine differ .*engine.backend: sglang may"
-    with pytest.raises(ModelError, match=said):
+    """Two change keys after caching them; one has a window that is not passed to its attention."""
+    message = f"{family}: log-probabilities of the cpu engine differ .*engine.backend: sglang may"
+    with pytest.raises(ModelError, match=message):
         engine(saved(tmp_path / family, family, **values))
 
 
 @pytest.mark.parametrize("family", ["xglm", "falcon"])
-def test_the_engine_refuses_what_it_cannot_run_by_name(family: str, tmp_path: Path) -> None:
+def test_the_engine_refuses_families_that_it_cannot_run_by_name(family: str, tmp_path: Path) -> None:
     shape = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4} if family == "xglm" else {}
     with pytest.raises(ModelError) as caught:
         engine(saved(tmp_path / family, family, **shape))
@@ -359,16 +361,16 @@ def test_the_engine_refuses_what_it_cannot_run_by_name(family: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
-def test_the_engine_refuses_contexts_in_which_positions_change(tmp_path: Path) -> None:
+def test_the_engine_refuses_contexts_with_length_dependent_positions(tmp_path: Path) -> None:
     folder = saved(tmp_path / "phi3", "phi3", **_LONGROPE)
     line = ["--model-path", folder, "--port", "1", "--max-running-requests", "2", "--context-length"]
-    said = "phi3: beyond 16 tokens .*set engine.context_length or rollout.max_total_tokens to 16 or less"
-    with pytest.raises(ModelError, match=said):
+    message = "phi3: beyond 16 tokens .*set engine.context_length or rollout.max_total_tokens to 16 or less"
+    with pytest.raises(ModelError, match=message):
         cpu_engine._load(cpu_engine.parse_arguments([*line, "17"]))
     assert cpu_engine._load(cpu_engine.parse_arguments([*line, "16"])).context == 16
 
 
-def test_routes_of_routers_that_return_logits_alone_are_not_made_up(tmp_path: Path) -> None:
+def test_routes_are_refused_for_routers_that_return_only_logits(tmp_path: Path) -> None:
     """Some releases of transformers choose the experts in the block around the router."""
     moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     folder = saved(tmp_path / "glm4_moe", "glm4_moe", first_k_dense_replace=1, n_group=1, topk_group=1, **moe)

@@ -1,4 +1,4 @@
-"""Models by hub name, fetched by the real client from a hub on loopback; every failure is one line."""
+"""Models are downloaded with the real client from a hub on loopback; every error is one line."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def config_of(**settings: object) -> Config:
     return Config.model_validate(tree)
 
 
-def test_a_run_fetches_what_it_needs_once_and_keeps_the_commit(hub: Hub, rundir: RunDir) -> None:
+def test_a_run_downloads_its_files_once_and_keeps_the_commit(hub: Hub, rundir: RunDir) -> None:
     config = config_of()
     assert model.ensure_config(config) is not None
     assert hub.downloads(NAME) == ["config.json"]
@@ -104,16 +104,16 @@ def test_a_run_fetches_what_it_needs_once_and_keeps_the_commit(hub: Hub, rundir:
         model.model_folder(config, rundir)
 
 
-def test_plan_needs_only_the_config(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_downloads_only_the_config(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     real = write_model_folder(hub.root / "Acme" / "Real-30B", REAL["Qwen3-30B-A3B"][0])
-    words = ["model.path=Acme/Real-30B", "placement.nodes=8", "engine.tp=4"]
-    assert main(["plan", *words]) == EXIT_OK
+    overrides = ["model.path=Acme/Real-30B", "placement.nodes=8", "engine.tp=4"]
+    assert main(["plan", *overrides]) == EXIT_OK
     assert "Acme/Real-30B: 30.53 B parameters" in capsys.readouterr().out
     assert hub.downloads("Acme/Real-30B") == ["config.json"]
     assert (real / "model.safetensors").exists()
 
 
-def test_a_dropped_connection_costs_only_the_rest_of_the_file(hub: Hub, rundir: RunDir) -> None:
+def test_a_dropped_connection_resumes_the_download_of_the_file(hub: Hub, rundir: RunDir) -> None:
     """The connection is dropped once in the middle of every file."""
     hub.cut_after = 100_000
     model.ensure_models(config_of(), rundir)
@@ -133,7 +133,7 @@ def test_a_stop_ends_a_slow_download_and_the_next_start_completes_it(hub: Hub, r
     assert problem_of(model.model_folder(config_of(), rundir)) is None
 
 
-def test_a_half_downloaded_snapshot_is_not_taken_for_a_whole_one(hub: Hub, rundir: RunDir) -> None:
+def test_an_incomplete_snapshot_is_not_used(hub: Hub, rundir: RunDir) -> None:
     model.ensure_models(config_of(), rundir)
     folder = model.model_folder(config_of(), rundir)
     shard = folder / "model-00002-of-00002.safetensors"
@@ -161,10 +161,10 @@ def refusals(hub: Hub) -> list[tuple[str, type[Exception], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(10))
-def test_every_bad_hub_is_one_line(
+def test_every_hub_error_is_one_line(
     case: int, hub: Hub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    what, kind, said = refusals(hub)[case]
+    what, kind, message = refusals(hub)[case]
     name, settings = NAME, {}
     if what == "missing":
         name = "Acme/Other"
@@ -190,18 +190,18 @@ def test_every_bad_hub_is_one_line(
     )
     with pytest.raises(kind) as caught:
         model.ensure_models(config, rundir)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith(f"model.path: {name}")
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_that_recovers_costs_only_time(hub: Hub, rundir: RunDir) -> None:
+def test_a_download_continues_after_the_hub_recovers(hub: Hub, rundir: RunDir) -> None:
     hub.fail_with, hub.failures = 503, 2
     model.ensure_models(config_of(), rundir)
     assert problem_of(model.model_folder(config_of(), rundir)) is None
 
 
-def test_the_right_token_opens_a_gated_model(
+def test_a_gated_model_is_downloaded_with_the_right_token(
     hub: Hub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.token = "right"
@@ -209,7 +209,7 @@ def test_the_right_token_opens_a_gated_model(
     model.ensure_models(config_of(), rundir)
 
 
-def test_a_cache_without_room_is_named_before_anything_is_fetched(hub: Hub) -> None:
+def test_a_full_cache_disk_is_reported_before_the_download(hub: Hub) -> None:
     code = (
         "import shutil, sys; real = shutil.disk_usage('/'); "
         "shutil.disk_usage = lambda _: real._replace(free=1000); "
@@ -221,7 +221,7 @@ def test_a_cache_without_room_is_named_before_anything_is_fetched(hub: Hub) -> N
     assert hub.downloads(NAME) == []
 
 
-def test_fetch_prints_the_folder_and_takes_a_name_or_a_config(
+def test_fetch_accepts_a_name_or_a_config_and_prints_the_folder(
     hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fetch", NAME]) == EXIT_OK
@@ -235,7 +235,7 @@ def test_fetch_prints_the_folder_and_takes_a_name_or_a_config(
     assert main(["fetch", "tiny.yaml"]) == EXIT_OK
 
 
-def test_other_nodes_wait_as_long_as_the_first_one_fetches(
+def test_other_nodes_wait_while_the_first_one_downloads(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orhpc.launch.node.rendezvous._BEAT_S", 0.1)
@@ -255,7 +255,7 @@ def test_other_nodes_wait_as_long_as_the_first_one_fetches(
         await_announcement(rundir, Job("8", 0, 1, 2, "n1", "8", rundir.path), timeout_s=0.3)
 
 
-def test_a_node_without_the_shared_cache_says_what_to_set(
+def test_the_error_of_a_node_without_the_shared_cache_names_the_setting(
     hub: Hub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model.ensure_models(config_of(), rundir)
@@ -265,7 +265,7 @@ def test_a_node_without_the_shared_cache_says_what_to_set(
         model.check_seen(config_of(), rundir)
 
 
-def test_a_drafter_is_fetched_too(hub: Hub, rundir: RunDir) -> None:
+def test_a_draft_model_is_downloaded_too(hub: Hub, rundir: RunDir) -> None:
     write_model_folder(hub.root / "Acme" / "Drafter", TINY["llama"])
     config = Config.model_validate(
         {
@@ -280,7 +280,7 @@ def test_a_drafter_is_fetched_too(hub: Hub, rundir: RunDir) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_damaged_weights_file_passes_for_a_whole_one(content: bytes) -> None:
+def test_a_damaged_weights_file_is_detected(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as where:
         folder = write_model_folder(Path(where) / "m", TINY["llama"])
         assert problem_of(folder) is None
@@ -293,7 +293,7 @@ def test_no_damaged_weights_file_passes_for_a_whole_one(content: bytes) -> None:
         assert problem_of(folder) == "model.safetensors is truncated or damaged"
 
 
-def test_one_form_of_the_weights_is_chosen() -> None:
+def test_only_one_format_of_the_weights_is_downloaded() -> None:
     files = ["config.json", "tokenizer.json", "pytorch_model.bin", "README.md", "chat_template.jinja"]
     assert chosen_files("x", files) == [
         "chat_template.jinja", "config.json", "pytorch_model.bin", "tokenizer.json"

@@ -17,7 +17,7 @@ from tests.model_configs import REAL
 
 
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_parameters_of_real_models(name: str) -> None:
+def test_parameters_of_real_models_are_counted(name: str) -> None:
     config, parameters, active = REAL[name]
     shape = shape_of(config)
     assert shape.parameters == parameters
@@ -25,7 +25,7 @@ def test_parameters_of_real_models(name: str) -> None:
         assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.03)
 
 
-def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
+def test_layers_for_multi_token_prediction_are_counted_separately() -> None:
     shape = shape_of(REAL["DeepSeek-V3"][0])
     # "11.5B unique" in addition to embedding and head: the model card's README_WEIGHTS.
     assert shape.mtp_parameters / 1e9 == pytest.approx(11.5, rel=0.02)
@@ -43,7 +43,7 @@ def test_mean_context_is_the_mean_over_tokens(length: int, span: int | None, chu
     assert layer.mean_context(length) == pytest.approx(sum(map(seen, range(length))) / length)
 
 
-def test_flops_of_a_dense_model_are_two_a_weight_and_attention() -> None:
+def test_flops_of_a_dense_model_are_two_per_weight_plus_attention() -> None:
     shape = shape_of(REAL["Llama-3.1-8B"][0])
     weights = shape.parameters - shape.vocabulary * shape.hidden - 65 * shape.hidden
     assert shape.linear_flops == 2 * weights
@@ -54,7 +54,7 @@ def test_flops_of_a_dense_model_are_two_a_weight_and_attention() -> None:
     assert extra == shape.forward_flops(8192) - 2 * shape.vocabulary * shape.hidden
 
 
-def test_windows_bound_attention_and_nothing_else() -> None:
+def test_a_sliding_window_limits_only_attention() -> None:
     shape = shape_of(REAL["gemma-2-9b"][0])
     assert [layer.span for layer in shape.layers[:4]] == [4096, None, 4096, None]
     per_key = shape.attention_flops(1)
@@ -63,7 +63,7 @@ def test_windows_bound_attention_and_nothing_else() -> None:
     assert growth / (21 * per_key * 16384) == pytest.approx(1, abs=0.02)
 
 
-def test_an_indexer_sees_every_key_and_attention_those_it_chose() -> None:
+def test_an_indexer_reads_every_key_and_attention_only_the_selected_ones() -> None:
     content = {**REAL["DeepSeek-V3"][0], "model_type": "deepseek_v32"}
     sparse, dense = shape_of(content), shape_of(REAL["DeepSeek-V3"][0])
     indexer = 61 * (64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168)
@@ -74,7 +74,7 @@ def test_an_indexer_sees_every_key_and_attention_those_it_chose() -> None:
     assert growth[0] / growth[1] == pytest.approx(64 * 129 / (128 * 320), abs=0.01)
 
 
-def test_kv_cache_of_heads_and_of_latents() -> None:
+def test_the_kv_cache_size_counts_heads_or_latents() -> None:
     llama, deepseek = shape_of(REAL["Llama-3.1-8B"][0]), shape_of(REAL["DeepSeek-V3"][0])
     assert llama.kv_cache_bytes(2) == 32 * 2 * 8 * 128 * 2
     assert llama.kv_cache_bytes(2, tp=4) * 4 == llama.kv_cache_bytes(2)
@@ -82,7 +82,7 @@ def test_kv_cache_of_heads_and_of_latents() -> None:
     assert deepseek.kv_cache_bytes(2) == deepseek.kv_cache_bytes(2, tp=8) == 61 * (512 + 64) * 2
 
 
-def test_names_are_distinct_and_count_what_is_counted() -> None:
+def test_tensor_names_are_distinct_and_sum_to_the_parameter_count() -> None:
     for config, parameters, _ in REAL.values():
         shape = shape_of(config)
         tensors = list(shape.tensors())
@@ -104,13 +104,13 @@ def test_names_are_distinct_and_count_what_is_counted() -> None:
         ({"model_type": "gemma2", "num_attention_heads": 0}, "num_attention_heads is 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(config: dict[str, Any], message: str) -> None:
+def test_inconsistent_configs_are_refused_in_one_line(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         shape_of(config)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_is_read_and_its_faults_named(tmp_path: Path) -> None:
+def test_a_model_folder_is_read_and_its_errors_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         read_shape(tmp_path)
     file = tmp_path / "config.json"
@@ -127,7 +127,7 @@ def test_a_folder_is_read_and_its_faults_named(tmp_path: Path) -> None:
     assert read_shape(tmp_path) == shape_of(REAL["Qwen3-30B-A3B"][0])
 
 
-def test_every_family_is_measured_by_a_real_model_or_a_tiny_one() -> None:
+def test_every_family_is_tested_with_a_real_or_a_tiny_model() -> None:
     from tests.model_configs import TINY
 
     kinds = {c["model_type"] for c in TINY.values()} | {c["model_type"] for c, _, _ in REAL.values()}

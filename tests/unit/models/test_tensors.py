@@ -46,7 +46,7 @@ def ours(tensors: list[HfTensor]) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_names_and_shapes_are_those_of_a_checkpoint(name: str) -> None:
+def test_names_and_shapes_equal_those_of_a_checkpoint(name: str) -> None:
     shape = shape_of(TINY[name])
     model = meta_model(TINY[name])
     assert ours(list(shape.tensors())) == checkpoint_shapes(model)
@@ -55,7 +55,7 @@ def test_names_and_shapes_are_those_of_a_checkpoint(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(n for n, c in TINY.items() if c.get("kv_lora_rank")))
-def test_latent_norms_have_the_epsilon_of_the_familys_row(name: str) -> None:
+def test_latent_norms_have_the_epsilon_in_the_family_table(name: str) -> None:
     content = {**TINY[name], "rms_norm_eps": 0.03}
     norms = {n: m for n, m in meta_model(content).named_modules() if n.endswith("_a_layernorm")}
     expected = shape_of(content).family.megatron.latent_norm_eps
@@ -64,14 +64,14 @@ def test_latent_norms_have_the_epsilon_of_the_familys_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_real_sizes_have_as_many_parameters_as_transformers_says(name: str) -> None:
+def test_parameter_counts_of_real_sizes_equal_transformers(name: str) -> None:
     config, parameters, _ = REAL[name]
     model = meta_model(config)
     assert sum(p.numel() for p in model.parameters()) == parameters == shape_of(config).parameters
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "glm4", "gemma2", "deepseek-v3", "qwen3"])
-def test_flops_are_those_that_torch_counts(name: str) -> None:
+def test_flops_equal_torchs_count(name: str) -> None:
     content = {**TINY[name], "first_k_dense_replace": 9}  # FLOPs of experts depend on the tokens
     shape, length = shape_of(content), 32
     with FlopCounterMode(display=False) as forward:
@@ -87,7 +87,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
-def test_activations_are_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
+def test_activation_sizes_equal_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
     """Measure what a second and a third layer keep for the backward pass, storage by storage."""
 
     def kept(layers: int) -> int:

@@ -1,4 +1,4 @@
-"""Placement is pure and consistent; ports are below the ephemeral range."""
+"""Every device has one place; ports are below the ephemeral range."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_device_has_its_place(count: int, per_node: int, tp: int, data: st
     assert Placement.from_yaml(placed.to_yaml()) == placed
 
 
-def test_too_few_nodes_is_said_before_anything_starts() -> None:
+def test_too_few_nodes_are_reported_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="4 requested, but the job has 2"):
         plan(config_of({"nodes": 4}, 4), nodes_of(2))
 
@@ -61,14 +61,14 @@ def test_ports_are_free_distinct_and_below_the_ephemeral_range() -> None:
     ports = free_ports(20, "127.0.0.1", consecutive=True)
     assert ports == list(range(ports[0], ports[0] + 20))
     assert ports[0] >= LOWEST
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports[3]))
-        taken.listen()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", ports[3]))
+        listener.listen()
         assert not is_free("127.0.0.1", ports[3])
         assert ports[3] not in free_ports(50, "127.0.0.1", seed=1)
 
 
-def test_a_port_that_is_held_is_nobody_else_s_until_it_is_closed() -> None:
+def test_a_reserved_port_cannot_be_bound_until_it_is_released() -> None:
     held = hold_port("127.0.0.1")
     port = held.getsockname()[1]
     assert not is_free("127.0.0.1", port)

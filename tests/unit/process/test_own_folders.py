@@ -21,18 +21,18 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_folder_of_ours_is_taken(folder: Path) -> None:
+def test_a_folder_of_this_user_is_accepted(folder: Path) -> None:
     require_own(folder, "it")
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777])
-def test_a_folder_that_others_write_to_is_refused_with_what_to_do(folder: Path, mode: int) -> None:
+def test_a_folder_that_others_can_write_to_is_refused_with_a_remedy(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(PreflightError, match=f"chmod go-w {folder}"):
         require_own(folder, "it")
 
 
-def test_a_link_is_followed_once(folder: Path, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_followed_once(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     assert require_own(tmp_path / "link", "it") == folder
     folder.chmod(0o777)
@@ -56,7 +56,7 @@ def test_another_users_folder_is_refused(folder: Path) -> None:
 
 
 @needs_root
-def test_compiled_code_is_never_read_from_a_folder_that_another_user_has_made(tmp_path: Path) -> None:
+def test_compiled_code_is_never_read_from_a_folder_of_another_user(tmp_path: Path) -> None:
     planted = tmp_path / "torchinductor"
     planted.mkdir(mode=0o755)
     os.chown(planted, 12345, 12345)
@@ -64,7 +64,7 @@ def test_compiled_code_is_never_read_from_a_folder_that_another_user_has_made(tm
         kept_caches({"HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(planted)})
 
 
-def test_caches_are_in_the_users_home_and_closed(tmp_path: Path) -> None:
+def test_caches_are_private_folders_in_the_users_home(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     kept = kept_caches({"HOME": str(tmp_path)})
     assert set(kept) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
@@ -74,5 +74,5 @@ def test_caches_are_in_the_users_home_and_closed(tmp_path: Path) -> None:
     assert kept_caches({"HOME": str(tmp_path)}) == kept
 
 
-def test_without_a_home_nothing_is_kept() -> None:
+def test_nothing_is_cached_without_a_home_folder() -> None:
     assert kept_caches({"HOME": "/proc/nowhere"}) == {}

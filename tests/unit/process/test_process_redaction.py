@@ -95,28 +95,30 @@ def head(tmp_path: Path, config: Path) -> Iterator[tuple[RayNode, str, Path]]:
 
 
 @pytest.mark.slow
-def test_actors_repeat_no_secret(head: tuple[RayNode, str, Path], config: Path, tmp_path: Path) -> None:
+def test_actors_reveal_no_secret(head: tuple[RayNode, str, Path], config: Path, tmp_path: Path) -> None:
     node, address, token = head
-    words = [sys.executable, "-c", DRIVER, str(config), address, str(token), str(tmp_path)]
+    command = [sys.executable, "-c", DRIVER, str(config), address, str(token), str(tmp_path)]
     environment = {**os.environ, **node.environment()}
     with subprocess.Popen(
-        words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdout is not None
-        said = driver.stdout.read(1) + driver.stdout.readline()
+        output = driver.stdout.read(1) + driver.stdout.readline()
         logs = node._scratch.ray / "session_latest" / "logs"
         found = "".join(p.read_text(errors="replace") for p in logs.glob("worker-*"))
         driver.communicate("\n", timeout=60)
-    assert said == "done\n"
+    assert output == "done\n"
     for how in ("printed", "to standard error", "logged"):
-        assert found.count(f"{how} {REDACTED}") == 6, how  # three of a trainer, three of an engine's actor
+        assert found.count(f"{how} {REDACTED}") == 6, (
+            how
+        )  # three from the trainer's actor, three from the engine's
     assert "hunter2" not in found
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 
-def last_words(process: EngineProcess, log: Path) -> str:
+def log_after_exit(process: EngineProcess, log: Path) -> str:
     process.start()
     end = time.monotonic() + 60
     while process.alive():
@@ -127,33 +129,34 @@ def last_words(process: EngineProcess, log: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_cpu_engine_repeats_no_secret(config: Path, tmp_path: Path) -> None:
-    """The name of what it should load contains all secrets, and its error message repeats that name."""
+def test_a_cpu_engine_reveals_no_secret(config: Path, tmp_path: Path) -> None:
+    """The name of the model folder contains all secrets, and the error message repeats that name."""
     folder, (port,) = f"/nowhere/{ALL}/{OWN}/{ACCOUNT}/{KEY}", free_ports(1, HOST)
     process = EngineProcess(load_config(config), folder, HOST, port, KEY, str(tmp_path / "log"), 0, threads=1)
-    said = last_words(process, tmp_path / "log")
-    assert re.search("/nowhere" + f"/{re.escape(REDACTED)}" * 4, said)
-    assert "hunter2" not in said
+    output = log_after_exit(process, tmp_path / "log")
+    assert re.search("/nowhere" + f"/{re.escape(REDACTED)}" * 4, output)
+    assert "hunter2" not in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["sglang_server", "sglang_router"])
-def test_servers_that_we_wrap_repeat_no_secret(config: Path, module: str) -> None:
-    words = [
+def test_wrapped_servers_reveal_no_secret(config: Path, module: str) -> None:
+    command = [
         sys.executable,
         "-m",
         f"orhpc.rollout.engines.{module}",
         "--api-key-file",
         f"/nowhere/{OWN}/{ACCOUNT}",
     ]
-    words += ["--host", HOST, "--port", "1", "--request-timeout", "1", "--worker-urls", "http://127.0.0.1:1"]
+    command += ["--host", HOST, "--port", "1", "--request-timeout", "1"]
+    command += ["--worker-urls", "http://127.0.0.1:1"]
     environment = {**os.environ, **to_server(load_config(config).secret_sources)}
-    said = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60).stderr
-    assert f"/nowhere/{REDACTED}/{REDACTED}" in said
-    assert "hunter2" not in said
+    errors = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stderr
+    assert f"/nowhere/{REDACTED}/{REDACTED}" in errors
+    assert "hunter2" not in errors
 
 
-def test_processes_of_sglangs_own_repeat_no_secret(config: Path) -> None:
+def test_sglangs_subprocesses_reveal_no_secret(config: Path) -> None:
     """A process that multiprocessing spawns imports its parent's program under another name."""
     code = (
         "import runpy\n"
@@ -161,15 +164,15 @@ def test_processes_of_sglangs_own_repeat_no_secret(config: Path) -> None:
     )
     code += f"logging.basicConfig()\nleak()\nraise SystemError('{OWN}')"
     environment = {**os.environ, **to_server(load_config(config).secret_sources)}
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.count(REDACTED) == 3
     assert done.stderr.count(REDACTED) == 7
     assert "SystemError" in done.stderr
     assert "hunter2" not in done.stdout + done.stderr
 
 
-def test_a_server_is_told_no_values(config: Path) -> None:
-    (told,) = to_server(load_config(config).secret_sources).values()
-    assert "hunter2" not in told
-    assert json.loads(told)[0] == {"all": "env:ALL_SECRET"}
+def test_a_server_command_contains_no_secret_values(config: Path) -> None:
+    (sources,) = to_server(load_config(config).secret_sources).values()
+    assert "hunter2" not in sources
+    assert json.loads(sources)[0] == {"all": "env:ALL_SECRET"}

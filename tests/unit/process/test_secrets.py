@@ -36,7 +36,7 @@ def test_null_reads_the_upper_case_variable(monkeypatch: pytest.MonkeyPatch) -> 
     assert secrets.resolve_secrets({}, {"tavily_api_key": None}) == {"tavily_api_key": "upper"}
 
 
-def test_environment_comes_before_global_before_process(
+def test_secrets_of_the_environment_override_global_ones_and_the_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ONE", "process one")
@@ -52,23 +52,23 @@ def test_environment_comes_before_global_before_process(
 
 
 @pytest.mark.parametrize("source", [None, "env:NOT_SET_ANYWHERE", "file:/nonexistent/key"])
-def test_a_missing_secret_is_named(source: str | None) -> None:
+def test_the_error_for_a_missing_secret_names_it(source: str | None) -> None:
     with pytest.raises(PreflightError, match="'not_set_anywhere'"):
         secrets.resolve_secrets({}, {"not_set_anywhere": source})
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o700, 0o666])
-def test_a_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(PreflightError, match="0600"):
         secrets.resolve_secrets({"k": _secret_file(tmp_path, "value", mode)}, {})
 
 
-def test_an_empty_file_is_no_secret(tmp_path: Path) -> None:
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match="empty"):
         secrets.resolve_secrets({"k": _secret_file(tmp_path, "\n")}, {})
 
 
-def test_a_binary_file_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_binary_file_gives_a_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(b"\xff\xfe\x00")
     path.chmod(0o600)
@@ -77,7 +77,7 @@ def test_a_binary_file_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @given(st.text(min_size=6).filter(str.strip), st.text(), st.text())
-def test_no_known_value_survives_redaction(value: str, before: str, after: str) -> None:
+def test_redaction_replaces_every_known_value(value: str, before: str, after: str) -> None:
     if value in secrets.REDACTED:
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def test_no_known_value_survives_redaction(value: str, before: str, after: str) 
         assert value not in hidden.replace(secrets.REDACTED, "\0")
 
 
-def test_longer_secrets_win_over_their_prefixes() -> None:
+def test_longer_secrets_are_replaced_before_their_prefixes() -> None:
     secrets.remember_secrets(["abcdef", "abcdefghi"])
     assert secrets.redact("x abcdefghi y") == f"x {secrets.REDACTED} y"
 

@@ -30,7 +30,7 @@ def trace_of(tmp_path: Path) -> str:
     return done.stderr
 
 
-def test_the_place_is_the_users_last_line_not_the_librarys(tmp_path: Path) -> None:
+def test_the_error_names_the_last_line_of_user_code(tmp_path: Path) -> None:
     trace = trace_of(tmp_path)
     assert place_of(trace) == f"{tmp_path}/mine.py:5 in score"
     assert last_line(trace).startswith("json.decoder.JSONDecodeError: ")
@@ -42,23 +42,23 @@ def test_the_place_is_the_users_last_line_not_the_librarys(tmp_path: Path) -> No
     assert '"<string>"' not in error.trace
 
 
-def test_a_server_that_keeps_its_traceback_leaves_the_line() -> None:
+def test_without_a_traceback_the_error_keeps_its_line() -> None:
     error = server_error("environment 'x'", "KeyError: 'q'", "")
     assert (str(error), error.trace) == ("environment 'x' raised KeyError: 'q'", "")
 
 
-def test_a_traceback_without_a_frame_of_the_users_stays_whole() -> None:
+def test_a_traceback_without_user_code_is_not_shortened() -> None:
     try:
         json.loads("{")
     except ValueError as error:
         text = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\nValueError: no\n'
         assert user_frames(text) == text
         assert place_of(text) == "<string>:1 in <module>"
-        said = user_error("rollout.custom_reward: mine.score", error)
-    assert f"{__file__}:" in str(said)
+        reported = user_error("rollout.custom_reward: mine.score", error)
+    assert f"{__file__}:" in str(reported)
 
 
-def test_the_run_ends_for_good_with_the_code_of_a_wrong_config() -> None:
+def test_a_user_code_error_ends_the_run_with_the_exit_code_of_a_config_error() -> None:
     policy = policy_of(UserCodeError("x"))
     assert (policy.action, policy.exit_code) == (Action.END, EXIT_CONFIG)
 

@@ -30,23 +30,23 @@ def settings_of(**changes: object) -> RolloutSettings:
 
 
 class ScriptedWorker:
-    """Answers as specified, in the order of its delays; records its requests."""
+    """Returns the specified groups after the specified delays and records its requests."""
 
     def __init__(self, outcome: Outcome, delay: Callable[[int], float] = lambda _: 0.0) -> None:
         self.outcome, self.delay = outcome, delay
-        self.asked: list[int] = []
-        self.cancelled: list[int] = []
-        self.most = self.flying = 0
+        self.requested: list[int] = []
+        self.canceled: list[int] = []
+        self.most = self.running = 0
         self.error: str = getattr(outcome, "error", "down")
 
     async def run_group(self, request: GroupRequest) -> PromptGroup:
-        self.asked.append(request.id)
-        self.flying += 1
-        self.most = max(self.most, self.flying)
+        self.requested.append(request.id)
+        self.running += 1
+        self.most = max(self.most, self.running)
         try:
             await asyncio.sleep(self.delay(request.id))
         finally:
-            self.flying -= 1
+            self.running -= 1
         rewards, end, version = self.outcome(request)
         ends = [end] * len(rewards) if isinstance(end, RolloutEnd) else end
         rollouts = tuple(
@@ -58,18 +58,18 @@ class ScriptedWorker:
         return PromptGroup(request.id, request.task, rollouts)
 
     async def cancel(self, group_ids: Sequence[int]) -> None:
-        self.cancelled += group_ids
+        self.canceled += group_ids
 
 
 def request_of(group: int) -> GroupRequest:
     return GroupRequest(group, Task("e", "train", group), 8, Sampling(max_new_tokens=5), 0)
 
 
-def fine(request: GroupRequest) -> Made:
+def both_rewards(request: GroupRequest) -> Made:
     return [0.0, 1.0], RolloutEnd.TERMINAL, 0
 
 
-def take(producer: Producer, version: int = 0) -> StepGroups:
+def collect_step(producer: Producer, version: int = 0) -> StepGroups:
     return asyncio.run(producer.collect(version))
 
 
@@ -79,7 +79,7 @@ def take(producer: Producer, version: int = 0) -> StepGroups:
     st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(1, 9), st.floats(0.1, 5)), min_size=1),
     st.integers(0, 5),
 )
-def test_tasks_are_a_function_of_the_seed_and_take_fair_turns(
+def test_tasks_depend_on_the_seed_and_follow_the_environments_weights(
     shapes: dict[str, tuple[int, float]], seed: int
 ) -> None:
     of = [TaskStream(n, "train", count, weight) for n, (count, weight) in sorted(shapes.items())]
@@ -94,13 +94,13 @@ def test_tasks_are_a_function_of_the_seed_and_take_fair_turns(
             assert sorted(own[epoch * s.count : (epoch + 1) * s.count]) == list(range(s.count))
 
 
-def test_an_empty_split_is_named() -> None:
+def test_the_error_for_an_empty_split_names_it() -> None:
     with pytest.raises(ConfigError, match=r"environments\.e\.splits: 'train' has no tasks"):
         streams({("e", "train"): 0}, {"e": 1.0})
 
 
-def test_groups_come_in_order_whatever_order_they_finish_in() -> None:
-    worker = ScriptedWorker(fine, delay=lambda i: 0.02 * (3 - i % 4))
+def test_groups_are_returned_in_order_of_their_start() -> None:
+    worker = ScriptedWorker(both_rewards, delay=lambda i: 0.02 * (3 - i % 4))
     producer = Producer(settings_of(), TASKS, [worker], seed=0)
 
     async def both() -> tuple[StepGroups, StepGroups]:
@@ -112,34 +112,36 @@ def test_groups_come_in_order_whatever_order_they_finish_in() -> None:
     assert producer.position == Position(8, ())
 
 
-def test_equal_rewards_are_filtered_and_refilled_within_bounds() -> None:
+def test_groups_with_equal_rewards_are_replaced_up_to_a_limit() -> None:
     def outcome(request: GroupRequest) -> Made:
         return ([1.0, 1.0] if request.id % 2 else [0.0, 1.0]), RolloutEnd.TERMINAL, 0
 
     worker = ScriptedWorker(outcome)
-    step_groups = take(Producer(settings_of(filter="equal_rewards"), TASKS, [worker], seed=0))
+    step_groups = collect_step(Producer(settings_of(filter="equal_rewards"), TASKS, [worker], seed=0))
     assert [g.id for g in step_groups.groups] == [0, 2, 4, 6]
     assert step_groups.reasons == Counter(equal_rewards=len(step_groups.dropped))
 
 
-def test_a_step_of_nothing_but_equal_rewards_is_empty_not_endless() -> None:
+def test_a_step_with_only_equal_rewards_is_empty() -> None:
     worker = ScriptedWorker(lambda r: ([1.0, 1.0], RolloutEnd.TERMINAL, 0))
-    step_groups = take(Producer(settings_of(filter="equal_rewards", max_refills=2), TASKS, [worker], seed=0))
+    step_groups = collect_step(
+        Producer(settings_of(filter="equal_rewards", max_refills=2), TASKS, [worker], seed=0)
+    )
     assert step_groups.groups == []
-    assert len(worker.asked) == 12
+    assert len(worker.requested) == 12
 
 
 def test_failed_groups_are_replaced_and_never_trained() -> None:
     def outcome(request: GroupRequest) -> Made:
-        return ([None, None], RolloutEnd.FAILED, 0) if request.id < 3 else fine(request)
+        return ([None, None], RolloutEnd.FAILED, 0) if request.id < 3 else both_rewards(request)
 
-    step_groups = take(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
+    step_groups = collect_step(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
     assert [g.id for g in step_groups.groups] == [3, 4, 5, 6]
     assert step_groups.reasons == Counter(failed=3)
 
 
-def partly(failing: int, of: int = 8) -> Outcome:
-    """Groups whose first rollouts failed; the others get rewards 0 and 1 alternately, at version 3."""
+def partial_failure(failing: int, of: int = 8) -> Outcome:
+    """The first rollouts of each group fail; the others get rewards 0 and 1 alternately, at version 3."""
     ends = [RolloutEnd.FAILED] * failing + [RolloutEnd.TERMINAL] * (of - failing)
     rewards = [None] * failing + [float(i % 2) for i in range(of - failing)]
     return lambda request: (rewards, ends, 3)
@@ -150,14 +152,16 @@ def partly(failing: int, of: int = 8) -> Outcome:
     [(0.5, 4, True), (0.5, 5, False), (0.25, 2, True), (0.25, 3, False), (0, 0, True), (0, 1, False),
      (1, 1, True), (1, 2, False), (3, 3, True), (7, 6, True), (7, 7, False)],
 )  # fmt: skip
-def test_a_group_is_trained_with_what_is_left_up_to_a_limit(limit: float, failing: int, kept: bool) -> None:
+def test_a_group_is_trained_with_its_remaining_rollouts_up_to_a_limit(
+    limit: float, failing: int, kept: bool
+) -> None:
     chosen = settings_of(n_samples=8, batch_size=1, max_failing_rollouts=limit, max_refills=0)
-    producer = Producer(chosen, TASKS, [ScriptedWorker(partly(failing))], seed=0)
+    producer = Producer(chosen, TASKS, [ScriptedWorker(partial_failure(failing))], seed=0)
     if not kept:
         with pytest.raises(EnvironmentUnavailable, match="1 prompt groups of the step failed"):
-            take(producer, version=3)
+            collect_step(producer, version=3)
         return
-    step_groups = take(producer, version=3)
+    step_groups = collect_step(producer, version=3)
     (group,) = step_groups.groups
     assert [r.sample for r in group.trainable] == list(range(failing, 8))
     assert len(group.rewards) == 8 - failing
@@ -170,16 +174,16 @@ def test_a_group_with_failed_rollouts_is_filtered_by_the_rewards_of_the_others()
         return [None, 1.0, 1.0], [RolloutEnd.FAILED, RolloutEnd.TERMINAL, RolloutEnd.TERMINAL], 0
 
     chosen = settings_of(n_samples=3, filter="equal_rewards", max_refills=0)
-    step_groups = take(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0))
+    step_groups = collect_step(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0))
     assert step_groups.reasons == Counter(equal_rewards=4)
 
 
-def test_advantages_of_a_partial_group_are_those_of_the_group_that_is_left() -> None:
+def test_advantages_of_a_partial_group_use_the_remaining_rollouts() -> None:
     from orhpc.config.files import load_config
     from orhpc.driver.loop import plan_step
 
     config = load_config("configs/tiny.yaml")
-    groups = [asyncio.run(ScriptedWorker(partly(n)).run_group(request_of(n))) for n in (0, 3)]
+    groups = [asyncio.run(ScriptedWorker(partial_failure(n)).run_group(request_of(n))) for n in (0, 3)]
     plan = plan_step(groups, config, 2, 1024)
     planned = {
         s.rollout_id: s.advantage for m in plan.minibatches for r in m.ranks for b in r for s in b.samples
@@ -191,22 +195,22 @@ def test_advantages_of_a_partial_group_are_those_of_the_group_that_is_left() -> 
     assert sum(m.n_samples for m in plan.minibatches) == 13
 
 
-def test_nothing_but_failures_is_an_environment_failure_with_its_reason() -> None:
+def test_only_failures_raise_an_environment_failure_with_the_reason() -> None:
     worker = ScriptedWorker(lambda r: ([None, None], RolloutEnd.FAILED, 0))
     with pytest.raises(EnvironmentUnavailable, match=r"environment 'e': the last 32 rollouts .* with: down"):
-        take(Producer(settings_of(), TASKS, [worker], seed=0))
+        collect_step(Producer(settings_of(), TASKS, [worker], seed=0))
 
 
-def test_oversampling_takes_the_first_and_gives_up_the_rest() -> None:
-    worker = ScriptedWorker(fine, delay=lambda i: 5.0 if i in (1, 2) else 0.0)
+def test_oversampling_uses_the_first_groups_and_cancels_the_rest() -> None:
+    worker = ScriptedWorker(both_rewards, delay=lambda i: 5.0 if i in (1, 2) else 0.0)
     producer = Producer(settings_of(oversample=1.5), TASKS, [worker], seed=0)
-    step_groups = take(producer)
+    step_groups = collect_step(producer)
     assert [g.id for g in step_groups.groups] == [0, 3, 4, 5]
-    assert sorted(worker.cancelled) == [1, 2]
+    assert sorted(worker.canceled) == [1, 2]
 
 
 def test_a_stop_ends_the_wait_and_the_tasks_stay_pending() -> None:
-    worker = ScriptedWorker(fine, delay=lambda i: 30.0)
+    worker = ScriptedWorker(both_rewards, delay=lambda i: 30.0)
     producer = Producer(settings_of(), TASKS, [worker], seed=0)
 
     async def stopped() -> None:
@@ -218,23 +222,25 @@ def test_a_stop_ends_the_wait_and_the_tasks_stay_pending() -> None:
     assert producer.position == Position(4, (0, 1, 2, 3))
 
 
-def test_a_lost_worker_reaches_the_loop() -> None:
+def test_a_lost_worker_is_raised_in_the_training_loop() -> None:
     def outcome(request: GroupRequest) -> Made:
         raise RayLost("worker 0 died")
 
     with pytest.raises(RayLost):
-        take(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
+        collect_step(Producer(settings_of(), TASKS, [ScriptedWorker(outcome)], seed=0))
 
 
-def test_a_resume_rolls_out_exactly_what_was_not_trained() -> None:
-    worker = ScriptedWorker(fine)
-    finished = asyncio.run(ScriptedWorker(fine).run_group(GroupRequest(5, Task("e", "train", 0), 2, None, 0)))  # type: ignore[arg-type]
+def test_a_resumed_run_rolls_out_exactly_the_untrained_groups() -> None:
+    worker = ScriptedWorker(both_rewards)
+    finished = asyncio.run(
+        ScriptedWorker(both_rewards).run_group(GroupRequest(5, Task("e", "train", 0), 2, None, 0))
+    )  # type: ignore[arg-type]
     producer = Producer(
         settings_of(), TASKS, [worker], seed=0, position=Position(8, (3, 5, 7)), finished=[finished]
     )
-    step_groups = take(producer)
+    step_groups = collect_step(producer)
     assert [g.id for g in step_groups.groups] == [3, 5, 7, 8]
-    assert worker.asked == [3, 7, 8]
+    assert worker.requested == [3, 7, 8]
 
 
 def test_asynchronous_groups_are_bounded_in_number_and_staleness() -> None:
@@ -263,8 +269,8 @@ def test_asynchronous_groups_are_bounded_in_number_and_staleness() -> None:
     assert np.all([len(step_groups.groups) == 4 for step_groups in steps])
 
 
-def test_groups_that_grew_too_stale_are_dropped_and_said_so() -> None:
-    producer = Producer(settings_of(max_staleness=1), TASKS, [ScriptedWorker(fine)], seed=0)
+def test_groups_that_are_too_stale_are_dropped_and_reported() -> None:
+    producer = Producer(settings_of(max_staleness=1), TASKS, [ScriptedWorker(both_rewards)], seed=0)
 
     async def loop() -> StepGroups:
         await producer.collect(0)
@@ -280,12 +286,12 @@ def test_groups_that_grew_too_stale_are_dropped_and_said_so() -> None:
 TWO = TaskSequence([TaskStream("good", "train", 50, 1.0), TaskStream("dead", "train", 50, 1.0)], seed=0)
 
 
-def one_dead(error: str, after: int = 0) -> Outcome:
-    """Of two environments, one fails from its group ``after`` on."""
+def one_failing(error: str, after: int = 0) -> Outcome:
+    """One of two environments fails from group ``after`` on."""
 
     def outcome(request: GroupRequest) -> Made:
         dead = request.task.environment == "dead" and request.id >= after
-        return ([None, None], RolloutEnd.FAILED, 0) if dead else fine(request)
+        return ([None, None], RolloutEnd.FAILED, 0) if dead else both_rewards(request)
 
     outcome.error = error  # type: ignore[attr-defined]
     return outcome
@@ -306,20 +312,20 @@ def steps_with(producer: Producer, steps: int) -> list[StepGroups]:
         ("EnvironmentRaised: KeyError", 4, EnvironmentUnavailable),  # it has worked before
     ],
 )
-def test_an_environment_that_fails_for_good_ends_the_run_and_is_named(
+def test_a_permanently_failing_environment_ends_the_run_and_is_named(
     error: str, after: int, expected: type[Exception]
 ) -> None:
     chosen = settings_of(failing_environment_after=6, max_refills=9)
-    worker = ScriptedWorker(one_dead(error, after))
-    said = f"environment 'dead': the last 6 rollouts failed, 6 of them with: {error}"
-    with pytest.raises(expected, match=said):
+    worker = ScriptedWorker(one_failing(error, after))
+    message = f"environment 'dead': the last 6 rollouts failed, 6 of them with: {error}"
+    with pytest.raises(expected, match=message):
         steps_with(Producer(chosen, TWO, [worker], seed=0), 9)
-    assert len(worker.asked) < 25
+    assert len(worker.requested) < 25
 
 
-def test_an_environment_that_fails_for_good_can_be_left_out_with_a_notice() -> None:
+def test_a_permanently_failing_environment_can_be_left_out_with_a_notice() -> None:
     chosen = settings_of(failing_environment_after=4, failing_environment="leave_out", max_refills=9)
-    worker = ScriptedWorker(one_dead("EnvironmentUnavailable: no answer"))
+    worker = ScriptedWorker(one_failing("EnvironmentUnavailable: no answer"))
     producer = Producer(chosen, TWO, [worker], seed=0)
     step_groups = steps_with(producer, 6)
     assert [len(t.groups) for t in step_groups] == [4] * 6
@@ -336,10 +342,10 @@ def test_the_last_environment_is_not_left_out() -> None:
     chosen = settings_of(failing_environment_after=4, failing_environment="leave_out")
     worker = ScriptedWorker(lambda r: ([None, None], RolloutEnd.FAILED, 0))
     with pytest.raises(EnvironmentUnavailable, match="environment 'e'"):
-        take(Producer(chosen, TASKS, [worker], seed=0))
+        collect_step(Producer(chosen, TASKS, [worker], seed=0))
 
 
-def test_an_environment_may_have_groups_of_its_own_size() -> None:
+def test_an_environment_can_have_its_own_group_size() -> None:
     asked: dict[str, tuple[int, int]] = {}
 
     def outcome(request: GroupRequest) -> Made:
@@ -348,34 +354,34 @@ def test_an_environment_may_have_groups_of_its_own_size() -> None:
 
     own = {"dead": settings_of(n_samples=5, max_response_tokens=7)}
     producer = Producer(settings_of(), TWO, [ScriptedWorker(outcome)], seed=0, per_environment=own)
-    groups = take(producer).groups
+    groups = collect_step(producer).groups
     assert {len(g.rollouts) for g in groups if g.task.environment == "dead"} == {5}
     assert asked == {"good": (2, 4096), "dead": (5, 7)}
 
 
 def test_one_success_resets_the_count() -> None:
     def outcome(request: GroupRequest) -> Made:
-        return ([None, None], RolloutEnd.FAILED, 0) if request.id % 3 else fine(request)
+        return ([None, None], RolloutEnd.FAILED, 0) if request.id % 3 else both_rewards(request)
 
     chosen = settings_of(failing_environment_after=5, max_refills=9)
     step_groups = steps_with(Producer(chosen, TASKS, [ScriptedWorker(outcome)], seed=0), 5)
     assert [len(t.groups) for t in step_groups] == [4] * 5
 
 
-def test_a_group_that_takes_much_longer_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_takes_much_longer_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_watch, "SLOW_S", 0.1)
-    worker = ScriptedWorker(fine, delay=lambda i: 0.9 if i == 6 else 0.0)
+    worker = ScriptedWorker(both_rewards, delay=lambda i: 0.9 if i == 6 else 0.0)
     producer = Producer(settings_of(batch_size=7), TASKS, [worker], seed=0)
-    take(producer)
+    collect_step(producer)
     (line,) = producer.notices
     assert line.startswith("the step waits for 1 groups (e 1)")
 
 
-def test_what_several_workers_report_is_passed_on_once() -> None:
+def test_a_notice_of_several_workers_is_reported_once() -> None:
     class Noticing(ScriptedWorker):
         async def run_group(self, request: GroupRequest) -> PromptGroup:
             return replace(await super().run_group(request), notices=("environment 'e' sends images",))
 
-    producer = Producer(settings_of(), TASKS, [Noticing(fine), Noticing(fine)], seed=0)
-    take(producer)
+    producer = Producer(settings_of(), TASKS, [Noticing(both_rewards), Noticing(both_rewards)], seed=0)
+    collect_step(producer)
     assert producer.notices == ["environment 'e' sends images"]

@@ -80,10 +80,10 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def played(environment: str, *turns: str, more: tuple[str, ...] = ()) -> tuple[int, str, str]:
         script.write_text("\n".join(["# a comment", "", *turns]))
-        words = [str(tmp_path / "c.yaml"), "--env", environment, "--script", str(script), *more]
-        code = main(words)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        arguments = [str(tmp_path / "c.yaml"), "--env", environment, "--script", str(script), *more]
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return played
 
@@ -92,66 +92,66 @@ def task_of(environment: type[TaskEnvironment[Any]], split: str = "train") -> An
     return environment.tasks(split)[0]
 
 
-def test_one_turn(play: Play) -> None:
+def test_an_answer_in_one_turn_is_rewarded(play: Play) -> None:
     task = task_of(Sums.configure(max_number=20))
-    code, said, _ = play("sums", str(task.a + task.b))
+    code, output, _ = play("sums", str(task.a + task.b))
     assert code == 0
-    assert f"What is {task.a} + {task.b}?" in said
-    assert "--- reward 1, the task is finished" in said
-    assert "--- end: terminal; sum of [1], clamped: 1" in said
-    code, said, _ = play("sums", "no idea", more=("rollout.custom_reward=mine_to_try:halved",))
-    assert (code, "clamped: 0\n" in said, "mine_to_try:halved: 0 (" in said) == (0, True, True)
+    assert f"What is {task.a} + {task.b}?" in output
+    assert "--- reward 1, the task is finished" in output
+    assert "--- end: terminal; sum of [1], clamped: 1" in output
+    code, output, _ = play("sums", "no idea", more=("rollout.custom_reward=mine_to_try:halved",))
+    assert (code, "clamped: 0\n" in output, "mine_to_try:halved: 0 (" in output) == (0, True, True)
 
 
-def test_tool_calls_and_what_a_model_gets_wrong(play: Play) -> None:
+def test_tool_calls_and_errors_of_the_model_are_shown(play: Play) -> None:
     number = task_of(GuessNumber).number
     call = f"guess {json.dumps({'number': number})}"
-    code, said, _ = play("guess", 'guess {"nunber": 1}', call)
+    code, output, _ = play("guess", 'guess {"nunber": 1}', call)
     assert code == 0
-    assert "!! input_validation: the arguments violate the tool's schema" in said
-    assert "--- end: terminal; sum of [1], clamped: 1" in said
+    assert "!! input_validation: the arguments violate the tool's schema" in output
+    assert "--- end: terminal; sum of [1], clamped: 1" in output
     wrong = 'guess {"number": 99}'
-    code, said, _ = play("guess", wrong, "guess {", 'look {"at": 1}', call)
+    code, output, _ = play("guess", wrong, "guess {", 'look {"at": 1}', call)
     assert code == 0
-    assert "!! malformed: this is not a valid call" in said
-    assert "!! not_found: the environment has no such tool" in said
-    assert "max_turns is 3: the rollout ends" in said
-    assert "--- end: max_turns; sum of [-0.5 (nonterminal_reward)], clamped: -0.5" in said
-    code, said, _ = play("guess", "I give up.")
-    assert "the environment has no tool for it" in said
-    assert "--- end: answered" in said
-    code, said, _ = play("guess", wrong)
-    assert (code, "no turns are left, but the task has not ended" in said) == (1, True)
+    assert "!! malformed: this is not a valid call" in output
+    assert "!! not_found: the environment has no such tool" in output
+    assert "max_turns is 3: the rollout ends" in output
+    assert "--- end: max_turns; sum of [-0.5 (nonterminal_reward)], clamped: -0.5" in output
+    code, output, _ = play("guess", "I give up.")
+    assert "the environment has no tool for it" in output
+    assert "--- end: answered" in output
+    code, output, _ = play("guess", wrong)
+    assert (code, "no turns are left, but the task has not ended" in output) == (1, True)
 
 
-def test_the_end_state_is_what_is_paid(play: Play) -> None:
+def test_the_reward_depends_on_the_end_state(play: Play) -> None:
     titles = list(task_of(Shelf).titles)
     turns = []
     for place, title in enumerate(sorted(titles)):
         other = titles.index(title)
         titles[place], titles[other] = titles[other], titles[place]
         turns.append(f"swap {json.dumps({'first': place + 1, 'second': other + 1})}")
-    code, said, _ = play("shelf", *turns, "I am done.")
+    code, output, _ = play("shelf", *turns, "I am done.")
     assert code == 0
-    assert "3 of 3 in order." in said
-    assert "--- end: terminal; max of [1], clamped: 1" in said
-    assert 'not shown to a model): {"swaps": 4}' in said
+    assert "3 of 3 in order." in output
+    assert "--- end: terminal; max of [1], clamped: 1" in output
+    assert 'not shown to a model): {"swaps": 4}' in output
 
 
-def test_what_an_environment_does_wrong_is_explained_with_its_traceback(play: Play) -> None:
-    code, said, _ = play("mine", 'stumble {"text": "x"}', "over")
+def test_an_error_of_the_environment_is_explained_with_its_traceback(play: Play) -> None:
+    code, output, _ = play("mine", 'stumble {"text": "x"}', "over")
     assert code == 1
-    assert "!! tool_raised: your tool raised" in said
-    assert "return reply(str({}[answer.text]))" in said
-    assert "site-packages" not in said
-    assert "!! the task ended without a reward" in said
-    code, said, _ = play("mine", "raise")
+    assert "!! tool_raised: your tool raised" in output
+    assert "return reply(str({}[answer.text]))" in output
+    assert "site-packages" not in output
+    assert "!! the task ended without a reward" in output
+    code, output, _ = play("mine", "raise")
     assert code == 1
-    assert 'raise LookupError("no verdict")' in said
-    assert "!! the environment's code raised: the rollout would be retried, then fail" in said
+    assert 'raise LookupError("no verdict")' in output
+    assert "!! the environment's code raised: the rollout would be retried, then fail" in output
 
 
-def test_an_environment_that_cannot_be_opened_is_a_wrong_config(play: Play) -> None:
+def test_an_environment_that_cannot_be_opened_is_a_config_error(play: Play) -> None:
     code, _, complaint = play("broken", "x")
     assert code == 2
     assert "return self.task.no_such_field" in complaint
@@ -168,7 +168,9 @@ def test_an_environment_that_cannot_be_opened_is_a_wrong_config(play: Play) -> N
     assert (code, "return rollout.nothing" in complaint) == (2, True)
 
 
-def test_turns_can_be_typed(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_are_read_from_standard_input(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\nno idea\n"))
     assert main([str(tmp_path / "c.yaml"), "--env", "sums", "--split", "test", "--task", "1"]) == 0
 
@@ -184,16 +186,16 @@ def test_turns_can_be_typed(play: Play, tmp_path: Path, monkeypatch: pytest.Monk
         ('{"name": "guess"}', None),
     ],
 )
-def test_what_is_a_call_and_what_is_an_answer(text: str, expected: Any) -> None:
+def test_a_turn_is_read_as_a_call_or_as_an_answer(text: str, expected: Any) -> None:
     assert read_call(text, ["guess"]) == expected
 
 
 @pytest.mark.parametrize("text", ["guess {", "guess [1]", "guess NaN", "other {x}"])
-def test_what_is_a_call_that_does_not_parse(text: str) -> None:
+def test_a_call_that_does_not_parse_is_malformed(text: str) -> None:
     assert isinstance(read_call(text, ["guess"]), MalformedToolCall)
 
 
-def test_splits_of_the_examples_are_different() -> None:
+def test_the_examples_have_different_tasks_in_each_split() -> None:
     for environment in (Sums, GuessNumber, Shelf):
         assert list(environment.tasks("train")) == list(environment.tasks("train"))
         assert list(environment.tasks("train")) != list(environment.tasks("test"))

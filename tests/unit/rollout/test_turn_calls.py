@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
-from openreward.environments import Environment as ServedEnvironment
 from openreward.environments import TextBlock, ToolOutput, tool
 from pydantic import BaseModel
 
-from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import EnvironmentUnavailable
 from orhpc.rollout.agent import run_rollout
-from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.types import Rollout, RolloutEnd
-from tests.scripted import CHATML, Policy, Room, chat, context, request
-from tests.served import serve
-
-CHAT = chat(CHATML)
+from tests.scripted import Policy, Room, context, play, request
+from tests.served import TrainSplit, serve
+from tests.unit.rollout.kit import CHAT, call
 
 
 class Number(BaseModel):
     number: int
 
 
-class Meeting(ServedEnvironment):
+class Meeting(TrainSplit):
     """``meet`` answers once two calls of it have arrived; ``note`` counts its concurrent calls."""
 
     def __init__(self, task_spec: Any = None, secrets: Any = None) -> None:
         super().__init__(task_spec or {}, secrets or {})
         self.present: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(2)}
         self.running = self.most = 0
-
-    @classmethod
-    def list_splits(cls) -> list[str]:
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split: str) -> Any:
-        return [{}]
-
-    def get_prompt(self) -> list[TextBlock]:
-        return [TextBlock(text="Meet.")]
 
     @tool(concurrent=True)
     async def meet(self, place: Number) -> ToolOutput:
@@ -71,53 +55,38 @@ class Meeting(ServedEnvironment):
         return ToolOutput(blocks=[TextBlock(text="")], reward=1.0, finished=True)
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 def on_the_server(text: str, **settings: Any) -> Rollout:
     """Run a rollout whose policy writes this turn and then a plain answer."""
-
-    async def body(url: str) -> Rollout:
-        environment = await Environment.open(
-            "Org/meeting", EnvironmentSettings(**settings), secrets={}, rollout=RolloutSettings(), url=url
-        )
-        try:
-            policy = Policy(CHAT, [text, "Done."])
-            return await run_rollout(context(environment, policy, CHAT, settings=settings), request())
-        finally:
-            await environment.close()
-
     with serve(Meeting) as served:
-        return asyncio.run(asyncio.wait_for(body(served.url), 60))
+        return play(served.url, "Org/meeting", Policy(CHAT, [text, "Done."]), CHAT, settings=settings)
 
 
-def told(rollout: Rollout) -> list[str]:
+def tool_results(rollout: Rollout) -> list[str]:
     return [m["content"] for m in rollout.messages if m["role"] == "tool"]
 
 
-def test_calls_that_run_at_once_are_told_in_their_order() -> None:
+def test_results_of_concurrent_calls_keep_the_order_of_the_calls() -> None:
     rollout = on_the_server(call("meet", number=0) + call("meet", number=1), parallel_calls=2)
-    assert told(rollout) == ["met at 0", "met at 1"]
+    assert tool_results(rollout) == ["met at 0", "met at 1"]
     assert sum(turn.tool_calls for turn in rollout.turns) == 2
 
 
-def test_one_call_waits_for_the_other_unless_the_environment_says_otherwise() -> None:
+def test_calls_run_one_after_the_other_by_default() -> None:
     rollout = on_the_server(call("note", number=0) + call("note", number=1))
-    assert told(rollout) == ["0: 1", "1: 1"]
+    assert tool_results(rollout) == ["0: 1", "1: 1"]
 
 
-def test_the_server_keeps_calls_of_an_ordinary_tool_apart() -> None:
+def test_the_server_serializes_calls_of_a_tool_that_is_not_concurrent() -> None:
     rollout = on_the_server("".join(call("note", number=i) for i in range(4)), parallel_calls=4)
-    assert told(rollout) == [f"{i}: 1" for i in range(4)]
+    assert tool_results(rollout) == [f"{i}: 1" for i in range(4)]
 
 
-def test_a_call_refused_because_another_finished_the_task_is_not_the_models_error() -> None:
+def test_a_call_refused_after_the_end_of_the_task_is_not_counted_as_malformed() -> None:
     turn = "".join([call("finish", number=3), call("finish", number=1), call("note", number=1)])
     rollout = on_the_server(turn, parallel_calls=2)
     assert (rollout.end, rollout.reward) == (RolloutEnd.TERMINAL, 1.0)
     assert [turn.malformed for turn in rollout.turns] == [0]
-    assert len(told(rollout)) == 1
+    assert len(tool_results(rollout)) == 1
 
 
 class Slow(Room):
@@ -140,17 +109,17 @@ class Slow(Room):
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_no_more_calls_run_at_once_than_the_setting_says(at_once: int) -> None:
+def test_parallel_calls_limits_the_concurrent_calls(at_once: int) -> None:
     room = Slow(answers={"wait": [f"{i}" for i in range(7)]})
     policy = Policy(CHAT, ["".join(call("wait", s=0.01) for _ in range(7)), "Done."])
     rollout = asyncio.run(
         run_rollout(context(room, policy, CHAT, settings={"parallel_calls": at_once}), request())
     )
     assert room.most == min(at_once, 7)
-    assert len(told(rollout)) == 7
+    assert len(tool_results(rollout)) == 7
 
 
-def test_a_failure_gives_the_other_calls_up_and_keeps_what_was_said() -> None:
+def test_a_failure_cancels_the_other_calls_and_keeps_the_transcript() -> None:
     room = Slow(answers={"wait": ["first", EnvironmentUnavailable("gone"), "never"]})
     turn = call("wait", s=0.0) + call("wait", s=0.05) + call("wait", s=30)
     with pytest.raises(EnvironmentUnavailable, match="gone") as caught:

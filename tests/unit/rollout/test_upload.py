@@ -103,7 +103,7 @@ def _rollout(number: int) -> Rollout:
     )
 
 
-def test_transcripts_arrive_whole(endpoint: Endpoint) -> None:
+def test_transcripts_are_uploaded_completely(endpoint: Endpoint) -> None:
     uploader = Uploader("the-key-of-the-test", "run", model_name="tiny")
     for number in range(3):
         uploader.put(_rollout(number))
@@ -134,7 +134,7 @@ def test_transcripts_arrive_whole(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("mode", ["error", "hang"])
-def test_a_broken_service_costs_nothing_but_the_upload(
+def test_a_broken_service_affects_only_the_upload(
     endpoint: Endpoint, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint.mode = mode
@@ -152,7 +152,7 @@ def test_a_broken_service_costs_nothing_but_the_upload(
     assert counts.failed + counts.dropped == 200
 
 
-def test_failed_uploads_are_said_at_the_first_and_the_tenth(
+def test_failed_uploads_are_reported_at_the_first_and_the_tenth(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(self: Uploader, rollout: Rollout) -> bool:
@@ -171,7 +171,7 @@ def test_failed_uploads_are_said_at_the_first_and_the_tenth(
     assert "10 rollouts were not uploaded to OpenReward" in tenth
 
 
-def test_the_end_waits_no_longer_than_it_is_told(endpoint: Endpoint) -> None:
+def test_closing_waits_at_most_the_given_time(endpoint: Endpoint) -> None:
     endpoint.mode = "hang"
     uploader = Uploader("key", "run", upload_timeout_s=30.0)
     for number in range(3):
@@ -191,7 +191,7 @@ def _config(upload: bool) -> Config:
     )
 
 
-def test_without_the_setting_nothing_is_started() -> None:
+def test_uploads_are_disabled_by_default() -> None:
     before = set(threading.enumerate())
     uploader = Uploader.from_config(_config(False))
     uploader.put(_rollout(0))
@@ -199,7 +199,7 @@ def test_without_the_setting_nothing_is_started() -> None:
     assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
-def test_a_missing_key_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENREWARD_API_KEY", raising=False)
     with pytest.raises(PreflightError, match="OPENREWARD_API_KEY"):
         Uploader.from_config(_config(True))

@@ -38,7 +38,7 @@ Answer = Callable[[int, int], OrhpcError | None]
 
 
 class ScriptedAgent:
-    """Generates rollouts or fails, as specified by a test."""
+    """Returns rollouts or raises, as the test specifies."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -99,7 +99,7 @@ def group_of(worker: RolloutWorker, group: int = 5) -> PromptGroup:
 
 
 @pytest.mark.parametrize("kind", [EnvironmentUnavailable, EngineUnavailable, EnvironmentRaised])
-def test_what_may_not_repeat_itself_is_tried_again_in_a_new_session(tmp_path: Path, kind: Any) -> None:
+def test_transient_failures_are_retried_in_a_new_session(tmp_path: Path, kind: Any) -> None:
     def twice(sample: int, before: int) -> OrhpcError | None:
         return kind("gone") if sample == 3 and before < 2 else None
 
@@ -110,7 +110,7 @@ def test_what_may_not_repeat_itself_is_tried_again_in_a_new_session(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", [BadTask, ToolTimeout])
-def test_what_would_repeat_itself_is_not(tmp_path: Path, kind: Any) -> None:
+def test_permanent_failures_are_not_retried(tmp_path: Path, kind: Any) -> None:
     worker = made(tmp_path, lambda sample, before: kind("no") if sample == 3 else None)
     group = group_of(worker)
     assert [r.end for r in group.rollouts].count(RolloutEnd.FAILED) == 1
@@ -119,7 +119,7 @@ def test_what_would_repeat_itself_is_not(tmp_path: Path, kind: Any) -> None:
     assert worker._held[5][3].messages == [{"role": "user", "content": "as far as it came"}]
 
 
-def test_an_environment_that_is_down_is_not_asked_again_and_again(tmp_path: Path) -> None:
+def test_an_unavailable_environment_is_not_retried_repeatedly(tmp_path: Path) -> None:
     worker = made(tmp_path, lambda sample, before: EnvironmentUnavailable("down"), max_concurrent=1)
 
     async def two() -> list[PromptGroup]:
@@ -131,7 +131,7 @@ def test_an_environment_that_is_down_is_not_asked_again_and_again(tmp_path: Path
     assert health_module.STOP_RETRYING_AFTER == 8
 
 
-def test_a_partial_group_is_kept_recorded_and_taken_up_by_the_next_attempt(tmp_path: Path) -> None:
+def test_a_partial_group_is_recorded_and_reused_by_the_next_attempt(tmp_path: Path) -> None:
     worker = made(tmp_path, lambda sample, before: BadTask("no") if sample < 4 else None)
     group_of(worker)
     rundir = RunDir(tmp_path)
@@ -146,13 +146,13 @@ def test_a_partial_group_is_kept_recorded_and_taken_up_by_the_next_attempt(tmp_p
     assert not list(rundir.buffer.glob("*.h5"))
 
 
-def test_a_group_with_too_many_failures_is_not_kept(tmp_path: Path) -> None:
+def test_a_group_with_too_many_failures_is_discarded(tmp_path: Path) -> None:
     worker = made(tmp_path, lambda sample, before: BadTask("no") if sample < 5 else None)
     group_of(worker)
     assert not list(RunDir(tmp_path).buffer.glob("*.h5"))
 
 
-def test_scores_of_a_group_are_those_of_the_rollouts_that_are_left(tmp_path: Path) -> None:
+def test_group_scores_belong_to_the_remaining_rollouts(tmp_path: Path) -> None:
     worker = made(tmp_path, lambda sample, before: BadTask("no") if sample == 0 else None, scores=True)
     group = group_of(worker)
     environment: Any = worker._environments[NAME]
@@ -161,13 +161,20 @@ def test_scores_of_a_group_are_those_of_the_rollouts_that_are_left(tmp_path: Pat
     assert len(group.rewards) == 7
 
 
+def test_a_custom_reward_replaces_group_scores_too(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: None, scores=True, custom_reward="mine:score")
+    group = group_of(worker)
+    assert [r.reward for r in group.rollouts] == [float(sample) for sample in range(8)]
+    assert worker._environments[NAME].scored == 0  # type: ignore[attr-defined]
+
+
 def test_code_that_raises_for_every_rollout_ends_the_run(tmp_path: Path) -> None:
     worker = made(tmp_path, lambda sample, before: UserCodeError("mine.score raised", trace="Traceback"))
     with pytest.raises(UserCodeError, match=r"mine\.score raised"):
         group_of(worker)
 
 
-def test_a_task_that_is_refused_is_no_sign_that_the_users_code_works(tmp_path: Path) -> None:
+def test_a_refused_task_does_not_show_that_user_code_works(tmp_path: Path) -> None:
     def refused_first(sample: int, before: int) -> OrhpcError | None:
         return UserCodeError("mine.score raised") if sample else None
 
@@ -185,7 +192,7 @@ def test_a_task_that_is_refused_is_no_sign_that_the_users_code_works(tmp_path: P
         group_of(worker)
 
 
-def test_code_that_raises_for_some_rollouts_is_their_failure_alone_and_said_once(tmp_path: Path) -> None:
+def test_code_that_raises_for_some_rollouts_fails_only_them_and_is_reported_once(tmp_path: Path) -> None:
     def some(sample: int, before: int) -> OrhpcError | None:
         return UserCodeError("mine.score raised", trace="T") if sample >= 6 else None
 
@@ -195,7 +202,7 @@ def test_code_that_raises_for_some_rollouts_is_their_failure_alone_and_said_once
     assert group.notices == ("mine.score raised",)
 
 
-def test_siblings_of_a_rollout_that_ends_the_run_are_given_up(tmp_path: Path) -> None:
+def test_other_rollouts_of_the_group_are_canceled_when_one_ends_the_run(tmp_path: Path) -> None:
     running: list[asyncio.Task[Any]] = []
     worker = made(tmp_path, lambda sample, before: UserCodeError("mine raised"))
     agent: Any = worker._agent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,24 +12,12 @@ import pytest
 
 from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
-from orhpc.process import secrets
 from orhpc.process.terminal import guarded_output
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.record import RolloutFile, write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
-
-CANARY = "canary-4711-secret"
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The canary is a secret that this process has read."""
-    monkeypatch.setattr(secrets, "_known", set())
-    monkeypatch.setattr(secrets, "_pattern", None)
-    monkeypatch.setenv("MY_KEY", CANARY)
-    secrets.resolve_secrets({}, {"my_key": None})
-    yield
+from tests.hostile import CANARY
 
 
 def test_secrets_and_control_characters_reach_no_event_log_or_terminal(

@@ -35,7 +35,7 @@ def test_decoding_undoes_encoding(shape: RouteShape, rows: int, seed: int) -> No
     np.testing.assert_array_equal(got, routes)
 
 
-def test_the_wire_is_sglangs() -> None:
+def test_the_encoding_equals_sglangs() -> None:
     shape = RouteShape(2, 2, 300)
     wire = pybase64.b64encode(np.array([[[1, 2], [299, 0]]], dtype="<i4").tobytes()).decode()
     assert decode_routes(wire, shape, 1).tolist() == [[[1, 2], [299, 0]]]
@@ -43,7 +43,7 @@ def test_the_wire_is_sglangs() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 8, 1 << 30])
-def test_an_index_that_is_no_experts_is_found(bad: int) -> None:
+def test_an_index_of_no_expert_is_detected(bad: int) -> None:
     shape = RouteShape(3, 2, 8)
     routes = random_routes(5, shape, 0)
     routes[3, 1, 1] = bad
@@ -51,7 +51,7 @@ def test_an_index_that_is_no_experts_is_found(bad: int) -> None:
         decode_routes(encode_routes(routes), shape, 5)
 
 
-def test_rows_that_were_never_recorded_are_found() -> None:
+def test_unrecorded_rows_are_detected() -> None:
     shape = RouteShape(3, 2, 8)
     routes = random_routes(5, shape, 0)
     routes[:, 0] = 0  # a dense layer is fine
@@ -62,14 +62,14 @@ def test_rows_that_were_never_recorded_are_found() -> None:
 
 
 @pytest.mark.parametrize("wire", [None, "not base64!", "AAA", "AAAA", ""])
-def test_what_is_not_routes_is_typed(wire: str | None) -> None:
+def test_invalid_routes_raise_a_typed_error(wire: str | None) -> None:
     with pytest.raises(RoutesMissing):
         decode_routes(wire, RouteShape(3, 2, 8), 5)
     assert issubclass(RoutesMissing, InfraError)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8))
-def test_a_log_keeps_what_was_recorded_first(turns: list[tuple[int, int]]) -> None:
+def test_a_log_keeps_the_first_record_of_each_row(turns: list[tuple[int, int]]) -> None:
     """Each turn repeats some old rows, changed, and adds new ones."""
     shape = RouteShape(2, 2, 16)
     log = RouteLog()
@@ -96,7 +96,7 @@ def test_a_log_refuses_gaps_and_other_shapes() -> None:
         log.append(random_routes(3, RouteShape(3, 2, 8), 0), 3)
 
 
-def test_the_shape_comes_from_a_models_config() -> None:
+def test_the_shape_is_read_from_the_model_config() -> None:
     qwen = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
     deepseek = {"num_hidden_layers": 61, "n_routed_experts": 256, "num_experts_per_tok": 8}
     assert RouteShape.of_config(qwen) == RouteShape(48, 8, 128)
@@ -107,8 +107,8 @@ def test_the_shape_comes_from_a_models_config() -> None:
         RouteShape.of_config({"num_hidden_layers": 2, "num_experts": 4})
 
 
-def test_a_long_context_decodes_in_little_time() -> None:
-    """8192 tokens, 48 layers, top 8: json and base64 alone take over 100 ms."""
+def test_the_routes_of_a_long_context_are_decoded_quickly() -> None:
+    """8192 tokens, 48 layers, top 8: JSON and base64 alone take more than 100 ms."""
     shape = RouteShape(48, 8, 128)
     wire = encode_routes(np.random.default_rng(0).integers(0, 128, (8192, 48, 8)))
     best = 1.0

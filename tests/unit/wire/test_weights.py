@@ -48,7 +48,9 @@ def test_buckets_hold_any_types(named: list[tuple[str, torch.Tensor]]) -> None:
 
 
 @given(named_tensors, st.sampled_from([None, "flattened_bucket"]))
-def test_serialized_tensors_come_back(named: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
+def test_serialized_tensors_are_read_back_unchanged(
+    named: list[tuple[str, torch.Tensor]], load_format: str | None
+) -> None:
     if load_format is None and any(t.dtype == torch.float8_e4m3fn for _, t in named):
         with pytest.raises(ValueError, match="only be sent in a flattened bucket"):
             serialize_named_tensors(named, load_format)
@@ -57,8 +59,8 @@ def test_serialized_tensors_come_back(named: list[tuple[str, torch.Tensor]], loa
     assert_same(deserialize_named_tensors(text, load_format), named)
 
 
-def test_sglangs_own_metadata_is_read() -> None:
-    """Pickle it under the name of SGLang's class."""
+def test_metadata_in_sglangs_format_is_read() -> None:
+    """The metadata is pickled under the name of SGLang's class."""
     name = "sglang.srt.weight_sync.tensor_bucket"
     module = types.ModuleType(name)
     theirs = type("FlattenedTensorMetadata", (), {"__module__": name})
@@ -85,7 +87,7 @@ def test_sglangs_own_metadata_is_read() -> None:
 @pytest.mark.parametrize(
     "change", [{"start_idx": -4}, {"end_idx": 1000}, {"end_idx": 20}, {"shape": torch.Size([100])}]
 )
-def test_metadata_that_does_not_fit_is_refused(change: dict[str, object]) -> None:
+def test_inconsistent_metadata_is_refused(change: dict[str, object]) -> None:
     flat, (metadata,) = flatten_bucket([("a", torch.arange(6.0))])
     broken = FlattenedTensorMetadata(**{**vars(metadata), **change})
     with pytest.raises(ValueError, match="do not hold"):
@@ -96,7 +98,7 @@ def test_metadata_that_does_not_fit_is_refused(change: dict[str, object]) -> Non
     "data", [b"", b"junk", pickle.dumps(3), pickle.dumps([("a", 1)]), pickle.dumps(print)]
 )
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_other_things_are_refused(data: bytes, load_format: str | None) -> None:
+def test_other_objects_are_refused(data: bytes, load_format: str | None) -> None:
     with pytest.raises(ValueError):
         deserialize_named_tensors(base64.b64encode(data), load_format)
 

@@ -19,6 +19,7 @@ from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog
+from tests.programs import write_program
 
 CONFIG = str(Path("configs/tiny.yaml").absolute())
 
@@ -28,20 +29,6 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "runs/run")
     run.create()
     return run
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for replacements of SLURM's commands, first on the PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
-
-
-def stand_in(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
 
 
 def ended(*history: tuple[Reason, int], chain: str = "7") -> list[Outcome]:
@@ -183,7 +170,7 @@ def test_a_start_with_refused_storage_waits_twice_as_long_as_the_last(
     now = time.time()
     then, later = (time.strftime("%FT%T", time.localtime(now + s)) for s in (0, waited or 0))
     known = f'echo "JobId=7 JobState=RUNNING SubmitTime={then} EligibleTime={later}"'
-    stand_in(commands, "scontrol", known if waited is not None else "echo Invalid job id >&2; exit 1")
+    write_program(commands, "scontrol", known if waited is not None else "echo Invalid job id >&2; exit 1")
     assert start_again(run) == EXIT_REQUEUE
     assert start == []
     assert asked(tmp_path / "job") == wait
@@ -204,12 +191,12 @@ def test_status_reports_until_when_a_job_waits_and_why(
         run.begin_attempt(kind="slurm", job="7", chain="7")
         ledger.write(run, Outcome(number, Reason.KILLED, 0, chain="7"))
     eligible = time.strftime("%FT%T", time.localtime(time.time() + 100))
-    stand_in(commands, "squeue", "echo PENDING")
-    stand_in(commands, "scontrol", f'echo "JobId=7 JobState=PENDING EligibleTime={eligible}"')
+    write_program(commands, "squeue", "echo PENDING")
+    write_program(commands, "scontrol", f'echo "JobId=7 JobState=PENDING EligibleTime={eligible}"')
     assert main(["status", str(run.path)]) == EXIT_OK
     clock = eligible.replace("T", " ")
     why = "2 attempts in a row were ended from outside (killed) and made no new step"
     assert f"job 7: pending, not before {clock}: {why}" in capsys.readouterr().out.splitlines()
-    stand_in(commands, "scontrol", 'echo "JobId=7 JobState=PENDING EligibleTime=2020-01-01T00:00:00"')
+    write_program(commands, "scontrol", 'echo "JobId=7 JobState=PENDING EligibleTime=2020-01-01T00:00:00"')
     assert main(["status", str(run.path)]) == EXIT_OK
     assert "job 7: pending" in capsys.readouterr().out.splitlines()

@@ -34,6 +34,7 @@ from orhpc.launch.slurm.verdict import AttemptEvidence
 from orhpc.plan.placement import Node
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
+from tests.programs import write_program
 
 PREEMPTED = "slurmstepd-n3: error: *** JOB 3 ON n3 CANCELLED AT 2026-11-23T07:27:26 DUE TO PREEMPTION ***\n"
 REQUEUED = PREEMPTED.replace("PREEMPTION", "JOB REQUEUE")
@@ -46,8 +47,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in {"scontrol": f"cat {tmp_path}/about", "squeue": "true", "sinfo": "true"}.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
+        write_program(folder, name, text)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return tmp_path / "about"
 

@@ -56,7 +56,7 @@ def test_samples_follow_the_distribution() -> None:
     assert abs(statistic - freedom) < 6 * math.sqrt(2 * freedom)
 
 
-def test_positions_and_seeds_give_independent_numbers() -> None:
+def test_random_numbers_of_positions_and_seeds_are_independent() -> None:
     pairs = [(s, p) for s in range(30) for p in range(30)]
     noise = np.stack([race_noise(s, p, 64) for s, p in pairs])
     assert len({row.tobytes() for row in noise}) == len(pairs)
@@ -71,7 +71,9 @@ logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=40)
 
 
 @given(logit_rows, st.floats(0.3, 3), st.integers(0, 1000))
-def test_logprobs_are_of_the_scaled_distribution(row: list[float], temperature: float, seed: int) -> None:
+def test_logprobs_are_those_of_the_scaled_distribution(
+    row: list[float], temperature: float, seed: int
+) -> None:
     logits = torch.tensor([row, row[::-1]])
     wanted = torch.log_softmax(logits.double() / temperature, -1)
     params = [SamplingParams(temperature=temperature, seed=seed), SamplingParams(top_k=1)]
@@ -86,7 +88,7 @@ def test_logprobs_are_of_the_scaled_distribution(row: list[float], temperature: 
     st.integers(0, 10_000),
 )  # fmt: skip
 @example(row=[-2.611425564680303e-08, 0.0, 0.0, 0.0], top_p=0.125, top_k=TOP_K_ALL, min_p=0.0, seed=0)
-def test_truncation_keeps_what_the_rules_keep(
+def test_truncation_keeps_the_tokens_of_top_k_top_p_and_min_p(
     row: list[float], top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     logits = torch.tensor(row)
@@ -104,7 +106,7 @@ def test_truncation_keeps_what_the_rules_keep(
     assert logprob == pytest.approx(math.log(p[token]), abs=2e-5)
 
 
-def test_truncated_samples_follow_the_renormalised_distribution() -> None:
+def test_truncated_samples_follow_the_renormalized_distribution() -> None:
     logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
     draws = 20_000
     params = [SamplingParams(top_p=0.75, seed=i) for i in range(draws)]
@@ -167,7 +169,7 @@ events = st.lists(
 def test_any_history_gives_the_logprobs_of_a_forward_pass(
     pair: tuple[PreTrainedModel, Batcher], history: list[tuple[str, int, int, int]]
 ) -> None:
-    """Whatever is reused, copied, evicted, aborted or recomputed, each token's log-probability equals
+    """For any reuse, copy, eviction, abort or recomputation of the cache, each token's log-probability equals
     that of a plain forward pass over its context."""
     plain, batcher = pair
     requests: list[EngineRequest] = []
@@ -227,7 +229,7 @@ def test_a_family_with_compressed_attention_and_experts_runs() -> None:
         assert (request.routes[:, 1, 0] != request.routes[:, 1, 1]).all()
 
 
-def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behind() -> None:
+def test_non_finite_weights_fail_their_requests_and_free_the_cache() -> None:
     model, plain = (random_model(LlamaConfig(**COMMON, num_key_value_heads=2)) for _ in range(2))
     batcher = Batcher(SlotModel(model, 2, 64))
     value = model.model.layers[0].self_attn.v_proj.weight
@@ -255,7 +257,7 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
         np.testing.assert_allclose(request.logprobs, reference(plain, request), atol=1e-4, rtol=0)
 
 
-def test_a_long_prompt_does_not_stop_the_others() -> None:
+def test_a_long_prompt_does_not_block_other_requests() -> None:
     config = LlamaConfig(**{**COMMON, "max_position_embeddings": 2048}, num_key_value_heads=2)
     batcher = Batcher(SlotModel(random_model(config), 2, 1600))
     short = make_request([1, 2, 3], SamplingParams(max_new_tokens=20, seed=1))

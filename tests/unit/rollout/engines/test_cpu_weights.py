@@ -56,7 +56,7 @@ def saved(family: str, folder: Path, seed: int) -> PreTrainedModel:
 
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "made of its config"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_update_under_the_checkpoints_names_is_the_checkpoints_model(
+def test_an_update_with_the_checkpoints_names_gives_the_checkpoints_model(
     family: str, loaded: bool, tmp_path: Path
 ) -> None:
     model = saved(family, tmp_path / "old", 1)

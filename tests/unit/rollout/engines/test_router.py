@@ -106,7 +106,7 @@ def test_requests_go_to_the_router_and_name_their_rollout() -> None:
     assert {headers["authorization"] for _, headers in router.requests} == {f"Bearer {KEY}"}
 
 
-def test_a_router_that_fails_rests_and_engines_are_asked_with_the_same_seed() -> None:
+def test_a_failed_router_is_bypassed_and_engines_receive_the_same_seed() -> None:
     engines, router = [Endpoint(), Endpoint()], Endpoint()
     router.status = 503
 
@@ -122,7 +122,7 @@ def test_a_router_that_fails_rests_and_engines_are_asked_with_the_same_seed() ->
     assert {body["sampling_params"]["sampling_seed"] for body in asked} == {5}
 
 
-def test_an_answer_from_old_weights_is_asked_again_of_an_engine_that_is_known() -> None:
+def test_an_answer_from_old_weights_is_requested_again_from_a_current_engine() -> None:
     engine, router = Endpoint(), Endpoint()
     router.version = "2"
 
@@ -158,7 +158,7 @@ def config(*, routes: bool = False, **engine: Any) -> Config:
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_it_is_used_where_it_is_installed_and_of_use(
+def test_the_router_is_used_if_it_is_installed_and_useful(
     monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     found = object() if installed else None
@@ -174,12 +174,12 @@ def test_it_is_used_where_it_is_installed_and_of_use(
             router_wanted(config(router=True), 2)
 
 
-def test_it_cannot_be_asked_for_beside_recorded_routes() -> None:
+def test_the_router_cannot_be_combined_with_recorded_routes() -> None:
     with pytest.raises(ValueError, match="drops the expert routes"):
         config(routes=True, router=True)
 
 
-def test_the_real_one_spreads_rollouts_and_keeps_each_on_its_engine(tmp_path: Path) -> None:
+def test_the_real_router_spreads_rollouts_and_keeps_each_on_one_engine(tmp_path: Path) -> None:
     pytest.importorskip("sglang_router")
     engines = [Endpoint() for _ in range(3)]
 

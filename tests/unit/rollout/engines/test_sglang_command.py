@@ -55,7 +55,7 @@ def options(part: EnginePart | None = None, **engine: Any) -> dict[str, Any]:
     return sglang_options(config(**engine), "/model", "127.0.0.1", 3000, 2, part)
 
 
-def test_only_names_that_both_releases_have_are_used() -> None:
+def test_only_arguments_that_both_releases_have_are_used() -> None:
     everything = options(
         EnginePart(devices=(0, 1), node_rank=1, nnodes=2, rendezvous="10.0.0.1:5000", shares=True),
         tp=4, dp=2, ep=4, trusted_network=True, deterministic=True,
@@ -65,7 +65,7 @@ def test_only_names_that_both_releases_have_are_used() -> None:
     assert set(everything) == KNOWN
 
 
-def test_an_engine_of_several_nodes_has_a_rank_on_each_and_one_meeting_place() -> None:
+def test_an_engine_of_several_nodes_has_one_rank_per_node_and_one_address() -> None:
     parts = [EnginePart(node_rank=rank, nnodes=2, rendezvous="10.0.0.1:5000") for rank in (0, 1)]
     made = [options(part) for part in parts]
     assert [m["node_rank"] for m in made] == [0, 1]
@@ -73,13 +73,13 @@ def test_an_engine_of_several_nodes_has_a_rank_on_each_and_one_meeting_place() -
     assert "nnodes" not in options()
 
 
-def test_an_engine_of_one_node_meets_at_a_port_that_was_found_free() -> None:
+def test_an_engine_of_one_node_uses_a_free_port() -> None:
     alone = options(EnginePart(devices=(0, 1), rendezvous="10.0.0.1:5000"))
     assert alone["nccl_port"] == 5000
     assert "dist_init_addr" not in alone  # otherwise DP attention would derive its ports from it
 
 
-def test_speculative_settings_are_sglangs() -> None:
+def test_speculative_settings_become_sglangs_arguments() -> None:
     eagle = {
         "algorithm": "EAGLE",
         "num_steps": 3,
@@ -109,14 +109,14 @@ every_way = pytest.mark.parametrize("drafter", DRAFTERS, ids=["setting", "option
 
 
 @every_way
-def test_a_draft_model_is_understood_wherever_it_is_set(drafter: dict[str, Any]) -> None:
+def test_a_draft_model_is_recognized_in_either_setting(drafter: dict[str, Any]) -> None:
     made = config(**drafter)
     assert made.engine.separate_drafter
     assert made.engine.draft_model == "/draft"
     shared = options(EnginePart(shares=True), **drafter)
     assert shared["enable_draft_weights_cpu_backup"] is True
-    words = arguments(shared)
-    assert words[words.index("--speculative-algorithm") + 1] == "EAGLE"
+    command_line = arguments(shared)
+    assert command_line[command_line.index("--speculative-algorithm") + 1] == "EAGLE"
     assert "enable_draft_weights_cpu_backup" not in options(**drafter)
 
 
@@ -137,19 +137,19 @@ def test_sent_weights_never_reach_a_draft_model(drafter: dict[str, Any], monkeyp
 
 
 @every_way
-@pytest.mark.parametrize(("more", "said"), [
+@pytest.mark.parametrize(("more", "message"), [
     ({"sync": "disk"}, "sync: disk would load the policy into the draft model /draft"),
     ({"check_weights": True}, "check_weights would load the policy into the draft model /draft"),
     ({"precision": "fp8-rollout"}, "precision: fp8-rollout starts engines with dummy weights"),
 ])  # fmt: skip
-def test_what_would_give_a_draft_model_wrong_weights_is_refused(
-    drafter: dict[str, Any], more: dict[str, Any], said: str
+def test_settings_that_give_a_draft_model_wrong_weights_are_refused(
+    drafter: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         config(**drafter, **more)
 
 
-def test_fp8_goes_with_drafting_without_a_model_alone() -> None:
+def test_fp8_is_allowed_only_with_drafting_without_a_model() -> None:
     config(precision="fp8-rollout", speculative={"algorithm": "NGRAM"})
     for own in ({"speculative": {"algorithm": "NEXTN"}}, {"extra": {"speculative_algorithm": "NEXTN"}}):
         with pytest.raises(ValueError, match="precision: fp8-rollout starts engines with dummy"):
@@ -161,10 +161,10 @@ def test_a_draft_model_is_set_in_one_place() -> None:
         config(speculative={"algorithm": "EAGLE"}, extra={"speculative-draft-model-path": "/draft"})
 
 
-def test_fp8_engines_start_without_the_models_files() -> None:
+def test_fp8_engines_start_without_the_models_weight_files() -> None:
     made = options(precision="fp8-rollout", power_of_two_scales=True)
-    said = json.loads(made["json_model_override_args"])["quantization_config"]
-    assert (said["quant_method"], said["weight_block_size"], said["scale_fmt"]) == (
+    quantization = json.loads(made["json_model_override_args"])["quantization_config"]
+    assert (quantization["quant_method"], quantization["weight_block_size"], quantization["scale_fmt"]) == (
         "fp8",
         [128, 128],
         "ue8m0",
@@ -172,25 +172,25 @@ def test_fp8_engines_start_without_the_models_files() -> None:
     assert made["load_format"] == "dummy"
 
 
-def test_extra_comes_last() -> None:
+def test_extra_arguments_come_last() -> None:
     made = options(extra={"attention-backend": "triton", "load_format": "auto"}, precision="fp8-rollout")
     assert (made["attention_backend"], made["load_format"]) == ("triton", "auto")
 
 
-def test_what_orhpc_decides_is_refused_as_extra() -> None:
+def test_extra_arguments_that_orhpc_sets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"extra\.tp-size is decided by engine\.tp"):
         config(extra={"tp-size": 2})
 
 
-def test_options_become_words() -> None:
+def test_options_become_command_line_arguments() -> None:
     made = arguments({"a_b": True, "c": False, "d": None, "e": [1, 2], "f": {"x": 1}, "g": 0.5, "h": 0})
     assert made == ["--a-b", "--e", "1", "2", "--f", '{"x": 1}', "--g", "0.5", "--h", "0"]
 
 
 def test_options_are_spelled_as_the_installed_release_does() -> None:
     known = {"--tensor-parallel-size", "--attention-backend", "--port"}
-    words = ["--tp-size", "4", "--attention-backend=triton", "--port", "1"]
-    made = sglang_server.resolve_options(words, known, "SGLang 9")
+    command_line = ["--tp-size", "4", "--attention-backend=triton", "--port", "1"]
+    made = sglang_server.resolve_options(command_line, known, "SGLang 9")
     assert made == ["--tensor-parallel-size", "4", "--attention-backend=triton", "--port", "1"]
     with pytest.raises(ConfigError) as refused:
         sglang_server.resolve_options(["--atention-backend", "x"], known, "SGLang 9")
@@ -206,8 +206,8 @@ def test_the_key_is_read_from_a_file_that_only_its_owner_can_read(
     key = tmp_path / "key"
     key.write_text("secret\n")
     key.chmod(0o600)
-    words = ["--port", "1", "--api-key-file", str(key), "--tp-size", "2", "--listen-fd", "7"]
-    own, rest = sglang_server.split_arguments(words)
+    command_line = ["--port", "1", "--api-key-file", str(key), "--tp-size", "2", "--listen-fd", "7"]
+    own, rest = sglang_server.split_arguments(command_line)
     assert read_engine_key(own.api_key_file) == "secret" and own.listen_fd == 7
     assert secrets.redact("the key is secret") == f"the key is {secrets.REDACTED}"
     assert rest == ["--port", "1", "--tp-size", "2"]
@@ -223,13 +223,13 @@ def test_the_key_is_read_from_a_file_that_only_its_owner_can_read(
     assert read_engine_key(None) is None
 
 
-def test_attention_over_open_ports_needs_a_network_that_is_trusted() -> None:
+def test_attention_parallelism_over_open_ports_needs_a_trusted_network() -> None:
     with pytest.raises(ValueError, match="trusted_network: true"):
         config(tp=4, dp=2)
     assert config(tp=4, dp=2, trusted_network=True).engine.dp == 2
 
 
-def test_servers_that_ask_for_no_key_are_refused() -> None:
+def test_servers_that_do_not_check_the_key_are_refused() -> None:
     plain = {"tokenizer_worker_num": 1, "enable_http2": False}
     sglang_server.refuse_keyless(SimpleNamespace(**plain))
     sglang_server.refuse_keyless(SimpleNamespace())  # a release without these options
@@ -238,7 +238,7 @@ def test_servers_that_ask_for_no_key_are_refused() -> None:
             sglang_server.refuse_keyless(SimpleNamespace(**{**plain, name: value}))
 
 
-def test_a_starlette_that_lets_requests_pass_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starlette_release_that_bypasses_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, refused in (("1.0.0", True), ("0.52.1", True), ("1.0.1", False), ("1.10.0", False)):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
         with pytest.raises(ConfigError, match="starlette>=1") if refused else contextlib.nullcontext():
@@ -249,7 +249,7 @@ def test_a_starlette_that_lets_requests_pass_the_key_is_refused(monkeypatch: pyt
     ("qwen3_moe", [0], True), ("qwen3_moe", [], False), ("qwen2_moe", [0], True), ("llama", [0], False),
     ("unknown", [0], False),
 ])  # fmt: skip
-def test_models_that_sglang_would_misread_are_refused(
+def test_models_that_sglang_reads_incorrectly_are_refused(
     tmp_path: Path, family: str, dense: list[int], refused: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "mlp_only_layers": dense}))
@@ -261,7 +261,7 @@ def test_models_that_sglang_would_misread_are_refused(
     sglang_server.refuse_misread_models(tmp_path / "of the hub")
 
 
-def test_without_sglang_the_server_says_so_in_one_line() -> None:
+def test_a_missing_sglang_is_reported_in_one_line() -> None:
     hide = "import sys; sys.modules['sglang'] = None; from orhpc.rollout.engines.sglang_server import main; "
     run = subprocess.run(
         [sys.executable, "-c", hide + "sys.exit(main(['--port', '1']))"], capture_output=True, text=True
@@ -274,20 +274,22 @@ def test_without_sglang_the_server_says_so_in_one_line() -> None:
 # --- on the command line ----------------------------------------------------------------------------
 
 
-def test_flags_are_overrides() -> None:
-    words = ["--local", "--sglang-attention-backend", "triton", "--sglang-disable-radix-cache", "a.yaml",
-             "--check-weights", "--sglang-cuda-graph-bs-decode=[1,8]", "x=1"]  # fmt: skip
-    assert without_flags(words) == [
+def test_flags_become_overrides() -> None:
+    command_line = [
+        "--local", "--sglang-attention-backend", "triton", "--sglang-disable-radix-cache", "a.yaml",
+        "--check-weights", "--sglang-cuda-graph-bs-decode=[1,8]", "x=1",
+    ]  # fmt: skip
+    assert without_flags(command_line) == [
         "--local", "engine.extra.attention_backend=triton", "engine.extra.disable_radix_cache=true",
         "a.yaml", "engine.check_weights=true", "engine.extra.cuda_graph_bs_decode=[1,8]", "x=1",
     ]  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(["a.yaml", "k=v", "--local", "--nodes", "2"])))
-def test_other_words_stay(words: list[str]) -> None:
-    assert without_flags(words) == words
+def test_other_arguments_are_unchanged(command_line: list[str]) -> None:
+    assert without_flags(command_line) == command_line
 
 
-def test_the_batch_script_takes_them_too() -> None:
+def test_the_batch_script_accepts_flags() -> None:
     path, overrides = split_command_line(["c.yaml", "--sglang-attention-backend", "triton", "run.seed=3"])
     assert (path, overrides) == ("c.yaml", ["engine.extra.attention_backend=triton", "run.seed=3"])

@@ -14,14 +14,12 @@ import pytest
 
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import BadAnswer, BadTask, ConfigError, InfraError, OrhpcError
-from orhpc.process import secrets
-from orhpc.rollout.agent import run_rollout
 from orhpc.rollout.environment import openreward_session as wire
 from orhpc.rollout.environment.environment import Environment
-from orhpc.rollout.transcript import RolloutRequest
 from orhpc.rundir.record import write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
 from tests.hostile import (
+    CANARY,
     PROMPT,
     RESULT,
     TOOLS,
@@ -35,7 +33,7 @@ from tests.hostile import (
     result,
     zipped,
 )  # fmt: skip
-from tests.scripted import QWEN, Policy, chat, context
+from tests.scripted import QWEN, Policy, chat, play
 
 pytestmark = pytest.mark.slow
 
@@ -54,26 +52,15 @@ def quick(server: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
     server.shapes, server.requests = {}, []
 
 
-async def rollout(server: Hostile, *, megabytes: float = 16.0, lines: int = 3, **options: Any) -> Rollout:
+def run(server: Hostile, *, megabytes: float = 16.0, lines: int = 3, **options: Any) -> Rollout:
     """Run one rollout of a model that calls the tool; raises what a worker would receive."""
-    settings = EnvironmentSettings(max_answer_mb=megabytes)
-    limits = RolloutSettings(tool_timeout_s=20, session_timeout_s=20)
-    environment = await Environment.open("main", settings, secrets={}, rollout=limits, url=server.url)
-    try:
-        form = chat(QWEN)
-        of = context(
-            environment, Policy(form, [CALL] * lines), form, settings={"max_turns": lines}, **options
-        )
-        return await run_rollout(of, RolloutRequest("0.0", 0, 0, Task("main", "train", 0), seed=1))
-    finally:
-        await environment.close()
+    form = chat(QWEN)
+    settings = {"max_turns": lines, "max_answer_mb": megabytes}
+    options = {"tool_timeout_s": 20, "session_timeout_s": 20, **options}
+    return play(server.url, "main", Policy(form, [CALL] * lines), form, settings=settings, **options)
 
 
-def run(server: Hostile, **options: Any) -> Rollout:
-    return asyncio.run(asyncio.wait_for(rollout(server, **options), 60))
-
-
-def test_a_proper_server_is_served(server: Hostile) -> None:
+def test_a_correct_server_gives_a_rollout(server: Hostile) -> None:
     made = run(server)
     assert (made.end, made.reward) == (RolloutEnd.TERMINAL, 1.0)
 
@@ -192,20 +179,20 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("path", "shape"), [pytest.param(p, s, id=name) for name, p, s in BROKEN])
-def test_a_broken_answer_is_the_rollouts_failure(server: Hostile, path: str, shape: Any) -> None:
+def test_a_broken_answer_fails_the_rollout(server: Hostile, path: str, shape: Any) -> None:
     """``shape``: one answer for all requests to that path, or a list of consecutive answers."""
     server.shapes[path] = list(shape) if isinstance(shape, list) else shape
     try:
         made = run(server)
     except (InfraError, BadTask) as error:
-        said = str(error)
+        message = str(error)
     else:
         assert made.end is RolloutEnd.FAILED
         assert made.reward is None
-        said = made.error or ""
-    assert said
-    assert "\n" not in said
-    assert len(said) < 1000
+        message = made.error or ""
+    assert message
+    assert "\n" not in message
+    assert len(message) < 1000
 
 
 ODD_BUT_VALID = [
@@ -224,7 +211,7 @@ ODD_BUT_VALID = [
 
 
 @pytest.mark.parametrize(("path", "shape"), [pytest.param(p, s, id=name) for name, p, s in ODD_BUT_VALID])
-def test_an_odd_answer_is_taken(server: Hostile, path: str, shape: Any) -> None:
+def test_an_unusual_but_valid_answer_is_accepted(server: Hostile, path: str, shape: Any) -> None:
     server.shapes[path] = list(shape) if isinstance(shape, list) else shape
     if isinstance(shape, list):
         server.shapes["/prompt?again"] = shape[1]
@@ -235,14 +222,16 @@ def test_an_odd_answer_is_taken(server: Hostile, path: str, shape: Any) -> None:
     ("path", "value"),
     [("/list_environments", {"a": 1}), ("/list_environments", [1]), ("/tools", []), ("/tools", {"tools": 3})],
 )
-def test_a_server_of_another_kind_is_named_at_the_start(server: Hostile, path: str, value: Any) -> None:
+def test_a_server_that_is_not_openreward_is_reported_at_the_start(
+    server: Hostile, path: str, value: Any
+) -> None:
     server.shapes[path] = as_json(value)
     with pytest.raises(ConfigError, match=r"environment 'main'.*OpenReward server\?"):
         run(server)
 
 
 @pytest.mark.parametrize("value", [{"num_tasks": True}, {"num_tasks": "7"}, [], {"num_tasks": 10**9}])
-def test_a_count_of_tasks_is_a_number_that_fits(server: Hostile, value: Any) -> None:
+def test_an_invalid_number_of_tasks_is_refused(server: Hostile, value: Any) -> None:
     server.shapes["/num_tasks"] = as_json(value)
 
     async def count() -> int:
@@ -273,7 +262,7 @@ STREAM = "text/event-stream"
         pytest.param("/call", endless(STREAM, b": ping\n\n" * 500), id="endless comments"),
     ],
 )  # fmt: skip
-def test_an_answer_without_an_end_is_cut_off(server: Hostile, path: str, shape: Raw) -> None:
+def test_an_endless_answer_is_cut_off(server: Hostile, path: str, shape: Raw) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     server.shapes[path] = shape
     try:
@@ -285,12 +274,12 @@ def test_an_answer_without_an_end_is_cut_off(server: Hostile, path: str, shape: 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 60 * 1024  # KiB
 
 
-def test_a_long_error_is_not_read_to_its_end(server: Hostile) -> None:
+def test_a_long_error_message_is_not_read_completely(server: Hostile) -> None:
     server.shapes["/prompt"] = endless("application/json", b"x" * 65536, status="422 No")
     assert "too long to be read" in str(run(server).error)
 
 
-def test_a_long_output_costs_no_more_than_what_fits(server: Hostile) -> None:
+def test_only_the_part_of_a_long_output_that_fits_is_processed(server: Hostile) -> None:
     """5 MB with a limit of 2,000 tokens: most of it is neither tokenized nor stored."""
     blocks = [{"text": "word, and " * 500_000}]
     long = result({"ok": True, "output": {"blocks": blocks, "finished": False}})
@@ -300,14 +289,14 @@ def test_a_long_output_costs_no_more_than_what_fits(server: Hostile) -> None:
     made = run(server, max_total_tokens=2000, max_response_tokens=200)
     assert made.end is RolloutEnd.TERMINAL
     assert made.length <= 2000
-    told = next(m["content"] for m in made.messages if m["role"] == "tool")
-    assert len(told) < 100_000
-    assert "more characters left out" in told
+    shown = next(m["content"] for m in made.messages if m["role"] == "tool")
+    assert len(shown) < 100_000
+    assert "more characters left out" in shown
     assert time.process_time() - began < 8
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss < 100 * 1024  # KiB
 
 
-def test_a_long_prompt_is_too_long_before_it_is_tokenized(server: Hostile) -> None:
+def test_a_long_prompt_is_refused_before_it_is_tokenized(server: Hostile) -> None:
     server.shapes["/prompt"] = as_json([{"type": "text", "text": " " * 5_000_000}])
     made = run(server, max_total_tokens=2000, max_response_tokens=200)
     assert made.end is RolloutEnd.PROMPT_TOO_LONG
@@ -315,7 +304,7 @@ def test_a_long_prompt_is_too_long_before_it_is_tokenized(server: Hostile) -> No
     assert sum(len(m["content"]) for m in made.messages) < 100_000
 
 
-def test_keys_and_secrets_do_not_follow_a_redirect(server: Hostile) -> None:
+def test_a_redirect_does_not_receive_keys_or_secrets(server: Hostile) -> None:
     with hostile_server() as other:
         elsewhere = answer(b"", status="307 Temporary Redirect", headers=(f"Location: {other.url}/create",))
         server.shapes["/create"] = elsewhere
@@ -337,19 +326,6 @@ def test_keys_and_secrets_do_not_follow_a_redirect(server: Hostile) -> None:
         assert other.requests == []
 
 
-CANARY = "canary-4711-secret"
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Register the canary as a secret that this process has read."""
-    monkeypatch.setattr(secrets, "_known", set())
-    monkeypatch.setattr(secrets, "_pattern", None)
-    monkeypatch.setenv("MY_KEY", CANARY)
-    secrets.resolve_secrets({}, {"my_key": None})
-    yield
-
-
 TRACE = json.dumps({"detail": f"Traceback x\n  {CANARY}\nE: {CANARY}"}).encode()
 ECHOED = [
     ("/create", answer(json.dumps({"detail": f"no: {CANARY}"}).encode(), status="422 No")),
@@ -366,18 +342,18 @@ ECHOED = [
 
 
 @pytest.mark.parametrize(("path", "shape"), ECHOED)
-def test_a_secret_that_an_environment_repeats_is_kept_nowhere(
+def test_a_secret_that_an_environment_repeats_is_redacted(
     server: Hostile, known: None, tmp_path: Path, path: str, shape: Raw, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.shapes[path] = shape
     try:
         made = run(server)
     except OrhpcError as error:
-        said = f"{error!r} {error.transcript} {getattr(error, 'trace', '')} {getattr(error, 'detail', '')}"
+        content = f"{error!r} {error.transcript} {getattr(error, 'trace', '')} {getattr(error, 'detail', '')}"
     else:
-        said = f"{made.messages} {made.error}"
+        content = f"{made.messages} {made.error}"
         ids = made.tokens_T.tolist()
-        said += chat(QWEN).codec.decode(ids)
+        content += chat(QWEN).codec.decode(ids)
         write_rollouts(tmp_path / "a.h5", [made])
-    assert CANARY not in said
+    assert CANARY not in content
     assert CANARY not in caplog.text

@@ -75,7 +75,7 @@ def sampled(token: int) -> Raw:
     return as_json({"meta_info": META | {"output_token_logprobs": [[-0.1, token, None]]}})
 
 
-def test_a_proper_answer_is_read(server: Hostile) -> None:
+def test_a_correct_answer_is_read(server: Hostile) -> None:
     server.shapes = {"/generate": as_json({"meta_info": META})}
     assert asyncio.run(generate(server, False)).tokens_N.tolist() == [5]
     server.shapes = {"/generate": sampled(VOCABULARY - 1)}
@@ -83,7 +83,7 @@ def test_a_proper_answer_is_read(server: Hostile) -> None:
 
 
 @pytest.mark.parametrize("shape", [*map(as_json, BROKEN), *map(answer, RAW)])
-def test_a_broken_generation_is_the_engines_failure(server: Hostile, shape: Raw) -> None:
+def test_a_broken_generation_is_an_engine_failure(server: Hostile, shape: Raw) -> None:
     server.shapes = {"/generate": shape}
     with pytest.raises(InfraError) as caught:
         asyncio.run(generate(server, False))
@@ -91,7 +91,7 @@ def test_a_broken_generation_is_the_engines_failure(server: Hostile, shape: Raw)
 
 
 @pytest.mark.parametrize("routes", [None, 3, [], {}, "", "%%%", "AAAA"])
-def test_broken_routes_are_the_engines_failure(server: Hostile, routes: Any) -> None:
+def test_broken_routes_are_an_engine_failure(server: Hostile, routes: Any) -> None:
     server.shapes = {"/generate": as_json({"meta_info": META | {"routed_experts": routes}})}
     with pytest.raises(InfraError):
         asyncio.run(generate(server, True))
@@ -102,7 +102,9 @@ def test_broken_routes_are_the_engines_failure(server: Hostile, routes: Any) -> 
     "body",
     [b"[]", b"3", b"", b"<html>", b'{"ranks": 3, "success": 0}', b'{"ranks": ["x"]}'],
 )
-def test_a_broken_answer_to_a_control_call_is_typed(server: Hostile, call: str, body: bytes) -> None:
+def test_a_broken_answer_to_a_control_call_raises_a_typed_error(
+    server: Hostile, call: str, body: bytes
+) -> None:
     paths = ("/model_info", "/weights_checker", "/server_info", END_UPDATE)
     server.shapes = {path: answer(body) for path in paths}
 
@@ -146,7 +148,7 @@ SPACES = b" " * 65536
         pytest.param("end_update", END_UPDATE, endless("application/json", SPACES), 200, id="transfer"),
     ],
 )
-def test_no_more_is_read_than_can_be_right(
+def test_no_more_is_read_than_a_correct_answer_can_hold(
     server: Hostile, call: str, path: str, shape: Raw, mebibytes: int
 ) -> None:
     server.shapes = {path: shape}
@@ -160,7 +162,7 @@ def test_no_more_is_read_than_can_be_right(
     assert peak < mebibytes << 20
 
 
-def test_an_error_keeps_its_meaning_however_long_it_is(server: Hostile) -> None:
+def test_a_long_error_message_keeps_its_type(server: Hostile) -> None:
     text = json.dumps({"error": {"message": "the input is too long"}}).encode()
     server.shapes = {"/generate": answer(text + b" " * (2 << 20), status="400 No")}
     with pytest.raises(Exception, match="input is too long") as caught:
@@ -168,8 +170,8 @@ def test_an_error_keeps_its_meaning_however_long_it_is(server: Hostile) -> None:
     assert type(caught.value).__name__ == "PromptTooLong"
 
 
-def test_the_longest_right_answer_is_read(server: Hostile) -> None:
-    """Every token with a long text, all digits of its log-probability, and a row of routes a position."""
+def test_the_longest_correct_answer_is_read(server: Hostile) -> None:
+    """Every token with a long text, all digits of its log-probability, and one row of routes per position."""
     shape, prompt, count = RouteShape(layers=48, topk=8, experts=128), 3000, 1000
     routes = np.random.default_rng(0).integers(0, 128, (prompt + count - 1, shape.layers, shape.topk))
     entry = [-1.2345678901234567e-100, 2**31 - 2, None]
@@ -200,7 +202,7 @@ def test_the_longest_right_answer_is_read(server: Hostile) -> None:
 # --- what a worker makes of it --------------------------------------------------------------------
 
 
-def test_a_worker_refuses_ids_that_its_model_has_not(server: Hostile) -> None:
+def test_a_worker_refuses_token_ids_outside_the_vocabulary(server: Hostile) -> None:
     folder = bundled.ensure("tiny")
     vocabulary = int(json.loads((folder / "config.json").read_text())["vocab_size"])
 

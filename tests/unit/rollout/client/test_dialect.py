@@ -47,7 +47,7 @@ def bodies_of_a_sync(*, sessions: bool, target_only: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target_only", [True, False])
 @pytest.mark.parametrize("sessions", [True, False])
-def test_a_drafter_keeps_its_weights(sessions: bool, target_only: bool) -> None:
+def test_a_draft_model_keeps_its_weights(sessions: bool, target_only: bool) -> None:
     got = bodies_of_a_sync(sessions=sessions, target_only=target_only)
     wanted = {"selector": "target"} if sessions else {"disable_draft_model": True}
     for path in UPDATES:
@@ -62,7 +62,7 @@ def test_a_drafter_keeps_its_weights(sessions: bool, target_only: bool) -> None:
 
 
 @pytest.mark.parametrize("setting", [{"sync": "disk"}, {"check_weights": True}])
-def test_what_reads_from_disk_is_refused_beside_a_drafter(setting: dict[str, Any]) -> None:
+def test_settings_that_read_from_disk_are_refused_with_a_draft_model(setting: dict[str, Any]) -> None:
     eagle = {"algorithm": "EAGLE", "draft_model": "/draft"}
     with pytest.raises(ValueError, match=r"into the draft model /draft"):
         EngineSettings.model_validate({"speculative": eagle, **setting})

@@ -1,0 +1,93 @@
+"""Step rewards, group scores and custom rewards are reduced to a rollout's reward."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orhpc.config import EnvironmentSettings
+from orhpc.errors import UserCodeError
+from orhpc.rollout.environment.rewards import reduce_rewards, with_group_score
+from orhpc.rollout.environment.tools import ToolResult
+from orhpc.types import Rollout, RolloutEnd
+from tests.scripted import Policy, Room
+from tests.unit.rollout.kit import CHAT, call, run
+
+REDUCE = {"sum": sum, "mean": lambda x: sum(x) / len(x), "max": max, "min": min}
+
+
+@given(
+    st.lists(st.floats(-10, 10), max_size=6),
+    st.sampled_from(sorted(REDUCE)),
+    st.none() | st.floats(-2, 2),
+    st.none() | st.floats(-1, 0),
+    st.none() | st.floats(0, 1),
+    st.sampled_from(list(RolloutEnd)),
+)
+def test_rewards_follow_the_settings(
+    paid: list[float],
+    how: str,
+    nonterminal: float | None,
+    low: float | None,
+    high: float | None,
+    end: RolloutEnd,
+) -> None:
+    chosen = EnvironmentSettings(
+        reward_reduction=how,  # type: ignore[arg-type]
+        nonterminal_reward=nonterminal,
+        min_reward=low,
+        max_reward=high,
+    )
+    steps = paid + ([nonterminal] if nonterminal is not None and end is not RolloutEnd.TERMINAL else [])
+    expected = REDUCE[how](steps) if steps else 0.0
+    expected = max(expected, low) if low is not None else expected
+    expected = min(expected, high) if high is not None else expected
+    got = reduce_rewards(paid, end, chosen)
+    if end in (RolloutEnd.FAILED, RolloutEnd.ABORTED, RolloutEnd.PROMPT_TOO_LONG):
+        assert got is None
+    else:
+        assert got == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_group_score_is_an_additional_step_reward() -> None:
+    room = Room(answers={"add": [ToolResult("", reward=0.5), ToolResult("", reward=0.1, finished=True)]})
+    rollout = run(room, Policy(CHAT, [call("add") * 2]))
+    assert with_group_score(rollout, 0.3, EnvironmentSettings()).reward == pytest.approx(0.9)
+    mean = EnvironmentSettings(reward_reduction="mean", max_reward=0.25)
+    assert with_group_score(rollout, 0.3, mean).reward == 0.25
+
+
+def test_a_terminal_state_without_a_reward_is_reported() -> None:
+    rollout = run(Room(terminal=[ToolResult("", reward=None, finished=True)]), Policy(CHAT, ["x"]))
+    assert rollout.reward == 0.0
+    assert "NaN" in (rollout.error or "")
+
+
+def test_custom_rewards_replace_the_environments_and_are_clamped() -> None:
+    async def later(rollout: Rollout) -> float:
+        return float(len(rollout.turns)) * 10
+
+    room = Room(terminal=[ToolResult("", reward=0.1, finished=True)])
+    rollout = run(room, Policy(CHAT, ["x"]), reward=later, settings={"max_reward": 5.0})
+    assert rollout.reward == 5.0
+    bad = Room(terminal=[ToolResult("", reward=0.1, finished=True)])
+    with pytest.raises(UserCodeError, match=r"custom_reward: .* returned nan"):
+        run(bad, Policy(CHAT, ["x"]), reward=lambda rollout: float("nan"))
+
+
+@pytest.mark.parametrize("error", [TimeoutError("the judge"), KeyError("x"), AssertionError()])
+def test_an_error_of_a_reward_function_names_its_line(error: Exception) -> None:
+    def score(rollout: Rollout) -> float:
+        raise error
+
+    room = Room(terminal=[ToolResult("", reward=0.1, finished=True)])
+    with pytest.raises(UserCodeError, match=type(error).__name__) as caught:
+        run(room, Policy(CHAT, ["x"]), reward=score)
+    assert f"{__file__}:" in str(caught.value)
+    assert "in score" in str(caught.value)
+    assert "raise error" in caught.value.trace
+    assert "\n" not in str(caught.value)
+    assert pickle.loads(pickle.dumps(caught.value)).trace == caught.value.trace
