@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from orhpc.commands.run_state import existing_run
+from orhpc.commands.run_state import RUN_HELP, existing_run
 from orhpc.errors import EXIT_OK, ConfigError, RecordError
 from orhpc.rundir import RunDir
 
 
 def add_clean(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--rollouts", type=int, metavar="KEEP", help="remove recorded rollouts but the newest KEEP steps"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from orhpc.commands import chat, clean, doctor, export, files, init, jobs, runs, status
 from orhpc.commands.plan import main as plan
 from orhpc.commands.report import write_report
-from orhpc.commands.run_state import existing_run
+from orhpc.commands.run_state import RUN_HELP, existing_run
 from orhpc.errors import EXIT_OK, OrhpcError, policy_of
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.command_line import without_flags
@@ -47,28 +47,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         return subprocess.run(
             [sys.executable, "-m", "orhpc.rollout.try_environment", *arguments[1:]]
         ).returncode
-    parser = argparse.ArgumentParser(prog="orhpc", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("launch", help="start or resume a run (orhpc launch --help)")
-    commands.add_parser("plan", help="plan ranks and memory without a node (orhpc plan --help)")
-    commands.add_parser("try-env", help="run one session of an environment (orhpc try-env --help)")
-    runs.add_runs(commands.add_parser("runs", help="list the runs of a folder with their state"))
-    status.add_status(commands.add_parser("status", help="show the progress and the jobs of a run"))
-    _add_report(commands.add_parser("report", help="write an HTML report of a run"))
-    jobs.add_check(commands.add_parser("check", help="check whether a config can run, without using a GPU"))
-    jobs.add_fetch(commands.add_parser("fetch", help="download a model into the Hugging Face cache"))
-    doctor.add_doctor(commands.add_parser("doctor", help="show what is installed here and what is missing"))
-    files.add_files(
-        commands.add_parser("files", help="list the packaged configs, batch scripts and GPU pins")
-    )
-    init.add_init(commands.add_parser("init", help="create an example project for your own task"))
-    jobs.add_logs(commands.add_parser("logs", help="print the end of a run's logs"))
-    clean.add_clean(commands.add_parser("clean", help="show what fills a run directory, and remove parts"))
-    jobs.add_cancel(commands.add_parser("cancel", help="cancel a run's jobs, without requeue"))
-    _add_view(commands.add_parser("view", help="print the rollouts of a step"))
-    export.add_export(commands.add_parser("export", help="write a commit as a Hugging Face folder"))
-    chat.add_chat(commands.add_parser("chat", help="talk with the model of a run"))
-    parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
+    parser = _parser()
     options = parser.parse_args(without_flags(arguments) if arguments[:1] == ["check"] else arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     with guarded_output():
@@ -77,6 +56,42 @@ def _main(arguments: Sequence[str] | None) -> int:
         except OrhpcError as error:
             print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
             return policy_of(error).exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The parser of all commands, in the order in which they are met."""
+    parser = argparse.ArgumentParser(
+        prog="orhpc",
+        description="Work with configs, environments and run directories.",
+        epilog="orhpc COMMAND --help describes a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None, text: str) -> None:
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if add_arguments is not None:
+            add_arguments(command)
+
+    # Those without arguments here parse their own: see _main.
+    add("init", init.add_init, "create an example project for your own task")
+    add("try-env", None, "play one session of an environment yourself")
+    add("doctor", doctor.add_doctor, "show what is installed here and what is missing")
+    add("files", files.add_files, "list the packaged configs, batch scripts and GPU pins")
+    add("fetch", jobs.add_fetch, "download a model into the Hugging Face cache")
+    add("plan", None, "compute ranks and memory of a config, without a node")
+    add("check", jobs.add_check, "check whether a config can run, without using a GPU")
+    add("launch", None, "start or resume a run, as a SLURM job or here")
+    add("runs", runs.add_runs, "list the runs of a folder with their state")
+    add("status", status.add_status, "show what a run is doing, its progress and its jobs")
+    add("logs", jobs.add_logs, "print the end of a run's logs")
+    add("report", _add_report, "draw one or several runs on an HTML page")
+    add("view", _add_view, "print the rollouts of a step")
+    add("cancel", jobs.add_cancel, "cancel a run's jobs, without requeue")
+    add("export", export.add_export, "write a commit as a Hugging Face folder")
+    add("chat", chat.add_chat, "talk with the model of a run")
+    add("clean", clean.add_clean, "show what fills a run directory, and remove parts of it")
+    return parser
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +113,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--step", type=int, help="default: the newest recorded step, or the one with --rollout"
     )

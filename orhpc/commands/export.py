@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orhpc.commands.run_state import existing_run
+from orhpc.commands.run_state import RUN_HELP, existing_run
 from orhpc.config.files import load_config
 from orhpc.errors import CheckpointError, ConfigError
 from orhpc.launch.model import model_folder
@@ -15,7 +15,7 @@ from orhpc.rundir import CommitName, RunDir, commits
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("--step", type=int, help="default: the newest commit")
     parser.add_argument("--out", type=Path, help="default: RUN/export/step_N")
     parser.set_defaults(run=export)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from orhpc.commands.run_state import existing_run
+from orhpc.commands.run_state import RUN_HELP, existing_run
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, PreflightError
 from orhpc.launch import model
@@ -107,7 +107,7 @@ def _not_before(rundir: RunDir, job: str, state: str) -> str:
 
 
 def add_cancel(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.set_defaults(run=cancel)
 
 
@@ -123,7 +123,7 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("--attempt", type=int, help="default: the newest")
     parser.add_argument("--file", default="driver.log", help="which log; --list names them")
     parser.add_argument("--list", action="store_true", help="name the attempt's logs")

@@ -132,7 +132,9 @@ def _count(number: int) -> str:
 
 def parse(arguments: Sequence[str]) -> tuple[Config, float]:
     """Return the config and the memory of a device in GiB, from the command line."""
-    parser = argparse.ArgumentParser(prog="orhpc plan", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="orhpc plan", description="Compute ranks and memory of a config; start nothing."
+    )
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides"
     )

@@ -14,6 +14,7 @@ from orhpc.launch.slurm import holder, ledger, scheduler
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import last_events
 
+RUN_HELP = "a run directory, such as runs/mine"
 _PACE_STEPS = 20
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.commands import jobs
-from orhpc.commands.run_state import State, duration, existing_run, judge, seconds_left
+from orhpc.commands.run_state import RUN_HELP, State, duration, existing_run, judge, seconds_left
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK
 from orhpc.rundir import RunDir
@@ -27,7 +27,7 @@ _MEANING = {
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=status)
 

@@ -23,7 +23,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="orhpc launch",
-        description=__doc__,
+        description="Start or resume a run: as a SLURM job, or with --local on this machine.",
         epilog="--sglang-NAME VALUE sets engine.extra.NAME, --check-weights engine.check_weights",
     )
     parser.add_argument(
