@@ -78,5 +78,5 @@ def test_every_chart_is_drawn(run: RunDir, tmp_path: Path, width: int, several: 
     assert found is not None, result.stderr[-2000:]
     charts, drawn, beyond, errors = found[1].split("|")
     assert errors == "no error"
-    assert int(charts) == int(drawn) >= 10
+    assert int(charts) == int(drawn) >= 9
     assert int(beyond) <= 0

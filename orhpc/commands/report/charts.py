@@ -119,7 +119,10 @@ def sections_of(metrics: Iterable[str], *, apart: bool = False) -> list[Section]
         for panel in section.panels:
             names = [m for m in panel.metrics if m in left]
             if panel.by_environment:
-                names += sorted(m for m in left if m.partition("/")[0] in panel.metrics and "/" in m)
+                own = sorted(m for m in left if m.partition("/")[0] in panel.metrics and "/" in m)
+                left -= set(own)
+                # A single environment's curve would be the same as that of all.
+                names += own if len({m.partition("/")[2] for m in own}) > 1 else []
             if names:
                 left -= set(names)
                 panels += _split(panel, names) if apart else [replace(panel, metrics=tuple(names))]

@@ -156,6 +156,7 @@ def test_every_metric_is_in_one_panel() -> None:
         "time",
         "reward_mean",
         "reward_mean/a",
+        "reward_mean/b",
         "success_rate",
         "memory_trainer_peak_gb",
         "mine",
@@ -167,6 +168,11 @@ def test_every_metric_is_in_one_panel() -> None:
         assert not apart or all(len(p.metrics) == 1 for p in panels)
     # When every reward is 0 or 1 both curves coincide, so each has a chart of its own.
     assert not any({"reward_mean", "success_rate"} <= set(p.metrics) for p in panels)
+
+
+def test_the_curve_of_a_single_environment_is_that_of_all() -> None:
+    panels = [p for s in charts.sections_of(["reward_mean", "reward_mean/a"]) for p in s.panels]
+    assert [p.metrics for p in panels] == [("reward_mean",)]
 
 
 def test_goodput_counts_a_step_done_twice_once() -> None:

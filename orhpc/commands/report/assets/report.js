@@ -200,7 +200,7 @@ function timeline(parent, run) {
       return { type: "rect", style: api.style(),
         shape: { x: from[0], y: from[1] - 14, width: Math.max(1.5, to[0] - from[0] - 1), height: 28 } };
     };
-    option.xAxis = { ...option.xAxis, type: "time", name: "" };
+    option.xAxis = { ...option.xAxis, type: "time", name: "", axisLabel: { ...option.xAxis.axisLabel, hideOverlap: true } };
     option.yAxis = { show: false, min: 0, max: 1 };
     option.legend.show = false;
     option.grid.left = option.grid.right = 14;
@@ -368,11 +368,17 @@ if (data.differences.length) {
   table(make(main, "div", { className: "card" }), ["setting", ...data.runs.map((run) => run.name)],
     data.differences.map(([name, values]) => [name, ...values]));
 }
+// Learning first, with the evaluations; then time; then the rest.
+const [learning, ...others] = data.sections.filter((one) => !one.folded);
+if (learning) {
+  const grid = section(learning.title);
+  for (const spec of learning.panels.slice(0, 1)) panel(grid, spec);
+  evaluations(grid);
+  for (const spec of learning.panels.slice(1)) panel(grid, spec);
+}
 const time = section("Where did the time go?");
 for (const run of data.runs) { timeline(time, run); phases(time, run); }
-if (data.runs.some((run) => run.evaluations.length)) evaluations(section("How does it do in evaluations?"));
-for (const { title, panels, folded } of data.sections) {
-  if (folded) continue;
+for (const { title, panels } of others) {
   const grid = section(title);
   for (const spec of panels) panel(grid, spec);
 }
