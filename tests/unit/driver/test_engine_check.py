@@ -74,6 +74,7 @@ async def compared(url: str, trainers: Rank, config: Config, folder: str) -> tup
         return answers, await engine_check.compare(trainers, answers, config)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trainers", [config_of(0.7), config_of(1.0)], indirect=True, ids=["temperature 0.7", "temperature 1"]
 )

@@ -78,6 +78,7 @@ def config_of(**settings: object) -> Config:
     return Config.model_validate(tree)
 
 
+@pytest.mark.slow
 def test_a_run_downloads_its_files_once_and_keeps_the_commit(hub: Hub, rundir: RunDir) -> None:
     config = config_of()
     assert model.ensure_config(config) is not None

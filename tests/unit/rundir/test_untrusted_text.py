@@ -50,6 +50,7 @@ def nothing_rolled_out() -> Rollout:
     return RolloutBuilder().rollout(request, RolloutEnd.FAILED, reward=None, error=None, seconds=0.0, limit=1)
 
 
+@pytest.mark.slow
 def test_a_served_environment_keeps_its_secrets_out_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "chatty.py").write_text(
         "import os, sys, logging\n"

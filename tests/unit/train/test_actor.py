@@ -87,6 +87,7 @@ def test_training_raises_the_log_probability_of_what_was_rewarded(make: Callable
     assert after > before + 10
 
 
+@pytest.mark.slow
 def test_old_log_probabilities_come_from_the_start_of_the_step(make: Callable[..., TrainerRank]) -> None:
     """With two mini-batches the ratio of the second is not 1; with one, both settings agree."""
     two = make(minibatches=2, train={"lr": 3e-2}).step(plan(3, n_minibatches=2), step=1)
@@ -120,6 +121,7 @@ def test_a_stop_between_micro_batches_abandons_the_step(make: Callable[..., Trai
     assert rank.backend.optimizer.steps == 1
 
 
+@pytest.mark.slow
 def test_a_stop_past_the_first_optimizer_step_finishes_the_step(make: Callable[..., TrainerRank]) -> None:
     rank = make(minibatches=2)
     real = rank.backend.update
@@ -146,6 +148,7 @@ def test_bad_arrays_end_the_step_before_any_update(make: Callable[..., TrainerRa
     assert_equal_state(state_of(rank), before)
 
 
+@pytest.mark.slow
 def test_closing_releases_the_model_and_its_copy(make: Callable[..., TrainerRank], tmp_path: Path) -> None:
     rank = make(algorithm={"use_kl_loss": True})
     rank.step(plan(0), step=1)
@@ -211,6 +214,7 @@ def test_two_ranks_train_save_export_and_stop_like_one(
 # --- resume ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resuming_equals_never_having_stopped_bit_for_bit(
     make: Callable[..., TrainerRank], tmp_path: Path, dtype: str

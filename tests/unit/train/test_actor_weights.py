@@ -106,6 +106,7 @@ def test_a_bucket_is_announced_before_its_broadcast_connects(
     rank.leave_weight_group()
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_joins_is_a_failed_sync_within_the_deadline(
     make: Callable[..., TrainerRank],
 ) -> None:

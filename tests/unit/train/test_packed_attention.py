@@ -115,6 +115,7 @@ def test_a_long_window_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(blocks, whole)
 
 
+@pytest.mark.slow
 def test_blocks_of_soft_capped_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients do not depend on the block size, with and without a window."""
     q, k, v = inputs = [torch.randn(1, heads, 61, 8, requires_grad=True) for heads in (4, 2, 2)]

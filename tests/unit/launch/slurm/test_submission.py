@@ -160,6 +160,7 @@ def test_a_short_job_is_not_signaled_right_after_its_start() -> None:
     )
 
 
+@pytest.mark.slow
 def test_dry_run_prints_everything_quickly_and_without_slurm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orhpc.launch", "configs/qwen3-30b-a3b.yaml", "--dry-run"]
     command += ["--nodes", "3", f"run.root={tmp_path}"]

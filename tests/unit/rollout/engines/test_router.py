@@ -179,6 +179,7 @@ def test_the_router_cannot_be_combined_with_recorded_routes() -> None:
         config(routes=True, router=True)
 
 
+@pytest.mark.slow
 def test_the_real_router_spreads_rollouts_and_keeps_each_on_one_engine(tmp_path: Path) -> None:
     pytest.importorskip("sglang_router")
     engines = [Endpoint() for _ in range(3)]

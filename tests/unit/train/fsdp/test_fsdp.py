@@ -226,6 +226,7 @@ def test_the_checkpoint_is_read_once_for_each_role(
     assert reads == {name: tensor.numel() * (2 if kl else 1) for name, tensor in stored.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_the_family_s_own_at_the_temperature(
     folders: dict[str, str], temperature: float
