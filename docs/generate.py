@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from orhpc import errors
 from orhpc.commands.cli import main
 from orhpc.config import Config, EnvironmentSettings
+from orhpc.config.reference import default_of
 from orhpc.rundir.metrics import METRICS
 
 COMMANDS = (
@@ -45,7 +45,7 @@ _ACTIONS = {
 }
 _EXIT_CODES = {
     errors.EXIT_OK: "the run is finished, or the command has done its work",
-    errors.EXIT_FAILED: "a failure without a class of its own: a bug, of orhpc or of a library",
+    errors.EXIT_FAILED: "an unexpected failure: a bug in orhpc or in a library",
     errors.EXIT_CONFIG: "a setting, a file name or an argument is wrong, or your own code raised",
     errors.EXIT_PREFLIGHT: "something that the run needs is missing on this machine",
     errors.EXIT_CRASH_LOOP: "attempts repeatedly ended without a new step; the job is not requeued",
@@ -76,12 +76,12 @@ def settings() -> str:
         "begins with `extends: base.yaml`; on the command line a setting is `section.name=value`. Unknown "
         "names and values that do not fit are refused.\n",
     ]
-    top = [(n, f) for n, f in Config.model_fields.items() if not isinstance(_default(f), BaseModel)]
+    top = [(n, f) for n, f in Config.model_fields.items() if not isinstance(default_of(f), BaseModel)]
     plain = [(name, field) for name, field in top if name != "environments"]
     parts.append("## Outside sections\n")
     parts += [_setting(name, field) for name, field in plain]
     for name, field in Config.model_fields.items():
-        default = _default(field)
+        default = default_of(field)
         if isinstance(default, BaseModel):
             parts.append(f"## {name}\n\n{_text(type(default).__doc__)}\n")
             parts += _fields(type(default), f"{name}.")
@@ -92,7 +92,7 @@ def settings() -> str:
 
 def _fields(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        default = _default(field)
+        default = default_of(field)
         if isinstance(default, BaseModel):
             yield f"### {prefix}{name}\n\n{_text(field.description or type(default).__doc__)}\n"
             yield from _fields(type(default), f"{prefix}{name}.")
@@ -101,7 +101,7 @@ def _fields(section: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _setting(name: str, field: Any) -> str:
-    default = yaml.safe_dump(_default(field), default_flow_style=True, width=1000).strip()
+    default = yaml.safe_dump(default_of(field), default_flow_style=True, width=1000).strip()
     default = default.removesuffix("\n...").strip()
     about = _text(field.description) or "No further description."
     return f"`{name}`\n: {_type(field.annotation)}; default `{default}`. {about}\n"
@@ -136,11 +136,6 @@ def _type(annotation: Any) -> str:
     return "value"
 
 
-def _default(field: Any) -> Any:
-    default = field.get_default(call_default_factory=True)
-    return None if default is PydanticUndefined else default
-
-
 def _text(description: str | None) -> str:
     """A description as Markdown: double back quotes of docstrings become single ones."""
     return " ".join((description or "").split()).replace("``", "`")
@@ -160,7 +155,7 @@ def _help(command: str) -> str:
     os.environ["COLUMNS"] = "100"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        if command == "try-env":  # runs in a process of its own, whose output is not redirected
+        if command == "try-env":  # runs as a separate process, whose output is not redirected
             from orhpc.rollout.try_environment import main as try_environment
 
             try_environment(["--help"])

@@ -49,7 +49,7 @@ PROMPT_TOKENS = 256
 """Tokens reserved for the prompt; the environment's prompts have about 100 bytes."""
 GRAPHS = [1, 8, 32, 64, 128, 256]
 PROCESS_BYTES = 5 * GIB
-"""Host memory of one trainer rank or engine rank besides weights: libraries, CUDA, NCCL."""
+"""Host memory of one trainer rank or engine rank without its weights: libraries, CUDA, NCCL."""
 HOST_GIB = 70
 """Host memory per GPU of a node.  On machines whose memory grows with use, the total that the system reports
 is too small."""

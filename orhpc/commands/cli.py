@@ -13,7 +13,6 @@ from pathlib import Path
 
 from orhpc.commands import chat, clean, doctor, export, files, init, jobs, runs, status
 from orhpc.commands.plan import main as plan
-from orhpc.commands.report import write_report
 from orhpc.commands.run_state import RUN_HELP, existing_run
 from orhpc.errors import EXIT_OK, OrhpcError, policy_of
 from orhpc.launch.__main__ import main as launch
@@ -108,6 +107,8 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def report(options: argparse.Namespace) -> int:
     """Write a page about one or several runs."""
+    from orhpc.commands.report import write_report  # loads h5py, which other commands do without
+
     print(write_report([existing_run(path) for path in options.run_dirs], options.output))
     return EXIT_OK
 

@@ -32,7 +32,7 @@ class State(StrEnum):
     STOPPED = "stopped"
     """It was stopped or canceled, and can be continued."""
     DEAD = "dead"
-    """No job and no process is left, and nobody has stopped it: it crashed or was killed."""
+    """No job and no process is left, and it was not stopped: it crashed or was killed."""
     UNKNOWN = "unknown"
     """SLURM is not available here, or does not answer."""
 

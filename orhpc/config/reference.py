@@ -31,7 +31,7 @@ def reference() -> str:
     """Return the text of ``configs/base.yaml``."""
     parts = [_HEAD]
     for name, field in Config.model_fields.items():
-        default = _default(field)
+        default = default_of(field)
         if name == "environments":
             example = "".join(
                 f"#{line}\n" for line in ["  Organisation/Name:", *_lines(EnvironmentSettings, 4)]
@@ -49,7 +49,7 @@ def reference() -> str:
 
 def _lines(section: type[BaseModel], indent: int) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        default = _default(field)
+        default = default_of(field)
         if isinstance(default, BaseModel):
             about = _one_paragraph(field.description or type(default).__doc__)
             yield f"{' ' * indent}{name}:  # {about}"
@@ -74,7 +74,8 @@ def _value(value: Any) -> str:
     return text.removesuffix("\n...").strip()
 
 
-def _default(field: Any) -> Any:
+def default_of(field: Any) -> Any:
+    """The default of a pydantic field; None for a field without one."""
     default = field.get_default(call_default_factory=True)
     return None if default is PydanticUndefined else default
 

@@ -119,17 +119,6 @@ def _hacking(e: Evidence) -> Iterator[Finding]:
         )
 
 
-def _degenerate(e: Evidence) -> Iterator[Finding]:
-    share = e.last("equal_reward_groups")
-    if share is not None and share > 0.5:
-        yield Finding(
-            "Most groups train nothing",
-            f"in {share:.0%} of the groups all rewards are equal, so all advantages are 0",
-            "tasks are too hard or too easy: choose others, raise rollout.n_samples, or set rollout.filter",
-            "equal_reward_groups",
-        )
-
-
 def _worse_after_restart(e: Evidence) -> Iterator[Finding]:
     """An environment whose reward is lower after a restart than before it."""
     steps = e.series.steps
@@ -153,28 +142,6 @@ def _worse_after_restart(e: Evidence) -> Iterator[Finding]:
                     f"attempt {attempt.number}: compare its configuration and its environment servers' logs",
                     name,
                 )
-
-
-def _failures(e: Evidence) -> Iterator[Finding]:
-    share = e.last("failed_share")
-    if share is not None and share > 0.05:
-        yield Finding(
-            "Rollouts fail",
-            f"{share:.0%} in the environment where most do",
-            "failures are not random and bias the training data: orhpc view shows their errors",
-            "failed_rollouts",
-        )
-
-
-def _truncated(e: Evidence) -> Iterator[Finding]:
-    share = e.last("truncated")
-    if share is not None and share > 0.3:
-        yield Finding(
-            "Many rollouts are cut off",
-            f"{share:.0%} end at the token limit",
-            "raise rollout.max_total_tokens or shape the reward against length",
-            "truncated",
-        )
 
 
 def _gradient(e: Evidence) -> Iterator[Finding]:
@@ -207,17 +174,6 @@ def _stragglers(e: Evidence) -> Iterator[Finding]:
         )
 
 
-def _stale(e: Evidence) -> Iterator[Finding]:
-    age = e.last("staleness_mean")
-    if age is not None and age > 4:
-        yield Finding(
-            "Rollouts come from old policies",
-            f"{age:.1f} versions on average",
-            "lower rollout.max_staleness, or give engines more GPUs",
-            "staleness_mean",
-        )
-
-
 def _lost_time(e: Evidence) -> Iterator[Finding]:
     share = goodput(e.events)
     if share is None or share > 0.8 or len(e.series) < _FEW_STEPS:
@@ -231,17 +187,52 @@ def _lost_time(e: Evidence) -> Iterator[Finding]:
     )
 
 
+def _above(metric: str, bound: float, title: str, seen: str, advice: str) -> Rule:
+    """A rule on the mean of the last steps; ``seen`` is formatted with it as ``value``."""
+
+    def rule(e: Evidence) -> Iterator[Finding]:
+        value = e.last(metric)
+        if value is not None and value > bound:
+            yield Finding(title, seen.format(value=value), advice, metric)
+
+    return rule
+
+
 RULES: tuple[Rule, ...] = (
     _mismatch,
     _collapse,
     _hacking,
     _worse_after_restart,
-    _degenerate,
-    _failures,
-    _truncated,
+    _above(
+        "equal_reward_groups",
+        0.5,
+        "Most groups train nothing",
+        "in {value:.0%} of the groups all rewards are equal, so all advantages are 0",
+        "tasks are too hard or too easy: choose others, raise rollout.n_samples, or set rollout.filter",
+    ),
+    _above(
+        "failed_share",
+        0.05,
+        "Rollouts fail",
+        "{value:.0%} in the environment where most do",
+        "failures are not random and bias the training data: orhpc view shows their errors",
+    ),
+    _above(
+        "truncated",
+        0.3,
+        "Many rollouts are cut off",
+        "{value:.0%} end at the token limit",
+        "raise rollout.max_total_tokens or shape the reward against length",
+    ),
     _gradient,
     _stragglers,
-    _stale,
+    _above(
+        "staleness_mean",
+        4,
+        "Rollouts come from old policies",
+        "{value:.1f} versions on average",
+        "lower rollout.max_staleness, or give engines more GPUs",
+    ),
     _lost_time,
 )
 
