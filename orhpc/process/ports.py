@@ -73,10 +73,11 @@ def hold_port(host: str, port: int | None = None) -> socket.socket:
 
 def stop_listening(holder: socket.socket) -> None:
     """Refuse connections from now on, and keep the port; no effect on a socket that does not listen."""
+    # Cleared first: once it no longer listens, a socket with SO_REUSEADDR shares its port with others.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     # After a shutdown while not listening, the socket would later accept connections already closed.
     if holder.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         holder.shutdown(socket.SHUT_RDWR)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def start_listening(holder: socket.socket, backlog: int = 2048) -> None:
