@@ -8,8 +8,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from orhpc.config.base import Machines, Positive, Seconds, Section
+from orhpc.config.data import DataSettings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from orhpc.config import RolloutSettings
 
 BUNDLED: dict[str, str] = {
@@ -19,6 +22,9 @@ BUNDLED: dict[str, str] = {
     "treasure": "orhpc.environments.treasure:Treasure",
 }
 """Environments that come with the package, by their name in ``environments.NAME.serve``."""
+
+PROMPTS = "orhpc.environments.prompts:Prompts"
+"""The environment class of ``environments.NAME.data``."""
 
 OF_ROLLOUT = (
     "n_samples",
@@ -42,9 +48,12 @@ class EnvironmentSettings(Section):
     ``letters``, ``reasoning-gym``, ``treasure``). Null: the environment is served elsewhere."""
     serve_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment class of ``serve``."""
+    data: DataSettings | None = None
+    """Prompts from a file or dataset, judged by a verifier, instead of an environment of your own. Null:
+    none."""
     replicas: Machines | None = None
-    """Server processes per node with ``serve``, at most ``rollout.workers_per_node``. Null: one for every 64
-    rollouts that a node is expected to have in flight, at most one for every four CPU cores."""
+    """Server processes per node with ``serve`` or ``data``, at most ``rollout.workers_per_node``. Null: one
+    for every 64 rollouts that a node is expected to have in flight, at most one for every four CPU cores."""
     variant: str | None = None
     """Name of the environment class on a server with several. Null: the server has only one."""
     weight: Annotated[float, Field(ge=0)] = 1.0
@@ -54,6 +63,10 @@ class EnvironmentSettings(Section):
     """Task splits to draw training tasks from. ``[]``: the environment is used for evaluation only."""
     num_samples: Positive | None = None
     """Maximum number of tasks per split. Null: all."""
+    order: Literal["shuffled", "easy_first"] = "shuffled"
+    """Order of the training tasks in the first epoch. ``easy_first``: from the first task to the last, each
+    moved at random by at most a tenth of the epoch, for tasks that are sorted by difficulty
+    (``data.difficulty``). Later epochs are shuffled."""
     nonterminal_reward: float | None = None
     """Additional step reward of a rollout that did not reach a terminal state. Null: none."""
     reward_reduction: Literal["sum", "mean", "max", "min"] = "sum"
@@ -107,6 +120,18 @@ class EnvironmentSettings(Section):
         )
 
     @property
+    def is_served(self) -> bool:
+        """Whether the job itself serves the environment."""
+        return self.serve is not None or self.data is not None
+
+    def served(self, data: Path) -> tuple[str, dict[str, Any]]:
+        """Class and options of an environment that the job serves; ``data``: folder of its task files."""
+        if self.data is not None:
+            return PROMPTS, {"folder": str(data), "data": self.data.model_dump(mode="json")}
+        assert self.serve is not None
+        return self.serve, self.serve_options
+
+    @property
     def trains(self) -> bool:
         """Whether training tasks are drawn from this environment."""
         return bool(self.splits) and self.weight > 0
@@ -115,8 +140,8 @@ class EnvironmentSettings(Section):
     def _consistent(self) -> Self:
         if self.url is not None:
             check_server_url(self.url)
-        if self.url and self.serve:
-            raise ValueError("url and serve exclude each other")
+        if sum(map(bool, (self.url, self.serve, self.data))) > 1:
+            raise ValueError("url, serve and data exclude each other")
         if self.serve_options and not self.serve:
             raise ValueError("serve_options need serve")
         if None not in (self.min_reward, self.max_reward) and self.min_reward > self.max_reward:  # type: ignore[operator]

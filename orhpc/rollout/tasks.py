@@ -5,13 +5,17 @@ The data position of a run is therefore a single number, the id of the next grou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from orhpc.errors import ConfigError
 from orhpc.types import Task
+
+_MIXED = 0.1
+"""Share of an epoch by which a task is moved at most, if the easy ones come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,16 @@ class TaskStream:
     """Number of tasks in the split, after any limit."""
     weight: float
     """Relative frequency of groups drawn from this stream."""
+    easy_first: bool = False
+    """Whether the first epoch goes roughly from the first task to the last."""
 
 
-def streams(counts: Mapping[tuple[str, str], int], weights: Mapping[str, float]) -> list[TaskStream]:
+def streams(
+    counts: Mapping[tuple[str, str], int], weights: Mapping[str, float], easy_first: Collection[str] = ()
+) -> list[TaskStream]:
     """One stream per ``(environment, split)``; splits share an environment's weight by task count.
+
+    ``easy_first``: environments whose first epoch goes from the first task to the last.
 
     Raises:
         ConfigError: a split is empty.
@@ -38,7 +48,13 @@ def streams(counts: Mapping[tuple[str, str], int], weights: Mapping[str, float])
             raise ConfigError(f"environments.{environment}.splits: {split!r} has no tasks")
         totals[environment] = totals.get(environment, 0) + count
     return [
-        TaskStream(environment, split, count, weights[environment] * count / totals[environment])
+        TaskStream(
+            environment,
+            split,
+            count,
+            weights[environment] * count / totals[environment],
+            environment in easy_first,
+        )
         for (environment, split), count in sorted(counts.items())
     ]
 
@@ -55,7 +71,7 @@ class TaskSequence:
         self._seed = seed
         self._picked: list[Task] = []
         self._taken = [0] * len(of)
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
+        self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     @property
     def environments(self) -> set[str]:
@@ -78,6 +94,14 @@ class TaskSequence:
         epoch, place = divmod(taken, stream.count)
         if (chosen, epoch) not in self._orders:
             generator = np.random.default_rng([self._seed, chosen, epoch])
-            self._orders[chosen, epoch] = generator.permutation(stream.count)
+            self._orders[chosen, epoch] = _order(stream, epoch, generator)
             self._orders.pop((chosen, epoch - 1), None)
         return Task(stream.environment, stream.split, int(self._orders[chosen, epoch][place]))
+
+
+def _order(stream: TaskStream, epoch: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    if epoch or not stream.easy_first:
+        return generator.permutation(stream.count)
+    # Neighbors in the sorted order differ by one, so no task overtakes one that is a tenth away.
+    places = np.arange(stream.count) + generator.random(stream.count) * _MIXED * stream.count
+    return np.argsort(places, kind="stable")

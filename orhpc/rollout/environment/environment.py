@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import EllipsisType
@@ -52,6 +51,7 @@ from orhpc.rollout.environment.addresses import (
 )
 from orhpc.rollout.environment.call_history import CallHistory
 from orhpc.rollout.environment.deadline import Deadline
+from orhpc.rollout.environment.descriptions import describe_task
 from orhpc.rollout.environment.diagnosis import Diagnosis
 from orhpc.rollout.environment.leaving import SessionDeletions
 from orhpc.rollout.environment.notices import Notices
@@ -62,8 +62,6 @@ from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.types import Task
 
 __all__ = ["Environment", "Session", "ToolResult", "ToolSpec"]
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -390,6 +388,8 @@ class Environment:
             except Refused as refused:
                 raise failure(session._wire, refused) from None
         return answers.group_scores(answer, len(candidates), f"{task.id}: group scoring")
+
+    describe_task = describe_task
 
     async def close(self) -> None:
         """Wait for pending session deletions, then close every connection."""

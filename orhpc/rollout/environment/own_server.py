@@ -24,7 +24,7 @@ class OwnServer:
     """Serves ``environments.NAME.serve`` on loopback inside a ``with`` block."""
 
     def __init__(self, name: str, settings: EnvironmentSettings, folder: Path) -> None:
-        """``folder``: where the server's log is written."""
+        """``folder``: where the server's log is written; with ``data``, also that of the task files."""
         self._listener = hold_port("127.0.0.1")
         port = self._listener.getsockname()[1]
         self.key = secrets.token_urlsafe(32)
@@ -33,8 +33,9 @@ class OwnServer:
         self.log = folder / "environment.log"
         self._name = name
         self._command = [sys.executable, "-m", "orhpc.environments.server"]
-        self._command += ["--environment", str(settings.serve), "--host", "127.0.0.1", "--port", str(port)]
-        self._command += ["--options-json", json.dumps(settings.serve_options), "--key-from-stdin"]
+        environment, options = settings.served(folder)
+        self._command += ["--environment", environment, "--host", "127.0.0.1", "--port", str(port)]
+        self._command += ["--options-json", json.dumps(options), "--key-from-stdin"]
         self._command += ["--listen-fd", str(self._listener.fileno())]
         self._process: subprocess.Popen[bytes] | None = None
         self._read = 0

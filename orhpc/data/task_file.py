@@ -1,0 +1,226 @@
+"""Write the prompts of ``environments.NAME.data`` as task files, which the job's servers read.
+
+    python -m orhpc.data.task_file --settings-json JSON --folder RUN/data/NAME
+
+A task file, ``SPLIT.jsonl``, has one JSON object per line: ``prompt``, ``label`` and, for a verifier
+function, ``row``.  It is written once, before the first attempt; a resumed run has the same tasks in the
+same order, whatever happens to their source.  The program prints one JSON object, as
+:mod:`orhpc.models.hub` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import string
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orhpc.config.data import DataSettings
+from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, PreflightError, policy_of
+from orhpc.models.folders import is_hub_name
+from orhpc.rundir import write_atomic
+
+Row = Mapping[str, Any]
+_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+_SHOWN = 12
+"""Column names in an error."""
+
+
+def write_tasks(settings: DataSettings, folder: Path, setting: str) -> dict[str, tuple[int, int]]:
+    """Write ``SPLIT.jsonl`` for every split, and beside them what they were made from.
+
+    Args:
+        settings: of the environment.
+        folder: is created.
+        setting: name of the settings, for errors.
+
+    Returns:
+        Number of tasks, and of left out duplicates, by split.
+
+    Raises:
+        ConfigError: a source or a column is missing, or a row cannot be used.
+        PreflightError: the package ``datasets`` is missing.
+        OrhpcError: the hub refuses, or cannot be reached.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    counts: dict[str, tuple[int, int]] = {}
+    for split, rows in _splits(settings, setting):
+        tasks = list(_tasks(settings, rows, f"{setting}, split {split}"))
+        if settings.difficulty is not None:
+            tasks.sort(key=lambda task: task[0])
+        lines = [line for _, line in tasks]
+        kept = list(dict.fromkeys(lines)) if settings.deduplicate else lines
+        if not kept:
+            raise ConfigError(f"{setting}: split {split!r} has no rows")
+        write_atomic(folder / f"{split}.jsonl", "".join(f"{line}\n" for line in kept))
+        counts[split] = len(kept), len(lines) - len(kept)
+    # Written last: its presence says that the files are complete.
+    write_atomic(folder / "source.json", json.dumps(settings.source(), indent=1) + "\n")
+    return counts
+
+
+def _tasks(settings: DataSettings, rows: Iterable[Row], where: str) -> Iterator[tuple[float, str]]:
+    """Yield (difficulty, line of the task file) of each row."""
+    for number, row in enumerate(rows, 1):
+        try:
+            task: dict[str, Any] = {"prompt": _prompt(settings.prompt, row)}
+            if settings.label is not None:
+                task["label"] = _column(settings.label, row)
+            if settings.is_function:
+                task["row"] = dict(row)
+            difficulty = 0.0 if settings.difficulty is None else float(_column(settings.difficulty, row))
+            line = json.dumps(task, ensure_ascii=False, default=str)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{where}, row {number}: {error}") from None
+        yield difficulty, line
+
+
+class _Template(string.Formatter):
+    """A format string whose fields are columns."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Row) -> tuple[Any, str]:
+        return _text(_column(field_name, kwargs)), field_name
+
+
+def _prompt(setting: str, row: Row) -> str:
+    return _Template().vformat(setting, (), row) if "{" in setting else _text(_column(setting, row))
+
+
+def _text(value: Any) -> str:
+    """The text of a column: itself, or the user's message of a conversation."""
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    if isinstance(value, Sequence) and all(isinstance(m, Mapping) and "content" in m for m in value):
+        roles = [m.get("role") for m in value]
+        if roles == ["user"]:
+            return str(value[0]["content"])
+        raise ValueError(
+            f"the prompt is a conversation of {', '.join(map(str, roles))}: only one message of the user can "
+            "be used; write a system message to rollout.system_prompt_template"
+        )
+    raise ValueError(f"the prompt is neither text nor a list of messages, but {type(value).__name__}")
+
+
+def _column(name: str, row: Row) -> Any:
+    """The value of a column; dots lead into nested ones."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if isinstance(value, str):  # nested columns of csv files and some datasets are JSON
+            value = json.loads(value)
+        if not isinstance(value, Mapping) or part not in value:
+            known = ", ".join(list(row)[:_SHOWN])
+            raise ValueError(f"there is no column {name!r}; there are: {known}")
+        value = value[part]
+    return value
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+def _splits(settings: DataSettings, setting: str) -> Iterator[tuple[str, Iterable[Row]]]:
+    for split, path in settings.paths.items():
+        source, only = _source(path)
+        if source.is_file() and source.suffix in (".jsonl", ".json"):
+            yield split or "train", _json_rows(source, f"{setting}.path")
+            continue
+        for found, rows in _dataset(source, settings, setting).items():
+            if only is None or found == only:
+                # A mapping names one split; without SPLIT behind the path, the dataset must have just one.
+                yield split or found, rows
+
+
+def _source(path: str) -> tuple[Path, str | None]:
+    """The path, and the split that is written behind it."""
+    if Path(path).exists() or ":" not in path:
+        return Path(path), None
+    name, _, split = path.rpartition(":")
+    return Path(name), split
+
+
+def _json_rows(path: Path, setting: str) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as stream:
+        if path.suffix == ".json":
+            rows = json.load(stream)
+            if not isinstance(rows, list):
+                raise ConfigError(f"{setting}: {path} is not a list of objects")
+            yield from rows
+            return
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{setting}: {path}, line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{setting}: {path}, line {number} is not an object")
+            yield row
+
+
+def _dataset(source: Path, settings: DataSettings, setting: str) -> dict[str, Iterable[Row]]:
+    """The splits of a file, folder or hub dataset that the package ``datasets`` reads."""
+    try:
+        import datasets
+    except ImportError:
+        raise PreflightError(
+            f"{setting}.path: {source} needs the package datasets: pip install 'orhpc[data]'"
+        ) from None
+    datasets.disable_progress_bars()
+    kind = _FORMATS.get(source.suffix)
+    try:
+        if source.is_file() and kind is not None:
+            return dict(datasets.load_dataset(kind, data_files=str(source)))  # type: ignore[arg-type]
+        folder = source if source.is_dir() else _fetched(str(source), settings.revision, setting)
+        return dict(datasets.load_dataset(str(folder), settings.subset))  # type: ignore[arg-type]
+    except OrhpcError:
+        raise
+    except Exception as error:  # noqa: BLE001 - pyarrow, datasets and fsspec raise errors of many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{setting}.path: {source} cannot be read: {reason}") from None
+
+
+def _fetched(name: str, revision: str | None, setting: str) -> Path:
+    if not is_hub_name(name):
+        raise ConfigError(
+            f"{setting}.path: {name}: no such file or folder, and not a dataset (Organization/Name)"
+        )
+    from orhpc.models.hub import fetch_dataset
+
+    return fetch_dataset(name, revision, f"{setting}.path")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the task files of one environment; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m orhpc.data.task_file", description=__doc__)
+    parser.add_argument("--settings-json", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--setting", default="data", help="name of the settings, for errors")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        settings = DataSettings.model_validate_json(options.settings_json)
+        counts = write_tasks(settings, options.folder, options.setting)
+    except OSError as error:
+        return _refused(ConfigError(f"{options.setting}: {error}"))
+    except OrhpcError as error:
+        return _refused(error)
+    for split, (count, left_out) in counts.items():
+        duplicates = f", {left_out} duplicates left out (deduplicate)" if left_out else ""
+        print(f"orhpc: {options.setting}: split {split}: {count} tasks{duplicates}", file=sys.stderr)
+    print(json.dumps({"folder": str(options.folder)}))
+    return EXIT_OK
+
+
+def _refused(error: OrhpcError) -> int:
+    print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+    return policy_of(error).exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Prompts from task files, and the verifiers that judge the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orhpc.config.data import DataSettings
+from orhpc.data.task_file import write_tasks
+from orhpc.environments.prompts import Answer, Prompts
+from orhpc.environments.server import environment_class
+from orhpc.environments.verifiers import equal_expressions, verifier_of
+from orhpc.errors import ConfigError
+
+ROWS = [{"prompt": f"What is {i} + {i}? Grüße", "label": str(2 * i)} for i in range(5)]
+
+
+def served(tmp_path: Path, **settings: Any) -> Any:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS), encoding="utf-8")
+    data = DataSettings(path={"train": str(source), "test": str(source)}, **settings)
+    write_tasks(data, tmp_path / "out", "data")
+    options = {"folder": str(tmp_path / "out"), "data": data.model_dump(mode="json")}
+    return environment_class("orhpc.environments.prompts:Prompts", options)
+
+
+def reward(environment: Any, answer: str, index: int = 3) -> float:
+    async def run() -> float:
+        session: Prompts = environment(await environment.get_task("train", index))
+        return (await session.answer(Answer(text=answer))).reward
+
+    return asyncio.run(run())
+
+
+def test_tasks_are_the_lines_of_the_file(tmp_path: Path) -> None:
+    environment = served(tmp_path, verifier="exact")
+    assert [split.name for split in environment.list_splits()] == ["test", "train"]
+    assert asyncio.run(environment.num_tasks("train")) == len(ROWS)
+    for index, row in enumerate(ROWS):
+        session = environment(asyncio.run(environment.get_task("test", index)))
+        (block,) = asyncio.run(session.get_prompt())
+        assert block.text == row["prompt"]
+    with pytest.raises(IndexError):
+        asyncio.run(environment.get_task("train", len(ROWS)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "expected"),
+    [
+        ({"verifier": "exact"}, " 6\n", 1.0),
+        ({"verifier": "exact"}, "it is 6", 0.0),
+        ({"verifier": "exact", "extract": r"Answer: (\d+)"}, "Answer: 4. No, Answer: 6", 1.0),
+        ({"verifier": "exact", "extract": r"Answer: (\d+)"}, "6", 0.0),
+        ({"verifier": "regex"}, "it is 6.", 1.0),
+        ({"verifier": "regex"}, "it is 7.", 0.0),
+    ],
+)
+def test_texts_are_compared(tmp_path: Path, settings: dict[str, Any], answer: str, expected: float) -> None:
+    assert reward(served(tmp_path, **settings), answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "expected"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", True),
+        (r"\boxed{34}", "34", True),
+        (r"First \boxed{1}, but then \boxed{2}", "2", True),
+        ("The answer is $x^2 + 2x + 1$", "(x+1)^2", True),
+        ("Answer: 17", "17", True),
+        ("17 and then 18", "17", False),
+        ("I do not know", "17", False),
+        ("", "0", False),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
+    ],
+)
+def test_expressions_are_compared(answer: str, label: str, expected: bool) -> None:
+    pytest.importorskip("math_verify")
+    assert equal_expressions(answer, label) is expected
+
+
+def test_a_label_that_is_no_expression_is_an_error() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match="is no mathematical expression"):
+        equal_expressions("1", "")
+
+
+@pytest.mark.slow
+def test_an_expression_that_takes_for_ever_is_wrong_and_later_ones_are_judged(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    judge = verifier_of("math", None)
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(
+            *(judge(a, "9", {}) for a in ["9**9**9**9**9", "9", "$9^{9^{9^{9}}}$", "8"])
+        )
+
+    verdicts = asyncio.run(run())
+    assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 0.0]
+    assert [bool(verdict.note) for verdict in verdicts] == [True, False, True, False]
+    assert asyncio.run(judge("9", "9", {})).reward == 1.0
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_of_the_user_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    name = f"judging_{kind.replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        f"{kind} judge(answer, label, row):\n    return 0.5 * (row['prompt'] in answer) + (label is None)\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    environment = served(tmp_path, verifier=f"{name}:judge", label=None)
+    assert reward(environment, ROWS[3]["prompt"]) == 1.5
+
+
+def test_a_function_that_returns_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judging_wrongly.py").write_text("def judge(answer, label, row):\n    return 'good'\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(TypeError, match="judging_wrongly"):
+        reward(served(tmp_path, verifier="judging_wrongly:judge"), "x")
+
+
+def test_a_missing_function_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere:judge"):
+        served(tmp_path, verifier="nowhere:judge")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"path": ""}, "path is empty"),
+        ({"path": {}}, "path is empty"),
+        ({"path": {"a b": "x"}}, "a split's name"),
+        ({"path": "x", "verifier": "maths"}, "none of math, exact, regex"),
+        ({"path": "x", "label": None}, "needs a label"),
+        ({"path": "x", "extract": "("}, "not a regular expression"),
+        ({"path": "x", "extract": "(a)(b)"}, "one group"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataSettings(**settings)
