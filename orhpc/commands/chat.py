@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orhpc.commands.export import chosen_commit, default_folder, export_commit
-from orhpc.commands.run_state import existing_run
-from orhpc.config.files import load_config
+from orhpc.commands.export import find_model
 from orhpc.errors import ConfigError
 
 
@@ -26,25 +24,17 @@ def chat(options: argparse.Namespace) -> int:
     """Export the commit if that has not been done, then read messages from the terminal or a pipe."""
     if options.max_tokens < 1:
         raise ConfigError(f"--max-tokens: {options.max_tokens} is not a positive number")
-    temperature, folder, trusted = options.temperature, options.folder, False
-    if (folder / "config.json").is_file():
-        if options.step is not None:
-            raise ConfigError(f"--step: {folder} is a model folder and not a run")
-    else:
-        run = existing_run(folder)
-        config = load_config(run.config)
-        name = chosen_commit(run, options.step)
-        folder, trusted = default_folder(run, name), config.model.trust_remote_code
-        if temperature is None:
-            temperature = config.rollout.temperature
-        if not (folder / "config.json").is_file() and (code := export_commit(run, name, folder)):
-            return code
-    temperature = 1.0 if temperature is None else temperature
-    if temperature < 0:
+    temperature = options.temperature
+    if temperature is not None and temperature < 0:
         raise ConfigError(f"--temperature: {temperature:g} is negative")
+    model = find_model(options.folder, options.step)
+    if isinstance(model, int):
+        return model
+    if temperature is None:
+        temperature = model.config.rollout.temperature if model.config is not None else 1.0
     # In a separate process: this one must not load torch.
-    command = [sys.executable, "-m", "orhpc.models.conversation", str(folder)]
+    command = [sys.executable, "-m", "orhpc.models.conversation", str(model.folder)]
     command += ["--max-tokens", str(options.max_tokens), "--temperature", str(temperature)]
     command += ["--system", options.system] if options.system is not None else []
-    command += ["--trust-remote-code"] if trusted else []
+    command += ["--trust-remote-code"] if model.trusted else []
     return subprocess.run(command, check=False).returncode

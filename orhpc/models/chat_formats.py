@@ -26,8 +26,14 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
 """Control tokens of each chat format, by the values of ``model.chat_format``."""
 
 
-def fitting(tokens: Iterable[str]) -> str:
+TEMPLATE = "template"
+"""The chat format of every tokenizer with a chat template to which none of :data:`CONTROL_TOKENS` fits."""
+
+
+def fitting(tokens: Iterable[str], has_template: bool) -> str:
     """Return the one chat format whose control tokens are all in ``tokens``.
+
+    ``has_template``: whether the tokenizer has a chat template, which is enough if no format fits.
 
     Raises:
         ModelError: none fits, or several do; the message says what to do.
@@ -36,8 +42,11 @@ def fitting(tokens: Iterable[str]) -> str:
     found = [name for name, wanted in CONTROL_TOKENS.items() if present.issuperset(wanted)]
     if len(found) == 1:
         return found[0]
+    if not found and has_template:
+        return TEMPLATE
     which = " and ".join(found) or "none"
-    way = "set it to one of them" if found else "for other models write a rollout.custom_agent"
+    other = "the tokenizer has no chat template; add one, or write a rollout.custom_agent"
+    way = "set it to one of them" if found else other
     formats = ", ".join(CONTROL_TOKENS)
     raise ModelError(f"model.chat_format: {which} of {formats} fits the tokenizer's control tokens; {way}")
 
@@ -50,14 +59,24 @@ def check(config: Config, folder: Path | None) -> str:
     Raises:
         ModelError: no chat format fits, and ``rollout.custom_agent`` is not set.
     """
-    if config.rollout.custom_agent is not None:
+    own = config.rollout.custom_agent
+    if own is not None and not own.startswith("slime:"):  # slime's functions get a prompt in the chat format
         return "rollout.custom_agent writes conversations"
     if config.train.replay_rollouts is not None:
         return "recorded rollouts need no chat format"
     if config.model.chat_format != "auto":
         return config.model.chat_format
     tokens = added_tokens(folder) if folder is not None else None
-    return "known once the tokenizer is downloaded" if tokens is None else fitting(tokens)
+    if folder is None or tokens is None:
+        return "known once the tokenizer is downloaded"
+    return fitting(tokens, has_template(folder))
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a tokenizer's files contain a chat template, as transformers saves it."""
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    return bool(_read(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def added_tokens(folder: Path) -> set[str] | None:

@@ -20,10 +20,11 @@ from orhpc.rollout.chat.deepseek import DeepSeek
 from orhpc.rollout.chat.glm import Glm
 from orhpc.rollout.chat.llama3 import Llama3
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
+from orhpc.rollout.chat.template import Template
 
 __all__ = ["TOOLS_PLACE", "AssistantMessage", "ChatFormat", "ToolCall", "chat_format"]
 
-CHAT_FORMATS: dict[str, type[ChatFormat]] = {f.name: f for f in (ChatML, Llama3, DeepSeek, Glm)}
+CHAT_FORMATS: dict[str, type[ChatFormat]] = {f.name: f for f in (ChatML, Llama3, DeepSeek, Glm, Template)}
 """By the values of ``model.chat_format``; control tokens are in :mod:`orhpc.models.chat_formats`."""
 
 
@@ -51,7 +52,9 @@ def chat_format(settings: ModelSettings, tokenizer: Any, *, required: bool = Tru
     """
     try:
         name = settings.chat_format
-        return CHAT_FORMATS[fitting(tokenizer.get_added_vocab()) if name == "auto" else name](tokenizer)
+        if name == "auto":
+            name = fitting(tokenizer.get_added_vocab(), bool(getattr(tokenizer, "chat_template", None)))
+        return CHAT_FORMATS[name](tokenizer)
     except ModelError as error:
         if required:
             raise

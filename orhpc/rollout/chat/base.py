@@ -34,6 +34,9 @@ _PROBE_TOOL = "orhpc_probe"
 _SLOT = "orhpcslot"
 """Prefix of the markers for untrusted text; removed from tool descriptions."""
 
+_ANSWER = "orhpcassistantturn"
+"""Stands for an assistant's turn."""
+
 Conversation = Sequence[dict[str, Any]]
 """Messages in the form that chat templates accept."""
 Functions = Sequence[dict[str, Any]]
@@ -41,7 +44,7 @@ Functions = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class Slot:
     """A place for untrusted text, and how the template transforms it there."""
 
     index: int
@@ -56,6 +59,10 @@ class _Slot:
         if self.strip_right:
             text = text.rstrip()
         return Foreign(json.dumps(text, ensure_ascii=False)[1:-1] if self.as_json else text)
+
+
+Part = str | Slot
+"""A piece of a rendered conversation."""
 
 
 class ChatFormat(ABC):
@@ -188,13 +195,13 @@ class ChatFormat(ABC):
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def _fill(self, parts: tuple[str | _Slot, ...], texts: Sequence[str]) -> list[int]:
+    def _fill(self, parts: tuple[Part, ...], texts: Sequence[str]) -> list[int]:
         safe = [self._plain_markers.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) for text in texts]
         return self.codec.encode([p if isinstance(p, str) else p.fill(safe[p.index]) for p in parts])
 
     def _make_skeleton(
         self, system: str | None, tools: str, thinking: bool, roles: tuple[str, ...] = ("user",)
-    ) -> tuple[str | _Slot, ...]:
+    ) -> tuple[Part, ...]:
         functions = _map_strings(json.loads(tools), self._break_control_text)
         listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
         if system is not None and TOOLS_PLACE in system:
@@ -202,40 +209,41 @@ class ChatFormat(ABC):
         elif functions and not self._takes_tools:
             instructions = self.tool_instructions(listed)
             system, functions = f"{system}\n\n{instructions}" if system else instructions, []
-        messages = [{"role": role, "content": _marker(i)} for i, role in enumerate(roles)]
-        if system is not None and roles[0] == "system":
-            messages[0]["content"] = f"{system}\n\n{_marker(0)}"
-        elif system is not None:
-            messages.insert(0, {"role": "system", "content": system})
+        messages = self._opening(system, roles)
         try:
-            return _parts(self._render(messages, functions, thinking), len(roles))
+            return parts_of(self._render(messages, functions, thinking), len(roles))
         except ModelError as error:
             if not functions:
                 raise
-            _parts(
-                self._render(messages, [], thinking), len(roles)
-            )  # raises ModelError if the tools are not the cause
+            # Raises ModelError if the tools are not the cause.
+            parts_of(self._render(messages, [], thinking), len(roles))
             raise BadAnswer(f"the environment's tools cannot be put into a prompt: {error}") from None
 
-    def _make_results_skeleton(self, count: int, thinking: bool) -> tuple[str | _Slot, ...]:
-        marker = "orhpcassistantturn"
+    def _opening(self, system: str | None, roles: tuple[str, ...]) -> list[dict[str, Any]]:
+        """The first messages, with a marker for the text of each of ``roles``."""
+        messages = [{"role": role, "content": marker(i)} for i, role in enumerate(roles)]
+        if system is not None and roles[0] == "system":
+            messages[0]["content"] = f"{system}\n\n{marker(0)}"
+        elif system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
+
+    def _make_results_skeleton(self, count: int, thinking: bool) -> tuple[Part, ...]:
         results = [
-            {"role": "tool", "content": _marker(i), "name": "tool", "tool_call_id": f"call_{i}"}
+            # Mistral's template wants ids of nine characters.
+            {"role": "tool", "content": marker(i), "name": "tool", "tool_call_id": f"call{i:05d}"}
             for i in range(count)
         ]
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}, *results]
-        _, _, rendered = self._render(messages, [], thinking).rpartition(marker)
-        return _parts(rendered, count)
+        return self._after_answer(results, count, thinking)
 
-    def _make_user_skeleton(self, thinking: bool) -> tuple[str | _Slot, ...]:
-        marker = "orhpcassistantturn"
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": marker},
-            {"role": "user", "content": _marker(0)},
-        ]
-        _, _, rendered = self._render(messages, [], thinking).rpartition(marker)
-        return _parts(rendered, 1)
+    def _make_user_skeleton(self, thinking: bool) -> tuple[Part, ...]:
+        return self._after_answer([{"role": "user", "content": marker(0)}], 1, thinking)
+
+    def _after_answer(self, messages: Conversation, count: int, thinking: bool) -> tuple[Part, ...]:
+        """Render messages that follow an assistant's turn; they have ``count`` markers."""
+        begin = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        _, _, rendered = self._render([*begin, *messages], [], thinking).rpartition(_ANSWER)
+        return parts_of(rendered, count)
 
     def _opens_thought(self, thinking: bool) -> bool:
         last = self._skeleton(None, "[]", thinking)[-1]
@@ -263,7 +271,8 @@ class ChatFormat(ABC):
             ) from None
 
 
-def _marker(index: int) -> str:
+def marker(index: int) -> str:
+    """Stands for the text of a message in a rendered conversation."""
     # The spaces show whether the template strips text, the quotation mark whether it writes JSON.
     return f' {_SLOT}{index}x"x '
 
@@ -271,14 +280,14 @@ def _marker(index: int) -> str:
 _MARKER = re.compile(rf'( ?){_SLOT}(\d+)x(\\?)"x( ?)')
 
 
-def _parts(rendered: str, count: int) -> tuple[str | _Slot, ...]:
+def parts_of(rendered: str, count: int) -> tuple[Part, ...]:
     """Split a rendered text at its markers; raises ModelError if the template lost or repeated one."""
-    parts: list[str | _Slot] = []
+    parts: list[Part] = []
     seen: list[int] = []
     position = 0
     for match in _MARKER.finditer(rendered):
         parts.append(rendered[position : match.start()])
-        slot = _Slot(int(match[2]), not match[1], not match[4], bool(match[3]))
+        slot = Slot(int(match[2]), not match[1], not match[4], bool(match[3]))
         parts.append(slot)
         seen.append(slot.index)
         position = match.end()

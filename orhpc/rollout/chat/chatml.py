@@ -1,17 +1,17 @@
-"""ChatML with Hermes tool calls: Qwen 2, 2.5 and 3, SmolLM2 and related models."""
+"""ChatML with Hermes tool calls: Qwen 2, 2.5, 3 and 3-Coder, SmolLM2 and related models."""
 
 from __future__ import annotations
 
 import json
 
-from orhpc.errors import MalformedToolCall
 from orhpc.models.chat_formats import CONTROL_TOKENS
 from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
-from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, extract_blocks, load_json
+from orhpc.rollout.chat.messages import AssistantMessage
+from orhpc.rollout.chat.tagged_calls import hermes_calls
 
 
 class ChatML(ChatFormat):
-    """``<|im_start|>role`` ... ``<|im_end|>``; calls are JSON between ``<tool_call>`` tags.
+    """``<|im_start|>role`` ... ``<|im_end|>``; calls are JSON or XML between ``<tool_call>`` tags.
 
     The fallback for tokenizers without a template is Qwen3's
     (https://huggingface.co/Qwen/Qwen3-8B, ``tokenizer_config.json``).
@@ -30,15 +30,7 @@ class ChatML(ChatFormat):
     )
 
     def parse_calls(self, text: str) -> AssistantMessage:
-        calls: list[ToolCall | MalformedToolCall] = []
-        outside, written = extract_blocks(text, "<tool_call>", ["</tool_call>"])
-        for call in written:
-            try:
-                value = load_json(call)
-                calls += [call_of(one) for one in (value if isinstance(value, list) else [value])]
-            except MalformedToolCall as error:
-                calls.append(error)
-        return AssistantMessage(outside, tool_calls=calls)
+        return hermes_calls(text)
 
     def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
         system = messages[0]["content"] if messages[0]["role"] == "system" else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.commands import chat, export
+from orhpc.commands import export
 from orhpc.commands.cli import main
 from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_FAILED
@@ -50,8 +50,8 @@ def test_a_folder_that_is_neither_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_failed_export_ends_the_command(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "chosen_commit", lambda run, step: export.CommitName(3, 1))
-    monkeypatch.setattr(chat, "export_commit", lambda run, name, out: 7)
+    monkeypatch.setattr(export, "chosen_commit", lambda run, step: export.CommitName(3, 1))
+    monkeypatch.setattr(export, "export_commit", lambda run, name, out: 7)
     assert main(["chat", str(run.path)]) == 7
 
 

@@ -59,7 +59,14 @@ def test_the_format_read_from_files_equals_the_tokenizers(tmp_path: Path, contro
             assert "\n" not in str(caught.value)
     else:
         assert chat_formats.check(config, folder) == chat_format(config.model, made).name
-    assert set(chat_formats.CONTROL_TOKENS) == set(CHAT_FORMATS)
+    assert {*chat_formats.CONTROL_TOKENS, chat_formats.TEMPLATE} == set(CHAT_FORMATS)
+
+
+def test_a_chat_template_is_enough_for_other_models(tmp_path: Path) -> None:
+    made = tokenizer(GEMMA, "{% for m in messages %}{{ m.content + '<end_of_turn>' }}{% endfor %}")
+    made.save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+    assert chat_formats.check(config, tmp_path) == chat_format(config.model, made).name == "template"
 
 
 @pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
@@ -86,7 +93,7 @@ def test_check_and_launch_refuse_an_unknown_format_in_one_line(
     assert main(["check", *arguments]) == EXIT_PREFLIGHT
     (row,) = (line for line in capsys.readouterr().out.splitlines() if "chat format" in line)
     assert row.startswith("BAD  chat format: model.chat_format: none of chatml")
-    assert row.endswith("for other models write a rollout.custom_agent")
+    assert row.endswith("no chat template; add one, or write a rollout.custom_agent")
     main(["check", *arguments, f"rollout.custom_agent={AGENT}"])
     assert "ok   chat format: rollout.custom_agent writes" in capsys.readouterr().out
     with pytest.raises(ModelError):
