@@ -26,6 +26,7 @@ from pathlib import Path
 
 from orhpc.config import Config, EnvironmentSettings
 from orhpc.config.files import load_config
+from orhpc.data.task_file import write_tasks
 from orhpc.errors import (
     EXIT_FAILED,
     EXIT_OK,
@@ -50,7 +51,9 @@ from orhpc.rollout.environment.rewards import check_custom_reward, reduce_reward
 from orhpc.rollout.environment.session import Session
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.functions import load_function
+from orhpc.rollout.slime import is_for_slime
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
+from orhpc.rollout.try_options import add_try_env
 from orhpc.types import FinishReason, RolloutEnd, Task, Turn
 
 ERROR_EXPLANATIONS = {
@@ -76,11 +79,7 @@ _CONSEQUENCES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="orhpc try-env", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("arguments", nargs="+", metavar="CONFIG | key=value")
-    parser.add_argument("--env", metavar="NAME", help="key in environments; required if there are several")
-    parser.add_argument("--split", help="default: the first training split, or the first evaluation split")
-    parser.add_argument("--task", type=int, default=0, metavar="N", help="index in the split (default: 0)")
-    parser.add_argument("--script", type=Path, metavar="FILE", help="read turns from a file, one per line")
+    add_try_env(parser)
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     with guarded_output():
@@ -150,13 +149,15 @@ async def play(config: Config, name: str | None, split: str | None, index: int, 
     split = split or _first_split(config, name, settings)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orhpc-try-")))
-        own = stack.enter_context(OwnServer(name, settings, folder)) if settings.serve else None
+        if settings.data is not None:
+            write_tasks(settings.data, folder, f"environments.{name}.data")
+        own = stack.enter_context(OwnServer(name, settings, folder)) if settings.is_served else None
         environment = await _open(config, name, settings, own)
         try:
             count = await environment.num_tasks(split)
             if not 0 <= index < count:
                 raise ConfigError(f"--task: split {split!r} has {count} tasks; choose 0 to {count - 1}")
-            where = settings.serve or settings.url or "OpenReward"
+            where = _where(settings)
             print(f"environment {name!r} ({where}), split {split}, task {index} of {count}")
             play_session = _Play(config, name, settings, own)
             async with environment.session(Task(name, split, index)) as session:
@@ -180,6 +181,12 @@ def _chosen(config: Config, name: str | None) -> tuple[str, EnvironmentSettings]
         problem = "there are several" if name is None else f"there is no {name!r}"
         raise ConfigError(f"--env: {problem}: choose one of {', '.join(known)}")
     return name, known[name]
+
+
+def _where(settings: EnvironmentSettings) -> str:
+    if settings.data is not None:
+        return f"{settings.data.verifier}: {', '.join(settings.data.paths.values())}"
+    return settings.serve or settings.url or "OpenReward"
 
 
 def _first_split(config: Config, name: str, settings: EnvironmentSettings) -> str:
@@ -320,6 +327,9 @@ class _Play:
         return EXIT_FAILED if self._problems else EXIT_OK
 
     async def _show_custom_reward(self, name: str, end: RolloutEnd, reward: float | None) -> None:
+        if is_for_slime(name):
+            print(f"--- {name}: not called here, because it judges tokens of a model")
+            return
         function: Callable[..., object] = load_function(name, "rollout.custom_reward")
         request = RolloutRequest("0.0", 0, 0, Task(self._name, "", 0), 0)
         rollout = self._builder.rollout(request, end, reward=reward, error=None, seconds=0.0, limit=1)
