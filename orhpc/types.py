@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from orhpc.config.base import Positive, Section
+from orhpc.config.base import NonNegative, Positive, Section, one_of_or_function
+
+ADVANTAGES = ("group", "leave_one_out", "batch", "group_then_batch")
+"""Values of ``algorithm.advantage`` that are not functions."""
 
 
 class CorrectionSettings(Section):
@@ -38,12 +41,42 @@ class CorrectionSettings(Section):
         return self
 
 
-class AlgorithmSettings(Section):
-    """The loss: GRPO and related losses. Formulas and sources are in orhpc.train.loss.grpo."""
+class OverlongSettings(Section):
+    """Reward penalty for rollouts that come close to a length limit: the soft overlong punishment of DAPO
+    (arXiv:2503.14476, eq. 13). Recorded rewards and ``reward_mean`` do not include it.
 
+    A rollout of more than ``max_tokens - buffer_tokens`` sampled tokens loses a part of ``penalty`` that
+    grows linearly, up to all of it at ``max_tokens``.
+    """
+
+    buffer_tokens: NonNegative = 0
+    """Width of the interval in which the penalty grows, in sampled tokens. 0: no penalty."""
+    max_tokens: Positive | None = None
+    """Number of sampled tokens from which on the whole penalty applies. Null:
+    ``rollout.max_response_tokens``, the limit of one turn."""
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Largest amount that is subtracted from a reward."""
+
+
+class AlgorithmSettings(Section):
+    """Advantages and loss. Formulas and sources are in orhpc.train.loss.advantages and
+    orhpc.train.loss.grpo."""
+
+    advantage: str = "group"
+    """What a rollout's reward is compared with. ``group``: the mean of its prompt group (GRPO,
+    arXiv:2402.03300). ``leave_one_out``: the mean of the other rollouts of its group (RLOO,
+    arXiv:2402.14740). ``batch``: the mean of the step (REINFORCE++, arXiv:2501.03262).
+    ``group_then_batch``: the mean of its group; then advantages are normalized over the step (REINFORCE++
+    with baseline). ``package.module:function``: a function of a list of ``orhpc.types.PromptGroup`` that
+    returns, for each, one number per trainable rollout."""
     normalise_advantage: bool = True
-    """Divide advantages by the standard deviation of the group's rewards. False together with
-    ``normalise_loss: constant`` is Dr.GRPO (arXiv:2503.20783)."""
+    """Divide advantages by a standard deviation: of the group's rewards with ``group`` and
+    ``leave_one_out``, of the step with ``batch`` and ``group_then_batch``. Not used with a function. False
+    together with ``normalise_loss: constant`` is Dr.GRPO (arXiv:2503.20783); published RLOO uses false."""
+    overlong: OverlongSettings = OverlongSettings()
+    mask_truncated: bool = False
+    """Do not train on rollouts that were cut off at a length limit; their rewards still count for the
+    advantages of their group (overlong filtering of DAPO, arXiv:2503.14476, section 3.4)."""
     loss: Literal["grpo", "gspo", "cispo"] = "grpo"
     """Policy loss: GRPO (arXiv:2402.03300), GSPO (arXiv:2507.18071) or CISPO (arXiv:2506.13585)."""
     eps_clip: Annotated[float, Field(gt=0)] = 0.2
@@ -62,11 +95,15 @@ class AlgorithmSettings(Section):
     uses the largest number of tokens that the policy may sample for one sample."""
     use_kl_loss: bool = False
     """Add a KL penalty against the model of ``model.path``, whose frozen copy takes additional memory."""
+    use_kl_reward: bool = False
+    """Subtract the KL penalty from the rewards instead: a token's advantage is lowered by ``kl_coef`` times
+    the sum, over it and all later sampled tokens of the rollout, of log p - log p_ref (arXiv:2203.02155,
+    equation 2; arXiv:2501.03262). Advantages are normalized before."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL penalty."""
     kl_type: Literal["k1", "k2", "k3", "k3_clamped"] = "k3"
-    """Estimator of the KL divergence (Schulman 2020, "Approximating KL Divergence"). ``k3_clamped``: bounded
-    to 10 per token."""
+    """Estimator of the KL divergence with ``use_kl_loss`` (Schulman 2020, "Approximating KL Divergence").
+    ``k3_clamped``: bounded to 10 per token."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus. 0: off."""
     use_tis: bool = False
@@ -79,10 +116,26 @@ class AlgorithmSettings(Section):
     """Forward pass for the log-probabilities at the start of the step. ``auto``: skipped if there is one
     mini-batch per step, because they then equal the current ones. ``always``: never skipped."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the model of ``model.path`` is kept beside the one that is trained."""
+        return self.use_kl_loss or self.use_kl_reward
+
+    @field_validator("advantage")
+    @classmethod
+    def _known_advantage(cls, value: str) -> str:
+        return one_of_or_function(value, ADVANTAGES)
+
     @model_validator(mode="after")
     def _one_correction(self) -> Self:
         if self.use_tis and self.correction.mode != "none":
             raise ValueError("use_tis and correction.mode exclude each other")
+        return self
+
+    @model_validator(mode="after")
+    def _one_penalty(self) -> Self:
+        if self.use_kl_loss and self.use_kl_reward:
+            raise ValueError("use_kl_loss and use_kl_reward exclude each other")
         return self
 
     @model_validator(mode="after")

@@ -23,14 +23,12 @@ reward.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,14 +46,13 @@ from orhpc.process.user_code import user_error
 from orhpc.rollout import turn_calls
 from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.environment.rewards import call_custom_reward, reduce_rewards
-from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, fit_results, longest_text
+from orhpc.rollout.fitting import fit_results, longest_text
 from orhpc.rollout.functions import load_function
+from orhpc.rollout.slime import SlimeReward, is_for_slime, load_generate, load_reward
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
+from orhpc.rollout.turn_sampling import open_prompt, sample_turn, turn_seed
 from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from orhpc.wire.routes import RouteShape
-
-_MAX_PAUSE_S = 1.0
-"""Maximum pause between two requests to an engine that aborts without a token because it is paused."""
 
 
 class Generate(Protocol):
@@ -110,6 +107,7 @@ class AgentContext:
     reward: Callable[[Rollout], float | Awaitable[float]] | None = None
     tokenizer: Any = None
     """transformers' tokenizer from the policy's folder."""
+    evaluation: bool = False
 
 
 AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
@@ -126,7 +124,7 @@ class Agent:
     vocabulary: int | None
     """Number of token ids that the model has; None: its config does not say."""
     function: AgentFunction
-    reward: Callable[[Rollout], float | Awaitable[float]] | None
+    reward: Callable[[Rollout], float | Awaitable[float]] | SlimeReward | None
     _attempts: Iterator[int]
     tokenizer: Any = None
 
@@ -150,8 +148,9 @@ class Agent:
             sampling=request.sampling,
             stopping=stopping,
             record_routes=self.config.rollout.record_routes and not request.evaluation,
-            reward=self.reward,
+            reward=self._reward_in(environment),
             tokenizer=self.tokenizer,
+            evaluation=request.evaluation,
         )
         which = RolloutRequest(
             id=f"{request.id}.{sample}",
@@ -169,6 +168,24 @@ class Agent:
             if self.config.rollout.custom_agent is None:
                 raise
             raise user_error(f"rollout.custom_agent: {self.config.rollout.custom_agent}", error) from error
+
+    @property
+    def group_reward(self) -> SlimeReward | None:
+        """The reward function, if it takes the rollouts of a whole group."""
+        return self.reward if isinstance(self.reward, SlimeReward) and self.reward.takes_group else None
+
+    def _reward_in(
+        self, environment: AgentEnvironment
+    ) -> Callable[[Rollout], float | Awaitable[float]] | None:
+        """The reward function of one rollout."""
+        if not isinstance(self.reward, SlimeReward):
+            return self.reward
+        return zero if self.reward.takes_group else self.reward.of(environment)
+
+
+def zero(rollout: Rollout) -> float:
+    """The reward of a rollout until ``rollout.custom_reward`` has judged its group."""
+    return 0.0
 
 
 def load_agent(config: Config, model_dir: str) -> Agent:
@@ -196,22 +213,30 @@ def load_agent(config: Config, model_dir: str) -> Agent:
     if settings.record_routes and routes is None:
         raise ConfigError("rollout.record_routes: the model is dense, it has no expert routes")
     custom, reward = settings.custom_agent, settings.custom_reward
+    function: AgentFunction = run_rollout
+    if custom is not None:
+        function = (
+            load_generate(custom, config, model_dir)
+            if is_for_slime(custom)
+            else load_function(custom, "rollout.custom_agent")
+        )
+    judge = None
+    if reward is not None:
+        judge = (
+            load_reward(reward, config, model_dir, tokenizer)
+            if is_for_slime(reward)
+            else load_function(reward, "rollout.custom_reward")
+        )
     return Agent(
         config=config,
-        chat=chat_format(config.model, tokenizer, required=custom is None),
+        chat=chat_format(config.model, tokenizer, required=custom is None or is_for_slime(custom)),
         route_shape=routes,
         vocabulary=vocabulary_of(model),
-        function=load_function(custom, "rollout.custom_agent") if custom else run_rollout,
-        reward=load_function(reward, "rollout.custom_reward") if reward else None,
+        function=function,
+        reward=judge,
         _attempts=itertools.count(),
         tokenizer=tokenizer,
     )
-
-
-def turn_seed(seed: int, turn: int, resumed: int = 0) -> int:
-    """Seed of one generation, below 2**31: a stable hash, so that a rollout can be reproduced."""
-    digest = hashlib.blake2b(f"{seed}/{turn}/{resumed}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) & 0x7FFF_FFFF
 
 
 async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout:
@@ -264,10 +289,10 @@ async def _converse(
     context: AgentContext, request: RolloutRequest, session: AgentSession, builder: RolloutBuilder
 ) -> RolloutEnd:
     """Fill the builder turn by turn; returns why the rollout ended."""
-    await _open(context, session, builder)
+    await open_prompt(context, session, builder)
     nudges = 0
     for number in range(context.settings.max_turns):
-        finish = await _sample(context, request, builder, number)
+        finish = await sample_turn(context, request, builder, number)
         if finish is not FinishReason.STOP:
             return RolloutEnd.LENGTH if finish is FinishReason.LENGTH else RolloutEnd.ABORTED
         message = context.chat.parse(builder.sampled, thinking=context.rollout.thinking)
@@ -309,77 +334,3 @@ def _nudge(context: AgentContext, builder: RolloutBuilder, number: int) -> bool:
     builder.add_context(ids)
     builder.add_message("user", text)
     return True
-
-
-async def _open(context: AgentContext, session: AgentSession, builder: RolloutBuilder) -> None:
-    rollout = context.rollout
-    full = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
-    conversation = tuple((role, text[: longest_text(rollout)]) for role, text in full)
-
-    def render() -> list[int]:
-        return context.chat.prompt_ids(
-            conversation,
-            system=rollout.system_prompt_template,
-            tools=session.tools,
-            thinking=rollout.thinking,
-        )
-
-    long = sum(len(text) for _, text in conversation) > OFF_LOOP_CHARACTERS
-    ids = await asyncio.to_thread(render) if long else render()
-    builder.add_context(ids)
-    if rollout.system_prompt_template is not None:
-        builder.add_message("system", rollout.system_prompt_template)
-    for role, text in conversation:
-        builder.add_message(role, text)
-    if conversation != full:
-        size = sum(len(text) for _, text in full)
-        raise PromptTooLong(f"the prompt has {size} characters, too many for rollout.max_total_tokens")
-    if len(ids) >= rollout.max_total_tokens:
-        raise PromptTooLong(
-            f"the prompt has {len(ids)} tokens, rollout.max_total_tokens is {rollout.max_total_tokens}"
-        )
-
-
-async def _sample(
-    context: AgentContext, request: RolloutRequest, builder: RolloutBuilder, number: int
-) -> FinishReason:
-    """Sample one turn, resuming it after aborts; returns its finish reason."""
-    wanted = min(context.sampling.max_new_tokens, context.rollout.max_total_tokens - len(builder.tokens))
-    stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids)))
-    resumed, pause_s = 0, 0.02
-    while True:
-        sampling = replace(
-            context.sampling,
-            max_new_tokens=wanted,
-            stop_token_ids=stops,
-            seed=turn_seed(request.seed, number, resumed),
-        )
-        try:
-            with builder.waiting("engine"):
-                generation = await context.generate(
-                    builder.tokens,
-                    sampling,
-                    rid=f"{request.id}.{request.attempt}.{number}.{resumed}",
-                    affinity=request.id,
-                    routes_start=builder.routes.rows if context.record_routes else None,
-                )
-        except PromptTooLong:
-            if not builder.turns:
-                raise
-            return FinishReason.LENGTH  # the engine's context is shorter than the rollout's limit
-        builder.add_sampled(generation, limit=wanted, first=resumed == 0)
-        wanted -= len(generation.tokens_N)
-        finish = generation.finish_reason
-        if finish is FinishReason.ABORT and not context.stopping():
-            if wanted:
-                if not len(generation.tokens_N):
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-                resumed += 1
-                continue
-            finish = builder.turns[-1].finish_reason = FinishReason.LENGTH
-        if finish is not FinishReason.STOP:
-            builder.add_message(
-                "assistant", context.chat.codec.decode(builder.sampled), unfinished=str(finish)
-            )
-        return finish

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from orhpc.config import RolloutSettings
-from orhpc.errors import InfraError, StopRequested
+from orhpc.errors import InfraError, StopRequested, UserCodeError
+from orhpc.rollout.group_filter import GroupFilter
 from orhpc.rollout.group_watch import GroupWatch
 from orhpc.rollout.tasks import TaskSequence
 from orhpc.types import GroupRequest, PromptGroup, RolloutEnd, Sampling
@@ -73,6 +74,7 @@ class Producer:
         position: Position | None = None,
         finished: Sequence[PromptGroup] = (),
         per_environment: Mapping[str, RolloutSettings] | None = None,
+        keep: GroupFilter | None = None,
     ) -> None:
         """Args:
         settings: batch size, samples, filters, staleness.
@@ -82,6 +84,7 @@ class Producer:
         position: of the commit from which the run resumes.
         finished: groups that an earlier attempt finished and no step has trained on.
         per_environment: rollout settings of environments that override the run's.
+        keep: says of a finished group whether it is trained on; None: it always is.
         """
         position = position or Position()
         self._settings = settings
@@ -99,12 +102,17 @@ class Producer:
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._worker_of: dict[int, int] = {}
         self._dropped = StepGroups([])
+        # Too stale to train on: in this step, in the last one, and those that have had a second try.
+        self._stale: list[int] = []
+        self._again: list[int] = []
+        self._tried_again: set[int] = set()
         self._version = 0
         self._open = False
         self._wanted = self._budget = 0
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._watch = GroupWatch(settings)
+        self._keep = keep
 
     @property
     def notices(self) -> list[str]:
@@ -115,7 +123,8 @@ class Producer:
     @property
     def position(self) -> Position:
         """Stored in a commit: a resumed run regenerates exactly the groups that were not trained on."""
-        return Position(self._next, tuple(sorted({*self._requeued, *self._ready, *self._in_flight})))
+        pending = {*self._requeued, *self._ready, *self._in_flight, *self._stale, *self._again}
+        return Position(self._next, tuple(sorted(pending)))
 
     async def collect(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
         """Wait for the next step's groups.
@@ -135,6 +144,10 @@ class Producer:
         self._wanted = math.ceil(batch * self._settings.oversample) + ahead
         self._budget = math.ceil(batch * self._settings.oversample) + batch * self._settings.max_refills
         self._open = True
+        # The last step's record, which frees a group's first rollouts, is written by now.
+        self._requeued += self._again
+        self._tried_again.update(self._again)
+        self._again = []
         try:
             self._drop_stale()
             self._fill()
@@ -161,20 +174,23 @@ class Producer:
         self._fill()
         return step_groups
 
-    def _abandon(self, *, keep: bool = True) -> dict[int, asyncio.Task[None]]:
-        """Cancel the local tasks of all groups in flight; ``keep``: their ids stay pending."""
+    def _abandon(self) -> dict[int, asyncio.Task[None]]:
+        """Cancel the local tasks of all groups in flight; their ids stay pending."""
         in_flight, self._in_flight = self._in_flight, {}
         self._watch.abandoned(in_flight)
         for group_id, task in in_flight.items():
             task.cancel()
             self._load[self._worker_of.pop(group_id)] -= 1
-            if keep:
-                self._requeued.append(group_id)
+            self._requeued.append(group_id)
         return in_flight
 
     async def cancel(self) -> None:
-        """Cancel all groups in flight; they stay pending unless oversampling started a surplus of groups."""
-        in_flight = self._abandon(keep=self._settings.oversample == 1.0)
+        """Cancel all groups in flight; they stay pending, and are started again before any other.
+
+        If the surplus of oversampling were dropped instead, the tasks with the longest rollouts would never
+        be trained on.
+        """
+        in_flight = self._abandon()
         if not in_flight:
             return
         await asyncio.gather(*in_flight.values(), return_exceptions=True)
@@ -186,11 +202,9 @@ class Producer:
             [self._ready.pop(i) for i in ids], self._dropped.dropped, self._dropped.reasons
         )
         self._dropped = StepGroups([])
-        if (
-            not step_groups.groups
-            and step_groups.reasons["failed"]
-            and not step_groups.reasons["equal_rewards"]
-        ):
+        self._again, self._stale = self._stale, []
+        filtered = step_groups.reasons["equal_rewards"] + step_groups.reasons["filtered"]
+        if not step_groups.groups and step_groups.reasons["failed"] and not filtered:
             worst = Counter(g.task.environment for g in step_groups.dropped).most_common(1)[0][0]
             error = self._watch.failure(worst)
             raise type(error)(
@@ -245,7 +259,10 @@ class Producer:
         self._worker_of.pop(request.id, None)
         self._load[worker] -= 1
         self._failure = self._watch.finished(group, len(self._tasks.environments)) or self._failure
-        self._accept_or_drop(group)
+        try:
+            self._accept_or_drop(group)
+        except UserCodeError as error:
+            self._failure = error
         self._fill()
         self._changed.set()
 
@@ -263,20 +280,27 @@ class Producer:
             return "failed"
         if self._settings.filter == "equal_rewards" and len(set(group.rewards)) == 1:
             return "equal_rewards"
-        if group.min_version < self._version - self._settings.max_staleness:
-            return "stale"
-        return None
+        if self._keep is not None and not self._keep(group):
+            return "filtered"
+        return "stale" if self._is_stale(group) else None
+
+    def _is_stale(self, group: PromptGroup) -> bool:
+        return group.min_version < self._version - self._settings.max_staleness
 
     def _drop_stale(self) -> None:
         for group in list(self._ready.values()):
-            if self._drop_reason(group) == "stale":
+            if self._is_stale(group):
                 del self._ready[group.id]
                 self._drop(group, "stale")
 
     def _drop(self, group: PromptGroup, reason: str) -> None:
         self._dropped.dropped.append(group)
         self._dropped.reasons[reason] += 1
-        if reason != "equal_rewards":
+        if reason == "stale" and group.id not in self._tried_again:
+            # Otherwise the tasks with the longest rollouts would be trained on less often than others.
+            self._stale.append(group.id)
+            log.info("group %d (%s) is too stale: it is generated again", group.id, group.task.id)
+        elif reason not in ("equal_rewards", "filtered"):
             log.warning("group %d (%s) is not trained on: %s", group.id, group.task.id, reason)
 
 

@@ -73,6 +73,10 @@ class RolloutWorker:
         self._gate = asyncio.Semaphore(config.rollout.max_concurrent)
         self._stopping = False
 
+    def __repr__(self) -> str:
+        """Ray begins this process's lines in the driver's log with it."""
+        return f"worker {self._index}"
+
     async def open(self) -> None:
         """Connect to environments and load the tokenizer; :meth:`connect` follows.
 
@@ -228,10 +232,13 @@ class RolloutWorker:
         """Add the environment's group scores to the finished rollouts, if it supports them."""
         environment = self._environments[task.environment]
         finished = [i for i, r in enumerate(rollouts) if r.end.trainable]
-        if not environment.supports_score_group or not finished:
+        if not finished:
             return
-        if self._config.rollout.custom_reward is not None:
-            return  # the function's result replaces the environment's rewards, this one too
+        if self._config.rollout.custom_reward is not None:  # it replaces the environment's rewards
+            await self._reward_group(environment, [rollouts[i] for i in finished])
+            return
+        if not environment.supports_score_group:
+            return
         try:
             scores = await environment.score_group(task, [rollouts[i].messages for i in finished])
         except (InfraError, BadTask) as error:
@@ -244,6 +251,30 @@ class RolloutWorker:
                 rollouts[i] = with_group_score(rollouts[i], score, settings)
             except BadTask as error:
                 _fail(rollouts[i], error)
+
+    async def _reward_group(self, environment: Environment, finished: list[Rollout]) -> None:
+        """Let ``rollout.custom_reward`` judge a whole group, if it is a function of groups.
+
+        Raises:
+            UserCodeError: the function has raised for every group so far.
+        """
+        function = self._agent.group_reward
+        if function is None:
+            return
+        settings = self._config.environments[finished[0].task.environment]
+        health = self._health.setdefault(function.name, Health())
+        try:
+            rewards = await function.of_group(environment, finished, settings)
+        except (InfraError, BadTask, UserCodeError) as error:
+            if isinstance(error, UserCodeError):
+                environment.notices.report_once(("user code", error.trace), str(error))
+            health.should_retry(error, 0, 0)
+            for rollout in finished:
+                _fail(rollout, error)
+            return
+        health.succeeded()
+        for rollout, reward in zip(finished, rewards, strict=True):
+            rollout.reward = reward
 
     def _summary(self, rollout: Rollout) -> RolloutSummary:
         versions = rollout.versions_T[rollout.loss_mask_T]

@@ -1,9 +1,8 @@
 """Rollouts in HDF5: one indexed file per worker and step, with everything needed to train on them again.
 
 Token arrays of all rollouts are concatenated in flat datasets; ``index`` has one row per rollout with its
-offset in them, so one rollout is read without the others.  A file appears under its name only when it is
-complete, and ends with the SHA-256 of its content, so that a changed byte is an error and not different
-training data.  The checksum is verified once in each process, before HDF5 opens the file.
+offset in them, so one rollout is read without the others.  Files are complete and checked
+(:mod:`orhpc.rundir.sealed_hdf5`).
 
     write_rollouts(path, rollouts, trained=ids)
     with RolloutFile(path) as record:
@@ -12,14 +11,10 @@ training data.  The checksum is verified once in each process, before HDF5 opens
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
-import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,18 +22,14 @@ from typing import Any, Self
 import h5py
 import numpy as np
 
-from orhpc.errors import RecordError, StorageRefused
+from orhpc.errors import RecordError
 from orhpc.process.secrets import redact, redact_strings
 from orhpc.process.terminal import safe
-from orhpc.rundir.storage import is_refusal, refusals
+from orhpc.rundir.sealed_hdf5 import open_hdf5, read_dataset, write_dataset, write_hdf5
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
 from orhpc.wire.routes import RouteShare
 
 FORMAT = "orhpc-rollouts-2"
-_SEAL = b"orhpc-sha256:"
-"""Marker between HDF5's data and the checksum; HDF5 ignores both."""
-_READ_BYTES = 1 << 20
-_MAX_VERIFIED = 4096
 _ENDS = list(RolloutEnd)
 _INDEX = np.dtype(
     [
@@ -75,112 +66,7 @@ def write_rollouts(
         StorageRefused: the filesystem refuses writes; no file appears at ``path``.
         OSError: the file cannot be written for another reason; no file appears at ``path``.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with refusals("rollouts cannot be written"):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _Target(temporary, "w+") as target:
-                with target.reporting_failure():
-                    with h5py.File(target, "w") as file:
-                        file.attrs["format"] = FORMAT
-                        _write(file, rollouts, frozenset(trained), routes)
-                    size = target.seek(0, os.SEEK_END)
-                    target.write(_SEAL + _digest(target.fileno(), size))
-                os.fsync(target.fileno())
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-class _Target(FileIO):
-    """A file whose first failed write is raised only after HDF5 has closed it.
-
-    HDF5 reads back its own data and crashes the process if it cannot close a file because the disk is full
-    (HDF5 2.0.0, seen when creating a dataset of strings and at exit).  Therefore the content moves to memory
-    at the first failed write, so that HDF5 can finish; the file itself is then discarded.
-    """
-
-    _failed: OSError | None = None
-
-    @contextlib.contextmanager
-    def reporting_failure(self) -> Iterator[None]:
-        """Raise the OSError of the first failed write when the block ends."""
-        try:
-            yield
-        except Exception:
-            if self._failed is None:
-                raise
-        if self._failed is not None:
-            raise self._failed
-
-    def write(self, data: Any, /) -> int:
-        """Write all data; after the first failure, to memory."""
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        while rest:
-            try:
-                rest = rest[self._write_some(rest) :]
-            except OSError as error:
-                self._continue_in_memory(error)
-        return size
-
-    def truncate(self, size: int | None = None, /) -> int:
-        """Truncate the file; after the first failure, the copy in memory."""
-        try:
-            return super().truncate(size)
-        except OSError as error:
-            self._continue_in_memory(error)
-            return super().truncate(size)
-
-    def _write_some(self, data: memoryview) -> int:
-        return super().write(data)
-
-    def _continue_in_memory(self, error: OSError) -> None:
-        """Replace the file by an anonymous one in memory with the same content and position."""
-        if self._failed is not None:
-            raise error
-        self._failed = error
-        own, position = self.fileno(), self.tell()
-        memory = os.memfd_create("orhpc-record")
-        try:
-            at = 0
-            while block := os.pread(own, 1 << 20, at):
-                at += os.pwrite(memory, block, at)
-            os.lseek(memory, position, os.SEEK_SET)
-            os.dup2(memory, own, inheritable=False)
-        finally:
-            os.close(memory)
-
-
-def _digest(descriptor: int, size: int) -> bytes:
-    """SHA-256 of the first ``size`` bytes of an open file."""
-    digest, at = hashlib.sha256(), 0
-    while at < size and (block := os.pread(descriptor, min(_READ_BYTES, size - at), at)):
-        digest.update(block)
-        at += len(block)
-    return digest.digest()
-
-
-_verified: dict[tuple[int, int, int, int], None] = {}
-"""Files that this process has verified: device, inode, size and time of change."""
-
-
-def _verify_checksum(path: Path) -> None:
-    """Raise RecordError if the file's checksum is wrong."""
-    with path.open("rb", buffering=0) as file:
-        about = os.fstat(file.fileno())
-        key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
-        if key in _verified:
-            return
-        size = about.st_size - len(_SEAL) - hashlib.sha256().digest_size
-        end = os.pread(file.fileno(), about.st_size, size) if size > 0 else b""
-        if not end.startswith(_SEAL) or end != _SEAL + _digest(file.fileno(), size):
-            raise RecordError(
-                f"{path}: wrong checksum: the file is damaged, or was written by an earlier release"
-            )
-    if len(_verified) >= _MAX_VERIFIED:
-        del _verified[next(iter(_verified))]
-    _verified[key] = None
+    write_hdf5(path, FORMAT, lambda file: _write(file, rollouts, frozenset(trained), routes))
 
 
 def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str], routes: bool) -> None:
@@ -215,18 +101,10 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
     for name, kind in _FLAT.items():
         arrays = [getattr(r, f"{name}_T") for r in rollouts]
         flat = np.concatenate(arrays).astype(kind) if arrays else np.zeros(0, kind)
-        _flat_dataset(file, name, flat)
+        write_dataset(file, name, flat)
     recorded = [r.routes for r in rollouts if routes and r.routes is not None]
     if recorded:
-        _flat_dataset(file, "routes", np.concatenate(recorded))
-
-
-def _flat_dataset(file: h5py.File, name: str, data: np.ndarray[Any, Any]) -> None:
-    if data.size:
-        chunks = (min(len(data), 65536), *data.shape[1:])
-        file.create_dataset(name, data=data, chunks=chunks, shuffle=True, compression="lzf", fletcher32=True)
-    else:
-        file.create_dataset(name, data=data)
+        write_dataset(file, "routes", np.concatenate(recorded))
 
 
 class RolloutFile:
@@ -236,18 +114,9 @@ class RolloutFile:
         """Raise RecordError if the file is missing, damaged or not a record, and StorageRefused if the
         filesystem refuses to read it."""
         self.path = Path(path)
-        try:
-            _verify_checksum(self.path)
-            self._file = h5py.File(self.path, "r")
-        except OSError as error:
-            if is_refusal(error):
-                raise StorageRefused(f"{self.path}: {error}") from None
-            reason = "no such file" if not self.path.exists() else f"not a readable HDF5 file ({error})"
-            raise RecordError(f"{self.path}: {reason}") from None
-        if self._file.attrs.get("format") != FORMAT:
-            self._file.close()
-            raise RecordError(f"{self.path}: not a rollout record of format {FORMAT}")
+        self._file = open_hdf5(self.path, FORMAT)
         self._index = self._read("index", slice(None))
+        self._columns: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +124,9 @@ class RolloutFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def __len__(self) -> int:
@@ -327,6 +199,10 @@ class RolloutFile:
             seconds=float(entry["seconds"]),
         )
 
+    def messages(self, row: int) -> str:
+        """The transcript of one rollout as JSON, as it was written."""
+        return self._text("messages", row)
+
     def _task(self, row: int) -> Task:
         return Task(
             self._text("environment", row), self._text("split", row), int(self._index[row]["task_index"])
@@ -341,16 +217,16 @@ class RolloutFile:
         return None if math.isnan(reward) else reward
 
     def _text(self, name: str, row: int) -> str:
-        value = self._read(name, row)
+        if name == "messages":  # as large as all the rest together
+            value = self._read(name, row)
+        else:  # a read of all rows takes hardly longer than one of a single row
+            if name not in self._columns:
+                self._columns[name] = self._read(name, slice(None))
+            value = self._columns[name][row]
         return value.decode() if isinstance(value, bytes) else str(value)
 
     def _read(self, name: str, at: int | slice | tuple[slice, list[int]]) -> Any:
-        try:
-            dataset = self._file[name]
-            assert isinstance(dataset, h5py.Dataset)
-            return dataset[at]
-        except (OSError, KeyError, AssertionError) as error:
-            raise RecordError(f"{self.path}: {name} cannot be read: {error}") from None
+        return read_dataset(self._file, self.path, name, at)
 
 
 def read_arrays(

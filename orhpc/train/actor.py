@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
+from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.train.backend import Backend
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
@@ -38,6 +40,7 @@ from orhpc.train.sleep.residence import OffloadManager, asleep_bytes, memory
 from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
+from orhpc.train.trained_tokens import TrainedTokens
 from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.train.weights.rank_sync import RankSync
@@ -86,6 +89,11 @@ class TrainerRank:
         self._held: socket.socket | None = None
         self._stop = threading.Event()
         self._whole_at = 0
+        self._trained: dict[str, TrainedRollout] = {}
+
+    def __repr__(self) -> str:
+        """Ray begins this process's lines in the driver's log with it."""
+        return f"trainer {self.rank}"
 
     @property
     def backend(self) -> Backend:
@@ -181,14 +189,30 @@ class TrainerRank:
         InfraError, DataError.  ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
         """
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
+        tokens = TrainedTokens()
+        self._trained = {}
         with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
-            passes = StepPasses(self.backend, self.config.algorithm, self.load_batch, report)
+            passes = StepPasses(self.backend, self.config.algorithm, self.load_batch, report, tokens)
             prepared = passes.prepare(minibatches)
             for index, minibatch in enumerate(minibatches):
                 # After the first optimizer step the state belongs to no weight version: finish the step.
                 between = StopBetween(self._stop) if index == 0 else NeverStop()
                 passes.update(minibatch, prepared[index], between)
+            self._trained = tokens.rollouts()
             return report.reduced()
+
+    def take_trained(self) -> dict[str, TrainedRollout]:
+        """Return what the last step computed for this rank's rollouts, by id, and forget it."""
+        trained, self._trained = self._trained, {}
+        return trained
+
+    def write_trained(self, folder: str, *parts: dict[str, TrainedRollout]) -> None:
+        """Write :meth:`take_trained` of all ranks to the folder of a step's rollouts.
+
+        Raises:
+            StorageRefused: the filesystem refuses writes; the folder is unchanged.
+        """
+        write_trained(Path(folder), {name: found for part in parts for name, found in part.items()})
 
     @contextlib.contextmanager
     def _counting_steps(self) -> Iterator[None]:

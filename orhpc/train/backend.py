@@ -80,9 +80,14 @@ class TrainingBatch:
     batch: PackedBatch
     old_logprobs_P: Tensor | None = None
     reference_logprobs_P: Tensor | None = None
+    record: Callable[[PackedBatch, Tensor], None] | None = None
+    """Called with the batch and the log-probabilities at the start of the step, ``[P]``."""
 
     def loss_inputs(self, slots: LossSlots, logprobs_P: Tensor, entropy_P: Tensor) -> LossInputs:
         """``slots``: this rank's part of :attr:`batch` on its device; tensors: the model's outputs."""
+        if self.record is not None:
+            at_start_P = logprobs_P if self.old_logprobs_P is None else self.old_logprobs_P
+            self.record(self.batch, at_start_P.detach())
         return LossInputs(
             logprobs_P=logprobs_P,
             old_logprobs_P=self.old_logprobs_P,

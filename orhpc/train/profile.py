@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from orhpc.process.access import folder_mode
+
 if TYPE_CHECKING:
     from orhpc.config import Config
 
@@ -41,7 +43,7 @@ def traced(config: Config, folder: str, rank: int) -> Iterator[None]:
         seconds = time.perf_counter() - began
     base = Path(folder) / f"rank_{rank:03d}"
     try:
-        base.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        base.parent.mkdir(mode=folder_mode(), parents=True, exist_ok=True)
         found.export_chrome_trace(f"{base}.json.gz")
         base.with_suffix(".txt").write_text(summary(found, seconds, device))
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from orhpc.train.backend import Backend, Batches, Role, StopCheck, TrainingBatch
 from orhpc.train.batch import PackedBatch
 from orhpc.train.fetch import prefetched
 from orhpc.train.step_report import StepReport
+from orhpc.train.trained_tokens import TrainedTokens
 from orhpc.types import MicroBatch, MiniBatch
 
 if TYPE_CHECKING:
@@ -26,16 +28,19 @@ class StepPasses:
         settings: AlgorithmSettings,
         load_batch: Callable[[MicroBatch], PackedBatch],
         report: StepReport,
+        tokens: TrainedTokens,
     ) -> None:
+        """``tokens`` receives the log-probabilities of this rank's samples, if it reports."""
         self._backend = backend
         self._settings = settings
         self._load_batch = load_batch
         self._report = report
+        self._training_batch = partial(TrainingBatch, record=tokens.add if backend.reports else None)
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[Batches[TrainingBatch] | None]:
         """Compute old and reference log-probabilities; None for a mini-batch that needs neither."""
         old = self._settings.old_logprobs == "always" or len(minibatches) > 1
-        if not old and not self._settings.use_kl_loss:
+        if not old and not self._settings.needs_reference:
             return [None] * len(minibatches)
         prepared: list[Batches[TrainingBatch] | None] = []
         for minibatch in minibatches:
@@ -45,10 +50,10 @@ class StepPasses:
             if old:
                 with self._report.timed("old_logprobs"):
                     old_logprobs = self._backend.logprobs(batches, Role.POLICY)
-            if self._settings.use_kl_loss:
+            if self._settings.needs_reference:
                 with self._report.timed("reference"):
                     reference_logprobs = self._backend.logprobs(batches, Role.REFERENCE)
-            ready = map(TrainingBatch, batches, old_logprobs, reference_logprobs)
+            ready = map(self._training_batch, batches, old_logprobs, reference_logprobs)
             prepared.append(Batches(ready, len(batches)))
         return prepared
 
@@ -59,7 +64,7 @@ class StepPasses:
         batches = prepared
         if batches is None:
             loaded = self._loaded(minibatch)
-            batches = Batches(map(TrainingBatch, loaded), len(loaded))
+            batches = Batches(map(self._training_batch, loaded), len(loaded))
         with self._report.timed("update"):
             update = self._backend.update(
                 batches, n_samples=minibatch.n_samples, n_tokens=minibatch.n_tokens, between=between

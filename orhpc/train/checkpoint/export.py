@@ -24,6 +24,8 @@ from torch import Tensor
 
 from orhpc.config import ModelSettings
 from orhpc.errors import CheckpointError, OrhpcError, policy_of
+from orhpc.rundir import origin
+from orhpc.rundir.origin import write_origin
 from orhpc.train.checkpoint.commit_weights import CommitWeights
 from orhpc.train.checkpoint.export_check import Comparison, compare
 from orhpc.train.checkpoint.shards import TensorSpec, fsync_folder, write_safetensors
@@ -34,7 +36,7 @@ from orhpc.train.weights.source import WeightSource
 
 FILE_BYTES = 5_000_000_000
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-LEFT_OUT = ("hf_quant_config.json", ".gitattributes")
+LEFT_OUT = ("hf_quant_config.json", ".gitattributes", origin.FILE)
 TEMPLATES = "additional_chat_templates"
 """Folder in which transformers keeps further chat templates (``PreTrainedTokenizerBase.save_pretrained``)."""
 INDEX = "model.safetensors.index.json"
@@ -166,6 +168,7 @@ def export_checkpoint(
 
     ``model_dir`` is the folder the run started from: it provides the architecture, the tokenizer and the
     buffers.  ``host_bytes`` is the host memory that the comparison may use; null: what is available.
+    The folder says which run, step and commit it is of (:mod:`orhpc.rundir.origin`).
     Raises CheckpointError for a bad commit or one of another model, ModelError for a bad folder; after a
     failure ``out`` is as it was.
     """
@@ -180,6 +183,7 @@ def export_checkpoint(
     try:
         partial.mkdir(parents=True)
         files = write_hf_folder(partial, model_dir, buckets, weights.tensors())
+        write_origin(Path(checkpoint), partial)
         comparison = compare(partial, weights, settings, host_bytes)
         partial.replace(target)
         fsync_folder(target.parent)

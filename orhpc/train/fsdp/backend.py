@@ -42,7 +42,7 @@ class FsdpBackend(Backend):
         loader = ModelLoader(config, model_dir, rank, world_size)
         self._hf_names = loader.names
         self.policy, self._shapes = loader.load(trained=True)
-        self.reference = loader.load(trained=False)[0] if config.algorithm.use_kl_loss else None
+        self.reference = loader.load(trained=False)[0] if config.algorithm.needs_reference else None
         self.optimizer = Optimizer(dict(self._named()), config.train)
         # Recorded now, because a step that failed midway may leave parameters gathered.
         self._starts = {n: rows_of(p, self._shapes[n], rank, world_size)[0] for n, p in self._named()}
@@ -57,7 +57,7 @@ class FsdpBackend(Backend):
     def logprobs(self, batches: Batches[PackedBatch], role: Role) -> list[Tensor | None]:
         model = self.policy if role is Role.POLICY else self.reference
         if model is None:
-            raise ValueError("the reference is only loaded with algorithm.use_kl_loss")
+            raise ValueError("the reference is only loaded with algorithm.use_kl_loss or use_kl_reward")
         return [model(DeviceBatch.of(batch, self.device))[0] for batch in batches]
 
     def update(

@@ -9,7 +9,7 @@ whole global mini-batch, so that the micro-batches' losses sum to the loss.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "grpo_loss",
     "gspo_log_ratio",
     "kl_estimate",
+    "kl_lowered_advantages",
     "mismatch",
     "packed_loss",
     "token_weights",
@@ -244,8 +245,15 @@ def packed_loss(
     mask_P = inputs.mask_P
     current_P = inputs.logprobs_P
     old_P = current_P.detach() if inputs.old_logprobs_P is None else inputs.old_logprobs_P
-    policy_P, clipped_P, log_ratio_P = _policy_loss(inputs, old_P, settings)
     metrics = MetricSums()
+    if settings.use_kl_reward:
+        kl_P = kl_estimate(old_P, _reference(inputs), "k1")
+        metrics.sums["kl"] = _masked_sum(kl_P, mask_P)
+        lowered_P = kl_lowered_advantages(
+            inputs.advantages_P, settings.kl_coef * kl_P, mask_P, inputs.segments_P, inputs.n_segments
+        )
+        inputs = replace(inputs, advantages_P=lowered_P)
+    policy_P, clipped_P, log_ratio_P = _policy_loss(inputs, old_P, settings)
     total_P = policy_P
     log_rho_P = (old_P - inputs.rollout_logprobs_P).detach()
     correction = settings.mismatch_correction
@@ -255,9 +263,7 @@ def packed_loss(
         metrics.sums["correction_weight"] = _masked_sum(weights_P, mask_P)
         metrics.sums["corrected_away"] = _masked_sum(weights_P == 0, mask_P)
     if settings.use_kl_loss:
-        if inputs.reference_logprobs_P is None:
-            raise ValueError("use_kl_loss needs the reference model's log-probabilities")
-        kl_P = kl_estimate(current_P, inputs.reference_logprobs_P, settings.kl_type)
+        kl_P = kl_estimate(current_P, _reference(inputs), settings.kl_type)
         total_P = total_P + settings.kl_coef * kl_P
         metrics.sums["kl"] = _masked_sum(kl_P, mask_P)
     if settings.entropy_coef:
@@ -283,6 +289,28 @@ def packed_loss(
     metrics.add(mismatch(log_rho_P, mask_P))
     metrics.maxima["ratio_max"] = _masked_max(_ratio(log_ratio_P), mask_P)
     return loss, metrics
+
+
+def _reference(inputs: LossInputs) -> Tensor:
+    if inputs.reference_logprobs_P is None:
+        raise ValueError("the KL penalty needs the reference model's log-probabilities")
+    return inputs.reference_logprobs_P
+
+
+def kl_lowered_advantages(
+    advantages_P: Tensor, penalty_P: Tensor, mask_P: Tensor, segments_P: Tensor, n_segments: int
+) -> Tensor:
+    """Subtract from each token's advantage the penalties of its sample from this token on.
+
+    The return of a reward ``-penalty`` at each sampled token, without discount: the KL term of InstructGPT
+    (arXiv:2203.02155, equation 2) as REINFORCE++ (arXiv:2501.03262) computes it.  Samples are in the order of
+    their slots.
+    """
+    own_P = torch.where(mask_P, penalty_P, torch.zeros_like(penalty_P)).double()
+    of_sample_S = torch.zeros(n_segments, dtype=torch.float64, device=own_P.device)
+    # Sums up to the end of each slot's sample, minus those before the slot.
+    until_end_P = of_sample_S.index_add(0, segments_P, own_P).cumsum(0)[segments_P]
+    return advantages_P - (until_end_P - own_P.cumsum(0) + own_P).to(advantages_P.dtype)
 
 
 def mismatch(log_rho_P: Tensor, mask_P: Tensor) -> MetricSums:

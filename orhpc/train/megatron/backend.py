@@ -67,7 +67,7 @@ class MegatronBackend(Backend):
         self.optimizer = MegatronOptimizer(wrapped, config, self.dtype)
         self._models: list[nn.Module] = list(wrapped)
         self._reference: Pipeline | None = None
-        if config.algorithm.use_kl_loss:
+        if config.algorithm.needs_reference:
             frozen = [chunk.model for chunk in loader.chunks(trained=False)]
             self._models += frozen
             self._reference = loader.pipeline(frozen)
@@ -80,7 +80,7 @@ class MegatronBackend(Backend):
     def logprobs(self, batches: Batches[PackedBatch], role: Role) -> list[Tensor | None]:
         pipeline = self._policy if role is Role.POLICY else self._reference
         if pipeline is None:
-            raise ValueError("the reference is only loaded with algorithm.use_kl_loss")
+            raise ValueError("the reference is only loaded with algorithm.use_kl_loss or use_kl_reward")
         return pipeline.logprobs(batches)
 
     def update(

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from orhpc.config import RolloutSettings
 from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested, UserCodeError
 from orhpc.rollout import group_watch
+from orhpc.rollout.group_filter import load_filter
 from orhpc.rollout.producer import Position, Producer, StepGroups
 from orhpc.rollout.tasks import TaskSequence, TaskStream, streams
 from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Sampling, Task
@@ -73,6 +75,16 @@ def collect_step(producer: Producer, version: int = 0) -> StepGroups:
     return asyncio.run(producer.collect(version))
 
 
+@given(st.integers(1, 400), st.integers(0, 5))
+def test_easy_tasks_come_first_in_the_first_epoch(count: int, seed: int) -> None:
+    sequence = TaskSequence([TaskStream("e", "train", count, 1.0, easy_first=True)], seed)
+    first, second = ([sequence.task(epoch * count + i).index for i in range(count)] for epoch in range(2))
+    assert sorted(first) == sorted(second) == list(range(count))
+    assert all(abs(place - index) <= 0.1 * count + 1 for place, index in enumerate(first))
+    if count > 100:
+        assert any(abs(place - index) > 0.2 * count for place, index in enumerate(second))
+
+
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
@@ -120,6 +132,35 @@ def test_groups_with_equal_rewards_are_replaced_up_to_a_limit() -> None:
     step_groups = collect_step(Producer(settings_of(filter="equal_rewards"), TASKS, [worker], seed=0))
     assert [g.id for g in step_groups.groups] == [0, 2, 4, 6]
     assert step_groups.reasons == Counter(equal_rewards=len(step_groups.dropped))
+
+
+def test_a_function_filters_groups_and_others_replace_them() -> None:
+    asked: list[int] = []
+
+    def keep(group: PromptGroup) -> bool:
+        asked.append(group.id)
+        return group.id % 2 == 1
+
+    worker = ScriptedWorker(both_rewards)
+    step_groups = collect_step(Producer(settings_of(), TASKS, [worker], seed=0, keep=keep))
+    assert len(step_groups.groups) == 4
+    assert all(g.id % 2 == 1 for g in step_groups.groups)
+    assert step_groups.reasons == Counter(filtered=len(step_groups.dropped))
+    assert len(asked) == len(set(asked))  # once per group
+
+
+def test_a_filter_that_raises_ends_the_step_with_the_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_filter.py").write_text(
+        "def broken(group):\n    return group.nothing\ndef unclear(group):\n    return group.id\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, message in (("broken", "AttributeError"), ("unclear", "neither True nor False")):
+        keep = load_filter(f"my_filter:{name}")
+        producer = Producer(settings_of(), TASKS, [ScriptedWorker(both_rewards)], seed=0, keep=keep)
+        with pytest.raises(UserCodeError, match=f"rollout.filter: my_filter:{name}.*{message}"):
+            collect_step(producer)
 
 
 def test_a_step_with_only_equal_rewards_is_empty() -> None:
@@ -180,11 +221,12 @@ def test_a_group_with_failed_rollouts_is_filtered_by_the_rewards_of_the_others()
 
 def test_advantages_of_a_partial_group_use_the_remaining_rollouts() -> None:
     from orhpc.config.files import load_config
+    from orhpc.driver.estimator import Estimator
     from orhpc.driver.loop import plan_step
 
     config = load_config("configs/tiny.yaml")
     groups = [asyncio.run(ScriptedWorker(partial_failure(n)).run_group(request_of(n))) for n in (0, 3)]
-    plan = plan_step(groups, config, 2, 1024)
+    plan = plan_step(groups, Estimator(config).advantages(groups), config, 2, 1024)
     planned = {
         s.rollout_id: s.advantage for m in plan.minibatches for r in m.ranks for b in r for s in b.samples
     }
@@ -201,12 +243,59 @@ def test_only_failures_raise_an_environment_failure_with_the_reason() -> None:
         collect_step(Producer(settings_of(), TASKS, [worker], seed=0))
 
 
-def test_oversampling_uses_the_first_groups_and_cancels_the_rest() -> None:
-    worker = ScriptedWorker(both_rewards, delay=lambda i: 5.0 if i in (1, 2) else 0.0)
+def test_oversampling_uses_the_first_groups_and_starts_the_rest_again() -> None:
+    slow = {1, 2}
+    worker = ScriptedWorker(both_rewards, delay=lambda i: 5.0 if i in slow else 0.0)
     producer = Producer(settings_of(oversample=1.5), TASKS, [worker], seed=0)
-    step_groups = collect_step(producer)
-    assert [g.id for g in step_groups.groups] == [0, 3, 4, 5]
-    assert sorted(worker.canceled) == [1, 2]
+
+    async def two_steps() -> None:
+        assert [g.id for g in (await producer.collect(0)).groups] == [0, 3, 4, 5]
+        assert sorted(worker.canceled) == [1, 2]
+        assert producer.position == Position(6, (1, 2))
+        slow.clear()
+        assert {1, 2} <= {g.id for g in (await producer.collect(0)).groups}
+
+    asyncio.run(two_steps())
+
+
+@pytest.mark.parametrize(("oversample", "staleness"), [(1.0, 0), (1.5, 0), (1.0, 1), (1.5, 2)])
+def test_no_task_is_skipped_and_none_is_trained_on_twice(oversample: float, staleness: int) -> None:
+    """With durations of a long tail: those of the trained tasks are those of all tasks."""
+    generator = np.random.default_rng(7)
+    seconds = {i: float(generator.lognormal(0, 1.0)) / 200 for i in range(2000)}
+    version = 0
+
+    class Clock(ScriptedWorker):
+        async def run_group(self, request: GroupRequest) -> PromptGroup:
+            started = version
+            group = await super().run_group(request)
+            rollouts = tuple(replace(r, min_version=started) for r in group.rollouts)
+            return replace(group, rollouts=rollouts)
+
+    settings = settings_of(oversample=oversample, max_staleness=staleness, max_refills=9)
+    producer = Producer(settings, TASKS, [Clock(both_rewards, seconds.__getitem__)], seed=0)
+    trained: list[int] = []
+    twice_stale: Counter[int] = Counter()
+
+    async def run() -> None:
+        nonlocal version
+        for _ in range(40):
+            step_groups = await producer.collect(version)
+            trained.extend(group.id for group in step_groups.groups)
+            twice_stale.update(group.id for group in step_groups.dropped)
+            version += 1
+            await asyncio.sleep(0.01)  # the update, during which engines go on if staleness is allowed
+        await producer.cancel()
+
+    asyncio.run(run())
+    assert len(trained) == len(set(trained)) == 160
+    given_up = {group for group, times in twice_stale.items() if times > 1}
+    position = producer.position
+    assert set(range(position.next_group)) == {*trained, *position.pending, *given_up}
+    assert not set(trained) & set(position.pending)
+    # The tasks that are left are the newest ones, not the longest.
+    early = [i for i in range(100) if i not in trained]
+    assert len(early) <= 4
 
 
 def test_a_stop_ends_the_wait_and_the_tasks_stay_pending() -> None:

@@ -40,6 +40,8 @@ Answer = Callable[[int, int], OrhpcError | None]
 class ScriptedAgent:
     """Returns rollouts or raises, as the test specifies."""
 
+    group_reward = None
+
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.tried: dict[int, int] = {}
@@ -166,6 +168,43 @@ def test_a_custom_reward_replaces_group_scores_too(tmp_path: Path) -> None:
     group = group_of(worker)
     assert [r.reward for r in group.rollouts] == [float(sample) for sample in range(8)]
     assert worker._environments[NAME].scored == 0  # type: ignore[attr-defined]
+
+
+class GroupReward:
+    """Rewards a group, or raises, as the test specifies."""
+
+    name = "slime-group:mine:score"
+
+    def __init__(self, raises: list[bool]) -> None:
+        self.raises = raises
+
+    async def of_group(self, environment: Any, rollouts: list[Rollout], settings: Any) -> list[float]:
+        if self.raises.pop(0):
+            raise UserCodeError("mine.score raised", trace="T")
+        return [10.0 + i for i in range(len(rollouts))]
+
+
+def test_a_reward_of_groups_is_given_to_the_finished_rollouts(tmp_path: Path) -> None:
+    worker = made(
+        tmp_path,
+        lambda sample, before: BadTask("no") if sample == 0 else None,
+        custom_reward="slime-group:m:f",
+    )
+    agent: Any = worker._agent
+    agent.group_reward = GroupReward([False, True])
+    assert list(group_of(worker).rewards) == [10.0 + i for i in range(7)]
+    failed = group_of(worker)
+    assert not failed.rewards
+    assert failed.rollouts[1].error == "UserCodeError: mine.score raised"
+
+
+def test_a_reward_of_groups_that_always_raises_ends_the_run(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: None, custom_reward="slime-group:m:f")
+    agent: Any = worker._agent
+    agent.group_reward = GroupReward([True] * 3)
+    assert not group_of(worker).rewards and not group_of(worker).rewards
+    with pytest.raises(UserCodeError, match=r"mine\.score raised"):
+        group_of(worker)
 
 
 def test_code_that_raises_for_every_rollout_ends_the_run(tmp_path: Path) -> None:

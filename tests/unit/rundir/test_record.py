@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from orhpc.driver.bring_up import finished_groups
 from orhpc.errors import GroupDamaged, RecordError
 from orhpc.rollout.producer import Position
-from orhpc.rundir import RunDir, record
+from orhpc.rundir import RunDir, sealed_hdf5
 from orhpc.rundir.record import RolloutFile, read_arrays, read_step, record_path, write_rollouts
 from orhpc.train.fetch import fetch_arrays
 from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, Task, Turn
@@ -145,7 +145,7 @@ def test_an_empty_folder_is_not_a_record(tmp_path: Path) -> None:
         read_step(tmp_path)
 
 
-class _Full(record._Target):
+class _Full(sealed_hdf5._Target):
     """A file on a disk with a limited number of free bytes."""
 
     room = 0

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from orhpc.errors import CheckpointError, DataError, StopRequested
+from orhpc.rundir.trained import read_trained
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Role
 from orhpc.train.batch import plan_batches
@@ -101,6 +103,30 @@ def test_old_log_probabilities_come_from_the_start_of_the_step(make: Callable[..
     assert always["ratio_max"] == pytest.approx(1, abs=1e-5)
     for name, tensor in state_of(rank).items():
         torch.testing.assert_close(tensor, after_auto[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_keeps_the_log_probabilities_at_its_start(
+    make: Callable[..., TrainerRank], minibatches: int, tmp_path: Path
+) -> None:
+    rank = make(minibatches=minibatches, train={"lr": 3e-2})
+    batches = plan(3, n_minibatches=minibatches)
+    expected: dict[str, torch.Tensor] = {}
+    for packed in [load_batch(m) for batch in batches for m in batch.ranks[0]]:
+        parts = logprobs_of(rank.backend, packed, Role.POLICY).split(np.diff(packed.cu_seqlens).tolist())
+        expected |= dict(zip(packed.sample_ids, parts, strict=True))
+    rank.step(batches, step=1)
+    found = rank.take_trained()
+    assert found.keys() == expected.keys()
+    samples = {s.rollout_id: s for m in batches for part in m.ranks for b in part for s in b.samples}
+    for name, trained in found.items():
+        mask_T = samples[name].location.arrays["loss_mask_T"]
+        assert trained.advantage == pytest.approx(samples[name].advantage)
+        torch.testing.assert_close(torch.from_numpy(trained.logprobs_T[1:]), expected[name][:-1])
+        assert np.array_equal(trained.logprobs_T != 0, mask_T)
+    rank.write_trained(str(tmp_path), found)
+    assert read_trained(tmp_path).keys() == found.keys()
+    assert rank.take_trained() == {}
 
 
 def test_a_step_without_mini_batches_changes_nothing(make: Callable[..., TrainerRank]) -> None:

@@ -61,10 +61,18 @@ class Reference:
             weights.append(by_mode.get(c.mode, 1.0))
         return weights
 
+    def advantage(self, i: int) -> float:
+        """Compute the advantage of a token, less the KL penalties from it to the end of its sample."""
+        a = self.a
+        if not self.s.use_kl_reward:
+            return a["advantages"][i]
+        later = [j for j in range(i, len(a["mask"])) if a["mask"][j] and a["segments"][j] == a["segments"][i]]
+        return a["advantages"][i] - self.s.kl_coef * sum(a["old"][j] - a["reference"][j] for j in later)
+
     def token(self, i: int, mean_log_ratio: float, correction: float) -> float:
         a, s = self.a, self.s
         high = s.eps_clip if s.eps_clip_high is None else s.eps_clip_high
-        advantage, logprob = a["advantages"][i], a["logprobs"][i]
+        advantage, logprob = self.advantage(i), a["logprobs"][i]
         log_ratio = mean_log_ratio if s.loss == "gspo" else logprob - a["old"][i]
         ratio = math.exp(log_ratio)
         clipped = min(max(ratio, 1 - s.eps_clip), 1 + high)
@@ -119,6 +127,8 @@ def allowed(**values: Any) -> AlgorithmSettings:
         values["correction"] = correction.model_copy(update={"level": "sequence"})
     if values["normalise_loss"] == "constant":
         values["normalise_length"] = length
+    if (penalty := values.pop("penalty")) is not None:
+        values[penalty] = True
     return AlgorithmSettings(**values)
 
 
@@ -130,7 +140,7 @@ algorithms = st.builds(
     dual_clip=st.none() | st.floats(1.1, 4.0),
     normalise_loss=st.sampled_from(["sample", "token", "constant"]),
     length=st.integers(1, 50),
-    use_kl_loss=st.booleans(),
+    penalty=st.sampled_from([None, "use_kl_loss", "use_kl_reward"]),
     kl_coef=st.floats(0, 0.5),
     kl_type=st.sampled_from(["k1", "k2", "k3", "k3_clamped"]),
     entropy_coef=st.sampled_from([0.0, 0.01]),
@@ -176,8 +186,9 @@ def _slope(a: dict[str, np.ndarray], s: AlgorithmSettings, i: int, step: float) 
     if s.loss == "cispo":  # its ratio has no gradient, so the slope is that of the frozen weight
         high = s.eps_clip if s.eps_clip_high is None else s.eps_clip_high
         weight = np.clip(np.exp(a["logprobs"] - a["old"]), 1 - s.eps_clip, 1 + high)
-        frozen = s.model_copy(update={"eps_clip": 1e-12, "eps_clip_high": 1e-12})
-        base = a | {"advantages": a["advantages"] * weight}
+        frozen = s.model_copy(update={"eps_clip": 1e-12, "eps_clip_high": 1e-12, "use_kl_reward": False})
+        own = Reference(a, s, 3, 9)
+        base = a | {"advantages": weight * [own.advantage(j) for j in range(len(weight))]}
         here = Reference(base, frozen, 3, 9).loss()
         moved = base | {"logprobs": _moved(a["logprobs"], i, step)}
         return (Reference(moved, frozen, 3, 9).loss() - here) / step
@@ -313,12 +324,13 @@ def test_gspo_masks_whole_samples() -> None:
     AlgorithmSettings.model_validate({"loss": "gspo", "correction": {"mode": "truncate"}})
 
 
-def test_kl_loss_needs_the_reference() -> None:
+@pytest.mark.parametrize("penalty", ["use_kl_loss", "use_kl_reward"])
+def test_a_kl_penalty_needs_the_reference(penalty: str) -> None:
     a = arrays(np.random.default_rng(3), 5, 1)
     made = inputs(a)
     bare = LossInputs(**{f: getattr(made, f) for f in made.__slots__} | {"reference_logprobs_P": None})
     with pytest.raises(ValueError, match="reference"):
-        packed_loss(bare, AlgorithmSettings(use_kl_loss=True), n_samples=1, n_tokens=1)
+        packed_loss(bare, AlgorithmSettings.model_validate({penalty: True}), n_samples=1, n_tokens=1)
 
 
 @settings(deadline=None)

@@ -1,0 +1,92 @@
+"""Advantages of a step's rollouts, as ``algorithm.advantage`` says, by the user's function too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from orhpc.config import Config
+from orhpc.config.algorithm import ADVANTAGES
+from orhpc.errors import UserCodeError
+from orhpc.process.user_code import user_error
+from orhpc.rollout.functions import load_function
+from orhpc.train.loss.advantages import (
+    Float64Array,
+    batch_advantages,
+    grouped_advantages,
+    leave_one_out_advantages,
+    overlong_penalty,
+)
+from orhpc.types import PromptGroup, RolloutSummary
+
+_SETTING = "algorithm.advantage"
+
+
+class Estimator:
+    """Computes the advantages of prompt groups."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises:
+        ConfigError: ``algorithm.advantage`` names a function that does not exist.
+        UserCodeError: importing its module raises.
+        """
+        self._settings = config.algorithm
+        self._limit = config.algorithm.overlong.max_tokens or config.rollout.max_response_tokens
+        name = config.algorithm.advantage
+        self._function: Callable[[list[PromptGroup]], Any] | None = None
+        if name not in ADVANTAGES:
+            self._function = load_function(name, _SETTING)
+
+    def advantages(self, groups: Sequence[PromptGroup]) -> list[Float64Array]:
+        """Return the advantage of each trainable rollout of each group.
+
+        Raises:
+            UserCodeError: the user's function raises, or does not return one finite number per rollout.
+        """
+        if self._function is not None:
+            return self._by_function(self._function, groups)
+        rewards = [[(r.reward or 0.0) - self.penalty(r) for r in g.trainable] for g in groups]
+        normalize, kind = self._settings.normalise_advantage, self._settings.advantage
+        if kind == "group":
+            return grouped_advantages(rewards, normalize=normalize)
+        if kind == "leave_one_out":
+            return leave_one_out_advantages(rewards, normalize=normalize)
+        tokens = [[r.response_tokens for r in g.trainable] for g in groups]
+        baseline = kind == "group_then_batch"
+        return batch_advantages(rewards, tokens, group_baseline=baseline, normalize=normalize)
+
+    def penalty(self, rollout: RolloutSummary) -> float:
+        """What ``algorithm.overlong`` subtracts from the rollout's reward."""
+        overlong = self._settings.overlong
+        return overlong_penalty(
+            rollout.response_tokens,
+            max_tokens=self._limit,
+            buffer_tokens=overlong.buffer_tokens,
+            penalty=overlong.penalty,
+        )
+
+    def metrics(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        """``overlong_penalty_mean`` over all trainable rollouts, if there is such a penalty."""
+        penalties = [self.penalty(r) for g in groups for r in g.trainable]
+        if not self._settings.overlong.buffer_tokens or not penalties:
+            return {}
+        return {"overlong_penalty_mean": math.fsum(penalties) / len(penalties)}
+
+    def _by_function(
+        self, function: Callable[[list[PromptGroup]], Any], groups: Sequence[PromptGroup]
+    ) -> list[Float64Array]:
+        what = f"{_SETTING}: {self._settings.advantage}"
+        try:
+            returned = [np.asarray(one, np.float64) for one in function(list(groups))]
+        except Exception as error:
+            raise user_error(what, error) from error
+        sizes = [(len(g.trainable),) for g in groups]
+        if [a.shape for a in returned] != sizes or not all(np.isfinite(a).all() for a in returned):
+            raise UserCodeError(
+                f"{what} must return one finite number for each trainable rollout of each of the "
+                f"{len(groups)} groups"
+            )
+        return returned

@@ -1,0 +1,111 @@
+"""The prompt of a rollout, and sampling one turn, which is continued when an engine aborts it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orhpc.errors import PromptTooLong
+from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, longest_text
+from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
+from orhpc.types import FinishReason
+
+if TYPE_CHECKING:
+    from orhpc.rollout.agent import AgentContext, AgentSession
+
+_MAX_PAUSE_S = 1.0
+"""Maximum pause between two requests to an engine that aborts without a token because it is paused."""
+
+
+def turn_seed(seed: int, turn: int, resumed: int = 0) -> int:
+    """Seed of one generation, below 2**31: a stable hash, so that a rollout can be reproduced."""
+    digest = hashlib.blake2b(f"{seed}/{turn}/{resumed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & 0x7FFF_FFFF
+
+
+async def open_prompt(context: AgentContext, session: AgentSession, builder: RolloutBuilder) -> None:
+    """Add the prompt's tokens and messages; raises PromptTooLong if no token can be sampled after it."""
+    rollout = context.rollout
+    full = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
+    conversation = tuple((role, text[: longest_text(rollout)]) for role, text in full)
+
+    def render() -> list[int]:
+        return context.chat.prompt_ids(
+            conversation,
+            system=rollout.system_prompt_template,
+            tools=session.tools,
+            thinking=rollout.thinking,
+        )
+
+    long = sum(len(text) for _, text in conversation) > OFF_LOOP_CHARACTERS
+    ids = await asyncio.to_thread(render) if long else render()
+    builder.add_context(ids)
+    if rollout.system_prompt_template is not None:
+        builder.add_message("system", rollout.system_prompt_template)
+    for role, text in conversation:
+        builder.add_message(role, text)
+    if conversation != full:
+        size = sum(len(text) for _, text in full)
+        raise PromptTooLong(f"the prompt has {size} characters, too many for rollout.max_total_tokens")
+    if len(ids) >= rollout.max_total_tokens:
+        raise PromptTooLong(
+            f"the prompt has {len(ids)} tokens, rollout.max_total_tokens is {rollout.max_total_tokens}"
+        )
+
+
+async def sample_turn(
+    context: AgentContext, request: RolloutRequest, builder: RolloutBuilder, number: int
+) -> FinishReason:
+    """Sample one turn, resuming it after aborts; returns its finish reason.
+
+    Args:
+        context: of the rollout.
+        request: the rollout; it determines the seed.
+        builder: its tokens are the prompt; it receives the sampled tokens.
+        number: of the turn.
+
+    Raises:
+        EngineUnavailable, RoutesMissing: infrastructure failed.
+        PromptTooLong: the first prompt does not fit into the engine's context.
+    """
+    wanted = min(context.sampling.max_new_tokens, context.rollout.max_total_tokens - len(builder.tokens))
+    stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids)))
+    resumed, pause_s = 0, 0.02
+    while True:
+        sampling = replace(
+            context.sampling,
+            max_new_tokens=wanted,
+            stop_token_ids=stops,
+            seed=turn_seed(request.seed, number, resumed),
+        )
+        try:
+            with builder.waiting("engine"):
+                generation = await context.generate(
+                    builder.tokens,
+                    sampling,
+                    rid=f"{request.id}.{request.attempt}.{number}.{resumed}",
+                    affinity=request.id,
+                    routes_start=builder.routes.rows if context.record_routes else None,
+                )
+        except PromptTooLong:
+            if not builder.turns:
+                raise
+            return FinishReason.LENGTH  # the engine's context is shorter than the rollout's limit
+        builder.add_sampled(generation, limit=wanted, first=resumed == 0)
+        wanted -= len(generation.tokens_N)
+        finish = generation.finish_reason
+        if finish is FinishReason.ABORT and not context.stopping():
+            if wanted:
+                if not len(generation.tokens_N):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                resumed += 1
+                continue
+            finish = builder.turns[-1].finish_reason = FinishReason.LENGTH
+        if finish is not FinishReason.STOP:
+            builder.add_message(
+                "assistant", context.chat.codec.decode(builder.sampled), unfinished=str(finish)
+            )
+        return finish

@@ -1,0 +1,130 @@
+"""The advantages of a step: each estimator by its setting, and by a function of the user."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orhpc.config import Config
+from orhpc.config.files import load_config
+from orhpc.driver.estimator import Estimator
+from orhpc.driver.loop import plan_step
+from orhpc.errors import ConfigError, UserCodeError
+from orhpc.types import Location, PromptGroup, RolloutEnd, RolloutSummary, Task
+
+REWARDS = [[0.0, 1.0, 1.0, 0.0], [3.0, 1.0, 0.0, 0.0]]
+TOKENS = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def _config(**algorithm: Any) -> Config:
+    raw = load_config("configs/tiny.yaml").model_dump(mode="json")
+    return Config.model_validate(raw | {"algorithm": algorithm})
+
+
+def _groups(ends: dict[str, RolloutEnd] | None = None) -> list[PromptGroup]:
+    task = Task("a", "train", 0)
+    return [
+        PromptGroup(
+            g,
+            task,
+            tuple(
+                RolloutSummary(f"{g}.{i}", g, i, task, tokens + 4, tokens,
+                               (ends or {}).get(f"{g}.{i}", RolloutEnd.TERMINAL), reward, 0, 1, 0, 0, 0.1, 0,
+                               Location())
+                for i, (reward, tokens) in enumerate(zip(rewards, counts, strict=True))
+            ),
+        )
+        for g, (rewards, counts) in enumerate(zip(REWARDS, TOKENS, strict=True))
+    ]  # fmt: skip
+
+
+def test_each_setting_selects_its_estimator() -> None:
+    rewards = np.array(REWARDS)
+    centered = rewards - rewards.mean(1, keepdims=True)
+    tokens = np.array(TOKENS).ravel()
+    expected = {
+        "group": centered,
+        "leave_one_out": centered * 4 / 3,
+        "batch": rewards - np.average(rewards.ravel(), weights=tokens),
+        "group_then_batch": centered - np.average(centered.ravel(), weights=tokens),
+    }
+    for name, values in expected.items():
+        found = Estimator(_config(advantage=name, normalise_advantage=False)).advantages(_groups())
+        np.testing.assert_allclose(np.stack(found), values, atol=1e-12)
+        scaled = np.stack(Estimator(_config(advantage=name)).advantages(_groups()))
+        if "batch" in name:
+            scale = np.sqrt(np.average(values.ravel() ** 2, weights=tokens))
+        else:
+            scale = rewards.std(1, ddof=1, keepdims=True)
+        np.testing.assert_allclose(scaled, values / scale, rtol=1e-5)
+
+
+def test_the_overlong_penalty_lowers_rewards_before_they_are_compared() -> None:
+    overlong = {"buffer_tokens": 4, "max_tokens": 8, "penalty": 2.0}
+    estimator = Estimator(_config(normalise_advantage=False, overlong=overlong))
+    lowered = np.array(REWARDS) - 2.0 * np.clip((np.array(TOKENS) - 4) / 4, 0, 1)
+    expected = lowered - lowered.mean(1, keepdims=True)
+    np.testing.assert_allclose(np.stack(estimator.advantages(_groups())), expected)
+    assert estimator.metrics(_groups())["overlong_penalty_mean"] == pytest.approx(
+        np.array(REWARDS).mean() - lowered.mean()
+    )
+    assert Estimator(_config()).metrics(_groups()) == {}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_truncated_rollouts_count_for_their_group_and_are_not_trained_on(masked: bool) -> None:
+    groups = _groups({"0.1": RolloutEnd.LENGTH})
+    config = _config(mask_truncated=masked, normalise_advantage=False)
+    plan = plan_step(groups, Estimator(config).advantages(groups), config, 1, 1024)
+    samples = {s.rollout_id: s for m in plan.minibatches for r in m.ranks for b in r for s in b.samples}
+    assert ("0.1" in samples) is not masked
+    assert len(samples) == (7 if masked else 8)
+    assert samples["0.0"].advantage == -0.5
+    assert sum(m.n_samples for m in plan.minibatches) == len(samples)
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_advantages.py").write_text(
+        "def signs(groups):\n    return [[1.0 if r > 0 else -1.0 for r in g.rewards] for g in groups]\n"
+        "def short(groups):\n    return [g.rewards[1:] for g in groups]\n"
+        "def endless(groups):\n    return [[float('inf') for r in g.rewards] for g in groups]\n"
+        "def raising(groups):\n    return 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_advantages", raising=False)
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_function_of_the_user_computes_advantages() -> None:
+    found = Estimator(_config(advantage="my_advantages:signs")).advantages(_groups())
+    assert [a.tolist() for a in found] == [[-1, 1, 1, -1], [1, 1, -1, -1]]
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("short", "one finite number for each trainable rollout"),
+        ("endless", "one finite number"),
+        ("raising", "ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_function_is_the_users_error(function: str, message: str) -> None:
+    with pytest.raises(UserCodeError, match=f"algorithm.advantage: my_advantages:{function}.*{message}"):
+        Estimator(_config(advantage=f"my_advantages:{function}")).advantages(_groups())
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_missing_function_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="has no function 'sings'"):
+        Estimator(_config(advantage="my_advantages:sings"))
+
+
+def test_a_misspelled_estimator_is_refused_with_the_closest_name() -> None:
+    with pytest.raises(ValueError, match="did you mean leave_one_out"):
+        _config(advantage="leave_one_put")
