@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 REDACTED = "[secret]"
 SHORTEST = 4
 """Shorter values are not redacted: replacing them would garble every text."""
-CREDENTIALS = ("OPENREWARD_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+CREDENTIALS = (
+    *("OPENREWARD_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+    *("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN"),
+)
 """Variables of the process environment whose values are always redacted."""
 
 _known: set[str] = set()

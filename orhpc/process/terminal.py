@@ -57,6 +57,11 @@ class RedactedStream:
 class GuardedStream(RedactedStream):
     """A :class:`RedactedStream` that also applies :func:`safe`."""
 
+    @property
+    def unguarded(self) -> TextIO:
+        """The stream below."""
+        return self._stream
+
     def _shown(self, text: str) -> str:
         return safe(text)
 
@@ -75,6 +80,15 @@ def guarded_output() -> Iterator[None]:
 def guard_output() -> None:
     """Guard standard output and standard error of this process."""
     sys.stdout, sys.stderr = cast(TextIO, GuardedStream(sys.stdout)), cast(TextIO, GuardedStream(sys.stderr))
+
+
+def styled_output() -> TextIO:
+    """Standard output for text with colors of our own: secrets are redacted, control characters pass.
+
+    Text of others must go through :func:`safe` before it is written here.
+    """
+    stream = sys.stdout
+    return cast(TextIO, RedactedStream(stream.unguarded)) if isinstance(stream, GuardedStream) else stream
 
 
 def protect_process(*sources: Mapping[str, str | None]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.errors import CheckpointError, StopRequested, StorageRefused
+from orhpc.process.access import folder_mode
 from orhpc.rundir import MANIFEST, CommitName, RunDir, sync_folder
 from orhpc.rundir.sealed import Damaged, read_sealed, write_sealed
 from orhpc.rundir.storage import is_refusal
@@ -67,7 +68,7 @@ def begin(rundir: RunDir, name: CommitName) -> Path:
             _sweep_torn(rundir, name.attempt)
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(mode=0o700, parents=True)
+        folder.mkdir(mode=folder_mode(), parents=True)
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be started: {error}") from error
     return folder

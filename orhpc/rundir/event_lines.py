@@ -38,7 +38,7 @@ def start_of(event: Event) -> str:
         return f"commit {event['commit']}"
     if event.get("load"):
         return f"the weights of {event['load']}"
-    return "the base model"
+    return f"the base model, an export of {event['origin']}" if event.get("origin") else "the base model"
 
 
 def lowered_budget(event: Event) -> str:

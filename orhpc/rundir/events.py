@@ -11,11 +11,13 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from orhpc.process.access import file_mode
 from orhpc.process.secrets import redact
 from orhpc.process.terminal import safe
 from orhpc.rundir.storage import REFUSALS
@@ -44,9 +46,11 @@ class EventLog:
         """``on_event`` is called with every event after it has been appended."""
         self.attempt = attempt
         self._on_event = on_event
+        self._lock = threading.Lock()
+        """Trackers report problems from their own threads."""
         self._untaken = b""
         """Bytes that could not be written yet, because the filesystem is full."""
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, file_mode())
         self._end_torn_line(path)
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
@@ -66,16 +70,17 @@ class EventLog:
         os.close(self._descriptor)
 
     def _append(self, line: bytes) -> None:
-        new = not self._untaken
-        self._untaken += line
-        try:
-            while self._untaken:
-                self._untaken = self._untaken[os.write(self._descriptor, self._untaken) :]
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            if new:
-                log.error("events.jsonl: %s; events are kept in memory and written later", error.strerror)
+        with self._lock:
+            new = not self._untaken
+            self._untaken += line
+            try:
+                while self._untaken:
+                    self._untaken = self._untaken[os.write(self._descriptor, self._untaken) :]
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                if new:
+                    log.error("events.jsonl: %s; events are kept in memory and written later", error.strerror)
 
     def _end_torn_line(self, path: Path) -> None:
         """End the incomplete line of a killed process, so that the first new line is not appended to it."""

@@ -21,12 +21,22 @@ class Metric:
     """Name of the same number in verl; empty: it has none."""
     trl: str = ""
     """Name of the same number in TRL's GRPOTrainer; empty: it has none."""
+    slime: str = ""
+    """Name of the same number in slime and its fork miles; empty: they have none."""
 
 
 METRICS: dict[str, Metric] = {
     # --- rewards
-    "reward_mean": Metric("reward", "mean reward of trained rollouts", "", "critic/rewards/mean", "reward"),
+    "reward_mean": Metric(
+        "reward",
+        "mean reward of trained rollouts",
+        "",
+        "critic/rewards/mean",
+        "reward",
+        slime="rollout/raw_reward",
+    ),
     "reward_std": Metric("reward", "standard deviation of rewards, all groups", "", "", "reward_std"),
+    "overlong_penalty_mean": Metric("reward", "mean of what algorithm.overlong subtracts from rewards"),
     "success_rate": Metric("reward", "fraction of rollouts with a reward above 0"),
     "equal_reward_groups": Metric(
         "reward",
@@ -42,6 +52,7 @@ METRICS: dict[str, Metric] = {
         "tokens",
         "response_length/mean",
         "completions/mean_length",
+        slime="rollout/response_len/mean",
     ),
     "response_length_max": Metric(
         "rollout",
@@ -49,6 +60,7 @@ METRICS: dict[str, Metric] = {
         "tokens",
         "response_length/max",
         "completions/max_length",
+        slime="rollout/response_len/max",
     ),
     "response_tokens": Metric("rollout", "sampled tokens of the step's trained rollouts", "tokens"),
     "total_tokens": Metric(
@@ -64,6 +76,7 @@ METRICS: dict[str, Metric] = {
         "",
         "response_length/clip_ratio",
         "completions/clipped_ratio",
+        slime="rollout/truncated_ratio",
     ),
     "terminal": Metric("rollout", "fraction of rollouts that the environment ended"),
     "groups": Metric("rollout", "prompt groups of the step", "per step"),
@@ -75,6 +88,7 @@ METRICS: dict[str, Metric] = {
     "dropped_equal_rewards": Metric(
         "rollout", "prompt groups replaced because all their rewards were equal", "per step"
     ),
+    "dropped_filtered": Metric("rollout", "prompt groups that rollout.filter refused", "per step"),
     "dropped_stale": Metric("rollout", "prompt groups replaced because they became too old", "per step"),
     "dropped_failed": Metric("rollout", "prompt groups replaced because of failed rollouts", "per step"),
     "rollout_seconds_mean": Metric("rollout", "mean duration of a rollout", "s"),
@@ -83,18 +97,42 @@ METRICS: dict[str, Metric] = {
     "rollout_engine_seconds_mean": Metric("rollout", "of a rollout: waiting for the engine", "s"),
     "rollout_tools_seconds_mean": Metric("rollout", "of a rollout: tool calls and verification", "s"),
     # --- the update
-    "loss": Metric("train", "loss, mean over the step's optimizer steps", "", "", "loss"),
-    "policy_loss": Metric("train", "policy loss per sampled token", "", "actor/pg_loss"),
-    "kl": Metric("train", "KL divergence from the reference model", "nats per token", "actor/kl_loss", "kl"),
-    "entropy": Metric("train", "entropy of the policy", "nats per token", "actor/entropy", "entropy"),
-    "grad_norm": Metric("train", "global gradient norm before clipping", "", "actor/grad_norm", "grad_norm"),
-    "lr": Metric("train", "learning rate", "", "actor/lr", "learning_rate"),
+    "loss": Metric("train", "loss, mean over the step's optimizer steps", "", "", "loss", slime="train/loss"),
+    "policy_loss": Metric(
+        "train", "policy loss per sampled token", "", "actor/pg_loss", slime="train/pg_loss"
+    ),
+    "kl": Metric(
+        "train",
+        "KL divergence from the reference model",
+        "nats per token",
+        "actor/kl_loss",
+        "kl",
+        slime="train/kl_loss",
+    ),
+    "entropy": Metric(
+        "train",
+        "entropy of the policy",
+        "nats per token",
+        "actor/entropy",
+        "entropy",
+        slime="train/entropy_loss",
+    ),
+    "grad_norm": Metric(
+        "train",
+        "global gradient norm before clipping",
+        "",
+        "actor/grad_norm",
+        "grad_norm",
+        slime="train/grad_norm",
+    ),
+    "lr": Metric("train", "learning rate", "", "actor/lr", "learning_rate", slime="train/lr-pg_0"),
     "clip_fraction": Metric(
         "train",
         "fraction of tokens whose policy ratio was clipped",
         "",
         "actor/pg_clipfrac",
         "clip_ratio/region_mean",
+        slime="train/pg_clipfrac",
     ),
     "ratio_mean": Metric("train", "mean policy ratio"),
     "ratio_max": Metric("train", "largest policy ratio"),
@@ -118,6 +156,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "",
         "sampling/sampling_logp_difference/mean",
+        slime="train/train_rollout_logprob_abs_diff",
     ),
     "logprob_diff_max": Metric(
         "mismatch",
@@ -149,7 +188,9 @@ METRICS: dict[str, Metric] = {
         "mismatch", "mean difference of log-probabilities in the check at the start", "nats"
     ),
     # --- speed
-    "seconds": Metric("perf", "duration of the step", "s", "timing_s/step", "step_time"),
+    "seconds": Metric(
+        "perf", "duration of the step", "s", "timing_s/step", "step_time", slime="perf/step_time"
+    ),
     "tokens_per_s": Metric("perf", "sampled tokens per second of the step", "tokens/s"),
     "train_tokens_per_s": Metric("perf", "trained tokens per second of the update", "tokens/s"),
     "seconds_total": Metric("perf", "the trainers' part of the step", "s"),
@@ -169,7 +210,16 @@ METRICS: dict[str, Metric] = {
     "sync_seconds_gather": Metric("perf", "of that: gathering parameters", "s"),
     "sync_seconds_join": Metric("perf", "of that: forming the group of trainers and engines", "s"),
     "sync_seconds_shed": Metric("perf", "freeing gradients before it", "s"),
+    "gpu_utilization": Metric(
+        "perf", "fraction of the step in which a GPU ran a kernel (NVML), mean over all GPUs"
+    ),
+    "gpu_utilization_lowest": Metric("perf", "the same for the least busy GPU"),
+    "gpu_utilization_rollout": Metric("perf", "the same during rollouts, mean over all GPUs"),
+    "gpu_utilization_update": Metric("perf", "the same during the update"),
+    "gpu_utilization_sync": Metric("perf", "the same during the weight sync"),
+    "gpu_power_w": Metric("perf", "mean power of a GPU", "W"),
     # --- memory
+    "gpu_memory_used_gb": Metric("memory", "largest memory in use on a GPU, by all processes", "GB"),
     "memory_trainer_peak_gb": Metric(
         "memory", "largest memory that a trainer rank allocated", "GB", "perf/max_memory_allocated_gb"
     ),

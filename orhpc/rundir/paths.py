@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.errors import ConfigError, RunDirBusy, StorageRefused
+from orhpc.process.access import Access, apply_access, folder_mode
 from orhpc.process.own_folders import problem_of
 from orhpc.rundir.sealed import Damaged, read_sealed, sync_folder, write_atomic, write_sealed
 from orhpc.rundir.storage import is_refusal
@@ -74,8 +75,8 @@ class RunDir:
         self.export = self.path / "export"
         self.stop_file = self.path / "stop"
 
-    def create(self, *, known: bool = False) -> None:
-        """Create the folders, readable only by the owner.
+    def create(self, *, known: bool = False, access: Access = "private") -> None:
+        """Create the folders, readable by the owner and, with ``access="group"``, by the group.
 
         ``known``: the run is known to exist here, so "permission denied" is the filesystem's fault.
 
@@ -86,14 +87,19 @@ class RunDir:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_owner(self.path)
+            apply_access(self.path, access)
             for folder in (self.attempts, self.checkpoints, self.buffer, self.rollouts):
-                folder.mkdir(mode=0o700, exist_ok=True)
+                folder.mkdir(mode=folder_mode(), exist_ok=True)
                 _check_owner(folder)
         except OSError as error:
             problem = f"run.root: {self.path} cannot be created: {error.strerror}"
             if is_refusal(error) and (known or error.errno not in (errno.EACCES, errno.EROFS)):
                 raise StorageRefused(problem) from None
             raise ConfigError(problem) from None
+
+    def data_of(self, environment: str) -> Path:
+        """Folder of the task files of an environment with ``data``."""
+        return self.path / "data" / environment.replace("/", "_")
 
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step}"
@@ -113,7 +119,7 @@ class RunDir:
         number = self.newest_attempt() + 1
         while True:
             try:
-                self.attempt(number).mkdir(mode=0o700)
+                self.attempt(number).mkdir(mode=folder_mode())
                 break
             except FileExistsError:
                 number += 1

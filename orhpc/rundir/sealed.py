@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.errors import OrhpcError
+from orhpc.process.access import file_mode
 
 _SEAL = "sha256"
 _MOST_BYTES = 256 << 20
@@ -66,6 +67,7 @@ def write_atomic(path: Path, text: str) -> None:
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            os.fchmod(stream.fileno(), file_mode())
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

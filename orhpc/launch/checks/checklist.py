@@ -14,7 +14,7 @@ from pathlib import Path
 from orhpc.config import Config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, OrhpcError
 from orhpc.launch import model, prepare
-from orhpc.launch.checks import commit_space, fit, host_memory, internet, references
+from orhpc.launch.checks import commit_space, fit, host_memory, internet, references, trackers
 from orhpc.launch.slurm import holder, submission
 from orhpc.models import chat_formats
 from orhpc.models.folders import problem_of
@@ -39,6 +39,7 @@ def of_config(config: Config) -> list[Check]:
         Check("memory of a node", lambda: host_memory.check_configured(config)),
         Check("your code", lambda: references.check(config, Path.cwd())),
         Check("data", lambda: prepare.check_paths(config)),
+        Check("trackers", lambda: trackers.check(config)),
     ]
 
 

@@ -16,6 +16,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 from orhpc.config import Config
 from orhpc.errors import ModelError, PreflightError
 from orhpc.models.folders import find_model, is_hub_name, problem_of
+from orhpc.process.secrets import resolve_secrets
 
 _TIMEOUT_S = 5.0
 _HUB = "https://huggingface.co"
@@ -32,7 +33,9 @@ class Outside:
     url: str
     what_for: str
     switches: dict[str, str] = field(default_factory=dict)
-    """Environment variables that put its clients in offline mode; empty: the server is required."""
+    """Environment variables that put its clients in offline mode."""
+    without: str = ""
+    """What happens without the server, if it has no offline mode; empty for both: it is required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,11 @@ class Survey:
 
 
 def wanted(config: Config) -> list[Outside]:
-    """Every external server that a run would contact from its nodes."""
+    """Every external server that a run would contact from its nodes.
+
+    Raises:
+        PreflightError: the URL of the webhook cannot be read.
+    """
     found: list[Outside] = []
     path = config.model.path
     if is_hub_name(path):
@@ -58,6 +65,13 @@ def wanted(config: Config) -> list[Outside]:
         found.append(Outside(os.environ.get("HF_ENDPOINT", _HUB), f"model.path: {path}", switches))
     if config.wandb.enabled and os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
         found.append(Outside(os.environ.get("WANDB_BASE_URL", _WANDB), "wandb", WANDB_OFFLINE))
+    uri = config.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if config.mlflow.enabled and uri.startswith("http"):
+        later = "its rows wait in events.jsonl for `orhpc sync`"
+        found.append(Outside(uri, "mlflow", without=later))
+    if config.notify.active:
+        url = resolve_secrets({"notify.webhook": config.notify.webhook}, {})["notify.webhook"]
+        found.append(Outside(url, "notify.webhook", without="no messages are sent"))
     for name, settings in config.environments.items():
         if settings.serve is None:
             found.append(Outside(settings.url or _OPENREWARD, f"environments.{name}"))
@@ -80,6 +94,8 @@ def survey(config: Config) -> Survey:
         elif server.switches:
             switches |= server.switches
             found.append(f"{host} not reached ({problem}), so {', '.join(server.switches)} set")
+        elif server.without:
+            found.append(f"{host} not reached ({problem}): {server.without}")
         else:
             raise PreflightError(
                 f"{server.what_for}: {host} cannot be reached from here: {problem}; nodes without internet "

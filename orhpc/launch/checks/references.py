@@ -11,12 +11,15 @@ import ast
 import difflib
 import importlib.machinery
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from orhpc.config import Config
+from orhpc.config.algorithm import ADVANTAGES
 from orhpc.config.environment import BUNDLED
+from orhpc.config.rollout import GROUP_FILTERS
 from orhpc.errors import ConfigError
 
 
@@ -24,10 +27,17 @@ def references(config: Config) -> Iterator[tuple[str, str]]:
     """(setting, ``package.module:name``) of every user function or class that the config names."""
     for setting in ("custom_agent", "custom_reward"):
         if (name := getattr(config.rollout, setting)) is not None:
-            yield f"rollout.{setting}", name
+            # A function written for slime has a prefix: slime:package.module:function.
+            yield f"rollout.{setting}", re.sub(r"^slime(-group)?:(?=.*:)", "", name)
+    if config.rollout.filter not in GROUP_FILTERS:
+        yield "rollout.filter", config.rollout.filter
+    if config.algorithm.advantage not in ADVANTAGES:
+        yield "algorithm.advantage", config.algorithm.advantage
     for key, settings in config.environments.items():
         if settings.serve is not None and settings.serve not in BUNDLED:
             yield f"environments.{key}.serve", settings.serve
+        if settings.data is not None and settings.data.is_function:
+            yield f"environments.{key}.data.verifier", settings.data.verifier
 
 
 def check(config: Config, folder: Path) -> str:

@@ -21,6 +21,7 @@ from orhpc.launch.node import processes
 from orhpc.launch.node.replicas import replicas_of
 from orhpc.plan.placement import Node
 from orhpc.process.ports import hold_port, stop_listening
+from orhpc.rundir import RunDir
 
 _MIN_LIFE_S = 30.0
 """A server that ends within this time after its start, without being killed, is considered broken."""
@@ -31,9 +32,9 @@ _EARLY_KILLS = 2
 class ServedEnvironments:
     """The environment servers that the job runs itself on this node."""
 
-    def __init__(self, config: Config, node: Node, folder: Path) -> None:
+    def __init__(self, config: Config, node: Node, rundir: RunDir, folder: Path) -> None:
         """``folder``: the attempt's folder, with the servers' key (read at their start) and their logs."""
-        self._config, self._node, self._folder = config, node, folder
+        self._config, self._node, self._rundir, self._folder = config, node, rundir, folder
         self._address, self._key = node.address, ""
         self._commands: dict[str, tuple[list[str], Path]] = {}
         self._held: dict[str, socket.socket] = {}
@@ -45,19 +46,20 @@ class ServedEnvironments:
         """Choose and hold a port for every replica; return base URLs by environment."""
         urls: dict[str, list[str]] = {}
         for name, settings in self._config.environments.items():
-            if settings.serve is None:
+            if not settings.is_served:
                 continue
+            environment, options = settings.served(self._rundir.data_of(name))
             for replica in range(replicas_of(self._config, name, self._node.cpus)):
                 label = f"{name.replace('/', '_')}_{replica}"
                 listener = self._held[label] = hold_port(self._address)
                 port = listener.getsockname()[1]
                 command = [sys.executable, "-m", "orhpc.environments.server"]
-                command += ["--environment", settings.serve, "--host", self._address, "--port", str(port)]
+                command += ["--environment", environment, "--host", self._address, "--port", str(port)]
                 command += ["--listen-fd", str(listener.fileno()), "--key-from-stdin"]
                 if secrets := {**self._config.secrets, **settings.secrets}:
                     command += ["--secrets-json", json.dumps(secrets)]
-                if settings.serve_options:
-                    command += ["--options-json", json.dumps(settings.serve_options)]
+                if options:
+                    command += ["--options-json", json.dumps(options)]
                 self._commands[label] = command, self._folder / f"environment_{label}_{self._node.name}.log"
                 urls.setdefault(name, []).append(f"http://{self._address}:{port}")
         return urls

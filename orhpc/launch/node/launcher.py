@@ -22,13 +22,14 @@ from orhpc.errors import (
     StorageRefused,
     policy_of,
 )
-from orhpc.launch import model, prepare
+from orhpc.launch import model, prepare, task_files
 from orhpc.launch.checks import checklist, preflight
 from orhpc.launch.command_line import split_command_line
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.first_node import SECRETS
 from orhpc.launch.node.job_attempt import JobAttempt, Superseded
 from orhpc.launch.node.network_variables import bypass_proxies, say, use_address, use_switches
+from orhpc.launch.node.notifications import Notifier
 from orhpc.launch.node.other_node import other_node
 from orhpc.launch.node.outcome_recorder import OutcomeRecorder
 from orhpc.launch.node.scratch import sweep_job_folders
@@ -37,6 +38,7 @@ from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.ledger import Reason
 from orhpc.launch.slurm.preempt import Signals
 from orhpc.models import chat_formats
+from orhpc.process.access import use_access
 from orhpc.rundir import write_atomic
 from orhpc.rundir.events import read_events
 from orhpc.rundir.storage import StorageRetry, probe, refusals, retry_write
@@ -53,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
         words = [*overrides, f"placement.nodes={job.nodes}"]
         config = retry_write(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
+        use_access(config.run.access)
         with refusals("the run directory refuses", below=prepare.run_directory(config).path):
             if job.rank:
                 return other_node(job, config)
@@ -134,7 +137,7 @@ class FirstNode:
         known = self.job.restart > 0 or self.job.chain != self.job.id
 
         async def ready() -> None:
-            self.rundir.create(known=known)
+            prepare.create_directory(self.config, known=known)
             probe(self.rundir.path)
 
         asyncio.run(StorageRetry(wait_s, say, lambda: bool(self.signals.received)).run(ready))
@@ -166,6 +169,7 @@ class FirstNode:
         prepare.check_machine(self.config)
         with rendezvous.preparing(self.rundir, self.job):
             model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.received))
+            task_files.ensure(self.config, self.rundir, lambda: bool(self.signals.received))
         chat_formats.check(self.config, model.model_folder(self.config, self.rundir))
         return False
 
@@ -191,20 +195,35 @@ class FirstNode:
         """Run an attempt, record its outcome, and return the exit code of the job's step."""
         say(f"{self.rundir.path}: attempt {attempt}, {self.job.nodes} nodes")
         recorder = self.recorder
-        try:
-            preflight.require(self.config, self.job, self.rundir)
-            use_switches(self.config)
-            node = this_node(self.job, self.config.slurm.interface)
-            use_address(node.address)
-            bypass_proxies((node,))
-            with refusals("the run directory refuses", below=self.rundir.path):
-                JobAttempt(
-                    self.rundir, attempt, self.config, node, self.job, self.signals, recorder, self.max_tokens
-                ).run()
-        except OrhpcError as error:
-            self.superseded = isinstance(error, Superseded)
-            if isinstance(error, preflight.BadNode) and not recorder.lost:  # not another node, but this one
-                recorder.lost.append(self.job.node_name)
-            say(f"{type(error).__name__}: {error}")
-            recorder.record(attempt, policy_of(error).exit_code, error)
+        with Notifier(self.config, self.rundir, attempt, self.job.stop_file.exists, say) as notifier:
+            try:
+                self._run_attempt(attempt)
+            except OrhpcError as error:
+                self.superseded = isinstance(error, Superseded)
+                if (
+                    isinstance(error, preflight.BadNode) and not recorder.lost
+                ):  # not another node, but this one
+                    recorder.lost.append(self.job.node_name)
+                say(f"{type(error).__name__}: {error}")
+                recorder.record(attempt, policy_of(error).exit_code, error)
+                notifier.ended(error)
         return recorder.exit_code
+
+    def _run_attempt(self, attempt: int) -> None:
+        """Check this node and run the attempt on it; raises OrhpcError if it could not run."""
+        preflight.require(self.config, self.job, self.rundir)
+        use_switches(self.config)
+        node = this_node(self.job, self.config.slurm.interface)
+        use_address(node.address)
+        bypass_proxies((node,))
+        with refusals("the run directory refuses", below=self.rundir.path):
+            JobAttempt(
+                self.rundir,
+                attempt,
+                self.config,
+                node,
+                self.job,
+                self.signals,
+                self.recorder,
+                self.max_tokens,
+            ).run()

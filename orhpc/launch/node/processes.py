@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from orhpc.process.access import folder_mode
+
 _PR_SET_PDEATHSIG = 1
 _FOLLOW_S = 3.0
 """Seconds for a child's descendants to end after it."""
@@ -36,7 +38,7 @@ def spawn(
     the process.  ``own_session`` protects it from a terminal's Ctrl-C; ``piped`` connects its standard input
     to a pipe; ``pass_fds`` are descriptors that it inherits.
     """
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log.parent.mkdir(mode=folder_mode(), parents=True, exist_ok=True)
     with log.open("ab") as stream:
         return subprocess.Popen(
             command,

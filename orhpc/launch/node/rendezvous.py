@@ -21,6 +21,7 @@ from typing import Any
 from orhpc.errors import NodeLost, PreflightError
 from orhpc.launch.node.network_variables import say
 from orhpc.launch.slurm.job import Job
+from orhpc.process.access import folder_mode
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.storage import ToleratedOutages
 
@@ -47,7 +48,7 @@ class NodeReady:
 def announce(rundir: RunDir, job: Job, **what: Any) -> None:
     """Send the other nodes the attempt's number, or the exit code that ends the job at once."""
     folder = rundir.path / "jobs"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=folder_mode(), exist_ok=True)
     for old in folder.iterdir():
         if not old.name.startswith((f"{job.id}.", ".")):
             old.unlink(missing_ok=True)
@@ -58,7 +59,7 @@ def announce(rundir: RunDir, job: Job, **what: Any) -> None:
 def preparing(rundir: RunDir, job: Job) -> Iterator[None]:
     """Keep the other nodes waiting while the first one downloads a model, which may take an hour."""
     path = _preparing_file(rundir, job)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.parent.mkdir(mode=folder_mode(), exist_ok=True)
     done = threading.Event()
 
     def beat() -> None:
@@ -105,7 +106,7 @@ def await_announcement(
 def join(rundir: RunDir, attempt: int, joined: NodeReady) -> None:
     """Write this node's file to the attempt's folder."""
     folder = rundir.attempt(attempt) / "nodes"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=folder_mode(), exist_ok=True)
     write_atomic(folder / f"{joined.rank:03d}.json", json.dumps(asdict(joined)))
 
 
@@ -141,7 +142,7 @@ def gather(
 def raylet_up(rundir: RunDir, attempt: int, rank: int) -> None:
     """Report to the other nodes that this one has joined Ray's cluster."""
     folder = rundir.attempt(attempt) / "nodes"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=folder_mode(), exist_ok=True)
     write_atomic(folder / f"{rank:03d}.raylet", "")
 
 

@@ -8,7 +8,7 @@ from orhpc.rundir.metrics import METRICS, metric_of, tracker_name
 
 
 def test_a_name_of_another_system_means_one_metric() -> None:
-    for system in ("verl", "trl"):
+    for system in ("verl", "trl", "slime"):
         names = Counter(name for metric in METRICS.values() if (name := getattr(metric, system)))
         assert [name for name, count in names.items() if count > 1] == []
 

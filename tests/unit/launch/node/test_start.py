@@ -40,7 +40,7 @@ def config_of(*overrides: str) -> Config:
 
 def test_server_ports_are_held_until_the_servers_start(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.replicas=3", "rollout.workers_per_node=3")
-    servers = ServedEnvironments(config, NODE, tmp_path)
+    servers = ServedEnvironments(config, NODE, RunDir(tmp_path), tmp_path)
     (urls,) = servers.reserve().values()
     ports = [int(url.rpartition(":")[2]) for url in urls]
     assert len(set(ports)) == 3
@@ -56,7 +56,7 @@ def test_server_ports_are_held_until_the_servers_start(tmp_path: Path) -> None:
 def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.serve=no_such_module:Environment")
     (tmp_path / "environment.key").write_text("key")
-    servers = ServedEnvironments(config, NODE, tmp_path)
+    servers = ServedEnvironments(config, NODE, RunDir(tmp_path), tmp_path)
     (url,) = servers.reserve()["orhpc/letters"]
     servers.start()
     try:
@@ -73,7 +73,7 @@ def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
 
 def test_a_server_killed_soon_after_its_start_is_restarted_in_the_attempt(tmp_path: Path) -> None:
     (tmp_path / "environment.key").write_text("key")
-    servers = ServedEnvironments(config_of(), NODE, tmp_path)
+    servers = ServedEnvironments(config_of(), NODE, RunDir(tmp_path), tmp_path)
     servers.reserve()
     servers.start()
 
@@ -192,7 +192,7 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     ray_node._process = subprocess.Popen(["sleep", "60"])
     placed = tmp_path / "placement.yaml"
     placed.write_text(Placement((), (), (), (), {}, ray_address=address).to_yaml())
-    servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), tmp_path)
+    servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), RunDir(tmp_path), tmp_path)
     command_line = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
 
     def keep_up() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from orhpc.config.files import load_config
-from orhpc.driver.tracking import Tracker, row_of
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events, steps_of
+from orhpc.tracking import Tracker
+from orhpc.tracking.rows import row_of
 
 PHASES = {"rollout": 1.0, "update": 0.5}
 
@@ -63,9 +64,17 @@ def rundir(tmp_path: Path) -> RunDir:
     return rundir
 
 
-def tracker(rundir: RunDir, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+def tracker(
+    rundir: RunDir, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch, problems: list[str] | None = None
+) -> Tracker:
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    return Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = load_config("configs/tiny.yaml", ["wandb.enabled=true"])
+    return Tracker(config, rundir, ([] if problems is None else problems).append)
+
+
+def step_event(step: int, reward: float, event: str = "step") -> dict[str, Any]:
+    return {"event": event, "step": step, "time": 1.0, "reward_mean": reward}
 
 
 def attempt(rundir: RunDir, number: int, steps: range) -> None:
@@ -84,16 +93,18 @@ def test_the_next_attempt_writes_the_rows_of_a_killed_one(
     fake = FakeWandb()
     first = tracker(rundir, fake, monkeypatch)
     for step in (1, 2):
-        first.log(step, {"reward_mean": step / 10})
+        first.log(step_event(step, step / 10))
+    first.log(step_event(2, 0.5, "evaluation"))
     first.close()
     attempt(rundir, 1, range(1, 3))
     attempt(rundir, 2, range(3, 6))
     fake.rows.clear()
     last = tracker(rundir, fake, monkeypatch)
     last.catch_up(4)
-    last.log(5, {"reward_mean": 0.55})
+    last.log(step_event(5, 0.55))
+    last.log(step_event(5, 0.5, "evaluation"))
     last.close()
-    assert [step for step, _ in fake.rows] == [3, 4, 5]
+    assert [step for step, _ in fake.rows] == [3, 4, 5, 5]
     event = steps_of(read_events(rundir.events))[3]
     assert fake.rows[0][1] == pytest.approx(row_of(event), nan_ok=True)
     again = tracker(rundir, fake, monkeypatch)
@@ -109,8 +120,8 @@ def test_rows_on_the_server_are_not_sent_again(rundir: RunDir, monkeypatch: pyte
     own = tracker(rundir, fake, monkeypatch)
     own.catch_up(5)
     own.close()
-    assert [step for step, _ in fake.rows] == [4, 5]
-    assert fake.rows[1][1]["eval/reward_mean/letters/test"] == 0.5
+    assert [step for step, _ in fake.rows] == [4, 5, 5]
+    assert fake.rows[2][1]["eval/reward_mean/letters/test"] == 0.5
 
 
 def test_a_row_has_the_event_s_values(rundir: RunDir) -> None:
@@ -125,20 +136,21 @@ def test_a_row_has_the_event_s_values(rundir: RunDir) -> None:
 
 @pytest.mark.parametrize("failing", ["init", "log", "alert", "finish"])
 def test_no_failure_of_wandb_reaches_the_caller(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     fake = FakeWandb(failing)
     attempt(rundir, 1, range(1, 3))
-    own = tracker(rundir, fake, monkeypatch)
+    problems: list[str] = []
+    own = tracker(rundir, fake, monkeypatch, problems)
     own.catch_up(2)
-    own.log(3, {"reward_mean": 1.0})
+    own.log(step_event(3, 1.0))
     own.alert("rollout_kl is high")
     own.close(10)
     assert failing in fake.calls
-    (output,) = {record.message for record in caplog.records}
+    (output,) = problems
     assert "network is unreachable" in output and "\n" not in output
     if failing == "alert":
-        assert [step for step, _ in fake.rows] == [1, 2, 3]
+        assert [step for step, _ in fake.rows] == [1, 2, 2, 3]
     if failing == "log":
         assert fake.alerts == ["rollout_kl is high"]
 
@@ -147,12 +159,12 @@ def test_no_failure_of_wandb_reaches_the_caller(
 def test_an_unreachable_network_does_not_delay_the_run(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    monkeypatch.setattr("orhpc.driver.tracking._QUEUE", 4)
+    monkeypatch.setattr("orhpc.tracking.tracker._QUEUE", 4)
     fake = FakeWandb(failing)
     own = tracker(rundir, fake, monkeypatch)
     began = time.monotonic()
     for step in range(1, 20):
-        own.log(step, {"reward_mean": 1.0})
+        own.log(step_event(step, 1.0))
     assert time.monotonic() - began < 1.0
     if failing != "finish hangs":
         assert own.dropped > 0
@@ -161,29 +173,32 @@ def test_an_unreachable_network_does_not_delay_the_run(
     fake.gate.set()
 
 
-def test_the_run_works_without_wandb_installed(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_run_works_without_wandb_installed(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
-    own.log(1, {"reward_mean": 1.0})
+    problems: list[str] = []
+    own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir, problems.append)
+    own.log(step_event(1, 1.0))
     own.close(10)
-    assert "W&B is off for this attempt" in caplog.text
+    (line,) = problems
+    assert line.startswith("W&B does not work: ")
+    assert "orhpc sync" in line
 
 
 @pytest.mark.slow
 def test_an_unreachable_server_leaves_the_data_in_the_run_directory(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real W&B, with a key and a server that refuses connections."""
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr("orhpc.driver.tracking._START_S", 5.0)
-    own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir)
-    own.log(1, {"reward_mean": 0.25})
+    monkeypatch.setattr("orhpc.tracking.weights_and_biases._START_S", 5.0)
+    problems: list[str] = []
+    own = Tracker(load_config("configs/tiny.yaml", ["wandb.enabled=true"]), rundir, problems.append)
+    own.log(step_event(1, 0.25))
     own.close(60)
     (data,) = rundir.path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"reward_mean" in data.read_bytes()
-    assert "W&B does not answer" in caplog.text
-    assert "wandb sync" in caplog.text
+    (line,) = problems
+    assert line.startswith("W&B does not answer")
+    assert "orhpc sync" in line
