@@ -93,12 +93,24 @@ SPEED = Section(
             ("rollout_opening_seconds_mean", "rollout_engine_seconds_mean", "rollout_tools_seconds_mean"),
             "s",
         ),
+        Panel(
+            "GPUs that run a kernel, mean over time",
+            (
+                "gpu_utilization",
+                "gpu_utilization_rollout",
+                "gpu_utilization_update",
+                "gpu_utilization_sync",
+                "gpu_utilization_lowest",
+            ),
+            "fraction",
+        ),
+        Panel("Power of a GPU", ("gpu_power_w",), "W"),
         Panel("Padding of packed batches", ("padding",), "fraction"),
     ),
 )
 SECTIONS = (LEARNING, ROLLOUTS, MISMATCH, SPEED)
-MEMORY = "memory_"
-"""Prefix of the metrics of the section on memory."""
+MEMORY = ("memory_", "gpu_memory_")
+"""Prefixes of the metrics of the section on memory."""
 _HIDDEN = {"step", "steps", "attempt", "time", "seconds"}
 
 

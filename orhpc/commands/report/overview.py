@@ -12,6 +12,7 @@ from orhpc.commands.run_state import duration, seconds_left
 from orhpc.launch.slurm.ledger import outcome_of
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import FAILURES, steps_of
+from orhpc.rundir.origin import describe, provenance
 
 Event = Mapping[str, Any]
 _ENDS = ("finished", "stopped", "failed")
@@ -117,6 +118,8 @@ def facts(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> list[
         ("step", f"{last['step']} of {last.get('steps', '?')}"),
         ("mean reward", f"{_number(steps[0])} at first, {_number(last)} now"),
     ]
+    if origin := provenance(run, run.newest_attempt()).get("origin"):
+        found.append(("started from", describe(origin)))
     if evaluation is not None:
         names = [k for k in evaluation if k.startswith("reward_mean")]
         shown = ", ".join(f"{k.partition('/')[2] or 'all'} {_number(evaluation, k)}" for k in names)

@@ -16,6 +16,7 @@ from typing import Any
 
 from orhpc.commands.report.charts import REST, sections_of
 from orhpc.commands.report.findings import Evidence, findings
+from orhpc.commands.report.gpu_lanes import gpu_lanes
 from orhpc.commands.report.overview import (
     MARKS,
     attempts_of,
@@ -78,7 +79,7 @@ def page(runs: Sequence[RunDir]) -> str:
         ],
         "differences": differences([one["settings"] for one in about]) if len(about) > 1 else [],
     }
-    assets = files("orhpc.commands.report") / "assets"
+    shared, assets = files("orhpc.commands") / "assets", files("orhpc.commands.report") / "assets"
     title = html.escape(" and ".join(names))
     # Not readable as markup: a "</script>" in a rollout must not end the block.
     block = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
@@ -87,10 +88,12 @@ def page(runs: Sequence[RunDir]) -> str:
             "<!doctype html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            f"<style>{(assets / 'report.css').read_text()}</style></head><body>",
+            f"<style>{(shared / 'base.css').read_text()}{(assets / 'report.css').read_text()}</style>",
+            "</head><body>",
             '<main id="report"></main>',
             f'<script type="application/json" id="data">{block}</script>',
             f"<script>{(assets / 'echarts.min.js').read_text()}</script>",
+            f"<script>{(shared / 'dom.js').read_text()}</script>",
             f"<script>{(assets / 'report.js').read_text()}</script>",
             "</body></html>\n",
         )
@@ -145,6 +148,7 @@ def run_data(run: RunDir) -> dict[str, Any]:
         "marks_left_out": max(0, len(marks) - _MOST_MARKS),
         "evaluations": [_evaluation(e) for e in events if e["event"] == "evaluation"],
         "histograms": histograms,
+        "gpus": gpu_lanes(run),
         "samples": [{"title": safe(s["title"]), "text": s["text"]} for s in samples],
         "settings": settings_of(run),
         "provenance": provenance_of(run),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from orhpc.commands.view import lines
+from orhpc.commands.view.transcript import lines
 from orhpc.errors import RecordError, StorageRefused
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import RolloutFile, read_step

@@ -9,7 +9,7 @@ from orhpc.config.safe_yaml import read_yaml
 from orhpc.errors import ConfigError
 from orhpc.process.secrets import redact
 from orhpc.rundir import RunDir
-from orhpc.rundir.sealed import Damaged, read_sealed
+from orhpc.rundir.origin import provenance
 
 _HIDDEN = ("secrets",)
 
@@ -38,11 +38,7 @@ def _flat(value: Mapping[Any, Any], prefix: str) -> list[tuple[str, str]]:
 
 def provenance_of(run: RunDir) -> dict[str, str]:
     """What the newest attempt ran, flattened; empty for runs of earlier releases."""
-    path = run.attempt(run.newest_attempt()) / "provenance.json"
-    try:
-        return dict(_flat(read_sealed(path, ()), ""))
-    except (FileNotFoundError, Damaged):
-        return {}
+    return dict(_flat(provenance(run, run.newest_attempt()), ""))
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the report from the JSON block.  Text of a run is only ever inserted by textContent.
+// Draws the report from the JSON block, with the elements of dom.js.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const COLORS = ["#2e6be6", "#e8590c", "#2b8a3e", "#9c36b5", "#c92a2a", "#0c8599", "#a87900", "#5f3dc4"];
@@ -10,26 +10,6 @@ const waiting = new Map();   // element of a chart that has not been drawn yet -
 const drawn = new Map();     // element -> { chart, option }
 
 // --- elements ----------------------------------------------------------------------------------
-
-function make(parent, tag, properties = {}, text = null) {
-  const element = Object.assign(document.createElement(tag), properties);
-  if (text !== null) element.textContent = text;
-  parent.append(element);
-  return element;
-}
-
-function table(parent, head, rows) {
-  const box = make(parent, "div", { className: "scroll" });
-  const element = make(box, "table");
-  if (head.length) {
-    const row = make(element, "tr");
-    for (const cell of head) make(row, "th", {}, cell);
-  }
-  for (const cells of rows) {
-    const row = make(element, "tr");
-    for (const cell of cells) make(row, "td", {}, String(cell));
-  }
-}
 
 function card(parent, title, unit = "", wide = false) {
   const box = make(parent, "div", { className: "card" });
@@ -217,26 +197,48 @@ function timeline(parent, run) {
   });
 }
 
-function heatmap(parent, run, name, title, unit) {
-  const histogram = run.histograms[name];
+// Cells [column, row, value] as colors over the steps; tip says what a cell is.
+function heatmap(parent, run, title, unit, { steps, rows, cells, most, label, tip }) {
   const element = card(parent, several ? `${title}: ${run.name}` : title, unit, true);
   add(element, () => {
     const option = axes(false);
-    const { edges, counts } = histogram;
-    const cells = counts.flatMap((row, i) => row.map((count, j) => [i, j, count || "-"]));
-    option.xAxis = { ...option.xAxis, type: "category", data: run.histograms.steps.map(String), min: null, max: null };
-    option.yAxis = { ...option.yAxis, type: "category", scale: false,
-      data: edges.slice(0, -1).map((edge, j) => `${number(edge)} to ${number(edges[j + 1])}`),
-      axisLabel: { ...option.yAxis.axisLabel, formatter: (text) => text.split(" ")[0] } };
+    option.xAxis = { ...option.xAxis, type: "category", data: steps.map(String), min: null, max: null };
+    option.yAxis = { ...option.yAxis, type: "category", scale: false, data: rows,
+      axisLabel: { ...option.yAxis.axisLabel, formatter: label, overflow: "truncate", width: 90 } };
     option.tooltip = { trigger: "item", confine: true, renderMode: "richText", formatter: (p) =>
-      `step ${run.histograms.steps[p.data[0]]}\n${option.yAxis.data[p.data[1]]} ${unit}\n${p.data[2]} rollouts` };
+      `step ${steps[p.data[0]]}\n${rows[p.data[1]]} ${tip(p.data[2])}` };
     option.dataZoom = [];
     option.legend.show = false;
     option.grid.bottom = 26;
-    option.visualMap = { show: false, min: 0, max: Math.max(1, ...counts.flat()),
+    option.visualMap = { show: false, min: 0, max: most,
       inRange: { color: dark.matches ? ["#1f2b45", "#84a9ff"] : ["#dbe6ff", "#123a94"] } };
     option.series = [{ type: "heatmap", data: cells, animation: false }];
     return option;
+  });
+}
+
+function histograms(parent, run, name, title, unit) {
+  const { edges, counts } = run.histograms[name];
+  heatmap(parent, run, title, unit, {
+    steps: run.histograms.steps,
+    rows: edges.slice(0, -1).map((edge, j) => `${number(edge)} to ${number(edges[j + 1])}`),
+    cells: counts.flatMap((row, i) => row.map((count, j) => [i, j, count || "-"])),
+    most: Math.max(1, ...counts.flat()),
+    label: (text) => text.split(" ")[0],
+    tip: (count) => `${unit}\n${count} rollouts`,
+  });
+}
+
+// A lane per GPU, or per node with many GPUs.
+function lanes(parent, run, name, title, unit, most) {
+  const { steps, lanes: rows, per_node: perNode } = run.gpus;
+  const values = run.gpus[name];
+  const which = perNode ? (name === "memory" ? ", fullest GPU of each node" : ", least busy GPU of each node") : "";
+  heatmap(parent, run, `${title}${which}`, unit, {
+    steps, rows, most: most ?? Math.max(...values.flat().filter((v) => v !== null), 1),
+    cells: values.flatMap((row, j) => row.map((value, i) => [i, j, value ?? "-"])),
+    label: (text) => text,
+    tip: (value) => `\n${number(value)} ${unit}`,
   });
 }
 
@@ -382,12 +384,20 @@ for (const { title, panels } of others) {
   const grid = section(title);
   for (const spec of panels) panel(grid, spec);
 }
+const watched = data.runs.filter((run) => run.gpus.steps);
+if (watched.length) {
+  const grid = section("What do the GPUs do?");
+  for (const run of watched) {
+    lanes(grid, run, "utilization", "Fraction of the step in which a kernel ran", "", 1);
+    lanes(grid, run, "memory", "Memory in use", "GB");
+  }
+}
 const counted = data.runs.filter((run) => run.histograms.steps);
 if (counted.length) {
   const grid = section("How are rewards and lengths distributed?");
   for (const run of counted) {
-    heatmap(grid, run, "rewards", "Rewards", "");
-    heatmap(grid, run, "lengths", "Response lengths", "tokens");
+    histograms(grid, run, "rewards", "Rewards", "");
+    histograms(grid, run, "lengths", "Response lengths", "tokens");
   }
 }
 for (const { title, panels } of data.sections.filter((one) => one.folded)) {

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from orhpc.commands.cli import main
-from orhpc.commands.view import show
+from orhpc.commands.view.library import Library
+from orhpc.commands.view.text import show as show_library
+from orhpc.commands.view.tokens import TokenTexts
 from orhpc.errors import RecordError
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import record_path, write_rollouts
@@ -42,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_a_rollout_shows_calls_arguments_rewards_reasoning_and_errors(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show(run, None, None, "1.1") == 0
+    assert show_library(Library(run, TokenTexts(None)), None, None, "1.1") == 0
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "--- user",
@@ -80,4 +82,4 @@ def test_what_is_not_there_is_said(
     run: RunDir, step: int | None, evaluation: int | None, rollout: str | None
 ) -> None:
     with pytest.raises(RecordError):
-        show(run, step, evaluation, rollout)
+        show_library(Library(run, TokenTexts(None)), step, evaluation, rollout)

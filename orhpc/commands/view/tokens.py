@@ -1,0 +1,87 @@
+"""The tokens of a rollout as text, each with what engine and trainer computed for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orhpc.config.files import load_config
+from orhpc.errors import OrhpcError
+from orhpc.launch.model import model_folder
+from orhpc.rundir import RunDir
+from orhpc.types import Float32Array, Rollout
+
+
+class TokenTexts:
+    """Decodes tokens one by one with the tokenizer of a model folder."""
+
+    def __init__(self, folder: Path | None, problem: str = "") -> None:
+        """``folder``: has ``tokenizer.json``; None: there is none, because of ``problem``."""
+        self.problem = problem
+        self._tokenizer: Any = None
+        if folder is None:
+            return
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises Exception itself
+            self.problem = f"{path}: {' '.join(str(error).split())[:200]}"
+
+    @classmethod
+    def of(cls, run: RunDir) -> TokenTexts:
+        """With the tokenizer of the run's model; without one, messages can still be read."""
+        try:
+            return cls(model_folder(load_config(run.config), run))
+        except OrhpcError as error:
+            return cls(None, str(error))
+
+    def __bool__(self) -> bool:
+        return self._tokenizer is not None
+
+    def decode(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token.
+
+        Tokens that are parts of one character have no text but the last, which has the character.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, token) or "" for token in tokens]
+
+
+def segments(
+    rollout: Rollout, trainer_logprobs_T: Float32Array | None, texts: TokenTexts
+) -> list[dict[str, Any]]:
+    """Split a rollout into stretches that the policy sampled and stretches that it did not.
+
+    Returns:
+        ``{"text", "count"}`` for context, and ``{"tokens"}`` for sampled tokens, each ``[text, id, engine's
+        log-probability, trainer's or None, policy version]``; empty without a tokenizer.
+    """
+    if not texts:
+        return []
+    ids = rollout.tokens_T.tolist()
+    pieces = texts.decode(ids)
+    changes = np.flatnonzero(np.diff(rollout.loss_mask_T.astype(np.int8))) + 1
+    bounds = [0, *changes.tolist(), len(ids)]
+    found: list[dict[str, Any]] = []
+    for start, end in itertools.pairwise(bounds):
+        if start == end:
+            continue
+        if not rollout.loss_mask_T[start]:
+            found.append({"text": "".join(pieces[start:end]), "count": end - start})
+            continue
+        engine = rollout.logprobs_T[start:end].astype(np.float64).round(5).tolist()
+        trainer: list[float | None] = [None] * (end - start)
+        if trainer_logprobs_T is not None:
+            trainer = trainer_logprobs_T[start:end].astype(np.float64).round(5).tolist()
+        versions = rollout.versions_T[start:end].tolist()
+        columns = zip(pieces[start:end], ids[start:end], engine, trainer, versions, strict=True)
+        found.append({"tokens": [list(column) for column in columns]})
+    return found

@@ -1,0 +1,139 @@
+"""The record as ``orhpc view`` shows it: parts, rows, tokens, and what a search finds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from orhpc.commands.view.filter import Filter
+from orhpc.commands.view.library import Library
+from orhpc.commands.view.tokens import TokenTexts
+from orhpc.errors import ConfigError, RecordError
+from tests.unit.commands.view.kit import byte_tokenizer, library_of, make_run
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return library_of(make_run(tmp_path_factory.mktemp("run"), steps=11))
+
+
+def found(library: Library, line: str) -> list[tuple[str, str]]:
+    answers = library.search(Filter.parse(line))
+    return [(answer["part"], answer["row"]["id"]) for answer in answers if "row" in answer]
+
+
+def test_parts_are_in_the_order_of_their_steps(library: Library) -> None:
+    about = library.about()
+    assert about["parts"] == [*(f"step_{n}" for n in range(1, 12)), "evaluation_0"]
+    assert (about["first"], about["problem"]) == ("step_11", "")
+
+
+def test_rows_have_what_training_computed(library: Library) -> None:
+    rows = library.rows("step_3")
+    assert [row["id"] for row in rows] == ["30.0", "30.1", "30.2", "31.0", "31.1", "31.2"]
+    assert [row["advantage"] for row in rows[:3]] == [-1.0, 1.0, None]
+    assert [row["trained"] for row in rows[:3]] == [True, True, False]
+    assert {row["age"] for row in rows} == {1}  # version 1 sampled what version 2 was trained with
+    assert {row["age"] for row in library.rows("evaluation_0")} == {None}
+
+
+def test_tokens_show_what_was_sampled_and_what_was_not(library: Library) -> None:
+    prompt, sampled = library.rollout("step_3", "30.1")["segments"]
+    assert (prompt["text"], prompt["count"]) == ("Open the door.", len("Open the door."))
+    pieces, _, engine, trainer, versions = zip(*sampled["tokens"], strict=True)
+    assert "".join(pieces) == "grüße 30.1"
+    assert len(pieces) == len("grüße 30.1".encode())
+    assert (set(engine), set(trainer), set(versions)) == ({-0.5}, {-0.625}, {1})
+    # Not trained on: the trainer has computed nothing.
+    assert {token[3] for token in library.rollout("step_3", "30.2")["segments"][1]["tokens"]} == {None}
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_the_texts_of_all_tokens_are_the_text(text: str) -> None:
+    folder = byte_tokenizer(Path(os.environ.get("TMPDIR", "/tmp")) / f"orhpc-test-tokenizer-{os.getuid()}")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert "".join(TokenTexts(folder).decode(tokenizer.encode(text).ids)) == text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("GRÜSSE 110.1", [("step_11", "110.1")]),
+        ("it broke step:11", []),  # an error is not part of the transcript
+        ("failed:yes step:11", [("step_11", "110.2"), ("step_11", "111.2")]),
+        ("end:failed env:org/env1 step:2..3", [("step_3", "31.2"), ("step_2", "21.2")]),
+        ("reward:1 step:11..", [("step_11", "110.1"), ("step_11", "111.1")]),
+        ("reward:0.5.. trained:yes step:..0", []),
+        ("org/env0/train/110 reward:0..0", [("step_11", "110.0")]),
+        ("</script><script> step:4 reward:1", [("step_4", "40.1"), ("step_4", "41.1")]),
+        ("trained:no step:0", [("evaluation_0", "900.0")]),
+    ],
+)
+def test_a_filter_finds_exactly_what_it_says(
+    library: Library, line: str, expected: list[tuple[str, str]]
+) -> None:
+    assert found(library, line) == expected
+
+
+def test_a_found_text_comes_with_its_surroundings(library: Library) -> None:
+    answers = [a for a in library.search(Filter.parse("locked step:5")) if "row" in a]
+    assert len(answers) == 6
+    assert {answer["snippet"] for answer in answers} == {"It may be locked."}
+
+
+def test_a_damaged_step_is_left_out_of_a_search_and_named_when_asked_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (file,) = run.rollouts_of(2).glob("a*.h5")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    library = library_of(run)
+    assert {part for part, _ in found(library, "")} == {"step_1", "step_3", "evaluation_0"}
+    with pytest.raises(RecordError, match="checksum"):
+        library.rows("step_2")
+
+
+def test_rows_of_a_step_that_was_repeated_are_read_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    library = library_of(run)
+    assert len(library.rows("step_1")) == 6
+    (file,) = run.rollouts_of(1).glob("a*.h5")
+    (again,) = run.rollouts_of(2).glob("a*.h5")
+    file.with_name("a002.worker_000.h5").write_bytes(again.read_bytes())
+    assert next(row["group"] for row in library.rows("step_1")) == 20
+
+
+def test_without_a_tokenizer_messages_are_still_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    library = library_of(run)
+    assert "tokenizer.json" in library.about()["problem"]
+    rollout = library.rollout("step_1", "10.0")
+    assert rollout["segments"] == []
+    assert len(rollout["messages"]) == 3
+
+
+@pytest.mark.parametrize(
+    "line", ["end:nowhere", "reward:a..b", "reward:", "trained:maybe", "step:1..x", "reward:nan"]
+)
+def test_a_wrong_filter_is_named(line: str) -> None:
+    with pytest.raises(ConfigError, match=line.split(":")[0]):
+        Filter.parse(line)
+
+
+@given(st.text())
+def test_any_line_is_a_filter_or_an_error(line: str) -> None:
+    with contextlib.suppress(ConfigError):
+        Filter.parse(line)
+
+
+def test_words_without_a_known_name_are_text() -> None:
+    wanted: Any = Filter.parse("http://a b env:x c")
+    assert (wanted.text, wanted.environment) == ("http://a b c", "x")
