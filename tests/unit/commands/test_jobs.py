@@ -52,6 +52,7 @@ def test_check_asks_slurm_whether_the_job_could_run(
             "memory of a node",
             "your code",
             "data",
+            "trackers",
             "keys",
             "run directory",
             "internet",
