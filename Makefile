@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable '.[run,gym,router,dev,docs]'
+	$(BIN)/python -m pip install --quiet --editable '.[run,gym,data,router,dev,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python "$(MEGATRON)"
 	touch $(STAMP)
 

@@ -1,4 +1,4 @@
-"""Write the reference from the code: settings, commands, failures with exit codes, and metrics.
+"""Write the reference from the code: settings, flags, commands, failures with exit codes, and metrics.
 
 python docs/generate.py FOLDER
 """
@@ -21,12 +21,15 @@ from pydantic import BaseModel
 from orhpc import errors
 from orhpc.commands.cli import main
 from orhpc.config import Config, EnvironmentSettings
+from orhpc.config.data import DataSettings
+from orhpc.config.flags import SECTIONS, Flag, Kind
 from orhpc.config.reference import default_of
 from orhpc.rundir.metrics import METRICS
 
 COMMANDS = (
-    *("launch", "check", "plan", "try-env", "init", "doctor", "fetch", "files"),
-    *("runs", "status", "report", "view", "logs", "cancel", "export", "chat", "clean"),
+    *("launch", "check", "plan", "try-env", "init", "doctor", "fetch", "files", "sweep"),
+    *("runs", "status", "report", "view", "logs", "sync", "cancel", "export", "chat", "serve"),
+    *("completion", "clean"),
 )
 """In the order in which they are met."""
 _SECTIONS = {
@@ -57,7 +60,13 @@ _EXIT_CODES = {
 def write(folder: Path) -> None:
     """Write all pages into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {"settings": settings, "commands": commands, "failures": failures, "metrics": metrics}
+    pages = {
+        "settings": settings,
+        "flags": flags,
+        "commands": commands,
+        "failures": failures,
+        "metrics": metrics,
+    }
     for name, page in pages.items():
         path, text = folder / f"{name}.md", page()
         # Sphinx reads a page again when its file is newer.
@@ -87,6 +96,7 @@ def settings() -> str:
             parts += _fields(type(default), f"{name}.")
     parts.append("## environments\n\nEnvironments by name; at least one is required.\n")
     parts += _fields(EnvironmentSettings, "environments.NAME.")
+    parts += _fields(DataSettings, "environments.NAME.data.")
     return "\n".join(parts)
 
 
@@ -139,6 +149,41 @@ def _type(annotation: Any) -> str:
 def _text(description: str | None) -> str:
     """A description as Markdown: double back quotes of docstrings become single ones."""
     return " ".join((description or "").split()).replace("``", "`")
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def flags() -> str:
+    """Every flag of slime, miles and OpenReward's run.sh, and the settings that it sets."""
+    parts = [
+        "# Flags of slime, miles and OpenReward\n",
+        "`orhpc launch`, `check`, `plan` and `sweep` read these flags, as `--flag value` and "
+        "`--flag=value`, together with a config file and `section.key=value`. A flag that is "
+        "not given leaves the setting of the config, not the default that slime has. Any other "
+        "`--sglang-NAME VALUE` sets `engine.extra.NAME`, and `--config FILE` names the config file. "
+        "[Coming from another project](../guide/coming-from.md) shows how they are used.\n",
+    ]
+    for title, rows in SECTIONS.items():
+        set_here = any(flag.kind is Kind.SETS for flag in rows)
+        parts.append(f"## {title}\n")
+        head = "| flag | settings | remarks |\n|---|---|---|"
+        parts.append(head if set_here else _OTHER_FLAGS[rows[0].kind])
+        parts += [_flag(flag, with_settings=set_here) for flag in rows]
+        parts.append("")
+    return "\n".join(parts)
+
+
+_OTHER_FLAGS = {
+    Kind.NO_EFFECT: "They are accepted, and change nothing.\n\n| flag | why |\n|---|---|",
+    Kind.REFUSED: "They end the command with exit code 2.\n\n| flag | instead |\n|---|---|",
+}
+
+
+def _flag(flag: Flag, *, with_settings: bool) -> str:
+    note = flag.note[:1].upper() + flag.note[1:]
+    names = " ".join(f"`{setting}`" for setting in flag.settings)
+    return f"| `{flag.name}` | {f'{names} | ' if with_settings else ''}{note} |"
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -205,21 +250,23 @@ def metrics() -> str:
     parts = [
         "# Metrics\n",
         "The numbers of a step in `events.jsonl`, in the report and, with the section before the name "
-        "(`reward/reward_mean`), in W&B. `NAME/ENVIRONMENT` is the same for one environment. The last two "
-        "columns are the names of the same number in verl and in TRL's GRPOTrainer.\n",
+        "(`reward/reward_mean`), in trackers. `NAME/ENVIRONMENT` is the same for one environment. The last "
+        "columns are the names of the same number in verl, in TRL's GRPOTrainer, and in slime and miles.\n",
     ]
     for section, title in _SECTIONS.items():
         parts.append(
-            f"## {title} (`{section}/`)\n\n| metric | unit | meaning | verl | TRL |\n|---|---|---|---|---|"
+            f"## {title} (`{section}/`)\n\n| metric | unit | meaning | verl | TRL | slime |\n"
+            "|---|---|---|---|---|---|"
         )
         for name, metric in METRICS.items():
             if metric.section == section:
-                verl, trl = (f"`{other}`" if other else "" for other in (metric.verl, metric.trl))
-                parts.append(f"| `{name}` | {metric.unit} | {metric.meaning} | {verl} | {trl} |")
+                others = (metric.verl, metric.trl, metric.slime)
+                known = " | ".join(f"`{other}`" if other else "" for other in others)
+                parts.append(f"| `{name}` | {metric.unit} | {metric.meaning} | {known} |")
         parts.append("")
     parts.append(
         "An evaluation has `reward_mean/SPLIT`, `success_rate/SPLIT`, `rollouts/SPLIT` and `failed/SPLIT`, "
-        "in W&B below `eval/`. `phase/NAME` in W&B is the duration of a phase of the step in seconds.\n"
+        "in trackers below `eval/`. `phase/NAME` there is the duration of a phase of the step in seconds.\n"
     )
     return "\n".join(parts)
 

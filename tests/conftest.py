@@ -12,14 +12,17 @@ from hypothesis import settings
 settings.register_profile("orhpc", deadline=None)
 settings.load_profile("orhpc")
 
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_OF_THE_PROCESS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ORHPC_ACCESS")
 
 
 @pytest.fixture(autouse=True)
-def _own_interfaces() -> Iterator[None]:
-    """A trainer rank in the test's own process sets its network interface permanently; reset it per test."""
-    before = {name: os.environ.get(name) for name in _INTERFACES}
+def _as_before() -> Iterator[None]:
+    """Restore what a trainer rank or a command in the test's own process sets for good."""
+    before = {name: os.environ.get(name) for name in _OF_THE_PROCESS}
+    umask = os.umask(0o022)
+    os.umask(umask)
     yield
+    os.umask(umask)
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

@@ -3,7 +3,8 @@
     with Hub(root) as hub:            # root/Organisation/Name/ are model folders
         env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(empty)}
 
-Implements the requests of ``huggingface_hub``: ``/api/models/NAME[/revision/R|/tree/R]`` and
+Implements the requests of ``huggingface_hub`` for models and, below ``/datasets``, datasets:
+``/api/models/NAME[/revision/R|/tree/R]`` and
 ``/NAME/resolve/R/FILE`` with ranges, ETags and the ``X-Error-Code`` header of the hub's own refusals.
 """
 
@@ -101,9 +102,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return self._answer(hub.fail_with, b"")
             if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
                 return self._refuse(401, "GatedRepo")
-            if m := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/(revision|tree)/([^/]+)(/.*)?)?", path):
+            if m := re.fullmatch(
+                r"/api/(?:models|datasets)/([^/]+/[^/]+?)(?:/(revision|tree)/([^/]+)(/.*)?)?", path
+            ):
                 return self._about(m[1], m[2], m[3])
-            if m := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            if m := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
                 return self._file(m[1], m[2], m[3], path)
             return self._refuse(404, "EntryNotFound")
 

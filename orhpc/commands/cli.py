@@ -8,16 +8,36 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from orhpc.commands import chat, clean, doctor, export, files, init, jobs, runs, status
+from orhpc.commands import (
+    chat,
+    clean,
+    completion,
+    doctor,
+    export,
+    files,
+    init,
+    jobs,
+    logs,
+    runs,
+    serve,
+    status,
+    sweep,
+    sync,
+    view,
+)
+from orhpc.commands.plan import add_plan
 from orhpc.commands.plan import main as plan
-from orhpc.commands.run_state import RUN_HELP, existing_run
-from orhpc.errors import EXIT_OK, OrhpcError, policy_of
+from orhpc.commands.run_state import existing_run
+from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
+from orhpc.launch.__main__ import add_launch
 from orhpc.launch.__main__ import main as launch
-from orhpc.launch.command_line import without_flags
+from orhpc.launch.command_line import engine_options, own_options, without_flags
 from orhpc.process.terminal import guarded_output
+from orhpc.rollout.try_options import add_try_env
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,18 +66,37 @@ def _main(arguments: Sequence[str] | None) -> int:
         return subprocess.run(
             [sys.executable, "-m", "orhpc.rollout.try_environment", *arguments[1:]]
         ).returncode
-    parser = _parser()
-    options = parser.parse_args(without_flags(arguments) if arguments[:1] == ["check"] else arguments)
-    run: Callable[[argparse.Namespace], int] = options.run
+    parser = parser_of_all()
     with guarded_output():
         try:
+            options = _options(parser, [*arguments[:1], *_converted(arguments[:1], arguments[1:])])
+            run: Callable[[argparse.Namespace], int] = options.run
             return run(options)
         except OrhpcError as error:
             print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
             return policy_of(error).exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    options, rest = parser.parse_known_args(arguments)
+    if rest and hasattr(options, "arguments") and not any(word.startswith("-") for word in rest):
+        # argparse gives only the words before the first option to a parameter that takes any number of them.
+        options.arguments += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
+def _converted(command: list[str], arguments: list[str]) -> list[str]:
+    """The arguments of a command, without flags of other projects where it reads settings."""
+    if command == ["serve"]:
+        return engine_options(arguments)
+    reads = {"check": jobs.add_check, "sweep": sweep.add_sweep}
+    add_arguments = reads.get("".join(command))
+    return arguments if add_arguments is None else without_flags(arguments, own_options(add_arguments))
+
+
+def parser_of_all() -> argparse.ArgumentParser:
     """The parser of all commands, in the order in which they are met."""
     parser = argparse.ArgumentParser(
         prog="orhpc",
@@ -67,28 +106,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"orhpc {version('orhpc')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None, text: str) -> None:
+    def add(name: str, add_arguments: Callable[[argparse.ArgumentParser], None], text: str) -> None:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        if add_arguments is not None:
-            add_arguments(command)
+        add_arguments(command)
 
-    # Those without arguments here parse their own: see _main.
+    # launch, plan and try-env have parsers of their own: see _main.
     add("init", init.add_init, "create an example project for your own task")
-    add("try-env", None, "play one session of an environment yourself")
+    add("try-env", add_try_env, "play one session of an environment yourself")
     add("doctor", doctor.add_doctor, "show what is installed here and what is missing")
     add("files", files.add_files, "list the packaged configs, batch scripts and GPU pins")
     add("fetch", jobs.add_fetch, "download a model into the Hugging Face cache")
-    add("plan", None, "compute ranks and memory of a config, without a node")
+    add("plan", add_plan, "compute ranks and memory of a config, without a node")
     add("check", jobs.add_check, "check whether a config can run, without using a GPU")
-    add("launch", None, "start or resume a run, as a SLURM job or here")
+    add("launch", add_launch, "start or resume a run, as a SLURM job or here")
+    add("sweep", sweep.add_sweep, "start or resume runs with different values of some settings")
     add("runs", runs.add_runs, "list the runs of a folder with their state")
     add("status", status.add_status, "show what a run is doing, its progress and its jobs")
-    add("logs", jobs.add_logs, "print the end of a run's logs")
+    add("logs", logs.add_logs, "print what a run's processes have written")
     add("report", _add_report, "draw one or several runs on an HTML page")
-    add("view", _add_view, "print the rollouts of a step")
+    add("view", view.add_view, "read the rollouts of a run: here, as a page, as a file or as text")
+    add("sync", sync.add_sync, "send what W&B, TensorBoard and MLflow do not have of a run")
     add("cancel", jobs.add_cancel, "cancel a run's jobs, without requeue")
     add("export", export.add_export, "write a commit as a Hugging Face folder")
     add("chat", chat.add_chat, "talk with the model of a run")
+    add("serve", serve.add_serve, "serve the model of a run to OpenAI clients, on this machine")
+    whole = partial(completion.add_completion, whole=parser_of_all)
+    add("completion", whole, "print the script with which a shell completes commands")
     add("clean", clean.add_clean, "show what fills a run directory, and remove parts of it")
     return parser
 
@@ -109,27 +152,12 @@ def report(options: argparse.Namespace) -> int:
     """Write a page about one or several runs."""
     from orhpc.commands.report import write_report  # loads h5py, which other commands do without
 
-    print(write_report([existing_run(path) for path in options.run_dirs], options.output))
+    try:
+        print(write_report([existing_run(path) for path in options.run_dirs], options.output))
+    except PermissionError as error:  # a run that its owner shares with the group
+        folder = Path(error.filename or "").parent
+        raise ConfigError(f"{folder} cannot be written by you; name another file with -o FILE") from None
     return EXIT_OK
-
-
-def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
-    parser.add_argument(
-        "--step", type=int, help="default: the newest recorded step, or the one with --rollout"
-    )
-    parser.add_argument(
-        "--evaluation", type=int, metavar="STEP", help="the evaluation after this step (0: before training)"
-    )
-    parser.add_argument("--rollout", metavar="ID", help="GROUP.SAMPLE; default: one line per rollout")
-    parser.set_defaults(run=view)
-
-
-def view(options: argparse.Namespace) -> int:
-    """Print the rollouts of a step or an evaluation, or the full transcript of one rollout."""
-    from orhpc.commands.view import show
-
-    return show(existing_run(options.run_dir), options.step, options.evaluation, options.rollout)
 
 
 if __name__ == "__main__":

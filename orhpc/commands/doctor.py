@@ -46,6 +46,9 @@ _EXTRAS = {
     "megatron": "train.backend: megatron",
     "router": "spreading requests over several engines",
     "gym": "environments.*.serve: reasoning-gym",
+    "data": "environments.*.data: datasets, and the verifier math",
+    "tensorboard": "tensorboard.enabled",
+    "mlflow": "mlflow.enabled",
 }
 
 
@@ -106,6 +109,9 @@ def _extras_needed(config: Config | None) -> set[str]:
     wanted = {"run"}
     wanted |= {"sglang"} if config.engine.backend == "sglang" else set()
     wanted |= {"megatron"} if config.train.backend == "megatron" else set()
+    wanted |= {"data"} if any(e.data is not None for e in config.environments.values()) else set()
+    wanted |= {"tensorboard"} if config.tensorboard.enabled else set()
+    wanted |= {"mlflow"} if config.mlflow.enabled else set()
     served = [settings.serve for settings in config.environments.values()]
     return wanted | ({"gym"} if "reasoning-gym" in served else set())
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from orhpc.commands.run_state import RUN_HELP, existing_run
+from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import CheckpointError, ConfigError
 from orhpc.launch.model import model_folder
@@ -42,6 +44,42 @@ def export_commit(run: RunDir, name: CommitName, out: Path) -> int:
     return subprocess.run(command, check=False).returncode
 
 
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model folder that can be loaded."""
+
+    folder: Path
+    name: str
+    config: Config | None = None
+    """The run's settings; None: the folder is no run's."""
+
+    @property
+    def trusted(self) -> bool:
+        """Whether its own code may run."""
+        return self.config is not None and self.config.model.trust_remote_code
+
+
+def find_model(folder: Path, step: int | None) -> FoundModel | int:
+    """Return a model folder, or the export of a run's commit, which is made if it does not exist yet.
+
+    Returns an exit code if the export fails, which has printed why.
+
+    Raises:
+        ConfigError: the folder is neither a model nor a run, or has no such step.
+        CheckpointError: the run has no commit.
+    """
+    if (folder / "config.json").is_file():
+        if step is not None:
+            raise ConfigError(f"--step: {folder} is a model folder and not a run")
+        return FoundModel(folder, folder.resolve().name)
+    run = existing_run(folder)
+    name = chosen_commit(run, step)
+    out = default_folder(run, name)
+    if not (out / "config.json").is_file() and (code := export_commit(run, name, out)):
+        return code
+    return FoundModel(out, f"{run.path.name}-step_{name.step}", load_config(run.config))
+
+
 def default_folder(run: RunDir, name: CommitName) -> Path:
     """Where a commit is exported to if no folder is named."""
     return run.export / f"step_{name.step}"
@@ -51,7 +89,8 @@ def chosen_commit(run: RunDir, step: int | None) -> CommitName:
     """Return the commit of a step, or the newest one.
 
     Raises:
-        CheckpointError: it does not exist; the message lists those that do.
+        CheckpointError: nothing is committed.
+        ConfigError: this step is not; the message lists those that are.
     """
     lineage = run.lineage()
     if not lineage:
@@ -61,4 +100,4 @@ def chosen_commit(run: RunDir, step: int | None) -> CommitName:
     for name in lineage:
         if name.step == step:
             return name
-    raise CheckpointError(f"{run.path}: step {step} is not committed; committed: {[c.step for c in lineage]}")
+    raise ConfigError(f"{run.path}: step {step} is not committed; committed: {[c.step for c in lineage]}")

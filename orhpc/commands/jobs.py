@@ -1,22 +1,20 @@
-"""``orhpc check | fetch | logs | cancel``, and the state of a run's jobs from its directory and squeue."""
+"""``orhpc check | fetch | cancel``, and the state of a run's jobs from its directory and squeue."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from orhpc.commands.run_state import RUN_HELP, existing_run
+from orhpc.commands.run_state import RUN_HELP, existing_run, runs_below
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, PreflightError
 from orhpc.launch import model
 from orhpc.launch.checks import checklist
 from orhpc.launch.command_line import split_command_line
 from orhpc.launch.slurm import back_off, holder, ledger, scheduler
+from orhpc.launch.sweep.sweep import is_sweep
 from orhpc.models.folders import is_hub_name
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
@@ -40,6 +38,8 @@ class Standing:
     """The local process, or that no job or process is left and what to do, or why this is not known."""
     answered: bool = True
     """Whether SLURM has answered, or need not be asked."""
+    ended: bool = False
+    """Whether the run had begun, and no job or process of it is left."""
 
     @property
     def active(self) -> dict[str, str]:
@@ -51,7 +51,8 @@ class Standing:
         """Ask SLURM, or look for the process of ``--local``."""
         if rundir.attempt_metadata(rundir.newest_attempt()).get("kind") == "local":
             process = rundir.lock_holder()
-            return cls({}, f"{process}: running" if process else _none_left(rundir, "process"))
+            line = f"{process}: running" if process else _none_left(rundir, "process")
+            return cls({}, line, ended=process is None)
         if not scheduler.available():
             return cls({}, None, answered=not holder.known_jobs(rundir))
         try:
@@ -61,7 +62,8 @@ class Standing:
         active = scheduler.ACTIVE | {"COMPLETING"}
         left = any(state in active for state in known.values())
         begun = bool(known) or rundir.newest_attempt() > 0
-        return cls(known, _none_left(rundir, "job") if begun and not left else None)
+        ended = begun and not left
+        return cls(known, _none_left(rundir, "job") if ended else None, ended=ended)
 
 
 def _none_left(rundir: RunDir, what: str) -> str:
@@ -107,65 +109,22 @@ def _not_before(rundir: RunDir, job: str, state: str) -> str:
 
 
 def add_cancel(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
+    parser.add_argument("run_dir", type=Path, metavar="RUN | SWEEP", help=f"{RUN_HELP}, or a sweep's folder")
     parser.set_defaults(run=cancel)
 
 
 def cancel(options: argparse.Namespace) -> int:
-    """Cancel the run's jobs; they are not requeued."""
-    active = jobs(existing_run(options.run_dir))
+    """Cancel the jobs of a run, or of all runs of a sweep; they are not requeued."""
+    folder: Path = options.run_dir
+    runs = runs_below(folder) if is_sweep(folder) else [existing_run(folder)]
+    active = [found for run in runs for found in jobs(run)]
     if not active:
-        raise ConfigError(f"{options.run_dir}: no job of this run is running or waiting")
+        what = "sweep" if is_sweep(folder) else "run"
+        raise ConfigError(f"{folder}: no job of this {what} is running or waiting")
     for job, state in active:
         scheduler.cancel(job)
         print(f"job {job} ({state.lower()}): canceled")
     return EXIT_OK
-
-
-def add_logs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--attempt", type=int, help="default: the newest")
-    parser.add_argument("--file", default="driver.log", help="which log; --list names them")
-    parser.add_argument("--list", action="store_true", help="name the attempt's logs")
-    parser.add_argument("--lines", type=int, default=50)
-    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until Ctrl-C")
-    parser.set_defaults(run=logs)
-
-
-def logs(options: argparse.Namespace) -> int:
-    """Print the end of one log of an attempt."""
-    run = existing_run(options.run_dir)
-    folder = run.attempt(options.attempt or run.newest_attempt())
-    files = sorted(folder.glob("*.log"))
-    if options.list or not (folder / options.file).is_file():
-        batch = _batch_outputs(run)
-        if not options.list and not files:
-            if not batch:
-                raise ConfigError(f"{folder}: no {options.file} yet")
-            folder, options.file = batch[-1].parent, batch[-1].name
-        elif not options.list:
-            raise ConfigError(f"{folder}: no {options.file}; the logs are {', '.join(f.name for f in files)}")
-        else:
-            print("\n".join(str(f) for f in [*batch, *files]))
-            return EXIT_OK
-    with (folder / options.file).open(errors="replace") as stream:
-        sys.stdout.writelines(deque(stream, maxlen=max(0, options.lines)))
-        with contextlib.suppress(KeyboardInterrupt):
-            while options.follow:
-                sys.stdout.flush()
-                time.sleep(0.5)
-                sys.stdout.writelines(stream.readlines())
-    return EXIT_OK
-
-
-def _batch_outputs(run: RunDir) -> list[Path]:
-    """Outputs of the run's batch scripts; those of jobs submitted by hand are in sbatch's working folder."""
-    outputs = {path.resolve(): None for path in sorted(run.path.glob("slurm-*.out"))}
-    for number in range(1, run.newest_attempt() + 1):
-        output = run.attempt_metadata(number).get("output")
-        if output is not None and Path(output).is_file():
-            outputs[Path(output).resolve()] = None
-    return list(outputs)
 
 
 def add_fetch(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch import model
 from orhpc.launch.checks import fit
-from orhpc.launch.command_line import split_command_line, without_flags
+from orhpc.launch.command_line import HELP, own_options, split_command_line, without_flags
 from orhpc.launch.prepare import run_directory
 from orhpc.launch.slurm.submission import lead_and_why
 from orhpc.plan.layout import group_spans
@@ -130,11 +130,8 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
-def parse(arguments: Sequence[str]) -> tuple[Config, float]:
-    """Return the config and the memory of a device in GiB, from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="orhpc plan", description="Compute ranks and memory of a config; start nothing."
-    )
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = HELP
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides"
     )
@@ -145,7 +142,15 @@ def parse(arguments: Sequence[str]) -> tuple[Config, float]:
         metavar="GIB",
         help="memory of one GPU; default: as orhpc check detects it, or 80",
     )
-    options = parser.parse_intermixed_args(without_flags(arguments))
+
+
+def parse(arguments: Sequence[str]) -> tuple[Config, float]:
+    """Return the config and the memory of a device in GiB, from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="orhpc plan", description="Compute ranks and memory of a config; start nothing."
+    )
+    add_plan(parser)
+    options = parser.parse_intermixed_args(without_flags(arguments, own_options(add_plan)))
     path, overrides = split_command_line(options.arguments)
     overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
     config = load_config(path, overrides)

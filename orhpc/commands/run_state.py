@@ -11,6 +11,7 @@ from typing import Any
 
 from orhpc.errors import ConfigError, PreflightError
 from orhpc.launch.slurm import holder, ledger, scheduler
+from orhpc.process.access import access_of, use_access
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import last_events
 
@@ -87,6 +88,7 @@ def existing_run(path: Path) -> RunDir:
         raise ConfigError(f"{str(path)[:100]}: {error.strerror}") from None
     if not is_run:
         raise ConfigError(f"{path} is not a run directory: it has no config.yaml")
+    use_access(access_of(run.path))  # for what a command writes there
     return run
 
 

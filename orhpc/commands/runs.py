@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from orhpc.commands.run_state import RunState, State, duration, runs_below, states_of
 from orhpc.errors import EXIT_OK, ConfigError
-from orhpc.process.terminal import safe
+from orhpc.process.terminal import safe, styled_output
 
 _COLORS = {State.RUNNING: "green", State.STARTING: "green", State.DEAD: "red", State.WAITING: "yellow"}
 
@@ -39,15 +40,20 @@ def runs(options: argparse.Namespace) -> int:
         for state in states_of(found):
             print(json.dumps(state.as_json()))
         return EXIT_OK
+    print_table(states_of(found))
+    return EXIT_OK
+
+
+def print_table(states: Iterable[RunState]) -> None:
+    """Print one line per run."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("run", "state", "step", "reward", "eval", "left", "last event", "job"):
         table.add_column(head, no_wrap=head not in ("run", "job"), overflow="fold")
-    for state in states_of(found):
+    for state in states:
         table.add_row(*_row(state), style=_COLORS.get(state.state, ""))
     # Without a terminal nothing must be folded: a script reads one line per run.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = Console(file=styled_output(), highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    return EXIT_OK
 
 
 def _row(state: RunState) -> tuple[str, ...]:

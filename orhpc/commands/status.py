@@ -15,6 +15,7 @@ from orhpc.errors import EXIT_OK
 from orhpc.rundir import RunDir
 from orhpc.rundir.event_lines import lowered_budget, number
 from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
+from orhpc.rundir.origin import describe, provenance
 
 Event = dict[str, Any]
 _MEANING = {
@@ -49,6 +50,8 @@ def status(options: argparse.Namespace) -> int:
         f"{run.path}: {meaning}, step {about['step']} of {about['steps']}, attempt {about['attempts']}{left}"
     )
     print(f"committed: {', '.join(about['committed']) or 'nothing yet'}")
+    if about["origin"] is not None:
+        print(f"started from: {describe(about['origin'])}")
     if events:
         print(f"last event: {about['last_event']}, {duration(about['last_event_age_s'])} ago")
     if steps:
@@ -74,6 +77,7 @@ def _about(run: RunDir, events: list[Event], steps: list[Event], state: State) -
         "seconds_left": seconds_left(steps) if state is State.RUNNING else None,
         "committed": [str(c) for c in run.lineage()],
         "attempts": run.newest_attempt(),
+        "origin": provenance(run, run.newest_attempt()).get("origin"),
         "last_event": events[-1]["event"] if events else None,
         "last_event_age_s": round(max(0.0, time.time() - events[-1]["time"]), 1) if events else None,
         "reward_mean": last.get("reward_mean"),

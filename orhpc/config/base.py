@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -36,6 +38,16 @@ Machines = Annotated[int, Number, Field(gt=0, le=4096)]
 """A count of nodes, devices or processes. Bounded, because lists of this length are built in memory."""
 Seconds = Annotated[float, Number, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def one_of_or_function(value: str, names: Sequence[str]) -> str:
+    """Return a setting that is one of ``names`` or ``package.module:function``; else raise ValueError."""
+    module, colon, function = value.partition(":")
+    if value not in names and not (module and colon and function):
+        close = difflib.get_close_matches(value, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{value!r} is neither {', '.join(names)} nor package.module:function{hint}")
+    return value
 
 
 class Section(BaseModel):

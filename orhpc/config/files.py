@@ -3,7 +3,8 @@
     config = load_config("configs/local.yaml", ["train.lr=1e-6", "run.name=try2"])
 
 A file can extend another with ``extends: other.yaml`` (relative to itself): mappings are merged key by
-key, all other values are replaced, and null removes an environment.
+key, all other values are replaced, and null removes an environment.  The ``train_config.yaml`` of
+OpenReward's training examples is read as it is (:mod:`orhpc.config.openreward`).
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from orhpc.config import Config
+from orhpc.config import Config, openreward
 from orhpc.config.safe_yaml import DEEPEST, read_yaml
 from orhpc.errors import ConfigError, StorageRefused
 from orhpc.rundir.storage import is_refusal
 
 MAY_CHANGE_ON_RESUME = (
     "run.root",
+    "run.access",
     "model.check",
     "placement.*",
     "engine.*",
     "checkpoint.*",
     "evaluation.*",
+    "tracking.*",
     "wandb.*",
+    "tensorboard.*",
+    "mlflow.*",
+    "notify.*",
     "alarms.*",
     "slurm.*",
     "environments.*.url",
@@ -101,13 +107,45 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read_with_bases(path, ())
     for override in overrides:
         _apply_override(tree, override)
-    environments = tree.get("environments")
-    if isinstance(environments, dict):
-        tree["environments"] = {k: v for k, v in environments.items() if v is not None}
+    evaluation = tree.get("evaluation")
+    _remove_nulls(tree, "environments")
+    _remove_nulls(evaluation if isinstance(evaluation, dict) else {}, "splits")
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and run.get("name") is None:
         run["name"] = path.stem
     return validate(tree, str(path))
+
+
+def setting_of(path: str | Path, overrides: Sequence[str], setting: str) -> Any:
+    """Return one setting of a config file with overrides, or its default; nothing else is validated.
+
+    Args:
+        path: as for :func:`load_config`.
+        overrides: as for :func:`load_config`.
+        setting: its name with dots, for example ``rollout.batch_size``.
+
+    Raises:
+        ConfigError: a file or an override cannot be read.
+    """
+    tree = _read_with_bases(find_config(Path(path)), ())
+    for override in overrides:
+        _apply_override(tree, override)
+    value: Any = tree
+    for key in setting.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return default_setting(setting) if value is None else value
+
+
+def default_setting(setting: str) -> Any:
+    """Return the schema's default of a setting; raises KeyError if there is no such setting."""
+    if setting == "environments":
+        return {}
+    value: Any = Config.model_construct()
+    for key in setting.split("."):
+        if not isinstance(value, BaseModel) or key not in type(value).model_fields:
+            raise KeyError(setting)
+        value = getattr(value, key)
+    return value
 
 
 def validate(tree: Mapping[str, Any], source: str) -> Config:
@@ -135,7 +173,7 @@ def changes_on_resume(before: Config, now: Config) -> list[str]:
     Raises:
         ConfigError: a setting changed that may not change on a resume.
     """
-    old, new = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
+    old, new = dict(leaves(before.model_dump())), dict(leaves(now.model_dump()))
     changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     refused = [k for k in changed if not any(fnmatchcase(k, p) for p in MAY_CHANGE_ON_RESUME)]
     if refused:
@@ -150,7 +188,7 @@ def changes_on_resume(before: Config, now: Config) -> list[str]:
 
 def differences(before: Config, now: Config) -> list[str]:
     """List all differences between two configs, as ``field: old -> new``."""
-    old, new = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
+    old, new = dict(leaves(before.model_dump())), dict(leaves(now.model_dump()))
     changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in changed]
 
@@ -159,6 +197,8 @@ def _read_with_bases(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in below:
         raise ConfigError(f"{path}: extends itself")
     tree = _read_yaml(path)
+    if openreward.is_train_config(tree):
+        return openreward.converted(tree, str(path))
     base = tree.pop("extends", None)
     if base is None:
         return tree
@@ -201,6 +241,13 @@ def _merge(base: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _remove_nulls(tree: dict[str, Any], name: str) -> None:
+    """Remove the entries of a mapping that a config has set to null: those of its base."""
+    entries = tree.get(name)
+    if isinstance(entries, dict):
+        tree[name] = {key: value for key, value in entries.items() if value is not None}
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -265,7 +312,7 @@ def _suggestion(loc: Sequence[str]) -> str:
         model = _section_below(model, part)
     if model is None:
         return ""
-    elsewhere = [k for k, _ in _leaves(Config.model_construct().model_dump()) if k.split(".")[-1] == loc[-1]]
+    elsewhere = [k for k, _ in leaves(Config.model_construct().model_dump()) if k.split(".")[-1] == loc[-1]]
     close = elsewhere[:1] or difflib.get_close_matches(loc[-1], model.model_fields, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -290,9 +337,10 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested mappings with its dotted name."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

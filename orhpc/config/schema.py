@@ -16,13 +16,17 @@ from pydantic import Field, model_validator
 
 from orhpc.config.alarms import AlarmSettings
 from orhpc.config.algorithm import AlgorithmSettings
-from orhpc.config.base import Machines, Name, NonNegative, Positive, Seconds, Section
+from orhpc.config.base import Name, NonNegative, Positive, Seconds, Section
 from orhpc.config.engine import EngineSettings, SamplingSettings
 from orhpc.config.environment import EnvironmentSettings, check_secret_sources
 from orhpc.config.megatron import MegatronSettings
+from orhpc.config.notify import NotifySettings
 from orhpc.config.placement import PlacementSettings
 from orhpc.config.precision import Precision, precision_problems
+from orhpc.config.rollout import RolloutSettings
 from orhpc.config.slurm import SlurmSettings
+from orhpc.config.tracking import MlflowSettings, TensorboardSettings, TrackingSettings, WandbSettings
+from orhpc.process.access import Access
 
 
 class RunSettings(Section):
@@ -37,6 +41,9 @@ class RunSettings(Section):
     """Random seed of the task order, of sampling, and of the initial weights of random models."""
     storage_wait_s: Seconds = 900.0
     """Seconds that a run waits when its filesystem is full or unavailable, before it ends to be requeued."""
+    access: Access = "private"
+    """Who may read the run directory. ``private``: only you. ``group``: also the group of ``root``, or your
+    primary group if ``root`` has no setgid bit; keys stay private, and only you can write."""
 
 
 class ModelSettings(Section):
@@ -51,9 +58,10 @@ class ModelSettings(Section):
     that it started with."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of weights and activations in the forward pass. Master weights are always float32."""
-    chat_format: Literal["auto", "chatml", "llama3", "deepseek", "glm"] = "auto"
-    """Chat template that converts messages to tokens. ``auto``: chosen from the model's type and
-    vocabulary."""
+    chat_format: Literal["auto", "chatml", "llama3", "deepseek", "glm", "template"] = "auto"
+    """How messages are converted to tokens, and tool calls are read. ``auto``: chosen from the control tokens
+    of the vocabulary, otherwise ``template``, which is derived from the tokenizer's chat template (Gemma,
+    Mistral and others)."""
     trust_remote_code: bool = False
     """Run Python code from the model folder. Set it only for models that you trust."""
     check: bool = True
@@ -61,93 +69,6 @@ class ModelSettings(Section):
     with the forward pass of transformers (models of up to 10 billion parameters), and those of every engine
     with the trainer's. The run does not start if they disagree. The log and the event ``ready`` list what was
     compared."""
-
-
-class RolloutSettings(Section):
-    """How rollouts are generated."""
-
-    batch_size: Positive = 32
-    """Prompt groups per step."""
-    n_samples: Positive = 16
-    """Rollouts per prompt group."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature. The trainer divides its logits by the same value."""
-    top_p: float = 1.0
-    """Must be 1: truncated sampling draws from a different policy than the one that is trained."""
-    top_k: int = -1
-    """Must be -1 (off), for the same reason."""
-    min_p: float = 0.0
-    """Must be 0 (off), for the same reason."""
-    max_response_tokens: Positive = 4096
-    """Maximum number of tokens sampled in one generation call (one assistant turn)."""
-    max_total_tokens: Positive = 32768
-    """Maximum number of tokens of one rollout, including the prompt and the environment's text."""
-    thinking: bool = False
-    """Use the chat format's thinking mode."""
-    system_prompt_template: str | None = None
-    """System message. ``{tools}`` is replaced by the tool descriptions; other braces are left unchanged.
-    Null: the chat format's default text."""
-    oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Oversampling factor: prompt groups started per step, relative to ``batch_size``. The step uses the
-    first ``batch_size`` groups to finish."""
-    filter: Literal["none", "equal_rewards"] = "none"
-    """``equal_rewards``: drop prompt groups whose rewards are all equal, which give no gradient, and start
-    others in their place."""
-    max_refills: NonNegative = 3
-    """Replacement groups that a step may start for filtered or failed ones, as a multiple of
-    ``batch_size``."""
-    max_staleness: NonNegative = 0
-    """Maximum age of a rollout's oldest token, in policy versions. 0: synchronous training; larger values let
-    engines generate while the trainer trains."""
-    workers_per_node: Machines = 4
-    """Rollout worker processes per node."""
-    max_concurrent: Positive = 512
-    """Maximum number of rollouts in flight per worker."""
-    retries: NonNegative = 2
-    """Retries of one rollout, each in a new session, after its environment or engine failed."""
-    max_failing_rollouts: Annotated[float, Field(ge=0)] = 0.5
-    """Failed rollouts that are tolerated per prompt group: a fraction of its rollouts if below 1 (rounded
-    down), else a number. The group is trained with the remaining rollouts, at least two. A group with more
-    failures is dropped and replaced (``max_refills``)."""
-    failing_environment: Literal["stop", "leave_out"] = "stop"
-    """What happens when an environment fails permanently. ``stop``: end the attempt, with exit code 75 if its
-    server may recover and 2 if only its code fails. ``leave_out``: continue with the tasks of the other
-    environments, and try it again at the next start."""
-    failing_environment_after: Positive = 64
-    """Consecutive failed rollouts, each after its ``retries``, after which an environment counts as
-    permanently failing."""
-    tool_timeout_s: Seconds = 600.0
-    """Timeout of one tool call, in seconds, until enough calls of an environment have been measured. From
-    then on it is ten times the longest answered call, at least 30 s."""
-    session_timeout_s: Seconds = 120.0
-    """Timeout for opening an environment session and reading its prompt, in seconds."""
-    environment_start_timeout_s: Seconds = 600.0
-    """Timeout for the start of an environment server, in seconds."""
-    custom_agent: str | None = None
-    """``package.module:function`` that replaces the agent loop. Its signature is in orhpc.rollout.agent.
-    Null: the built-in loop."""
-    custom_reward: str | None = None
-    """``package.module:function`` that computes the reward of a finished rollout. Null: the environment's
-    rewards."""
-    record_routes: bool = False
-    """Record the experts that the engines chose for each token (MoE models only). Needed by
-    ``train.routing_replay``."""
-    openreward_upload: bool = False
-    """Upload rollouts to OpenReward in the background. Needs OPENREWARD_API_KEY."""
-    openreward_run_name: Name | None = None
-    """Name of the uploaded run. Null: ``run.name``."""
-
-    @model_validator(mode="after")
-    def _caps(self) -> Self:
-        for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-            if getattr(self, name) != off:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is refused for training rollouts: the engine's "
-                    f"log-probabilities would be of another policy; leave it at {off} (evaluation may set it)"
-                )
-        if self.max_response_tokens >= self.max_total_tokens:
-            raise ValueError("max_response_tokens must be below max_total_tokens")
-        return self
 
 
 class TrainSettings(Section):
@@ -245,16 +166,6 @@ class EvaluationSettings(Section):
     sampling: SamplingSettings = SamplingSettings()
 
 
-class WandbSettings(Section):
-    """Weights & Biases. Without WANDB_API_KEY it logs offline. Its failures never stop a run."""
-
-    enabled: bool = True
-    project: Name = "orhpc"
-    entity: Name | None = None
-    group: Name | None = None
-    tags: list[str] = Field(default_factory=list)
-
-
 class Config(Section):
     """A whole run."""
 
@@ -278,7 +189,11 @@ class Config(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     alarms: AlarmSettings = AlarmSettings()
+    tracking: TrackingSettings = TrackingSettings()
     wandb: WandbSettings = WandbSettings()
+    tensorboard: TensorboardSettings = TensorboardSettings()
+    mlflow: MlflowSettings = MlflowSettings()
+    notify: NotifySettings = NotifySettings()
     slurm: SlurmSettings = SlurmSettings()
 
     @property
@@ -301,8 +216,14 @@ class Config(Section):
 
     @property
     def secret_sources(self) -> list[dict[str, str | None]]:
-        """Sources of all secrets of the run: the shared ones, then those of each environment."""
-        return [self.secrets, *(e.secrets for e in self.environments.values())]
+        """Sources of all secrets of the run: the shared ones, those of each environment, and its own."""
+        return [self.secrets, *(e.secrets for e in self.environments.values()), self.own_secrets]
+
+    @property
+    def own_secrets(self) -> dict[str, str | None]:
+        """Sources of the secrets that no environment receives, by setting."""
+        sources = {"mlflow.token": self.mlflow.token, "notify.webhook": self.notify.webhook}
+        return {name: source for name, source in sources.items() if source is not None}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -382,8 +303,8 @@ def _source_problems(c: Config) -> list[str]:
             problems.append(f"environments.{name}.max_total_tokens: is above rollout.max_total_tokens")
         if own.max_response_tokens >= own.max_total_tokens:
             problems.append(f"environments.{name}: max_response_tokens must be below max_total_tokens")
-        if settings.replicas is not None and settings.serve is None:
-            problems.append(f"environments.{name}.replicas: the job does not serve it (serve)")
+        if settings.replicas is not None and not settings.is_served:
+            problems.append(f"environments.{name}.replicas: the job does not serve it (serve, data)")
         elif (settings.replicas or 0) > c.rollout.workers_per_node:
             problems.append(
                 f"environments.{name}.replicas: {settings.replicas} are more than the "

@@ -95,7 +95,10 @@ class SlurmSettings(Section):
     exclude: SbatchValue | None = None
     """Nodes to exclude, in SLURM's notation."""
     mail_user: SbatchValue | None = None
+    """Address to which SLURM sends mail about the job, even if its nodes are lost. Null: no mail, unless
+    ``mail_type`` is set."""
     mail_type: SbatchValue | None = None
+    """Occasions, in SLURM's notation. Null: ``BEGIN,END,FAIL,REQUEUE`` if there is a ``mail_user``."""
     extra_sbatch: list[ExtraOption] = Field(default_factory=list)
     """Further options of sbatch, as ``--option=value``."""
     srun_args: list[OneLine] = Field(default_factory=list)

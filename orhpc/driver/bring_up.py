@@ -13,7 +13,9 @@ import ray
 
 from orhpc.config import Config
 from orhpc.driver.concurrently import gather_two, timed
+from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
+from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
@@ -22,6 +24,7 @@ from orhpc.errors import RayLost, RecordError
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.plan.placement import Placement
+from orhpc.rollout.group_filter import load_filter
 from orhpc.rollout.producer import Position, Producer
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
@@ -48,6 +51,9 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         OrhpcError: what ``choosing`` raises.
     """
     config, placement, rundir = run.config, run.placement, run.rundir
+    # First, so that a mistake in the user's functions ends the attempt before anything starts.
+    estimator = Estimator(config)
+    group_filter = load_filter(config.rollout.filter)
     ids = node_ids(placement.nodes)
     model_dir = str(model_folder(config, rundir))
     key = (run.folder / "engine.key").read_text().strip()
@@ -59,10 +65,11 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         return trainers
 
     verified = timed(phases, "verify", choosing)
+    gpus = Gpus.start(config, placement, ids, run.folder / "gpus.jsonl")
     if not placement.engines:
         producer = ReplayProducer(str(config.train.replay_rollouts))
         _, trainers = await gather_two(verified, start_trainers())
-        return Runtime(config, rundir, trainers, None, [], producer, run.notice)
+        return Runtime(config, rundir, trainers, None, [], producer, run.notice, gpus, estimator)
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
@@ -90,9 +97,19 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
         position=position,
         finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
+        keep=group_filter,
     )
     return Runtime(
-        config, rundir, trainers, engines, workers, producer, run.notice, unchecked=config.model.check
+        config,
+        rundir,
+        trainers,
+        engines,
+        workers,
+        producer,
+        run.notice,
+        gpus,
+        estimator,
+        unchecked=config.model.check,
     )
 
 
@@ -104,7 +121,8 @@ async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
         for split in settings.splits:
             counts[name, split] = await worker.call(RolloutWorker.num_tasks, name, split)
     weights = {name: s.weight for name, s in training.items()}
-    return TaskSequence(streams(counts, weights), config.run.seed)
+    easy_first = [name for name, s in training.items() if s.order == "easy_first"]
+    return TaskSequence(streams(counts, weights, easy_first), config.run.seed)
 
 
 def finished_groups(rundir: RunDir, position: Position, version: int, staleness: int) -> list[PromptGroup]:

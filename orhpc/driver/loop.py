@@ -19,11 +19,9 @@ from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep
-from orhpc.driver.tracking import row_of
 from orhpc.errors import NonFinite
 from orhpc.train.batch import plan_batches
-from orhpc.train.loss.advantages import grouped_advantages
-from orhpc.types import BatchPlan, PromptGroup, Sample
+from orhpc.types import BatchPlan, Float64Array, PromptGroup, RolloutEnd, Sample
 
 log = logging.getLogger("orhpc.driver")
 
@@ -46,15 +44,16 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         with phases.timed("rollout"):
             step_groups, sharing = await runtime.collect(state.step, run.stop_requested)
         # Advantages and batches
+        advantages = runtime.estimator.advantages(step_groups.groups)
         tokens = state.max_tokens * config.ranks_per_sequence
-        plan = plan_step(step_groups.groups, config, config.data_ranks, tokens)
+        plan = plan_step(step_groups.groups, advantages, config, config.data_ranks, tokens)
         # Update
         with phases.timed("update"):
             metrics = await update(run, runtime, plan, state)
         # The trainers hold the next step now: a commit made after a later failure contains this step.
         state = replace(state, step=state.step + 1, position=runtime.producer.position)
         saver.state = state
-        metrics |= sharing | {"padding": plan.padding}
+        metrics |= sharing | {"padding": plan.padding} | runtime.estimator.metrics(step_groups.groups)
         run.unreported = CompletedStep(state, step_groups, metrics, phases)
         # Record, publish, commit
         await saver.store(run.require_newest)
@@ -64,22 +63,36 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
             metrics |= await runtime.publish(state.step)
         with phases.timed("checkpoint"):
             await saver.after_step()
+        metrics |= await runtime.gpus.report(state.step, phases)
         run.report_step()
         # Evaluation
         if evaluation.due(config, state.step):
             await evaluate(run, runtime, saver)
 
 
-def plan_step(groups: Sequence[PromptGroup], config: Config, ranks: int, max_tokens: int) -> BatchPlan:
-    """Compute the advantages of a step's groups and pack its samples; failed rollouts are left out."""
-    advantages = grouped_advantages(
-        [[r.reward or 0.0 for r in g.trainable] for g in groups],
-        normalize=config.algorithm.normalise_advantage,
-    )
+def plan_step(
+    groups: Sequence[PromptGroup],
+    advantages: Sequence[Float64Array],
+    config: Config,
+    ranks: int,
+    max_tokens: int,
+) -> BatchPlan:
+    """Pack the samples of a step.
+
+    Failed rollouts are left out and, with ``algorithm.mask_truncated``, those that were cut off.
+
+    Args:
+        groups: the step's groups.
+        advantages: of each group's trainable rollouts.
+        config: of the run.
+        ranks: trainer ranks that do not share micro-batches.
+        max_tokens: largest size of a micro-batch.
+    """
     samples = [
         Sample(r.id, r.length, r.response_tokens, float(a), r.location)
         for group, group_advantages in zip(groups, advantages, strict=True)
         for r, a in zip(group.trainable, group_advantages, strict=True)
+        if not (config.algorithm.mask_truncated and r.end is RolloutEnd.LENGTH)
     ]
     return plan_batches(
         samples,
@@ -123,5 +136,4 @@ async def evaluate(run: Run, runtime: Runtime, saver: Saver) -> None:
     await saver.store(run.require_newest)
     await runtime.record_evaluation(step, groups, saver.store)
     await runtime.publish(step)
-    event = run.events.write("evaluation", step=step, seconds=phases.total, **metrics)
-    run.tracker.log(step, row_of(event))
+    run.tracker.log(run.events.write("evaluation", step=step, seconds=phases.total, **metrics))

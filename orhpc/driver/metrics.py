@@ -23,14 +23,21 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._start = time.monotonic()
+        self._spans: dict[str, list[tuple[float, float]]] = {}
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
+        start, clock = time.monotonic(), time.time()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+            seconds = time.monotonic() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self._spans.setdefault(name, []).append((clock, clock + seconds))
+
+    def spans(self, name: str) -> list[tuple[float, float]]:
+        """When a phase ran: starts and ends in seconds since the epoch."""
+        return self._spans.get(name, [])
 
     @property
     def total(self) -> float:

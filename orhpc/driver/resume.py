@@ -10,7 +10,8 @@ from pathlib import Path
 
 from orhpc.driver.run import Run
 from orhpc.driver.state import State
-from orhpc.rundir import CommitName, commits
+from orhpc.launch.model import model_folder
+from orhpc.rundir import CommitName, commits, origin
 from orhpc.rundir.commits import Manifest
 from orhpc.rundir.storage import StorageRetry, refusals
 
@@ -73,8 +74,17 @@ async def _choose_start(run: Run, token_limit: int | None) -> Start:
         setting, token_limit
     )
     run.max_tokens = state.max_tokens
-    loaded = {"load": str(folder)} if folder is not None and name is None else {}
+    loaded = _origin(run, folder) if name is None else {}
     budget = {"max_tokens": state.max_tokens, "max_tokens_per_gpu": setting}
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None, **loaded, **budget)
     run.tracker.catch_up(state.step)
     return Start(name, folder, state)
+
+
+def _origin(run: Run, load: Path | None) -> dict[str, str]:
+    """Fields of the event about weights that are not the run's own."""
+    if load is not None:
+        found, fields = origin.origin_of_commit(load), {"load": str(load)}
+    else:
+        found, fields = origin.origin_of_model(model_folder(run.config, run.rundir)), {}
+    return fields | ({"origin": origin.describe(found)} if found is not None else {})

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.driver.step_report import CompletedStep, report
-from orhpc.driver.tracking import Tracker
 from orhpc.errors import NodeLost, StopRequested
 from orhpc.plan.placement import Placement
 from orhpc.rundir import RunDir
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import EventLog
 from orhpc.rundir.storage import StorageRetry, refusals
+from orhpc.tracking import Tracker
 
 log = logging.getLogger("orhpc.driver")
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Run:
         self.config: Config = load_config(self.folder / "config.yaml")
         self.placement = Placement.from_yaml((self.folder / "placement.yaml").read_text())
         self.events = EventLog(rundir.events, attempt, _log_event)
-        self.tracker = Tracker(self.config, rundir)
+        self.tracker = Tracker(self.config, rundir, self._report_tracker)
         self.max_tokens = self.config.train.max_tokens_per_gpu
         """Token budget of a micro-batch since the newest start; lowered after running out of memory."""
         self.last_step = -1
@@ -98,6 +98,11 @@ class Run:
         log.warning("%s", line)
         self.events.write("notice", reason=line)
         self.tracker.alert(line)
+
+    def _report_tracker(self, line: str) -> None:
+        """Report a tracker that does not work; called by its thread."""
+        log.warning("%s", line)
+        self.events.write("notice", reason=line)
 
     def close(self) -> None:
         self.tracker.close(*([CLOSE_AFTER_STOP_S] if self.stop_requested() else []))

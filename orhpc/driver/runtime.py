@@ -15,11 +15,14 @@ import ray
 from orhpc.config import Config
 from orhpc.driver import engine_check
 from orhpc.driver.concurrently import A, all_of
+from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet import Engines, Trainers, WorkerHandle
+from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.fleet.weight_sync import WeightSync
 from orhpc.driver.metrics import Phases
 from orhpc.errors import WeightSyncFailed
 from orhpc.launch.model import model_folder
+from orhpc.process.access import folder_mode
 from orhpc.rollout.producer import Producer, StepGroups
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.worker import RolloutWorker
@@ -48,6 +51,8 @@ class Runtime:
     producer: Producer | ReplayProducer
     notice: Callable[[str], None]
     """Called with each notice of the producer while a step collects rollouts."""
+    gpus: Gpus
+    estimator: Estimator
     unchecked: bool = False
     """Whether the engines still have to be compared with the trainer (:mod:`orhpc.driver.engine_check`)."""
 
@@ -167,7 +172,9 @@ class Runtime:
         return {"engine_check_diff": await engine_check.compare(self.trainers, answers, self.config)}
 
     async def record(self, step: int, step_groups: StepGroups, store: Store) -> None:
-        """Have every worker write its rollouts of the step and free them, each through ``store``.
+        """Write the step's record, each file through ``store``.
+
+        Every worker writes its rollouts and frees them; the trainers add what they computed for them.
 
         Raises:
             OrhpcError: what ``store`` raises.
@@ -183,11 +190,12 @@ class Runtime:
             file = group.rollouts[0].location.file
             worker = group.rollouts[0].worker if file is None else self.workers[i % len(self.workers)].index
             jobs[worker].append((group.id, file, group.id in trained))
-        await all_of(
+        recording = [
             store(_recording(worker, folder, jobs[worker.index]))
             for worker in self.workers
             if jobs[worker.index]
-        )
+        ]
+        await all_of([*recording, self.trainers.record(folder, store)])
 
     async def record_evaluation(self, step: int, groups: Sequence[PromptGroup], store: Store) -> None:
         """:meth:`record` for the rollouts of an evaluation."""
@@ -208,6 +216,7 @@ class Runtime:
                 log.warning("a worker did not close: %s", outcome)
         for worker in self.workers:
             ray.kill(worker.actor)
+        self.gpus.close()
         if self.engines is not None:
             await self.engines.close()
         await self.trainers.close()
@@ -223,4 +232,4 @@ def _recreate(folder: Path) -> None:
     """Create the folder empty: an earlier attempt may have recorded this step."""
     with refusals("rollouts cannot be recorded"):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=folder_mode())

@@ -1,4 +1,4 @@
-"""The report of every step: its event, alarms, notices and W&B row."""
+"""The report of every step: its event, alarms, notices and tracker rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Protocol
 from orhpc.config import Config, alarms
 from orhpc.driver.metrics import Phases, opening_notice, rollout_metrics
 from orhpc.driver.state import State
-from orhpc.driver.tracking import Tracker, row_of
 from orhpc.rollout.producer import StepGroups
 from orhpc.rundir.events import EventLog
+from orhpc.tracking import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class CompletedStep:
 
 
 def report(run: Reporting, step: CompletedStep) -> None:
-    """Write one step's event and W&B row, and raise its alarms."""
+    """Write one step's event and tracker rows, and raise its alarms."""
     state, step_groups, metrics, phases = step.state, step.step_groups, step.metrics, step.phases
     numbers = rollout_metrics(step_groups, state.step - 1) | metrics
     numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
@@ -59,4 +59,4 @@ def report(run: Reporting, step: CompletedStep) -> None:
         log.warning("step %d: %s", state.step, alarm)
         run.events.write("alarm", step=state.step, reason=str(alarm), **asdict(alarm))
         run.tracker.alert(f"step {state.step}: {alarm}")
-    run.tracker.log(state.step, row_of(event))
+    run.tracker.log(event)

@@ -10,22 +10,17 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.config.files import dump_config, load_config
-from orhpc.errors import EXIT_OK, HubUnreachable, OrhpcError, policy_of
-from orhpc.launch import model, prepare
+from orhpc.errors import EXIT_OK, HubUnreachable, OrhpcError, PreflightError, policy_of
+from orhpc.launch import model, prepare, task_files
 from orhpc.launch.checks import checklist
-from orhpc.launch.command_line import split_command_line, without_flags
+from orhpc.launch.command_line import HELP, own_options, split_command_line, without_flags
 from orhpc.launch.slurm import holder, submission
 from orhpc.plan.placement import Node, local_node, plan
 from orhpc.process.terminal import safe
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="orhpc launch",
-        description="Start or resume a run: as a SLURM job, or with --local on this machine.",
-        epilog="--sglang-NAME VALUE sets engine.extra.NAME, --check-weights engine.check_weights",
-    )
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = HELP
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides"
     )
@@ -34,7 +29,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch script, config and placement; start nothing"
     )
-    return parser.parse_intermixed_args(without_flags(sys.argv[1:] if arguments is None else arguments))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="orhpc launch",
+        description="Start or resume a run: as a SLURM job, or with --local on this machine.",
+    )
+    add_launch(parser)
+    words = sys.argv[1:] if arguments is None else arguments
+    return parser.parse_intermixed_args(without_flags(words, own_options(add_launch)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,13 +94,16 @@ def show_local(config: Config) -> int:
 def submit(config: Config, path: str, overrides: list[str]) -> int:
     """Run the login node's checks, submit the job, and print the commands to watch it."""
     checklist.require(checklist.before_the_queue(config))
-    rundir = prepare.run_directory(config)
-    rundir.create()
+    rundir = prepare.create_directory(config)
     changes = prepare.write_config(rundir, config)
     try:
         model.fetch_snapshots(config, rundir)
     except HubUnreachable as error:
         print(f"orhpc: {error}; the job's first node tries to fetch it", file=sys.stderr)
+    try:
+        task_files.ensure(config, rundir)
+    except PreflightError as error:
+        print(f"orhpc: {error}; the job's first node tries it", file=sys.stderr)
     job = submission.submit(config, rundir, path, overrides)
     holder.note_submission(rundir, job)
     below_cwd = rundir.path.is_relative_to(Path.cwd())

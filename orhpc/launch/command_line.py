@@ -1,51 +1,84 @@
-"""The command line of the launcher, the batch script and the checks: ``[CONFIG] [key=value ...]``.
+"""The command line of the launcher, the batch script and the checks: ``[CONFIG] [key=value ...] [flags]``.
 
-It may also contain ``--sglang-...`` and ``--check-weights``.
+Flags are those of slime, miles and OpenReward's ``run.sh`` (:mod:`orhpc.config.flags`), ``--sglang-NAME`` and
+``--check-weights``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from orhpc.config.files import setting_of
+from orhpc.config.flags import ENGINE_FLAG, engine_option, settings_of, take
 from orhpc.errors import ConfigError
+from orhpc.process.terminal import safe
 
 DEFAULT_CONFIG = "configs/default.yaml"
-_ENGINE_FLAG = "--sglang-"
-_CHECK_FLAG = "--check-weights"
+HELP = (
+    "Flags of slime, miles and OpenReward's run.sh are read as well, and --sglang-NAME VALUE sets "
+    "engine.extra.NAME; the documentation's page on flags has the whole list."
+)
+"""For the end of a command's ``--help``."""
 
 
-def without_flags(arguments: Sequence[str]) -> list[str]:
-    """Replace ``--sglang-NAME [VALUE]`` and ``--check-weights`` by the equivalent overrides.
+def own_options(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dict[str, bool]:
+    """Return the options that a command defines itself, and whether each has a value."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
 
-    A value is one argument in YAML (``--sglang-cuda-graph-bs-decode=[1,8]``); without a value it is true.
-    """
-    result: list[str] = []
-    left = list(arguments)
+
+def engine_options(arguments: Sequence[str]) -> list[str]:
+    """Replace ``--sglang-NAME [VALUE]`` by ``engine.extra.NAME=VALUE``, and nothing else."""
+    left, result = list(arguments), []
     while left:
         argument = left.pop(0)
-        if argument == _CHECK_FLAG:
-            result.append("engine.check_weights=true")
-        elif argument.startswith(_ENGINE_FLAG):
-            name, given, value = argument.removeprefix(_ENGINE_FLAG).partition("=")
-            if not given:
-                value = left.pop(0) if left and _is_value(left[0]) else "true"
-            result.append(f"engine.extra.{name.replace('-', '_')}={value}")
-        else:
-            result.append(argument)
+        result.append(engine_option(argument, left) if argument.startswith(ENGINE_FLAG) else argument)
     return result
 
 
-def _is_value(argument: str) -> bool:
-    return not argument.startswith("--") and "=" not in argument and not argument.endswith((".yaml", ".yml"))
+def without_flags(arguments: Sequence[str], own: Mapping[str, bool] | None = None) -> list[str]:
+    """Replace flags by the equivalent overrides; say on standard error what has no effect.
+
+    Args:
+        arguments: of a command.
+        own: the command's own options, which stay, and whether each has a value.
+
+    Raises:
+        ConfigError: a flag is unknown or refused, or has a wrong value, or flags contradict each other.
+    """
+    rest, flags = take(arguments, own)
+    if not flags:
+        return rest
+    words = [a for a in rest if not a.startswith("-")]
+    path, overrides = _split(words)
+    nodes = "--nodes="  # the command's own option for placement.nodes, which it applies later
+    written = [f"placement.nodes={a.removeprefix(nodes)}" for a in rest if a.startswith(nodes)]
+    named = any("=" not in word for word in words)
+
+    def current(setting: str) -> Any:
+        # The default config has an environment only so that it is complete.
+        return {} if setting == "environments" and not named else setting_of(path, overrides, setting)
+
+    found, notes = settings_of(flags, [*overrides, *written], current)
+    for note in notes:
+        print(f"orhpc: {safe(note)}", file=sys.stderr)
+    return [*rest, *found]
 
 
 def split_command_line(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Split arguments into the config's path and the overrides.
 
     Raises:
-        ConfigError: more than one config file.
+        ConfigError: more than one config file, or a flag as in :func:`without_flags`.
     """
-    arguments = without_flags(arguments)
+    return _split(without_flags(arguments))
+
+
+def _split(arguments: Sequence[str]) -> tuple[str, list[str]]:
     files = [a for a in arguments if "=" not in a]
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, not {' and '.join(files)}")

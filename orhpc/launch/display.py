@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from orhpc.process.terminal import safe
+from orhpc.process.terminal import safe, styled_output
 from orhpc.rundir.event_lines import failures_of, line_of, number, phases_of, step_line
 from orhpc.rundir.events import FAILURES, Tail, failure_line
 
@@ -66,7 +66,7 @@ class Display:
     """Shows one attempt; call :meth:`tick` a few times a second."""
 
     def __init__(self, events: Path, attempt: int, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(file=styled_output(), highlight=False)
         self._tail = Tail(events, attempt)
         self._live: Live | None = None
         self._status = "starting"

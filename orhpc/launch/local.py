@@ -10,10 +10,11 @@ from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
-from orhpc.launch import model, prepare
+from orhpc.launch import model, prepare, task_files
 from orhpc.launch.checks import checklist, commit_space, host_memory
 from orhpc.launch.display import Display
 from orhpc.launch.node.first_node import Attempt
+from orhpc.launch.node.notifications import Notifier
 from orhpc.launch.slurm import holder
 from orhpc.models import chat_formats
 from orhpc.plan.placement import local_node, plan
@@ -63,8 +64,7 @@ def run_local(config: Config) -> int:
     prepare.check_machine(config)
     host_memory.check(config)
     prepare.check_keys(config)
-    rundir = prepare.run_directory(config)
-    rundir.create()
+    rundir = prepare.create_directory(config)
     probe(rundir.path)
     with rundir.locked():
         holder.check_free(rundir)
@@ -77,11 +77,16 @@ def run_local(config: Config) -> int:
         for change in changes:
             print(f"changed since the last start: {change}")
         model.ensure_models(config, rundir)
+        task_files.ensure(config, rundir)
         chat_formats.check(config, model.model_folder(config, rundir))
         number = prepare.begin_attempt(rundir, config, kind="local", changes=changes)
         print(f"run directory: {rundir.path} (attempt {number}, step {done} of {config.train.steps} done)")
         stop_file = rundir.attempt(number) / "stop"
-        with _stop_on_signals(stop_file) as signals, Display(rundir.events, number) as display:
+        with (
+            _stop_on_signals(stop_file) as signals,
+            Display(rundir.events, number) as display,
+            Notifier(config, rundir, number, stop_file.exists, display.say),
+        ):
             attempt = LocalAttempt(rundir, number, config, stop_file, signals, display)
             status = attempt.run()
     code = status if status >= 0 else EXIT_FAILED

@@ -41,7 +41,7 @@ def ensure_config(config: Config) -> Path | None:
     if _is_here(path, revision):
         return find_model(path, revision)
     try:
-        return _make("orhpc.models.hub", [path, *_revision_words(revision), "--config-only"])
+        return make_folder("orhpc.models.hub", [path, *_revision_words(revision), "--config-only"])
     except HubUnreachable:
         return None
 
@@ -62,7 +62,7 @@ def ensure_models(config: Config, rundir: RunDir, stopped: Callable[[], bool] = 
     path = config.model.path
     if is_bundled(path):
         try:
-            _make("orhpc.models.bundled", [path], stopped)
+            make_folder("orhpc.models.bundled", [path], stopped)
         except ModelError as error:
             raise ModelError(f"{error} (kept in {cache_folder()})") from None
     elif not is_hub_name(path) and (problem := problem_of(find_model(path))) is not None:
@@ -132,7 +132,7 @@ def fetch(name: str, revision: str | None, stopped: Callable[[], bool] = lambda:
     """
     if _is_here(name, revision) and problem_of(find_model(name, revision)) is None:
         return find_model(name, revision)
-    return _make("orhpc.models.hub", [name, *_revision_words(revision)], stopped)
+    return make_folder("orhpc.models.hub", [name, *_revision_words(revision)], stopped)
 
 
 def _ensure_snapshot(name: str, revision: str | None, rundir: RunDir, stopped: Callable[[], bool]) -> None:
@@ -172,7 +172,7 @@ def _is_here(path: str, revision: str | None = None) -> bool:
     return True
 
 
-def _make(module: str, arguments: list[str], stopped: Callable[[], bool] = lambda: False) -> Path:
+def make_folder(module: str, arguments: list[str], stopped: Callable[[], bool] = lambda: False) -> Path:
     """Run a program that fetches or builds a folder: this process must not load torch or a hub client.
 
     Its progress goes to our standard error; its last line of output is JSON: the folder or the error.

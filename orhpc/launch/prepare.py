@@ -20,6 +20,7 @@ from orhpc.config import Config
 from orhpc.config.files import changes_on_resume, differences, dump_config, load_config
 from orhpc.errors import CheckpointError, ConfigError, PreflightError
 from orhpc.launch.provenance import write_provenance
+from orhpc.process.access import use_access
 from orhpc.process.secrets import resolve_secrets
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.commits import read_manifest
@@ -34,6 +35,17 @@ in Starlette before 1.0.1 a forged Host header bypasses the API key of SGLang's 
 def run_directory(config: Config) -> RunDir:
     assert config.run.name is not None
     return RunDir(Path(config.run.root) / config.run.name)
+
+
+def create_directory(config: Config, *, known: bool = False) -> RunDir:
+    """Create the run directory, and let this process and its children write with its access.
+
+    ``known``: the run is known to exist here.  Raises ConfigError or StorageRefused.
+    """
+    use_access(config.run.access)
+    rundir = run_directory(config)
+    rundir.create(known=known, access=config.run.access)
+    return rundir
 
 
 def check_paths(config: Config) -> str:
@@ -178,11 +190,12 @@ def check_keys(config: Config) -> str:
     """
     for name, settings in config.environments.items():
         known = resolve_secrets(config.secrets, settings.secrets)
-        by_service = settings.url is None and settings.serve is None
+        by_service = settings.url is None and not settings.is_served
         if by_service and not (_service_key() or any(k.upper() == SERVICE_KEY for k in known)):
             raise PreflightError(
                 f"environments.{name}: reached through OpenReward, so {SERVICE_KEY} must be set"
             )
+    resolve_secrets(config.own_secrets, {})
     if config.rollout.openreward_upload and not _service_key():
         raise PreflightError(f"rollout.openreward_upload: {SERVICE_KEY} must be set")
     return "all are set"

@@ -1,4 +1,4 @@
-"""What an attempt ran: versions, the user's code with its changes, the machine and the seed.
+"""What an attempt ran: versions, the user's code with its changes, the machine, the seed, the first weights.
 
 The first node writes ``attempts/NNN/provenance.json`` when the attempt begins, and, if the user's folder has
 changes that are not committed to git, ``attempts/NNN/code.diff``.  What cannot be found out is null and never
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -17,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.config import Config
+from orhpc.errors import ModelError
+from orhpc.models.folders import find_model
 from orhpc.process.secrets import redact
-from orhpc.rundir import write_atomic
+from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir.origin import PROVENANCE, origin_of_load, origin_of_model, provenance
 from orhpc.rundir.sealed import write_sealed
 
 PACKAGES = (
     *("torch", "transformers", "ray", "openreward", "submitit", "wandb", "h5py", "numpy", "pydantic"),
+    *("safetensors", "tokenizers", "tensorboard", "mlflow-skinny", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     *("sglang", "sglang-router", "megatron-core", "transformer-engine", "reasoning-gym"),
 )
 _MOST_DIFF = 1 << 20
@@ -39,6 +44,8 @@ def write_provenance(attempt: Path, config: Config) -> None:
         "orhpc": {"version": _version("orhpc"), "commit": _commit(Path(__file__).parent)},
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "python": sys.version.split()[0],
+        "interpreter": sys.executable,
+        "host": socket.gethostname(),
         "platform": sysconfig.get_platform(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
@@ -47,11 +54,28 @@ def write_provenance(attempt: Path, config: Config) -> None:
         "code": {"folder": str(code), "commit": _commit(code), "changed": False},
         "seed": config.run.seed,
         "model": {"path": config.model.path, "revision": config.model.revision},
+        "origin": _origin(RunDir(attempt.parents[1]), config),
     }
     if record["code"]["commit"] is not None and (difference := _difference(code)):
         record["code"]["changed"] = True
         write_atomic(attempt / "code.diff", difference)
-    write_sealed(attempt / "provenance.json", record)
+    write_sealed(attempt / PROVENANCE, record)
+
+
+def _origin(run: RunDir, config: Config) -> dict[str, Any] | None:
+    """The commit or export of another run that this run started from; None: a base model.
+
+    Once the run has a commit, it is what the first attempt recorded: the other run may have gone on.
+    """
+    lineage = run.lineage()
+    if lineage and (known := provenance(run, lineage[-1].attempt)):
+        return known.get("origin")
+    if config.checkpoint.load is not None:
+        return origin_of_load(Path(config.checkpoint.load))
+    try:
+        return origin_of_model(find_model(config.model.path, config.model.revision))
+    except ModelError:
+        return None
 
 
 def gpus() -> list[dict[str, str]] | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
@@ -21,9 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from orhpc.errors import EXIT_OK, HubUnreachable, ModelError, OrhpcError, PreflightError, policy_of
 from orhpc.models.folders import WEIGHTS, hub_cache, problem_of
@@ -65,7 +67,8 @@ def fetch(name: str, revision: str | None = None, *, config_only: bool = False) 
         )
     from huggingface_hub import HfApi, snapshot_download
 
-    info = _ask(name, revision, lambda: HfApi().model_info(name, revision=revision, files_metadata=True))
+    source = Source(name, revision)
+    info = _ask(source, lambda: HfApi().model_info(name, revision=revision, files_metadata=True))
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     if "config.json" not in sizes:
         raise ModelError(f"model.path: {name} has no config.json: it is not a transformers model")
@@ -76,11 +79,31 @@ def fetch(name: str, revision: str | None = None, *, config_only: bool = False) 
         print(f"orhpc: fetching {name} at {(info.sha or '?')[:7]}: {len(files)} files, {_size(total)}, "
               f"into {hub_cache()}", file=sys.stderr, flush=True)  # fmt: skip
     folder = _ask(
-        name,
-        revision,
+        source,
         lambda: snapshot_download(name, revision=revision, allow_patterns=[_literal(f) for f in files]),
     )
     return Path(folder)
+
+
+def fetch_dataset(name: str, revision: str | None, setting: str) -> Path:
+    """Download a dataset's snapshot and return its folder; ``setting``: name of the setting, for errors.
+
+    Raises:
+        ModelError: the hub has no such dataset or revision, or denies access.
+        PreflightError: the hub cannot be reached or keeps failing, or the disk is full.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    download = functools.partial(snapshot_download, name, repo_type="dataset", revision=revision)
+    if is_offline():
+        try:
+            return Path(download(local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise PreflightError(
+                f"{setting}: {name} is not in {hub_cache()}, and HF_HUB_OFFLINE is set"
+            ) from None
+    return Path(_ask(Source(name, revision, "dataset", setting), download))
 
 
 def chosen_files(name: str, files: Sequence[str]) -> list[str]:
@@ -140,7 +163,23 @@ def _report(name: str) -> None:
         print(f"orhpc: {name}: {_size(_bytes_here(name))} downloaded", file=sys.stderr, flush=True)
 
 
-def _ask(name: str, revision: str | None, work: Callable[[], T]) -> T:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A repository of the hub."""
+
+    name: str
+    revision: str | None
+    kind: Literal["model", "dataset"] = "model"
+    setting: str = "model.path"
+    """The setting that names it, for errors."""
+
+    @property
+    def path(self) -> str:
+        """Path of its page on the hub."""
+        return self.name if self.kind == "model" else f"datasets/{self.name}"
+
+
+def _ask(source: Source, work: Callable[[], T]) -> T:
     """Call the hub, retry temporary failures, and convert errors to orhpc's."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -152,7 +191,7 @@ def _ask(name: str, revision: str | None, work: Callable[[], T]) -> T:
         try:
             return work()
         except (http_error, OSError, ValueError) as error:
-            failure = _failure(name, revision, error)
+            failure = _failure(source, error)
             tries = _TRIES - left
             enough = tries == _TRIES or (isinstance(failure, HubUnreachable) and tries >= _TRIES_TO_REACH)
             if enough or not _may_pass(error):
@@ -183,7 +222,7 @@ def _status(error: Exception) -> int | None:
     return None
 
 
-def _failure(name: str, revision: str | None, error: Exception) -> OrhpcError:
+def _failure(source: Source, error: Exception) -> OrhpcError:
     """Convert an error to one line for the user."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -193,16 +232,18 @@ def _failure(name: str, revision: str | None, error: Exception) -> OrhpcError:
     )
 
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    what, status = f"model.path: {name}", _status(error)
+    what, status = f"{source.setting}: {source.name}", _status(error)
     has_token = bool(os.environ.get("HF_TOKEN"))
     if isinstance(error, GatedRepoError) or status == 403:
         then = "use a token of the account that did" if has_token else "set HF_TOKEN (or: hf auth login)"
-        return ModelError(f"{what} is gated: accept its terms at {hub}/{name}, then {then}")
+        return ModelError(f"{what} is gated: accept its terms at {hub}/{source.path}, then {then}")
     if isinstance(error, RevisionNotFoundError):
-        return ModelError(f"{what} has no revision {revision or 'main'!r} (model.revision)")
+        return ModelError(
+            f"{what} has no revision {source.revision or 'main'!r} ({source.setting[:-4]}revision)"
+        )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         private = "HF_TOKEN may not read it" if has_token else "if it is private, set HF_TOKEN"
-        return ModelError(f"{what}: no such folder here, and no such model at {hub}; {private}")
+        return ModelError(f"{what}: no such folder here, and no such {source.kind} at {hub}; {private}")
     if isinstance(error, HFValidationError):
         return ModelError(f"{what}: {_first_line(error)}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

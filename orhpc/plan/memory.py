@@ -62,7 +62,7 @@ def trainer_demand(config: Config) -> Demand:
         element_bytes=ELEMENT_BYTES[config.model.dtype],
         recompute=train.gradient_checkpointing,
         logits_rows=train.logprob_chunk_tokens,
-        reference=config.algorithm.use_kl_loss,
+        reference=config.algorithm.needs_reference,
         micro_batches=-(-train.global_batch_size // config.data_ranks),
         offloaded=config.megatron.offload_optimizer,
         moment_bytes=config.megatron.moment_bytes,

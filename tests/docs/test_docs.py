@@ -15,6 +15,7 @@ import yaml
 
 from orhpc.config import Config
 from orhpc.config.files import load_config
+from orhpc.config.flags import FLAGS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/guide").glob("*.md")])
@@ -83,7 +84,8 @@ def test_a_command_of_an_example_and_its_options_exist(line: str) -> None:
         command = words[1] if len(words) > 1 and not words[1].startswith("-") else ""
         shown = help_of(command)
         for option in (word.split("=")[0] for word in words[1:] if word.startswith("-")):
-            assert option in shown or option.startswith("--sglang-"), f"{option} is not an option of: {line}"
+            known = option in shown or option in FLAGS or option in ("--", "--config")
+            assert known or option.startswith("--sglang-"), f"{option} is not an option of: {line}"
 
 
 @pytest.mark.parametrize("text", blocks("python"))

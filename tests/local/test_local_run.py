@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orhpc.rundir import CommitName, RunDir, commits
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.record import RolloutFile, read_step
+from orhpc.rundir.trained import read_trained
 from tests.local import kit
 from tests.metric_names import unexplained
 
@@ -71,6 +73,21 @@ def test_a_profiled_step_writes_its_profile(finished: RunDir) -> None:
 
 def test_every_metric_of_a_step_is_explained(finished: RunDir) -> None:
     assert unexplained(finished) == set()
+
+
+def test_the_record_holds_advantages_and_the_trainers_log_probabilities(finished: RunDir) -> None:
+    for step in range(1, STEPS + 1):
+        trained = read_trained(finished.rollouts_of(step))
+        rollouts = {s.id: s for s in read_step(finished.rollouts_of(step))}
+        assert trained.keys() == rollouts.keys()
+        for group in {s.group_id for s in rollouts.values()}:
+            advantages = [trained[s.id].advantage for s in rollouts.values() if s.group_id == group]
+            assert sum(advantages) == pytest.approx(0, abs=1e-4)
+        for name, summary in rollouts.items():
+            assert summary.location.file is not None
+            with RolloutFile(summary.location.file) as record:
+                engine_T = record.arrays(summary.location.row)["logprobs_T"]
+            np.testing.assert_allclose(trained[name].logprobs_T, engine_T, atol=1e-4)
 
 
 def test_engine_and_trainer_agree_on_log_probabilities(finished: RunDir) -> None:

@@ -182,6 +182,8 @@ def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str,
                 n: t.shape for n, t in exported
             }  # fmt: skip
             result["gradients"] = _gradients(backend, batches, minibatch)
+            trainer.step([minibatch], step=0)  # with the optimizer's step replaced by _gradients
+            result["trained"] = trainer.take_trained()
     finally:
         trainer.close()
     return result

@@ -108,6 +108,16 @@ def test_log_probabilities_are_transformers(world: int, case: Case, folder: Path
 
 
 @every_case
+def test_each_sample_is_recorded_once(world: int, case: Case, folder: Path, results: Results) -> None:
+    reference = reference_logprobs(folder, case.family, 0.7)
+    parts = [result["trained"] for result in results[f"{world}: {case.name}"]]
+    assert sorted(name for part in parts for name in part) == sorted(reference)
+    for name, trained in ((n, t) for part in parts for n, t in part.items()):
+        sampled = trained.logprobs_T[trained.logprobs_T != 0]
+        np.testing.assert_allclose(sampled, reference[name], atol=1e-4)
+
+
+@every_case
 def test_gradients_are_fsdp_s(world: int, case: Case, folder: Path, results: Results) -> None:
     ours = joined(results[f"{world}: {case.name}"])
     theirs = fsdp_gradients(folder, case)

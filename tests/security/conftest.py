@@ -19,12 +19,16 @@ _FIRST_UID = 61234
 class Stranger:
     """A process of another user that runs functions for tests."""
 
-    def __init__(self, *enter: str) -> None:
-        """``enter``: command prefix that runs the process on another machine."""
+    def __init__(self, *enter: str, group: int | None = None) -> None:
+        """Args:
+        enter: command prefix that runs the process on another machine.
+        group: its only group; None: one of its own.
+        """
         taken = {entry.pw_uid for entry in pwd.getpwall()}
         uid = next(i for i in range(_FIRST_UID, _FIRST_UID + 1000) if i not in taken)
         program = Path(__file__).with_name("stranger.py")
         command = [*enter, sys.executable, str(program), str(uid)]
+        command += [] if group is None else [str(group)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._answer() == {"ready": uid}
 

@@ -1,7 +1,7 @@
 """Another user of the node, who attacks the run's listeners; requests and answers are lines of JSON.
 
-Run by root as ``stranger.py UID``.  It imports its modules before it becomes that user, who may not be able
-to read this Python's files.
+Run by root as ``stranger.py UID [GID]``.  It imports its modules before it becomes that user, who may not be
+able to read this Python's files.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def opened(path: str) -> str:
 def main() -> None:
     request("GET", "http://127.0.0.1:1/")  # imports the needed modules, which this user can read
     os.setgroups([])
-    os.setgid(int(sys.argv[1]))
+    os.setgid(int(sys.argv[-1]))
     os.setuid(int(sys.argv[1]))
     known = {f.__name__: f for f in (request, take, heard, give_up, store, opened)}
     print(json.dumps({"ready": os.getuid()}), flush=True)

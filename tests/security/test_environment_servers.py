@@ -23,6 +23,7 @@ from orhpc.plan.placement import Node
 from orhpc.process.ports import free_ports, hold_port, start_listening, stop_listening
 from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.own_server import OwnServer
+from orhpc.rundir import RunDir
 from orhpc.types import Task
 
 from .conftest import Stranger
@@ -42,7 +43,7 @@ WRONG = [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, {"
 def served(tmp_path: Path) -> Iterator[ServedEnvironments]:
     write_secret(tmp_path / "environment.key")
     config = load_config(Path("configs/tiny.yaml"), ())
-    servers = ServedEnvironments(config, Node("n0", "127.0.0.1", cpus=1), tmp_path)
+    servers = ServedEnvironments(config, Node("n0", "127.0.0.1", cpus=1), RunDir(tmp_path), tmp_path)
     yield servers
     servers.stop()
 

@@ -17,6 +17,7 @@ from orhpc.driver.fleet.actors import POLL_S, call, call_all, spawn
 from orhpc.errors import CheckpointError, OrhpcError
 from orhpc.plan.placement import Placement
 from orhpc.rundir.commits import ShardFile
+from orhpc.rundir.storage import Store
 from orhpc.train.actor import TrainerRank
 from orhpc.types import BatchPlan, MiniBatch
 
@@ -120,6 +121,18 @@ class Trainers:
                 await call(control.remote(), "trainer request_stop", 30.0)
                 break
         return (await stepping)[0]
+
+    async def record(self, folder: Path, store: Store) -> None:
+        """Write what the last step computed for its rollouts to the folder of their record.
+
+        Rank 0 writes it, through ``store``; the arrays do not pass through the driver.
+
+        Raises:
+            OrhpcError: what ``store`` raises.
+        """
+        parts = [rank.take_trained.remote() for rank in self.ranks]
+        writer = self.ranks[0].write_trained
+        await store(lambda: call(writer.remote(str(folder), *parts), "trainer write_trained"))
 
     async def hold_whole_step(self) -> bool:
         """Whether all ranks hold the state after the last complete step, so that it can be committed.

@@ -24,13 +24,18 @@ if [ -z "$python" ]; then
 fi
 @CHECK@
 
-job_folder=$(mktemp -d "/tmp/orhpc-$SLURM_JOB_ID-XXXXXX") || exit 1
+# An element of a job array is ARRAY_INDEX to SLURM's commands.  SLURM_JOB_ID would not do: that of the last
+# element is the array's own id, which stands for all elements.
+job=$SLURM_JOB_ID
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+@ELEMENTS@
+job_folder=$(mktemp -d "/tmp/orhpc-$job-XXXXXX") || exit 1
 trap 'rm -rf "$job_folder"' EXIT
-export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$SLURM_JOB_ID} ORHPC_STARTED=$(date +%s.%N)
+export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$job} ORHPC_STARTED=$(date +%s.%N)
 ORHPC_OUTPUT=$(readlink -f "/proc/$$/fd/2")
 export ORHPC_OUTPUT
 
-show_job() { timeout 20 scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null; }
+show_job() { timeout 20 scontrol show job --oneliner "$job" 2>/dev/null; }
 field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$job_info"; }
 
 # The driver polls the stop file, commits, and exits with code 75.
@@ -77,17 +82,20 @@ successor=
 submit_successor() {
   when=$1
   shift
-  with_retries scontrol show job --oneliner "$SLURM_JOB_ID"
+  with_retries scontrol show job --oneliner "$job"
   job_info=" $output "
-  options=(--parsable --export=ALL --dependency="$when:$SLURM_JOB_ID" --chdir="$PWD")
+  options=(--parsable --export=ALL --dependency="$when:$job" --chdir="$PWD")
   options+=(--nodes="$SLURM_JOB_NUM_NODES")
   options+=(--job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION")
   options+=(--time="$(field TimeLimit)" --output="$(field StdOut)")
+  # The successor of an array's element is an array of that one element, so that it finds its arguments.
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=(--array="$SLURM_ARRAY_TASK_ID")
   [ -z "${SLURM_JOB_ACCOUNT:-}" ] || options+=(--account="$SLURM_JOB_ACCOUNT")
   [ -z "${SLURM_JOB_QOS:-}" ] || options+=(--qos="$SLURM_JOB_QOS")
   [ -z "${SLURM_GPUS_PER_NODE:-}" ] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
   with_retries sbatch "${options[@]}" "$0" "$@" || { echo "$output" && return 1; }
   successor=$(sed -n 's/^\([0-9][0-9]*\)\(;.*\)*$/\1/p' <<<"$output")
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || successor=${successor}_$SLURM_ARRAY_TASK_ID
   echo "$successor" >"$job_folder/successor"
   [ -z "${attempt:-}" ] || echo "$successor" >"$attempt/successor"
   echo "orhpc: job $successor continues this run"
@@ -160,7 +168,7 @@ attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun
 
 # A start that SLURM considered dead finds a newer start running, which it must not requeue.
 # While SLURM delivers a signal, it shows a running job as SIGNALING.
-with_retries scontrol show job --oneliner "$SLURM_JOB_ID"
+with_retries scontrol show job --oneliner "$job"
 job_info=" $output "
 case ${job_info/ JobState=SIGNALING / JobState=RUNNING } in
   *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
@@ -174,9 +182,9 @@ trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
 readmit=$(cat "$job_folder/readmit" 2>/dev/null)
 delay=$(cat "$job_folder/delay" 2>/dev/null)
-if [ -z "$successor" ] && with_retries scontrol requeue "$SLURM_JOB_ID"; then
+if [ -z "$successor" ] && with_retries scontrol requeue "$job"; then
   # SLURM ends this shell in a moment; the job can be changed only while it is pending.
-  next_job=$SLURM_JOB_ID code=0
+  next_job=$job code=0
 else
   [ -n "$successor" ] || echo "orhpc: not requeued: $output"
   [ -n "$successor" ] || submit_successor afterany "$@"

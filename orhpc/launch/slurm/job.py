@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ class Job:
     """One start of the job, from the view of one of its nodes."""
 
     id: str
+    """``ARRAY_INDEX`` for an element of a job array: see :func:`job_id`."""
     restart: int
     """How many times SLURM has restarted the job."""
     rank: int
@@ -37,13 +39,14 @@ class Job:
         """Raise PreflightError outside a job of our batch script."""
         e = os.environ
         try:
+            own = job_id(e)
             return cls(
-                id=e["SLURM_JOB_ID"],
+                id=own,
                 restart=int(e.get("SLURM_RESTART_COUNT", "0")),
                 rank=int(e["SLURM_PROCID"]),
                 nodes=int(e["SLURM_NNODES"]),
                 node_name=e.get("SLURMD_NODENAME") or socket.gethostname(),
-                chain=e.get("ORHPC_CHAIN") or e["SLURM_JOB_ID"],
+                chain=e.get("ORHPC_CHAIN") or own,
                 folder=Path(e["ORHPC_JOB_FOLDER"]),
                 started=float(e["ORHPC_STARTED"]) if e.get("ORHPC_STARTED") else None,
                 output=Path(e["ORHPC_OUTPUT"]) if e.get("ORHPC_OUTPUT") else None,
@@ -78,6 +81,19 @@ class Job:
     def signalled(self) -> bool:
         """Whether the batch shell has been signaled."""
         return self.first_note.exists() or self.last_note.exists()
+
+
+def job_id(variables: Mapping[str, str]) -> str:
+    """The id by which SLURM's commands know the job that has these variables.
+
+    An element of an array is ``ARRAY_INDEX``: the last element's SLURM_JOB_ID is the array's own id, by which
+    a query or a requeue would reach all elements.
+
+    Raises:
+        KeyError: these are not a job's variables.
+    """
+    index = variables.get("SLURM_ARRAY_TASK_ID")
+    return f"{variables['SLURM_ARRAY_JOB_ID']}_{index}" if index else variables["SLURM_JOB_ID"]
 
 
 def private_address(job: Job, interface: str | None) -> str:

@@ -96,7 +96,7 @@ def query(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def job_state(job_id: str) -> str | None:
-    """State of a job as shown by squeue; None if SLURM does not know the job any more."""
+    """State of a job, or of an array's element, from squeue; None if SLURM does not know it any more."""
     result = query("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format", "%T")
     return result.stdout.split()[0] if result.returncode == 0 and result.stdout.strip() else None
 
@@ -104,8 +104,8 @@ def job_state(job_id: str) -> str | None:
 def job_states(job_ids: Sequence[str]) -> dict[str, str]:
     """States of several jobs by id, with one call of squeue; jobs that SLURM does not know are left out."""
     result = query(
-        "squeue", "--noheader", "--jobs", ",".join(job_ids), "--states", "all", "--format", "%i %T"
-    )
+        "squeue", "--noheader", "--jobs", ",".join(job_ids), "--states", "all", "--format", "%i %T", "--array"
+    )  # --array: a line for each element, also of those that wait together
     if result.returncode:  # squeue refuses a list if it knows none of its jobs
         return {}
     found = dict(line.split()[:2] for line in result.stdout.splitlines() if len(line.split()) >= 2)

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orhpc.config import Config
@@ -21,12 +21,14 @@ from orhpc.errors import PreflightError
 from orhpc.launch import model
 from orhpc.launch.slurm import scheduler
 from orhpc.launch.slurm.batch_script import BODY, CHECK
+from orhpc.process.access import folder_mode
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
 
 DEFAULT_LEAD_S = 300
 _LEAST_LEAD_S = 120
 _SUBMIT_TIMEOUT_S = 60
+_MAIL_TYPES = "BEGIN,END,FAIL,REQUEUE"
 
 
 def signal_lead(config: Config, rundir: RunDir | None = None) -> int:
@@ -93,16 +95,26 @@ def header(config: Config, lead_s: int) -> list[str]:
         ("reservation", s.reservation),
         ("exclude", s.exclude),
         ("mail-user", s.mail_user),
-        ("mail-type", s.mail_type),
+        # With an address alone, SLURM sends nothing.
+        ("mail-type", s.mail_type or (_MAIL_TYPES if s.mail_user is not None else None)),
     ]
     lines = [f"--{k}" if v is True else f"--{k}={v}" for k, v in options if v is not None]
     return [f"#SBATCH {line}" for line in [*lines, *s.extra_sbatch]]
 
 
-def render(config: Config, lead_s: int = DEFAULT_LEAD_S, python: str | None = None) -> str:
+def render(
+    config: Config,
+    lead_s: int = DEFAULT_LEAD_S,
+    python: str | None = None,
+    elements: Mapping[int, Sequence[str]] | None = None,
+) -> str:
     """The complete batch script; the config file and overrides are its arguments.
 
-    ``python``: the interpreter if neither ``slurm.python`` nor a container sets one.
+    Args:
+        config: the run's settings.
+        lead_s: seconds before the time limit at which the job is signaled.
+        python: the interpreter if neither ``slurm.python`` nor a container sets one.
+        elements: the arguments of each element of a job array, by index; null: not an array.
     """
     s = config.slurm
     srun_args = [*map(shlex.quote, s.srun_args)]
@@ -129,7 +141,16 @@ def render(config: Config, lead_s: int = DEFAULT_LEAD_S, python: str | None = No
     body = BODY.replace("@MODULES@\n", modules).replace("@CHECK@\n", check)
     body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {a}" for a in srun_args))
     body = body.replace("@INSIDE@", "".join(f"{w} " for w in inside))
+    # Last, because settings are text in which a later replacement could find its mark.
+    body = body.replace("@ELEMENTS@\n", _choose_arguments(elements) if elements is not None else "", 1)
     return "#!/bin/bash\n" + "\n".join(header(config, lead_s)) + "\n" + body
+
+
+def _choose_arguments(elements: Mapping[int, Sequence[str]]) -> str:
+    """Shell code that sets the script's arguments to those of the array's element."""
+    cases = "".join(f"  {i}) set -- {shlex.join(words)} ;;\n" for i, words in elements.items())
+    unknown = '  *) echo "orhpc: the array has no element ${SLURM_ARRAY_TASK_ID:-}" >&2 && exit 2 ;;\n'
+    return f"case ${{SLURM_ARRAY_TASK_ID:-}} in\n{cases}{unknown}esac\n"
 
 
 def own_python() -> str:
@@ -170,28 +191,45 @@ def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence
     Raises:
         PreflightError: sbatch is missing, refuses, or does not answer in time.
     """
+    text = render(config, signal_lead(config, rundir), own_python())
+    options, arguments = sbatch_arguments(config, rundir, config_path, overrides)
+    return sbatch(text, options, arguments, rundir.path / "submitted")
+
+
+def sbatch(text: str, options: Sequence[str], arguments: Sequence[str], folder: Path) -> str:
+    """Submit a batch script and return the job's id.
+
+    Args:
+        text: the script.
+        options: of sbatch.
+        arguments: of the script.
+        folder: keeps what was submitted; it is created.
+
+    Raises:
+        PreflightError: sbatch is missing, refuses, or does not answer in time.
+    """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
-    text = render(config, signal_lead(config, rundir), own_python())
-    options, arguments = sbatch_arguments(config, rundir, config_path, overrides)
+    # A job submitted from within an array's element would inherit these, and take itself for that element.
+    command = [
+        "timeout",
+        str(_SUBMIT_TIMEOUT_S),
+        "env",
+        "-u",
+        "SLURM_ARRAY_JOB_ID",
+        "-u",
+        "SLURM_ARRAY_TASK_ID",
+    ]
 
     class Executor(SlurmExecutor):
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             return text
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return [
-                "timeout",
-                str(_SUBMIT_TIMEOUT_S),
-                "sbatch",
-                *options,
-                str(submission_file_path),
-                *arguments,
-            ]
+            return [*command, "sbatch", *options, str(submission_file_path), *arguments]
 
-    folder = rundir.path / "submitted"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=folder_mode(), exist_ok=True)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the raised error has the same text
             return Executor(folder)._submit_command("").job_id

@@ -119,7 +119,7 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
         (ENVIRONMENT, ["placement.mode=split"], "mode: split needs"),
         (ENVIRONMENT, ["engine.tp=3"], "engine.tp"),
         (ENVIRONMENT, ["secrets.key=hunter2"], "never the value itself"),
-        (ENVIRONMENT, ["environments.org/env.url=http://x"], "url and serve exclude each other"),
+        (ENVIRONMENT, ["environments.org/env.url=http://x"], "url, serve and data exclude each other"),
         (ENVIRONMENT, ["evaluation.interval=3"], "evaluation needs evaluation.splits"),
         ("train: {steps: 3}", [], "environments: at least one is needed"),
         ("[1, 2]", [], "a config is a mapping"),

@@ -11,6 +11,8 @@ import pytest
 
 from orhpc.config.files import load_config
 from orhpc.driver.concurrently import all_of
+from orhpc.driver.estimator import Estimator
+from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.loop import train
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep, report
@@ -28,6 +30,8 @@ class Parts:
         self.producer = self
         self.workers: list[Any] = []
         self.collected = 0
+        self.estimator = Estimator(load_config("configs/tiny.yaml"))
+        self.gpus = Gpus({}, Path("unused"))
 
     @property
     def position(self) -> Position:
@@ -73,7 +77,7 @@ class Run:
         self.unreported: CompletedStep | None = None
         self.last_step_skipped = False
 
-    def log(self, step: int, rows: dict[str, float]) -> None: ...
+    def log(self, event: dict[str, Any]) -> None: ...
 
     def stop_requested(self) -> bool:
         return False

@@ -86,10 +86,14 @@ def test_every_setting_that_names_code_is_checked(project: Path) -> None:
     wrong = {
         "rollout.custom_agent": config(rollout={"custom_agent": "mine:x"}),
         "rollout.custom_reward": config(rollout={"custom_reward": "mine:x"}),
+        "rollout.custom_agent ": config(rollout={"custom_agent": "slime:mine:x"}),
+        "rollout.custom_reward ": config(rollout={"custom_reward": "slime-group:mine:x"}),
+        "rollout.filter": config(rollout={"filter": "mine:x"}),
+        "algorithm.advantage": config(algorithm={"advantage": "mine:x"}),
         "environments.e.serve": config(environments={"e": {"serve": "mine:x"}}),
     }
     for setting, each in wrong.items():
-        with pytest.raises(ConfigError, match=f"^{setting}: "):
+        with pytest.raises(ConfigError, match=f"^{setting.strip()}: .*mine.py defines no 'x'"):
             check(each, project)
     with pytest.raises(ConfigError, match=r"nor bundled \(arithmetic, letters, "):
         check(config(environments={"e": {"serve": "arithmatic"}}), project)

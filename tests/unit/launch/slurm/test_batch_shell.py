@@ -36,7 +36,9 @@ class Shell:
         lines = (self.folder / "calls").read_text().splitlines()
         return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
 
-    def run(self, restarts: int = 0, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, restarts: int = 0, python: str = sys.executable, **more: str
+    ) -> subprocess.CompletedProcess[str]:
         text = (ROOT / "slurm/train.sbatch").read_text()
         for long, short in {
             "controller_limit=1800": "controller_limit=20", "start_limit=1800": "start_limit=2",
@@ -50,7 +52,7 @@ class Shell:
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(self.folder),
             "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NAME": "x",
             "SLURM_JOB_PARTITION": "p", "ORHPC_PYTHON": python,
-            **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+            **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}), **more,
         }  # fmt: skip
         return subprocess.run(
             ["bash", "script", "none.yaml"], cwd=self.folder, env=variables, capture_output=True, text=True,
@@ -114,6 +116,19 @@ def test_lost_nodes_are_readmitted_one_start_later(
     )
     assert shell.run().returncode == 0
     assert shell.calls("scontrol")[-1] == f"update JobId=7 ExcNodeList={updated}"
+
+
+def test_an_element_of_an_array_is_requeued_and_succeeded_alone(shell: Shell) -> None:
+    """Its SLURM_JOB_ID may be the array's own id."""
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    shell.run(**array)
+    assert shell.calls("scontrol")[-1] == "requeue 7_3"
+    shell.program("scontrol", f'echo "{RUNNING.format(restarts=0)}"; [ "$1" != requeue ]')
+    shell.program("sbatch", "echo 9")
+    assert "job 9_3 continues this run" in shell.run(**array).stdout
+    submitted = shell.calls("sbatch")[-1].split()
+    assert {"--array=3", "--dependency=afterany:7_3"} <= set(submitted)
+    assert (shell.folder / "attempt/successor").read_text() == "9_3\n"
 
 
 def test_a_refused_requeue_submits_a_successor(shell: Shell) -> None:
