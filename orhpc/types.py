@@ -243,6 +243,15 @@ class RolloutSummary:
     """Number of restarts after failures of the environment or an engine."""
     raised: int = 0
     """Number of tool calls that raised and were shown to the model as errors."""
+    version_tokens: tuple[tuple[int, int], ...] = ()
+    """Policy versions, oldest first, with the number of tokens that each sampled; empty: all are of
+    ``min_version``."""
+
+    def tokens_since(self, version: int) -> int:
+        """Return the number of tokens that this policy version or a newer one sampled."""
+        if not self.version_tokens:
+            return self.response_tokens if self.min_version >= version else 0
+        return sum(tokens for sampled_by, tokens in self.version_tokens if sampled_by >= version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +302,12 @@ class Sample:
     length: int
     """Number of tokens T, including the prompt."""
     response_tokens: int
+    """Number of sampled tokens that are trained on."""
     advantage: float
     """Group-relative advantage, the same for every sampled token."""
     location: Location
+    min_version: int | None = None
+    """Oldest policy version whose tokens are trained on; None: all are."""
 
 
 @dataclass(frozen=True, slots=True)

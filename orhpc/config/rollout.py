@@ -57,8 +57,14 @@ class RolloutSettings(Section):
     """Replacement groups that a step may start for filtered or failed ones, as a multiple of
     ``batch_size``."""
     max_staleness: NonNegative = 0
-    """Maximum age of a rollout's oldest token, in policy versions. 0: synchronous training; larger values let
-    engines generate while the trainer trains."""
+    """Maximum age of the tokens that are trained on, in policy versions. 0: synchronous training; larger
+    values let engines generate while the trainer trains."""
+    stale_tokens: Literal["mask", "train", "regenerate"] = "mask"
+    """What happens to older tokens: a long rollout that goes on across several weight syncs begins with them.
+    ``mask``: they are left out of the loss, the rest of the rollout is trained on. ``train``: they are
+    trained on too, so ``max_staleness`` only limits how many groups are started ahead. ``regenerate``: the
+    group is generated again, once; long rollouts are then trained on less often than short ones. A group
+    that has only older tokens is generated again in any case."""
     workers_per_node: Machines = 4
     """Rollout worker processes per node."""
     max_concurrent: Positive = 512

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from orhpc.config import Config
+from orhpc.config import Config, RolloutSettings
 from orhpc.driver.concurrently import gather_two, timed
 from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
@@ -25,7 +25,7 @@ from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.plan.placement import Placement
 from orhpc.rollout.group_filter import load_filter
-from orhpc.rollout.producer import Position, Producer
+from orhpc.rollout.producer import Position, Producer, is_stale
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rollout.worker import RolloutWorker
@@ -96,7 +96,7 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         seed=config.run.seed,
         per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
         position=position,
-        finished=finished_groups(rundir, position, version, config.rollout.max_staleness),
+        finished=finished_groups(rundir, position, version, config.rollout),
         keep=group_filter,
     )
     return Runtime(
@@ -125,7 +125,9 @@ async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
     return TaskSequence(streams(counts, weights, easy_first), config.run.seed)
 
 
-def finished_groups(rundir: RunDir, position: Position, version: int, staleness: int) -> list[PromptGroup]:
+def finished_groups(
+    rundir: RunDir, position: Position, version: int, settings: RolloutSettings
+) -> list[PromptGroup]:
     """Groups that an earlier attempt finished after or before its last commit and never trained.
 
     Kept are those sampled by weights of this lineage (no newer than the commit) that are still
@@ -135,7 +137,7 @@ def finished_groups(rundir: RunDir, position: Position, version: int, staleness:
     for path in sorted(rundir.buffer.glob("group_*.h5")):
         group = _read_group(path)
         wanted = group is not None and (group.id >= position.next_group or group.id in position.pending)
-        if group is not None and wanted and _is_fresh(path, group, version, staleness):
+        if group is not None and wanted and _is_usable(path, group, version, settings):
             found.append(group)
         else:
             path.unlink()
@@ -152,11 +154,11 @@ def _read_group(path: Path) -> PromptGroup | None:
     return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
 
 
-def _is_fresh(path: Path, group: PromptGroup, version: int, staleness: int) -> bool:
+def _is_usable(path: Path, group: PromptGroup, version: int, settings: RolloutSettings) -> bool:
     with RolloutFile(path) as record:
         # A failed rollout has no tokens.
         newest = max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
-    return newest <= version and group.min_version >= version - staleness
+    return newest <= version and not is_stale(group, version, settings)
 
 
 def ray_connect(placement: Placement, token: Path) -> None:

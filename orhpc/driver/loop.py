@@ -46,7 +46,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         # Advantages and batches
         advantages = runtime.estimator.advantages(step_groups.groups)
         tokens = state.max_tokens * config.ranks_per_sequence
-        plan = plan_step(step_groups.groups, advantages, config, config.data_ranks, tokens)
+        plan = plan_step(step_groups.groups, advantages, config, config.data_ranks, tokens, state.step)
         # Update
         with phases.timed("update"):
             metrics = await update(run, runtime, plan, state)
@@ -76,10 +76,12 @@ def plan_step(
     config: Config,
     ranks: int,
     max_tokens: int,
+    version: int,
 ) -> BatchPlan:
     """Pack the samples of a step.
 
-    Failed rollouts are left out and, with ``algorithm.mask_truncated``, those that were cut off.
+    Failed rollouts are left out, those that have only tokens of too old policies and, with
+    ``algorithm.mask_truncated``, those that were cut off.
 
     Args:
         groups: the step's groups.
@@ -87,13 +89,18 @@ def plan_step(
         config: of the run.
         ranks: trainer ranks that do not share micro-batches.
         max_tokens: largest size of a micro-batch.
+        version: policy version that the update starts from.
     """
-    samples = [
-        Sample(r.id, r.length, r.response_tokens, float(a), r.location)
-        for group, group_advantages in zip(groups, advantages, strict=True)
-        for r, a in zip(group.trainable, group_advantages, strict=True)
-        if not (config.algorithm.mask_truncated and r.end is RolloutEnd.LENGTH)
-    ]
+    oldest = oldest_trained(config, version)
+    samples: list[Sample] = []
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        for r, a in zip(group.trainable, group_advantages, strict=True):
+            tokens = r.tokens_since(oldest)
+            all_stale = tokens == 0 < r.response_tokens
+            if all_stale or (config.algorithm.mask_truncated and r.end is RolloutEnd.LENGTH):
+                continue
+            first = oldest if tokens < r.response_tokens else None
+            samples.append(Sample(r.id, r.length, tokens, float(a), r.location, first))
     return plan_batches(
         samples,
         ranks=ranks,
@@ -101,6 +108,16 @@ def plan_step(
         max_tokens=max_tokens,
         micro_batch_size=None if config.train.dynamic_batch else config.train.micro_batch_size,
     )
+
+
+def oldest_trained(config: Config, version: int) -> int:
+    """Return the oldest policy version whose tokens an update from ``version`` is trained on.
+
+    A replay that sets no ``rollout.max_staleness`` trains on all recorded tokens, however old they were.
+    """
+    rollout = config.rollout
+    replays = config.train.replay_rollouts is not None and rollout.max_staleness == 0
+    return 0 if replays or rollout.stale_tokens != "mask" else version - rollout.max_staleness
 
 
 async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> dict[str, float]:

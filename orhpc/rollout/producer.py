@@ -285,7 +285,7 @@ class Producer:
         return "stale" if self._is_stale(group) else None
 
     def _is_stale(self, group: PromptGroup) -> bool:
-        return group.min_version < self._version - self._settings.max_staleness
+        return is_stale(group, self._version, self._settings)
 
     def _drop_stale(self) -> None:
         for group in list(self._ready.values()):
@@ -302,6 +302,20 @@ class Producer:
             log.info("group %d (%s) is too stale: it is generated again", group.id, group.task.id)
         elif reason not in ("equal_rewards", "filtered"):
             log.warning("group %d (%s) is not trained on: %s", group.id, group.task.id, reason)
+
+
+def is_stale(group: PromptGroup, version: int, settings: RolloutSettings) -> bool:
+    """Whether a group is too old to be trained on.
+
+    Args:
+        group: a finished group.
+        version: policy version that the next update starts from.
+        settings: of the run.
+    """
+    oldest = version - settings.max_staleness
+    if settings.stale_tokens == "regenerate":
+        return group.min_version < oldest
+    return not any(rollout.tokens_since(oldest) for rollout in group.trainable)
 
 
 def has_enough(group: PromptGroup, max_failing: float) -> bool:

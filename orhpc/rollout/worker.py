@@ -30,7 +30,7 @@ from orhpc.rollout.health import Health
 from orhpc.rollout.producer import has_enough
 from orhpc.rollout.upload import Uploader
 from orhpc.rundir import RunDir
-from orhpc.rundir.record import RolloutFile, record_path, write_rollouts
+from orhpc.rundir.record import RolloutFile, count_versions, record_path, write_rollouts
 from orhpc.rundir.storage import is_refusal, refusals
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
 
@@ -282,6 +282,7 @@ class RolloutWorker:
             "tokens_T": rollout.tokens_T,
             "loss_mask_T": rollout.loss_mask_T,
             "logprobs_T": rollout.logprobs_T,
+            "versions_T": rollout.versions_T,
         }
         held = rollout.end.trainable
         return RolloutSummary(
@@ -307,6 +308,7 @@ class RolloutWorker:
             waits=rollout.waits,
             retries=rollout.retries,
             raised=sum(t.raised for t in rollout.turns),
+            version_tokens=count_versions(versions),
         )
 
     def _put_routes(self, routes: np.ndarray[Any, Any]) -> tuple[Any, ...]:

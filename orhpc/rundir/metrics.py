@@ -81,6 +81,7 @@ METRICS: dict[str, Metric] = {
     "terminal": Metric("rollout", "fraction of rollouts that the environment ended"),
     "groups": Metric("rollout", "prompt groups of the step", "per step"),
     "staleness_mean": Metric("rollout", "mean age of the oldest token of a rollout", "policy versions"),
+    "stale_tokens": Metric("rollout", "fraction of sampled tokens older than rollout.max_staleness"),
     "failed_rollouts": Metric("rollout", "rollouts that failed and have no reward", "per step"),
     "retried_rollouts": Metric("rollout", "rollouts that were repeated in a new session", "per step"),
     "failed_groups": Metric("rollout", "prompt groups dropped for failures", "per step"),

@@ -44,6 +44,7 @@ _INDEX = np.dtype(
         ("end", "u1"),
         ("reward", "f8"),  # NaN: none
         ("min_version", "i8"),
+        ("max_version", "i8"),  # missing in files of earlier releases
         ("seconds", "f8"),
         ("trained", "?"),
     ]
@@ -87,6 +88,7 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
         row["end"] = _ENDS.index(r.end)
         row["reward"] = math.nan if r.reward is None else r.reward
         row["min_version"] = int(versions.min()) if versions.size else -1
+        row["max_version"] = int(versions.max()) if versions.size else -1
         row["seconds"], row["trained"] = r.seconds, r.id in trained
         offset += r.length
         rows += len(r.routes) if with_routes and r.routes is not None else 0
@@ -175,6 +177,7 @@ class RolloutFile:
             worker=worker,
             location=Location(file=str(self.path), row=row),
             error=self._text("error", row) or None,
+            version_tokens=self._version_tokens(row),
         )
 
     def rollout(self, row: int) -> Rollout:
@@ -203,6 +206,14 @@ class RolloutFile:
         """The transcript of one rollout as JSON, as it was written."""
         return self._text("messages", row)
 
+    def _version_tokens(self, row: int) -> tuple[tuple[int, int], ...]:
+        """``version_tokens`` of the summary, for which only rollouts of several versions are read."""
+        entry = self._index[row]
+        if "max_version" not in self._index.dtype.names or entry["max_version"] == entry["min_version"]:
+            return ()
+        arrays = self.arrays(row)
+        return count_versions(arrays["versions_T"][arrays["loss_mask_T"]])
+
     def _task(self, row: int) -> Task:
         return Task(
             self._text("environment", row), self._text("split", row), int(self._index[row]["task_index"])
@@ -227,6 +238,12 @@ class RolloutFile:
 
     def _read(self, name: str, at: int | slice | tuple[slice, list[int]]) -> Any:
         return read_dataset(self._file, self.path, name, at)
+
+
+def count_versions(versions_N: np.ndarray[Any, Any]) -> tuple[tuple[int, int], ...]:
+    """Count the sampled tokens of each policy version, oldest first."""
+    versions, counts = np.unique(versions_N, return_counts=True)
+    return tuple((int(version), int(count)) for version, count in zip(versions, counts, strict=True))
 
 
 def read_arrays(

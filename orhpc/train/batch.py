@@ -218,7 +218,8 @@ class PackedBatch:
 def pack(
     samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]], *, routes: bool = False
 ) -> PackedBatch:
-    """Pack one micro-batch; ``arrays[s]`` holds ``tokens_T``, ``loss_mask_T`` and ``logprobs_T``.
+    """Pack one micro-batch; ``arrays[s]`` holds ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, for
+    samples with a ``min_version``, ``versions_T``.
 
     With ``routes`` also ``routes``, ``[T - 1, layers, topk]``.  Without samples the batch is one masked
     sequence, so that this rank takes part in every collective.  Raises
@@ -233,6 +234,8 @@ def pack(
         tokens_T = np.asarray(payload["tokens_T"], dtype=np.int64)
         mask_T = np.asarray(payload["loss_mask_T"], dtype=np.bool_)
         logprobs_T = np.asarray(payload["logprobs_T"], dtype=np.float32)
+        if sample.min_version is not None:
+            mask_T = mask_T & (np.asarray(payload["versions_T"]) >= sample.min_version)
         _check_sample(sample, tokens_T, mask_T, logprobs_T)
         tokens.append(tokens_T)
         masks.append(mask_T)

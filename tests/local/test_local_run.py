@@ -286,6 +286,7 @@ def test_killed_engines_are_restarted_and_no_step_is_lost(tmp_path: Path, how_ma
 
 def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_path: Path) -> None:
     overrides = ["model.path=bundled:tiny-moe", "rollout.record_routes=true", "rollout.max_staleness=1"]
+    overrides += ["rollout.stale_tokens=regenerate"]
     overrides += ["placement.mode=split", "placement.trainer_devices=1", "rollout.max_total_tokens=2048"]
     overrides += ["environments.gym={serve: reasoning-gym}", "environments.t={serve: treasure, max_turns: 3}"]
     result = kit.run(tmp_path, *overrides, "train.steps=4", "wandb.enabled=false")

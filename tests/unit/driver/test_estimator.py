@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from orhpc.types import Location, PromptGroup, RolloutEnd, RolloutSummary, Task
 
 REWARDS = [[0.0, 1.0, 1.0, 0.0], [3.0, 1.0, 0.0, 0.0]]
 TOKENS = [[1, 2, 3, 4], [5, 6, 7, 8]]
+ALL_TOKENS = {"0.0": (5, None), "0.1": (5, None), "1.0": (5, None)}
 
 
 def _config(**algorithm: Any) -> Config:
@@ -79,12 +81,50 @@ def test_the_overlong_penalty_lowers_rewards_before_they_are_compared() -> None:
 def test_truncated_rollouts_count_for_their_group_and_are_not_trained_on(masked: bool) -> None:
     groups = _groups({"0.1": RolloutEnd.LENGTH})
     config = _config(mask_truncated=masked, normalise_advantage=False)
-    plan = plan_step(groups, Estimator(config).advantages(groups), config, 1, 1024)
+    plan = plan_step(groups, Estimator(config).advantages(groups), config, 1, 1024, 0)
     samples = {s.rollout_id: s for m in plan.minibatches for r in m.ranks for b in r for s in b.samples}
     assert ("0.1" in samples) is not masked
     assert len(samples) == (7 if masked else 8)
     assert samples["0.0"].advantage == -0.5
     assert sum(m.n_samples for m in plan.minibatches) == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "replays", "trained"),
+    [
+        ({"max_staleness": 1}, False, {"0.0": (2, 4), "1.0": (5, None)}),
+        ({"max_staleness": 1, "stale_tokens": "train"}, False, ALL_TOKENS),
+        ({}, True, ALL_TOKENS),
+        ({"max_staleness": 1}, True, {"0.0": (2, 4), "1.0": (5, None)}),
+    ],
+)
+def test_tokens_of_too_old_policies_are_masked(
+    rollout: dict[str, object], replays: bool, trained: dict[str, tuple[int, int | None]]
+) -> None:
+    groups = _groups()
+    tokens = {"0.0": ((2, 3), (4, 2)), "0.1": ((1, 2), (2, 3)), "1.0": ((4, 5),)}
+    groups = [
+        replace(
+            g,
+            rollouts=tuple(
+                replace(r, response_tokens=5, min_version=tokens[r.id][0][0], version_tokens=tokens[r.id])
+                for r in g.rollouts
+                if r.id in tokens
+            ),
+        )
+        for g in groups[:2]
+    ]
+    config = _config()
+    config = config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update=rollout),
+            "train": config.train.model_copy(update={"replay_rollouts": "old" if replays else None}),
+        }
+    )
+    plan = plan_step(groups, [np.ones(2), np.ones(1)], config, 1, 1024, version=5)
+    samples = [s for m in plan.minibatches for r in m.ranks for b in r for s in b.samples]
+    assert {s.rollout_id: (s.response_tokens, s.min_version) for s in samples} == trained
+    assert sum(m.n_tokens for m in plan.minibatches) == sum(n for n, _ in trained.values())
 
 
 @pytest.fixture

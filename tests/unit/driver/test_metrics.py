@@ -64,7 +64,7 @@ def test_failures_are_counted_per_environment_and_excluded_from_means() -> None:
         [group(3, "a", FAILED, FAILED, FAILED, DONE), group(4, "b", DONE, DONE, DONE, DONE)],
         Counter(failed=1, equal_rewards=1),
     )
-    numbers = rollout_metrics(step_groups, 3)
+    numbers = rollout_metrics(step_groups, 3, 0)
     assert (numbers["failed_rollouts"], numbers["retried_rollouts"], numbers["failed_groups"]) == (4, 4, 1)
     assert (numbers["failed_rollouts/a"], numbers["retried_rollouts/b"], numbers["failed_groups/a"]) == (
         4,
@@ -79,7 +79,7 @@ def test_failures_are_counted_per_environment_and_excluded_from_means() -> None:
         "failed_share 0.5 is above 0.1"
     ]
     assert failures_of(numbers) == "failed 4 (a 4)  retried 4 (b 4)  groups dropped 1 (a 1)"
-    assert failures_of(rollout_metrics(StepGroups([group(2, "b", DONE, DONE)]), 3)) == ""
+    assert failures_of(rollout_metrics(StepGroups([group(2, "b", DONE, DONE)]), 3, 0)) == ""
 
 
 @pytest.mark.parametrize(("lowest", "mean"), [(None, 0.25), (-1.0, -0.5), (0.5, 0.625)])
@@ -92,3 +92,12 @@ def test_an_evaluation_counts_failures_as_the_lowest_score(lowest: float | None,
     assert numbers["response_length_mean/a/train"] == 5
     nothing = evaluation_metrics(groups[1:], {"a": EnvironmentSettings()})
     assert (nothing["reward_mean/a/train"], nothing["success_rate/a/train"]) == (0, 0)
+
+
+def test_the_share_of_stale_tokens_counts_tokens_and_not_rollouts() -> None:
+    made = group(1, "a", DONE, DONE)
+    first = replace(made.rollouts[0], version_tokens=((0, 4), (3, 1)), min_version=0)
+    step_groups = StepGroups([replace(made, rollouts=(first, made.rollouts[1]))])
+    assert rollout_metrics(step_groups, 3, 1)["stale_tokens"] == pytest.approx(0.4)
+    assert rollout_metrics(step_groups, 3, 3)["stale_tokens"] == 0
+    assert "stale_tokens" not in rollout_metrics(step_groups, 3, 0)

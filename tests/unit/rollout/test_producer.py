@@ -17,7 +17,7 @@ from orhpc.config import RolloutSettings
 from orhpc.errors import ConfigError, EnvironmentUnavailable, RayLost, StopRequested, UserCodeError
 from orhpc.rollout import group_watch
 from orhpc.rollout.group_filter import load_filter
-from orhpc.rollout.producer import Position, Producer, StepGroups
+from orhpc.rollout.producer import Position, Producer, StepGroups, is_stale
 from orhpc.rollout.tasks import TaskSequence, TaskStream, streams
 from orhpc.types import GroupRequest, Location, PromptGroup, RolloutEnd, RolloutSummary, Sampling, Task
 
@@ -226,7 +226,7 @@ def test_advantages_of_a_partial_group_use_the_remaining_rollouts() -> None:
 
     config = load_config("configs/tiny.yaml")
     groups = [asyncio.run(ScriptedWorker(partial_failure(n)).run_group(request_of(n))) for n in (0, 3)]
-    plan = plan_step(groups, Estimator(config).advantages(groups), config, 2, 1024)
+    plan = plan_step(groups, Estimator(config).advantages(groups), config, 2, 1024, 3)
     planned = {
         s.rollout_id: s.advantage for m in plan.minibatches for r in m.ranks for b in r for s in b.samples
     }
@@ -474,3 +474,23 @@ def test_a_notice_of_several_workers_is_reported_once() -> None:
     producer = Producer(settings_of(), TASKS, [Noticing(both_rewards), Noticing(both_rewards)], seed=0)
     collect_step(producer)
     assert producer.notices == ["environment 'e' sends images"]
+
+
+@pytest.mark.parametrize(
+    ("stale_tokens", "version", "stale"),
+    [
+        ("mask", 4, False),
+        ("mask", 5, True),
+        ("train", 4, False),
+        ("train", 5, True),
+        ("regenerate", 2, False),
+        ("regenerate", 3, True),
+    ],
+)
+def test_stale_tokens_decide_whether_a_group_is_used(stale_tokens: str, version: int, stale: bool) -> None:
+    group = asyncio.run(ScriptedWorker(both_rewards).run_group(request_of(0)))
+    first, second = group.rollouts
+    old = replace(first, min_version=0, version_tokens=((0, 2), (1, 3)))
+    mixed = replace(second, min_version=1, version_tokens=((1, 4), (3, 1)))
+    group = replace(group, rollouts=(replace(old, version_tokens=((1, 5),), min_version=1), mixed))
+    assert is_stale(group, version, settings_of(max_staleness=1, stale_tokens=stale_tokens)) is stale

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orhpc.config import RolloutSettings
 from orhpc.config.files import load_config
 from orhpc.driver.bring_up import finished_groups
 from orhpc.errors import (
@@ -137,7 +138,7 @@ def test_a_partial_group_is_recorded_and_reused_by_the_next_attempt(tmp_path: Pa
     worker = made(tmp_path, lambda sample, before: BadTask("no") if sample < 4 else None)
     group_of(worker)
     rundir = RunDir(tmp_path)
-    (found,) = finished_groups(rundir, Position(6, (5,)), 3, 0)
+    (found,) = finished_groups(rundir, Position(6, (5,)), 3, RolloutSettings())
     assert [r.sample for r in found.trainable] == [4, 5, 6, 7]
     assert len(found.rollouts) == 8
     folder = rundir.rollouts_of(1)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orhpc.config import RolloutSettings
 from orhpc.driver.bring_up import finished_groups
 from orhpc.errors import GroupDamaged, RecordError
 from orhpc.rollout.producer import Position
@@ -224,6 +225,19 @@ def test_a_damaged_buffered_group_is_generated_again(stored: bytes, tmp_path: Pa
     with pytest.raises(RecordError, match="damaged"):
         fetch_arrays(Location(file=str(bad.rename(tmp_path / "a001.worker_000.h5")), row=0))
     (tmp_path / "a001.worker_000.h5").rename(bad)
-    assert [g.id for g in finished_groups(run, Position(next_group=3), 3, 0)] == [3]
+    assert [g.id for g in finished_groups(run, Position(next_group=3), 3, RolloutSettings())] == [3]
     assert not bad.exists()
     assert good.exists()
+
+
+def test_a_summary_counts_the_tokens_of_each_policy_version(tmp_path: Path) -> None:
+    rollouts = [make_rollout(3, sample, 40) for sample in range(2)]
+    sampled = np.flatnonzero(rollouts[0].loss_mask_T)
+    rollouts[0].versions_T[sampled[:4]] = 1
+    write_rollouts(tmp_path / "group_3.h5", rollouts)
+    with RolloutFile(tmp_path / "group_3.h5") as record:
+        several, one = record.summary(0), record.summary(1)
+    assert several.version_tokens == ((1, 4), (3, len(sampled) - 4))
+    assert [several.tokens_since(version) for version in (1, 2, 4)] == [len(sampled), len(sampled) - 4, 0]
+    assert one.version_tokens == ()
+    assert [one.tokens_since(version) for version in (3, 4)] == [one.response_tokens, 0]

@@ -211,3 +211,17 @@ def test_a_sampled_first_token_is_refused() -> None:
     sample = dataclasses.replace(sample, response_tokens=sample.response_tokens + 1)
     with pytest.raises(DataError, match="first token"):
         pack([sample], [arrays])
+
+
+def test_tokens_of_too_old_policies_are_not_trained_on() -> None:
+    arrays = {
+        "tokens_T": np.arange(6),
+        "loss_mask_T": np.array([False, True, True, False, True, True]),
+        "logprobs_T": np.array([0, -1, -2, 0, -3, -4], np.float32),
+        "versions_T": np.array([-1, 2, 3, -1, 3, 4]),
+    }
+    batch = pack([Sample("0.0", 6, 3, 1.0, Location(), min_version=3)], [arrays])
+    np.testing.assert_array_equal(batch.loss_mask_P, [False, True, False, True, True, False])
+    np.testing.assert_array_equal(batch.rollout_logprobs_P, np.float32([0, -2, 0, -3, -4, 0]))
+    with pytest.raises(DataError, match="3 sampled tokens, planned as 4"):
+        pack([Sample("0.0", 6, 4, 1.0, Location(), min_version=3)], [arrays])
