@@ -4,9 +4,10 @@
 
 The wheel is installed into a fresh environment over the machine's packages; every command is the console
 script in an empty folder, with a hub on loopback. Cases: ``doctor``; ``dense``: SmolLM2 by its hub name, FSDP
-and SGLang, export, answer; ``moe``: a random Qwen3-MoE by its hub name, Megatron with routing replay, export;
-``across``: FSDP from the commit of ``moe``; ``fp8``: that mixture with FP8 rollouts. Prints a table at the
-end and writes it to DIR/first_day.txt, with the logs.
+and SGLang, export, answer; ``serve``: that run served by SGLang, asked with and without its key; ``moe``: a
+random Qwen3-MoE by its hub name, Megatron with routing replay, export; ``across``: FSDP from the commit of
+``moe``; ``fp8``: that mixture with FP8 rollouts. Prints a table at the end and writes it to
+DIR/first_day.txt, with the logs.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         ("export", "runs/dense"),
         ("ANSWER", "runs/dense/export/step_4"),
     ],
+    "serve": [("SERVE", "runs/dense")],
     "moe": [(*GPU, *MOE, *MEGATRON), ("export", "runs/moe"), ("ANSWER", "runs/moe/export/step_4")],
     "across": [
         (*GPU, *MOE, "run.name=across", "train.steps=2", "checkpoint.load=runs/moe"),
@@ -61,6 +63,36 @@ asked = [{"role": "user", "content": "What is 3 + 4? Answer with the number only
 ids = tokenizer.apply_chat_template(asked, return_tensors="pt", return_dict=True, add_generation_prompt=True)
 out = model.generate(ids["input_ids"].cuda(), max_new_tokens=12, do_sample=False)
 print("answer:", repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=True)))
+"""
+SERVE = """
+import json, os, signal, subprocess, sys, time, urllib.error, urllib.request
+began = time.monotonic()
+url, key = "http://127.0.0.1:8123/v1/chat/completions", "a-key-of-the-first-day-1234567890"
+command = [sys.argv[1], "serve", sys.argv[2], "--port", "8123", "--name", "adder"]
+environment = os.environ | {"ORHPC_SERVE_KEY": key}
+server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+lines = []
+while not any("/v1" in line for line in lines):
+    line = server.stdout.readline()
+    if not line:
+        sys.exit("the server ended: " + "".join(lines))
+    lines.append(line)
+seconds = time.monotonic() - began
+asked = [{"role": "user", "content": "What is 3 + 4? Answer with the number only."}]
+body = {"model": "adder", "messages": asked, "max_tokens": 12, "temperature": 0}
+def ask(headers):
+    headers["Content-Type"] = "application/json"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        return error.code
+refused, answer = ask({}), ask({"Authorization": "Bearer " + key})
+server.send_signal(signal.SIGINT)
+code = server.wait(60)
+print(f"answer: {answer!r}, without the key {refused}, ready after {seconds:.0f} s, exit {code}")
+sys.exit(refused != 401 or not isinstance(answer, str))
 """
 
 
@@ -91,6 +123,8 @@ def run(
     command = [str(programs / "orhpc"), *args]
     if args[0] == "ANSWER":
         command = [str(programs / "python"), "-c", ANSWER, args[1]]
+    elif args[0] == "SERVE":
+        command = [str(programs / "python"), "-c", SERVE, str(programs / "orhpc"), args[1]]
     with log.open("a") as stream:
         stream.write(f"\n$ {' '.join(args)}\n")
         stream.flush()

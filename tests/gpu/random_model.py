@@ -47,7 +47,13 @@ SMALL: dict[str, Any] = LAYERS_30B | {
 """For short GPU tests: kernels compile and weights are compared in seconds."""
 DRAFTER: dict[str, Any] = {n: v for n, v in SMALL.items() if "expert" not in n and n != "norm_topk_prob"}
 """A dense draft model with the small model's vocabulary."""
-SIZES = {"30b": LAYERS_30B, "small": SMALL, "tiny": TINY, "drafter": DRAFTER}
+QWEN3_06B: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""Qwen3-0.6B has 28 such layers."""
+SIZES = {"0.6b": QWEN3_06B, "30b": LAYERS_30B, "small": SMALL, "tiny": TINY, "drafter": DRAFTER}
 POOL = 16_777_259
 """Numbers in the pool: a prime, so that the starts of rows of 2048 repeat only after as many rows."""
 SPREAD = 0.02
