@@ -294,7 +294,8 @@ class Sample:
     """Number of tokens T, including the prompt."""
     response_tokens: int
     advantage: float
-    """Group-relative advantage, the same for every sampled token."""
+    """Of every sampled token; with a critic the rollout's reward, from which trainers compute the advantages
+    of its tokens."""
     location: Location
 
 
