@@ -304,7 +304,8 @@ class Sample:
     response_tokens: int
     """Number of sampled tokens that are trained on."""
     advantage: float
-    """Group-relative advantage, the same for every sampled token."""
+    """Of every sampled token; with a critic the rollout's reward, from which trainers compute the advantages
+    of its tokens."""
     location: Location
     min_version: int | None = None
     """Oldest policy version whose tokens are trained on; None: all are."""

@@ -1,4 +1,4 @@
-"""Settings of the objective: GRPO and related losses, and the off-policy correction."""
+"""Settings of the objective: GRPO and related losses, PPO's critic, and the off-policy correction."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from orhpc.config.base import NonNegative, Positive, Section, one_of_or_function
+from orhpc.config.base import Fraction, NonNegative, Positive, Section, one_of_or_function
 
-ADVANTAGES = ("group", "leave_one_out", "batch", "group_then_batch")
+ADVANTAGES = ("group", "leave_one_out", "batch", "group_then_batch", "ppo")
 """Values of ``algorithm.advantage`` that are not functions."""
 
 
@@ -58,6 +58,32 @@ class OverlongSettings(Section):
     """Largest amount that is subtracted from a reward."""
 
 
+class CriticSettings(Section):
+    """The critic of ``advantage: ppo``: a second model like the policy, whose head is one number per token.
+
+    It begins with the policy's weights and learns the expected return. Trainers hold it like the policy, with
+    its own optimizer; engines never receive it, and exports do not contain it.
+
+    Adam's other settings, the clipping of gradients and the token budget are those of ``train``.
+    """
+
+    gamma: Fraction = 1.0
+    """Discount of later rewards, per sampled token."""
+    gae_lambda: Fraction = 1.0
+    """Lambda of generalized advantage estimation (arXiv:1506.02438, equation 16). 1: the return minus the
+    value, unbiased. Lower: less variance, more of the critic's error."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.5
+    """The value loss does not reward a value for moving further than this from that at the start of the
+    step. Null: no clipping."""
+    lr: Annotated[float, Field(ge=0)] = 1e-5
+    """Learning rate of the critic, constant after its warm-up."""
+    lr_warmup_steps: NonNegative = 0
+    """Optimizer steps in which the critic's learning rate rises from 0."""
+    warmup_steps: NonNegative = 0
+    """Training steps at the start of the run that update the critic only, so that the policy does not move
+    before values are known. The policy's learning-rate schedule begins after them."""
+
+
 class AlgorithmSettings(Section):
     """Advantages and loss. Formulas and sources are in orhpc.train.loss.advantages and
     orhpc.train.loss.grpo."""
@@ -67,12 +93,15 @@ class AlgorithmSettings(Section):
     arXiv:2402.03300). ``leave_one_out``: the mean of the other rollouts of its group (RLOO,
     arXiv:2402.14740). ``batch``: the mean of the step (REINFORCE++, arXiv:2501.03262).
     ``group_then_batch``: the mean of its group; then advantages are normalized over the step (REINFORCE++
-    with baseline). ``package.module:function``: a function of a list of ``orhpc.types.PromptGroup`` that
-    returns, for each, one number per trainable rollout."""
+    with baseline). ``ppo``: what a critic expects at each token, which then has its own advantage (PPO,
+    arXiv:1707.06347; see ``critic``). ``package.module:function``: a function of a list of
+    ``orhpc.types.PromptGroup`` that returns, for each, one number per trainable rollout."""
     normalise_advantage: bool = True
     """Divide advantages by a standard deviation: of the group's rewards with ``group`` and
-    ``leave_one_out``, of the step with ``batch`` and ``group_then_batch``. Not used with a function. False
-    together with ``normalise_loss: constant`` is Dr.GRPO (arXiv:2503.20783); published RLOO uses false."""
+    ``leave_one_out``, of the step with ``batch`` and ``group_then_batch``. ``ppo``: subtract the mean and
+    divide by the standard deviation of the step's trained tokens. Not used with a function. False together
+    with ``normalise_loss: constant`` is Dr.GRPO (arXiv:2503.20783); published RLOO uses false."""
+    critic: CriticSettings = CriticSettings()
     overlong: OverlongSettings = OverlongSettings()
     mask_truncated: bool = False
     """Do not train on rollouts that were cut off at a length limit; their rewards still count for the
@@ -98,7 +127,8 @@ class AlgorithmSettings(Section):
     use_kl_reward: bool = False
     """Subtract the KL penalty from the rewards instead: a token's advantage is lowered by ``kl_coef`` times
     the sum, over it and all later sampled tokens of the rollout, of log p - log p_ref (arXiv:2203.02155,
-    equation 2; arXiv:2501.03262). Advantages are normalized before."""
+    equation 2; arXiv:2501.03262). Advantages are normalized before; with ``advantage: ppo`` the penalty is
+    part of each token's reward, and advantages are normalized after."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL penalty."""
     kl_type: Literal["k1", "k2", "k3", "k3_clamped"] = "k3"
@@ -117,6 +147,11 @@ class AlgorithmSettings(Section):
     mini-batch per step, because they then equal the current ones. ``always``: never skipped."""
 
     @property
+    def has_critic(self) -> bool:
+        """Whether trainers hold a critic."""
+        return self.advantage == "ppo"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the model of ``model.path`` is kept beside the one that is trained."""
         return self.use_kl_loss or self.use_kl_reward
@@ -125,6 +160,12 @@ class AlgorithmSettings(Section):
     @classmethod
     def _known_advantage(cls, value: str) -> str:
         return one_of_or_function(value, ADVANTAGES)
+
+    @model_validator(mode="after")
+    def _only_ppo_has_a_critic(self) -> Self:
+        if not self.has_critic and self.critic != CriticSettings():
+            raise ValueError(f"critic: has settings, but advantage is {self.advantage}, not ppo")
+        return self
 
     @model_validator(mode="after")
     def _one_correction(self) -> Self:

@@ -208,6 +208,19 @@ class Config(Section):
         return self.megatron.cp if self.train.backend == "megatron" else 1
 
     @property
+    def policy_optimizer(self) -> TrainSettings:
+        """Settings of the policy's optimizer: its schedule spans the steps after the critic's warm-up."""
+        warmup = self.algorithm.critic.warmup_steps
+        return self.train.model_copy(update={"steps": max(self.train.steps - warmup, 0)})
+
+    @property
+    def critic_optimizer(self) -> TrainSettings:
+        """Settings of the critic's optimizer: those of ``train`` with the critic's learning rate."""
+        critic = self.algorithm.critic
+        schedule = {"lr": critic.lr, "lr_schedule": "constant", "lr_warmup_steps": critic.lr_warmup_steps}
+        return self.train.model_copy(update=schedule)
+
+    @property
     def routes_wanted(self) -> bool:
         """Whether trainers fetch expert routes, to replay them or to count mismatches."""
         return self.train.routing_replay or (
@@ -245,6 +258,8 @@ def _contradictions(c: Config) -> list[str]:
             f"and {c.train.global_batch_size} x {c.train.steps_per_rollout} = {trained}"
         )
     problems += _source_problems(c)
+    if 0 < c.train.steps <= (warmup := c.algorithm.critic.warmup_steps):
+        problems.append(f"algorithm.critic.warmup_steps: {warmup} leave no step to train the policy")
     if c.train.routing_replay and not (c.rollout.record_routes or c.train.replay_rollouts):
         problems.append("train.routing_replay: needs rollout.record_routes: true")
     if c.engine.backend == "cpu" and c.engine.tp != 1:

@@ -43,6 +43,8 @@ class Estimator:
     def advantages(self, groups: Sequence[PromptGroup]) -> list[Float64Array]:
         """Return the advantage of each trainable rollout of each group.
 
+        With ``ppo`` it is the rollout's reward: trainers compute the advantages of its tokens.
+
         Raises:
             UserCodeError: the user's function raises, or does not return one finite number per rollout.
         """
@@ -50,6 +52,8 @@ class Estimator:
             return self._by_function(self._function, groups)
         rewards = [[(r.reward or 0.0) - self.penalty(r) for r in g.trainable] for g in groups]
         normalize, kind = self._settings.normalise_advantage, self._settings.advantage
+        if kind == "ppo":
+            return [np.asarray(group, np.float64) for group in rewards]
         if kind == "group":
             return grouped_advantages(rewards, normalize=normalize)
         if kind == "leave_one_out":

@@ -50,6 +50,8 @@ class Demand:
     """Bytes of both moments of one parameter (Megatron)."""
     fp8: bool = False
     """Whether the trainer computes in FP8 (Megatron)."""
+    critic: bool = False
+    """Whether a critic is trained as well."""
 
 
 def trainer_demand(config: Config) -> Demand:
@@ -67,6 +69,7 @@ def trainer_demand(config: Config) -> Demand:
         offloaded=config.megatron.offload_optimizer,
         moment_bytes=config.megatron.moment_bytes,
         fp8=config.precision == "fp8",
+        critic=config.algorithm.has_critic,
     )
 
 
@@ -85,6 +88,9 @@ class TrainerMemory:
     activations: int
     head: int
     """Memory of the head beyond a recomputed layer's activations; the two do not exist at the same time."""
+    critic: int = 0
+    """Weights and optimizer of the critic.  Its gradients exist before the policy's (FSDP), or are counted
+    with them (Megatron)."""
     offloaded: int = 0
     """Host memory of the offloaded share of the optimizer; not part of the device's memory.  Its pinned
     part may take up to twice its size: torch rounds pinned memory up to powers of two."""
@@ -100,7 +106,7 @@ class TrainerMemory:
     @property
     def kept(self) -> int:
         """Bytes in host memory while the engines use the device."""
-        return self.weights + self.optimizer + self.reference
+        return self.weights + self.optimizer + self.reference + self.critic
 
 
 def trainer_memory(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
@@ -136,38 +142,69 @@ def _fsdp(shape: ModelShape, layout: Layout, demand: Demand) -> TrainerMemory:
         reference=_up(element * size, ranks) if demand.reference else 0,
         activations=kept + layer,
         head=max(0, _head(shape, layout, demand) - layer),
+        critic=_up((MASTER_BYTES + MOMENT_BYTES) * critic_parameters(shape), ranks) if demand.critic else 0,
     )
+
+
+def critic_parameters(shape: ModelShape) -> int:
+    """Return the number of the critic's parameters: the model's without its head, and one row."""
+    return shape.parameters - _elements(t for t in shape.outer_tensors() if t.part == "head") + shape.hidden
 
 
 def _megatron_stage(shape: ModelShape, layout: Layout, demand: Demand, stage: int) -> TrainerMemory:
     """One pipeline stage with megatron-core's distributed optimizer: float32 gradient sums on
     every rank, master weights and moments divided over the ranks that hold the same part."""
     layers = stages(shape, layout.pp)[stage]
-    outer = shape.outer_tensors()
     last = stage == layout.pp - 1
-    held = [t for i in layers for t in shape.layer_tensors(i)]
-    held += [t for t in outer if _on_stage(t, stage == 0, last, shape.tied)]
-    sizes = [(t.part, _up(t.elements * t.copies, layout.share(t))) for t in held if t.part != "bias"]
-    experts = sum(size for part, size in sizes if part == "expert")
-    dense = sum(size for _, size in sizes) - experts
-    quantized = sum(size for part, size in sizes if part in QUANTIZED_PARTS) if demand.fp8 else 0
-    here, element = experts + dense, demand.element_bytes
-    per_element = MASTER_BYTES + demand.moment_bytes
-    optimizer = _up(per_element * dense, layout.dense_copies)
-    optimizer += _up(per_element * experts, layout.expert_copies)
+    own = _held(shape, layout, demand, stage)
+    critic = _held(shape, layout, demand, stage, critic=True) if demand.critic else _Held()
+    element = demand.element_bytes
     waiting = min(layout.pp - stage, demand.micro_batches)
     kept, layer = _activations(shape, layers, layout, demand, upcast_norms=False, waiting=waiting)
     return TrainerMemory(
-        weights=element * here,
-        gradients=MASTER_BYTES * here,
-        optimizer=round(optimizer * (1 - demand.offloaded)),
-        quantized=QUANTIZED_BYTES * quantized,
+        weights=element * own.elements,
+        gradients=MASTER_BYTES * (own.elements + critic.elements),
+        optimizer=round(own.optimizer * (1 - demand.offloaded)),
+        quantized=QUANTIZED_BYTES * (own.quantized + critic.quantized),
         gathered=0,
-        reference=element * here if demand.reference else 0,
+        reference=element * own.elements if demand.reference else 0,
         activations=kept + layer,
         head=max(0, _head(shape, layout, demand) - layer) if last else 0,
-        offloaded=round(optimizer / per_element * OFFLOADED_BYTES * demand.offloaded),
+        critic=element * critic.elements + round(critic.optimizer * (1 - demand.offloaded)),
+        offloaded=round(
+            (own.optimizer + critic.optimizer)
+            / (MASTER_BYTES + demand.moment_bytes)
+            * OFFLOADED_BYTES
+            * demand.offloaded
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank of one pipeline stage holds of one trained model."""
+
+    elements: int = 0
+    quantized: int = 0
+    """Elements that are held in FP8 too."""
+    optimizer: int = 0
+    """Bytes of master weights and moments, before any is offloaded."""
+
+
+def _held(shape: ModelShape, layout: Layout, demand: Demand, stage: int, *, critic: bool = False) -> _Held:
+    first, last = stage == 0, stage == layout.pp - 1
+    held = [t for i in stages(shape, layout.pp)[stage] for t in shape.layer_tensors(i)]
+    # The critic's head, one row, is not counted; it is never tied to the embedding.
+    outer = [t for t in shape.outer_tensors() if not (critic and t.part == "head")]
+    held += [t for t in outer if _on_stage(t, first, last, shape.tied and not critic)]
+    sizes = [(t.part, _up(t.elements * t.copies, layout.share(t))) for t in held if t.part != "bias"]
+    experts = sum(size for part, size in sizes if part == "expert")
+    dense = sum(size for _, size in sizes) - experts
+    per_element = MASTER_BYTES + demand.moment_bytes
+    optimizer = _up(per_element * dense, layout.dense_copies)
+    optimizer += _up(per_element * experts, layout.expert_copies)
+    quantized = sum(size for part, size in sizes if part in QUANTIZED_PARTS) if demand.fp8 else 0
+    return _Held(experts + dense, quantized, optimizer)
 
 
 def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:

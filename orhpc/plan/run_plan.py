@@ -23,6 +23,7 @@ from orhpc.plan.memory import (
     RESERVED_BYTES,
     Demand,
     TrainerMemory,
+    critic_parameters,
     trainer_demand,
     trainer_memory,
 )
@@ -212,8 +213,9 @@ def offloaded_bytes(run: RunPlan) -> int:
 
 
 def state_bytes(run: RunPlan) -> int:
-    """Size of a whole commit: master weights and moments of all ranks."""
-    return run.shape.parameters * (MASTER_BYTES + run.demand.moment_bytes)
+    """Size of a whole commit: master weights and moments of all ranks, of the critic too."""
+    parameters = run.shape.parameters + (critic_parameters(run.shape) if run.demand.critic else 0)
+    return parameters * (MASTER_BYTES + run.demand.moment_bytes)
 
 
 def commits_on_disk(config: Config) -> int:

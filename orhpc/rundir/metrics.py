@@ -135,12 +135,28 @@ METRICS: dict[str, Metric] = {
         "clip_ratio/region_mean",
         slime="train/pg_clipfrac",
     ),
+    "value_loss": Metric("train", "value loss of the critic per trained token", "", "critic/vf_loss"),
+    "explained_variance": Metric(
+        "train",
+        "fraction of the returns' variance that the critic's values explain, at the start of the step",
+        "",
+        "critic/vf_explained_var",
+    ),
+    "value_mean": Metric("train", "mean value at the start of the step", "", "critic/values/mean"),
+    "return_mean": Metric("train", "mean return of a trained token", "", "critic/returns/mean"),
+    "value_clip_fraction": Metric(
+        "train", "fraction of tokens whose value was clipped", "", "critic/vf_clipfrac"
+    ),
+    "critic_grad_norm": Metric(
+        "train", "global norm of the critic's gradient before clipping", "", "critic/grad_norm"
+    ),
+    "critic_lr": Metric("train", "learning rate of the critic", "", "critic/lr"),
     "ratio_mean": Metric("train", "mean policy ratio"),
     "ratio_max": Metric("train", "largest policy ratio"),
     "tokens": Metric("train", "sampled tokens that the update used", "tokens"),
     "packed_tokens": Metric("train", "tokens of all packed sequences, prompts included", "tokens"),
     "padding": Metric("train", "fraction of the packed slots that hold no token"),
-    "optimiser_steps": Metric("train", "optimizer steps of the step"),
+    "optimiser_steps": Metric("train", "optimizer steps of the policy"),
     "skipped": Metric("train", "1 if the step changed no weights"),
     "non_finite": Metric("train", "1 if this was because of a NaN or infinite loss or gradient"),
     # --- engine against trainer
@@ -200,6 +216,10 @@ METRICS: dict[str, Metric] = {
         "perf", "of that: log-probabilities at the start of the step", "s", "timing_s/old_log_prob"
     ),
     "seconds_reference": Metric("perf", "of that: the reference model", "s", "timing_s/ref"),
+    "seconds_values": Metric("perf", "of that: the critic's values", "s", "timing_s/values"),
+    "seconds_update_critic": Metric(
+        "perf", "of that: forward and backward passes of the critic", "s", "timing_s/update_critic"
+    ),
     "seconds_update": Metric("perf", "of that: forward and backward passes", "s", "timing_s/update_actor"),
     "seconds_optimiser": Metric("perf", "of that: optimizer steps", "s"),
     "seconds_trainer_sleep": Metric("perf", "offloading the trainers' state", "s"),

@@ -1,6 +1,7 @@
-"""What training computed for the rollouts of a step: advantages and the trainer's log-probabilities.
+"""What training computed for the rollouts of a step: advantages, log-probabilities, a critic's values.
 
-One file beside the step's rollout records (:mod:`orhpc.rundir.record`), written after the update.
+One file beside the step's rollout records (:mod:`orhpc.rundir.record`), written after the update.  Only a
+step with a critic has the arrays ``advantages`` and ``values``; earlier releases read its file without them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ class TrainedRollout:
     """One rollout as the update used it."""
 
     advantage: float
-    """Of each of its sampled tokens."""
+    """Of each of its sampled tokens; their mean if :attr:`advantages_T` is there."""
     logprobs_T: Float32Array
     """The trainer's log-probability of each token under the weights at the start of the step; 0 where the
     loss mask is False.  Aligned with ``Rollout.tokens_T``."""
+    advantages_T: Float32Array | None = None
+    """Of each token, in the same form; None without a critic."""
+    values_T: Float32Array | None = None
+    """The critic's value before each token, under its weights at the start of the step; None without one."""
 
 
 def write_trained(folder: Path, rollouts: Mapping[str, TrainedRollout]) -> None:
-    """Write the file of one step.
+    """Write the file of one step; either all rollouts have advantages and values of their tokens, or none.
 
     Raises:
         StorageRefused: the filesystem refuses writes; the folder is unchanged.
@@ -47,8 +52,14 @@ def write_trained(folder: Path, rollouts: Mapping[str, TrainedRollout]) -> None:
             offset += length
         file.create_dataset("index", data=index)
         file.create_dataset("id", data=list(rollouts), dtype=h5py.string_dtype())
-        arrays = [rollout.logprobs_T for rollout in rollouts.values()]
-        write_dataset(file, "logprobs", np.concatenate([np.zeros(0, np.float32), *arrays]))
+        parts = {
+            "logprobs": [rollout.logprobs_T for rollout in rollouts.values()],
+            "advantages": [r.advantages_T for r in rollouts.values() if r.advantages_T is not None],
+            "values": [r.values_T for r in rollouts.values() if r.values_T is not None],
+        }
+        for name, arrays in parts.items():
+            if arrays or name == "logprobs":
+                write_dataset(file, name, np.concatenate([np.zeros(0, np.float32), *arrays]))
 
     write_hdf5(folder / _NAME, FORMAT, write)
 
@@ -66,11 +77,10 @@ def read_trained(folder: Path) -> dict[str, TrainedRollout]:
     with open_hdf5(path, FORMAT) as file:
         index = read_dataset(file, path, "index")
         ids = [name.decode() for name in read_dataset(file, path, "id")]
-        logprobs = read_dataset(file, path, "logprobs")
-    return {
-        name: TrainedRollout(
-            advantage=float(row["advantage"]),
-            logprobs_T=logprobs[int(row["offset"]) : int(row["offset"] + row["length"])],
-        )
-        for name, row in zip(ids, index, strict=True)
-    }
+        arrays = [read_dataset(file, path, "logprobs")]
+        arrays += [read_dataset(file, path, name) for name in ("advantages", "values") if name in file]
+    found: dict[str, TrainedRollout] = {}
+    for name, row in zip(ids, index, strict=True):
+        own = slice(int(row["offset"]), int(row["offset"] + row["length"]))
+        found[name] = TrainedRollout(float(row["advantage"]), *(array[own] for array in arrays))
+    return found

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from orhpc.config import Config
-from orhpc.errors import NonFinite
+from orhpc.errors import CheckpointError, NonFinite
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
@@ -88,7 +88,8 @@ class TrainerRank:
         )
         self._held: socket.socket | None = None
         self._stop = threading.Event()
-        self._whole_at = 0
+        self._whole_at: dict[str, int] = {}
+        """:meth:`Backend.progress` when the last whole step ended."""
         self._trained: dict[str, TrainedRollout] = {}
 
     def __repr__(self) -> str:
@@ -150,6 +151,7 @@ class TrainerRank:
                 self.config, self.model_dir, self.rank, self.world_size, self._offload
             )
             self._backend = backend
+            self._whole_at = backend.progress()
             found = check_trainer(backend, self.config, self.model_dir)
         bucket_bytes = self.config.engine.sync_bucket_mb << 20
         self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
@@ -160,16 +162,22 @@ class TrainerRank:
     def restore(self, folder: str | None) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.
 
-        Raises CheckpointError if the commit is incomplete, corrupt or of another model.
+        Raises CheckpointError if the commit is incomplete, corrupt, of another model, or without the critic
+        that ``algorithm.advantage: ppo`` needs; a critic that this run does not have is left out.
         """
         if folder is None:
             return
         reader = CheckpointReader(folder)
+        if self.config.algorithm.has_critic and "critic_steps" not in reader.progress:
+            raise CheckpointError(
+                f"{folder} has no critic, which algorithm.advantage: ppo needs: it is of a run without one; "
+                "export it (orhpc export) and start from the folder (model.path)"
+            )
         with torch.no_grad():
             load_shards(reader, self.backend.shards(), partial(Layout.of, self.model_dir, self.config.model))
         self.backend.set_progress(reader.progress)
         set_rng_state(reader.progress["rng"])
-        self._whole_at = self._optimizer_steps()
+        self._whole_at = self.backend.progress()
 
     # --- training -----------------------------------------------------------------------------
 
@@ -181,18 +189,21 @@ class TrainerRank:
     def step(self, minibatches: Sequence[MiniBatch], *, step: int, traces: str = "") -> dict[str, float]:
         """Train on this rank's micro-batches of all mini-batches (collective).
 
-        First computes the log-probabilities that need the parameters at the start of the step,
-        then takes one optimizer step per mini-batch.  Returns metrics over all ranks and mini-batches:
-        ``loss``, ``grad_norm``, ``lr``, ``clip_fraction``, ``entropy``, ``kl``,
-        ``logprob_diff_mean`` and ``_max`` (trainer against rollout), ``tokens``, ``seconds_*`` (the
-        slowest rank's), on GPUs ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
+        First computes what needs the parameters at the start of the step, then takes one optimizer step per
+        mini-batch: of the critic, if there is one, and of the policy, after the critic's warm-up.  Returns
+        metrics over all ranks and mini-batches: ``loss``, ``grad_norm``, ``lr``, ``clip_fraction``,
+        ``entropy``, ``kl``, ``logprob_diff_mean`` and ``_max`` (trainer against rollout), ``tokens``, with a
+        critic ``value_loss`` and ``explained_variance``, ``seconds_*`` (the slowest rank's), on GPUs
+        ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
         InfraError, DataError.  ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
         """
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         tokens = TrainedTokens()
         self._trained = {}
         with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
-            passes = StepPasses(self.backend, self.config.algorithm, self.load_batch, report, tokens)
+            settings = self.config.algorithm
+            moves = step >= settings.critic.warmup_steps
+            passes = StepPasses(self.backend, settings, self.load_batch, report, tokens, policy_moves=moves)
             prepared = passes.prepare(minibatches)
             for index, minibatch in enumerate(minibatches):
                 # After the first optimizer step the state belongs to no weight version: finish the step.
@@ -216,20 +227,17 @@ class TrainerRank:
 
     @contextlib.contextmanager
     def _counting_steps(self) -> Iterator[None]:
-        """Record the optimizer step at which the last whole step ended; a skipped step is whole."""
+        """Record the optimizer steps at which the last whole step ended; a skipped step is whole."""
         try:
             yield
         except NonFinite:
-            self._whole_at = self._optimizer_steps()
+            self._whole_at = self.backend.progress()
             raise
-        self._whole_at = self._optimizer_steps()
-
-    def _optimizer_steps(self) -> int:
-        return int(self.backend.progress()["optimiser_steps"])
+        self._whole_at = self.backend.progress()
 
     def holds_whole_step(self) -> bool:
         """Whether this rank's state is that after its last whole step and may be committed."""
-        return self.backend.intact() and self._whole_at == self._optimizer_steps()
+        return self.backend.intact() and self._whole_at == self.backend.progress()
 
     def abandon_collectives(self) -> None:
         """Stop waiting for other ranks: one has failed, and the attempt is over."""

@@ -1,8 +1,9 @@
-"""The interface of a trainer backend: between one rank's actor and the model it trains.
+"""The interface of a trainer backend: between one rank's actor and the models it trains.
 
-A backend holds two roles: the *policy*, which is updated, and the *reference*, a frozen copy of the
-model the run started from, loaded only when the loss has a KL term.  All methods that move
-parameters between ranks are collective: every rank calls them, in the same order.
+A backend holds up to three models: the *policy*, which is updated; the *reference*, a frozen copy of the
+model the run started from, loaded only when the loss has a KL term; and the *critic* of PPO, which is updated
+too but never leaves the trainers.  All methods that move parameters between ranks are collective: every rank
+calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class Role(Enum):
     REFERENCE = "reference"
 
 
+CRITIC = "critic."
+"""Prefix of the critic's kinds of state: ``critic.model/NAME``."""
+VALUE_HEAD = "value_head.weight"
+"""NAME of the critic's head, ``[1, H]``, in every backend."""
 T = TypeVar("T")
 
 
@@ -74,25 +79,40 @@ class LossSlots(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenEstimates:
+    """What the critic says about a micro-batch's tokens; ``[P]`` float32, 0 where none is trained."""
+
+    advantages_P: Tensor
+    returns_P: Tensor
+    values_P: Tensor
+    """Under the critic at the start of the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """One micro-batch with log-probabilities from earlier passes of the step; ``[P]`` float32."""
 
     batch: PackedBatch
     old_logprobs_P: Tensor | None = None
     reference_logprobs_P: Tensor | None = None
-    record: Callable[[PackedBatch, Tensor], None] | None = None
-    """Called with the batch and the log-probabilities at the start of the step, ``[P]``."""
+    record: Callable[[PackedBatch, Tensor, TokenEstimates | None], None] | None = None
+    """Called with the batch, the log-probabilities at the start of the step, ``[P]``, and the estimates."""
+    estimates: TokenEstimates | None = None
+    """With a critic, on ranks that compute the loss."""
+
+    def record_start(self, logprobs_P: Tensor | None) -> None:
+        """Record the log-probabilities at the start of the step, if this rank has and records them."""
+        if self.record is not None and logprobs_P is not None:
+            self.record(self.batch, logprobs_P.detach(), self.estimates)
 
     def loss_inputs(self, slots: LossSlots, logprobs_P: Tensor, entropy_P: Tensor) -> LossInputs:
         """``slots``: this rank's part of :attr:`batch` on its device; tensors: the model's outputs."""
-        if self.record is not None:
-            at_start_P = logprobs_P if self.old_logprobs_P is None else self.old_logprobs_P
-            self.record(self.batch, at_start_P.detach())
+        self.record_start(logprobs_P if self.old_logprobs_P is None else self.old_logprobs_P)
         return LossInputs(
             logprobs_P=logprobs_P,
             old_logprobs_P=self.old_logprobs_P,
             rollout_logprobs_P=slots.rollout_logprobs_P,
-            advantages_P=slots.advantages_P,
+            advantages_P=slots.advantages_P if self.estimates is None else self.estimates.advantages_P,
             mask_P=slots.mask_P,
             segments_P=slots.segments_P,
             n_segments=slots.n_segments,
@@ -118,7 +138,7 @@ class Shard:
 
     name: str
     """``model/NAME``, ``exp_avg/NAME`` or ``exp_avg_sq/NAME``; NAME is the parameter's name in memory
-    (FSDP) or in the Hugging Face checkpoint (Megatron)."""
+    (FSDP) or in the Hugging Face checkpoint (Megatron).  The critic's begin with ``critic.``."""
     tensor: Tensor
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -193,6 +213,20 @@ class Backend(WeightSource):
         """
 
     @abstractmethod
+    def values(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
+        """Return the critic's value before each sampled target, ``[P]`` float32 each, without gradient.
+
+        None as in :meth:`logprobs`.  Raises ValueError if there is no critic.
+        """
+
+    @abstractmethod
+    def update_critic(self, batches: Batches[TrainingBatch], *, n_tokens: int, between: StopCheck) -> Update:
+        """Train the critic on this rank's micro-batches of one mini-batch: one optimizer step.
+
+        The arguments and failures are those of :meth:`update`; the loss is the mean over ``n_tokens``.
+        """
+
+    @abstractmethod
     def update(
         self,
         batches: Batches[TrainingBatch],
@@ -213,7 +247,8 @@ class Backend(WeightSource):
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Return the small part of the state: the number of optimizer steps done."""
+        """Return the small part of the state: ``optimiser_steps`` of the policy and, if there is a critic,
+        ``critic_steps``."""
 
     @abstractmethod
     def set_progress(self, progress: dict[str, Any]) -> None:

@@ -196,6 +196,7 @@ class PackedBatch:
     rollout_logprobs_P: NDArray[np.float32]
     """Log-probability of the target at sampling time; 0 where the mask is False."""
     advantages_P: NDArray[np.float32]
+    """:attr:`orhpc.types.Sample.advantage` of the slot's sample."""
     segments_P: NDArray[np.int64]
     """Index of the slot's sample in this batch."""
     routes_PLK: NDArray[Any] | None = None

@@ -32,6 +32,8 @@ TOKEN_MEANS = {
 """Sums over sampled tokens, and the metric that each becomes when divided by the number of tokens."""
 ROUTE_FRACTIONS = {"pairs": "router_mismatch_fraction", "tokens": "token_mismatch_fraction"}
 """Fractions of (token, router) pairs and of tokens routed to other experts than in the engine."""
+VALUE_MEANS = {"value_loss": "value_loss", "value_clipped": "value_clip_fraction"}
+"""Sums over the tokens that the critic trained on, and the metric that each becomes per token."""
 
 
 class StepReport:
@@ -45,6 +47,8 @@ class StepReport:
         self._metrics = MetricSums()
         self._seconds: dict[str, float] = {"fetch": 0.0, "old_logprobs": 0.0, "reference": 0.0}
         self._updates: list[Update] = []
+        self._critic_updates: list[Update] = []
+        self._known: dict[str, float] = {}
         self._packed_tokens = 0
         self._started = time.perf_counter()
 
@@ -57,21 +61,34 @@ class StepReport:
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
-    def add_update(self, update: Update, *, packed_tokens: int) -> None:
-        """Add one optimizer step of this rank, over ``packed_tokens`` tokens."""
+    def add_packed(self, tokens: int) -> None:
+        """Add the tokens of this rank's part of a mini-batch."""
+        self._packed_tokens += tokens
+
+    def add_update(self, update: Update) -> None:
+        """Add one optimizer step of the policy on this rank."""
         self._metrics.add(update.metrics)
         self._updates.append(update)
-        self._packed_tokens += packed_tokens
+
+    def add_critic_update(self, update: Update) -> None:
+        """Add one optimizer step of the critic on this rank."""
+        self._metrics.add(update.metrics)
+        self._critic_updates.append(update)
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics that are already reduced over all ranks."""
+        self._known |= metrics
 
     def reduced(self) -> dict[str, float]:
         """Return the step's metrics over all ranks (collective).
 
         Means are over sampled tokens of all mini-batches; ``loss``, ``grad_norm`` and ``lr`` are means
-        over optimizer steps; ``seconds_*`` are the slowest rank's, ``memory_trainer_peak_gb`` (10^9 bytes,
-        on GPUs) is the fullest rank's.  A step without any optimizer step has only ``optimiser_steps`` 0,
-        its times and its memory.
+        over optimizer steps, ``critic_*`` those of the critic; ``seconds_*`` are the slowest rank's,
+        ``memory_trainer_peak_gb`` (10^9 bytes, on GPUs) is the fullest rank's.  A step without any optimizer
+        step of the policy has only ``optimiser_steps`` 0, the critic's metrics, its times and its memory.
         """
-        self._seconds["optimiser"] = sum(u.optimizer_seconds for u in self._updates)
+        every = [*self._updates, *self._critic_updates]
+        self._seconds["optimiser"] = sum(u.optimizer_seconds for u in every)
         self._seconds["total"] = time.perf_counter() - self._started
         largest = {f"seconds_{name}": value for name, value in self._seconds.items()} | peak_gb(self._device)
         maxima = _numbers(_over_ranks(self._metrics.maxima | largest, dist.ReduceOp.MAX))
@@ -82,6 +99,7 @@ class StepReport:
         sums = _numbers(added)
         steps = len(self._updates)
         result = {**maxima, "optimiser_steps": float(steps), "packed_tokens": sums["packed_tokens"]}
+        result |= self._known | self._of_critic(sums)
         if steps:
             result["tokens"] = sums["tokens"]
             result["loss"] = sums["loss"] / steps
@@ -97,6 +115,17 @@ class StepReport:
             if loads_LE is not None:
                 result |= load_metrics(loads_LE, self._expert_ranks)
         return result
+
+    def _of_critic(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the critic's optimizer steps; empty without a critic."""
+        if not (updates := self._critic_updates):
+            return {}
+        tokens = max(sums["value_tokens"], 1.0)
+        return {
+            "critic_grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+            "critic_lr": sum(u.lr for u in updates) / len(updates),
+            **{metric: sums[name] / tokens for name, metric in VALUE_MEANS.items()},
+        }
 
 
 def _over_ranks(values: Mapping[str, Tensor | float], how: dist.ReduceOp.RedOpType) -> dict[str, Tensor]:

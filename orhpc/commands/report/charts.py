@@ -42,6 +42,9 @@ LEARNING = Section(
         Panel("Clipped tokens", ("clip_fraction",), "fraction"),
         Panel("KL to the reference", ("kl",), "nats per token", log=True),
         Panel("Loss", ("loss", "policy_loss")),
+        Panel("Returns' variance that the critic explains", ("explained_variance",), "fraction"),
+        Panel("Value and return, mean over tokens", ("value_mean", "return_mean")),
+        Panel("Value loss", ("value_loss",), log=True),
         Panel("Learning rate", ("lr",)),
     ),
 )

@@ -159,6 +159,28 @@ def _gradient(e: Evidence) -> Iterator[Finding]:
         )
 
 
+def _equal_rewards(e: Evidence) -> Iterator[Finding]:
+    share = e.last("equal_reward_groups")
+    if share is not None and share > 0.5 and e.last("value_loss") is None:  # a critic needs no groups
+        yield Finding(
+            "Most groups train nothing",
+            f"in {share:.0%} of the groups all rewards are equal, so all advantages are 0",
+            "tasks are too hard or too easy: choose others, raise rollout.n_samples, or set rollout.filter",
+            "equal_reward_groups",
+        )
+
+
+def _critic(e: Evidence) -> Iterator[Finding]:
+    explained = e.last("explained_variance")
+    if explained is not None and explained <= 0:
+        yield Finding(
+            "The critic foresees nothing",
+            f"it explains {explained:.2f} of the returns' variance; one number for all tokens explains 0",
+            "raise algorithm.critic.lr, or algorithm.critic.warmup_steps in a new run",
+            "explained_variance",
+        )
+
+
 def _stragglers(e: Evidence) -> Iterator[Finding]:
     longest, mean = e.last("rollout_seconds_max"), e.last("rollout_seconds_mean")
     rollout, whole = e.series.phases.get("rollout"), e.last("seconds")
@@ -203,13 +225,8 @@ RULES: tuple[Rule, ...] = (
     _collapse,
     _hacking,
     _worse_after_restart,
-    _above(
-        "equal_reward_groups",
-        0.5,
-        "Most groups train nothing",
-        "in {value:.0%} of the groups all rewards are equal, so all advantages are 0",
-        "tasks are too hard or too easy: choose others, raise rollout.n_samples, or set rollout.filter",
-    ),
+    _equal_rewards,
+    _critic,
     _above(
         "failed_share",
         0.05,

@@ -95,11 +95,10 @@ class Library:
             raise RecordError(f"there is no rollout {name!r} in {title_of(part)}")
         summary, rollout = found
         trained = self._read(part)[1].get(name)
-        logprobs_T = None if trained is None else trained.logprobs_T
         return _row(summary, trained, _version(part)) | {
             "messages": rollout.messages,
             "turn_list": [asdict(turn) for turn in rollout.turns],
-            "segments": segments(rollout, logprobs_T, self._texts),
+            "segments": segments(rollout, trained, self._texts),
         }
 
     def record(self, part: str, name: str) -> tuple[RolloutSummary, Rollout] | None:

@@ -299,7 +299,7 @@ def _colored(rollout: dict[str, Any], coloring: str) -> Text:
         if "text" in segment:
             text.append(safe(segment["text"]), Style(dim=True))
             continue
-        for piece, _, engine, trainer, version in segment["tokens"]:
+        for piece, _, engine, trainer, version, *_ in segment["tokens"]:
             text.append(safe(piece), _style(coloring, engine, trainer, rollout["version"], version))
     return text
 

@@ -13,7 +13,8 @@ from orhpc.config.files import load_config
 from orhpc.errors import OrhpcError
 from orhpc.launch.model import model_folder
 from orhpc.rundir import RunDir
-from orhpc.types import Float32Array, Rollout
+from orhpc.rundir.trained import TrainedRollout
+from orhpc.types import Rollout
 
 
 class TokenTexts:
@@ -55,14 +56,13 @@ class TokenTexts:
         return [stream.step(self._tokenizer, token) or "" for token in tokens]
 
 
-def segments(
-    rollout: Rollout, trainer_logprobs_T: Float32Array | None, texts: TokenTexts
-) -> list[dict[str, Any]]:
+def segments(rollout: Rollout, trained: TrainedRollout | None, texts: TokenTexts) -> list[dict[str, Any]]:
     """Split a rollout into stretches that the policy sampled and stretches that it did not.
 
     Returns:
         ``{"text", "count"}`` for context, and ``{"tokens"}`` for sampled tokens, each ``[text, id, engine's
-        log-probability, trainer's or None, policy version]``; empty without a tokenizer.
+        log-probability, trainer's or None, policy version]``, and with a critic its advantage and value;
+        empty without a tokenizer.
     """
     if not texts:
         return []
@@ -79,9 +79,11 @@ def segments(
             continue
         engine = rollout.logprobs_T[start:end].astype(np.float64).round(5).tolist()
         trainer: list[float | None] = [None] * (end - start)
-        if trainer_logprobs_T is not None:
-            trainer = trainer_logprobs_T[start:end].astype(np.float64).round(5).tolist()
+        if trained is not None:
+            trainer = trained.logprobs_T[start:end].astype(np.float64).round(5).tolist()
         versions = rollout.versions_T[start:end].tolist()
-        columns = zip(pieces[start:end], ids[start:end], engine, trainer, versions, strict=True)
-        found.append({"tokens": [list(column) for column in columns]})
+        columns: list[list[Any]] = [pieces[start:end], ids[start:end], engine, trainer, versions]
+        of_critic = () if trained is None else (trained.advantages_T, trained.values_T)
+        columns += [t[start:end].astype(np.float64).round(5).tolist() for t in of_critic if t is not None]
+        found.append({"tokens": [list(token) for token in zip(*columns, strict=True)]})
     return found

@@ -131,6 +131,7 @@ ESTIMATORS: dict[str, Settings] = {
     "grpo": {"algorithm.advantage": "group", "algorithm.loss": "grpo"},
     "gspo": {"algorithm.advantage": "group", "algorithm.loss": "gspo"},
     "cispo": {"algorithm.advantage": "group", "algorithm.loss": "cispo"},
+    "ppo": {"algorithm.advantage": "ppo", "algorithm.loss": "grpo"},
     "reinforce_plus_plus": {"algorithm.advantage": "batch", "algorithm.loss": "grpo"},
     "reinforce_plus_plus_baseline": {"algorithm.advantage": "group_then_batch", "algorithm.loss": "grpo"},
 }
@@ -139,13 +140,9 @@ ESTIMATORS: dict[str, Settings] = {
 def advantages(given: Given) -> Settings:
     """The estimator, and how advantages are normalized."""
     name = given.text("--advantage-estimator") or "grpo"
-    if name == "ppo":
-        raise ConfigError(
-            "--advantage-estimator ppo: orhpc has no critic; use one of " + ", ".join(ESTIMATORS)
-        )
     if name not in ESTIMATORS:
         raise ConfigError(f"--advantage-estimator: {name!r} is not one of {', '.join(ESTIMATORS)}")
-    over_step = name.startswith("reinforce_plus_plus")
+    over_step = name == "ppo" or name.startswith("reinforce_plus_plus")
     found = dict(ESTIMATORS[name]) if "--advantage-estimator" in given.values else {}
     if given.on("--normalize-advantages") and not over_step:
         raise ConfigError(
@@ -156,6 +153,36 @@ def advantages(given: Given) -> Settings:
         if over_step:
             raise ConfigError(f"--disable-grpo-std-normalization: {name} has no deviation of a group")
         found["algorithm.normalise_advantage"] = False
+    return found
+
+
+CRITIC: dict[str, str] = {
+    "--gamma": "gamma",
+    "--lambd": "gae_lambda",
+    "--value-clip": "value_clip",
+    "--critic-lr": "lr",
+    "--critic-lr-warmup-iters": "lr_warmup_steps",
+    "--num-critic-only-steps": "warmup_steps",
+}
+"""Flags of slime's critic, and the settings of ``algorithm.critic``."""
+
+
+def critic(given: Given) -> Settings:
+    """The critic's settings with ``--advantage-estimator ppo``.
+
+    Without it slime reads only the discounts, and rewards are not discounted here.
+    """
+    name = given.text("--advantage-estimator")
+    found: dict[str, Any] = {}
+    for flag, setting in CRITIC.items():
+        if flag not in given.values:
+            continue
+        whole = flag in ("--critic-lr-warmup-iters", "--num-critic-only-steps")
+        value = given.integer(flag) if whole else given.number(flag)
+        if name == "ppo" or (name is None and given.current("algorithm.advantage") == "ppo"):
+            found[f"algorithm.critic.{setting}"] = value
+        elif flag in ("--gamma", "--lambd") and value != 1:
+            raise ConfigError(f"{flag} {value:g}: rewards are only discounted with --advantage-estimator ppo")
     return found
 
 

@@ -67,7 +67,6 @@ NO_EFFECT: tuple[Flag, ...] = (
         why="The trainer chooses it.",
         arity="none",
     ),
-    *no_effect("--value-clip", why="There is no critic."),
     *no_effect("--data-pad-size-multiplier", why="Sequences are packed without padding of this kind."),
     *no_effect("--disable-wandb-random-suffix", why="A run's name never has one.", arity="none"),
     only("--optimizer", ("adam",), "the optimizer is AdamW", "there is no other optimizer; leave it out"),
@@ -88,8 +87,6 @@ NO_EFFECT: tuple[Flag, ...] = (
         "rewards have no KL term",
         "write algorithm.use_kl_reward=true algorithm.kl_coef=VALUE",
     ),
-    only("--gamma", ("1",), "rewards are not discounted", "rewards are not discounted; leave it out"),
-    only("--lambd", ("1",), "there is no critic", "there is no critic; leave it out"),
     *no_effect(*_named(_SHAPE_VALUES), why=_SHAPE),
     *no_effect(*_named(_SHAPE_SWITCHES), why=_SHAPE, arity="none"),
 )
@@ -168,8 +165,12 @@ REFUSED: tuple[Flag, ...] = (
     *refused("--mtp-num-layers", "--mtp-loss-scaling-factor", instead="orhpc does not train MTP layers"),
     *refused("--enable-mtp-training", instead="orhpc does not train MTP layers", arity="none"),
     *refused(
-        "--num-critic-only-steps", "--critic-num-nodes", "--critic-num-gpus-per-node",
-        instead="there is no critic",
+        "--critic-num-nodes", "--critic-num-gpus-per-node",
+        instead="the critic is on the trainers' GPUs; leave it out",
+    ),
+    *refused(
+        "--critic-load", "--critic-save",
+        instead="the critic is a part of every commit; leave it out",
     ),
     *refused("--lr-decay-iters", instead="the rate decays until the last step, train.steps"),
     *refused("--lr-warmup-fraction", instead="write train.lr_warmup_steps, in optimizer steps"),

@@ -177,18 +177,27 @@ _ALGORITHM: tuple[Flag, ...] = (
     joint(
         "--advantage-estimator", _ADVANTAGE, by.advantages,
         "`grpo`, `gspo` and `cispo` set `algorithm.loss`; `reinforce_plus_plus` is `algorithm.advantage: "
-        "batch`, with `_baseline` it is `group_then_batch`. `ppo` is refused: there is no critic.",
+        "batch`, with `_baseline` it is `group_then_batch`; `ppo` is `algorithm.advantage: ppo`.",
         read=lambda c: c.algorithm.loss if c.algorithm.advantage == "group" else c.algorithm.advantage,
     ),
     joint(
         "--normalize-advantages", _ADVANTAGE, by.advantages,
-        "What `reinforce_plus_plus` does anyway; with other estimators it is refused.", arity="none",
-        read=lambda c: c.algorithm.advantage in ("batch", "group_then_batch"),
+        "What `ppo` and `reinforce_plus_plus` do anyway; with other estimators it is refused.", arity="none",
+        read=lambda c: c.algorithm.advantage in ("batch", "group_then_batch", "ppo"),
     ),
     joint(
         "--disable-grpo-std-normalization", _ADVANTAGE, by.advantages,
         "`algorithm.normalise_advantage: false`.", arity="none",
         read=lambda c: not c.algorithm.normalise_advantage,
+    ),
+    *(
+        joint(
+            name, (f"algorithm.critic.{setting}",), by.critic,
+            f"`algorithm.critic.{setting}` with `--advantage-estimator ppo`; without it "
+            + ("only 1 is accepted." if name in ("--gamma", "--lambd") else "it changes nothing."),
+            read=lambda c, setting=setting: getattr(c.algorithm.critic, setting),
+        )
+        for name, setting in by.CRITIC.items()
     ),
     switch("--calculate-per-token-loss", {"algorithm.normalise_loss": "token"}),
     sets("--eps-clip", "algorithm.eps_clip", "number"),

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from orhpc.train.backend import Backend, Batches, Role, Shard, StopCheck, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
+from orhpc.train.fsdp.critic import FsdpCritic
 from orhpc.train.fsdp.load import ModelLoader, rows_of
 from orhpc.train.fsdp.model import DeviceBatch
 from orhpc.train.fsdp.optim import Optimizer, local
@@ -43,7 +44,8 @@ class FsdpBackend(Backend):
         self._hf_names = loader.names
         self.policy, self._shapes = loader.load(trained=True)
         self.reference = loader.load(trained=False)[0] if config.algorithm.needs_reference else None
-        self.optimizer = Optimizer(dict(self._named()), config.train)
+        self.optimizer = Optimizer(dict(self._named()), config.policy_optimizer)
+        self.critic = FsdpCritic(config, loader) if config.algorithm.has_critic else None
         # Recorded now, because a step that failed midway may leave parameters gathered.
         self._starts = {n: rows_of(p, self._shapes[n], rank, world_size)[0] for n, p in self._named()}
         self.parameters = sum(prod(shape) for shape in self._shapes.values())
@@ -59,6 +61,24 @@ class FsdpBackend(Backend):
         if model is None:
             raise ValueError("the reference is only loaded with algorithm.use_kl_loss or use_kl_reward")
         return [model(DeviceBatch.of(batch, self.device))[0] for batch in batches]
+
+    @torch.no_grad()
+    def values(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
+        critic = self._require_critic()
+        return [critic.model(DeviceBatch.of(batch, self.device)) for batch in batches]
+
+    def update_critic(self, batches: Batches[TrainingBatch], *, n_tokens: int, between: StopCheck) -> Update:
+        critic = self._require_critic()
+        metrics = critic.accumulate(batches, n_tokens=n_tokens, between=between)
+        self._offload.changing()
+        started = time.perf_counter()
+        norm, lr = critic.optimizer.step(metrics.sums["value_loss"])
+        return Update(metrics, norm, lr, time.perf_counter() - started)
+
+    def _require_critic(self) -> FsdpCritic:
+        if self.critic is None:
+            raise ValueError("the critic is only loaded with algorithm.advantage: ppo")
+        return self.critic
 
     def update(
         self,
@@ -139,24 +159,31 @@ class FsdpBackend(Backend):
             Shard(f"{kind}/{name}", place(tensor), self._shapes[name], self._starts[name])
             for name, _ in self._named()
             for kind, tensor in self.optimizer.local_state(name).items()
-        ]
+        ] + ([] if self.critic is None else self.critic.shards(place))
 
     def progress(self) -> dict[str, Any]:
-        return {"optimiser_steps": self.optimizer.steps}
+        own = {"optimiser_steps": self.optimizer.steps}
+        return own if self.critic is None else {**own, "critic_steps": self.critic.optimizer.steps}
 
     def intact(self) -> bool:
-        return self.optimizer.intact
+        return self.optimizer.intact and (self.critic is None or self.critic.optimizer.intact)
 
     def set_progress(self, progress: dict[str, Any]) -> None:
         self._offload.changing()
         self.optimizer.set_steps(int(progress["optimiser_steps"]))
+        if self.critic is not None:
+            self.critic.optimizer.set_steps(int(progress["critic_steps"]))
 
     def _offloaded(self) -> tuple[list[Tensor], list[Tensor]]:
         """Reshard all models, so that only this rank's shards of their weights are moved."""
-        models = [self.policy] if self.reference is None else [self.policy, self.reference]
+        models: list[nn.Module] = [self.policy] if self.reference is None else [self.policy, self.reference]
+        states = self.optimizer.tensors()
+        if self.critic is not None:
+            models.append(self.critic.model)
+            states += self.critic.optimizer.tensors()
         weights: list[Tensor] = []
         for model in models:
             if isinstance(model, FSDPModule):
                 model.reshard()
             weights += [local(p) for p in model.parameters()]
-        return weights, self.optimizer.tensors()
+        return weights, states

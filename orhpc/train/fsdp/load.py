@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from orhpc.errors import ModelError
 from orhpc.models.forward_check import refuse_changing_positions
-from orhpc.train.fsdp.model import LogprobModel
+from orhpc.train.backend import VALUE_HEAD
+from orhpc.train.fsdp.model import LogprobModel, PackedModel, ValueModel
 from orhpc.train.fsdp.optim import local
 from orhpc.train.fsdp.routing_replay import RouterReplay
 from orhpc.train.hf_model import (
@@ -29,6 +32,9 @@ from orhpc.train.hf_model import (
 
 if TYPE_CHECKING:
     from orhpc.config import Config
+
+
+Model = TypeVar("Model", bound=PackedModel)
 
 
 class ModelLoader:
@@ -53,23 +59,34 @@ class ModelLoader:
         self.names.check()
 
     def load(self, *, trained: bool) -> tuple[LogprobModel, dict[str, tuple[int, ...]]]:
-        """Load one role (collective); return it and the whole shape of every parameter.
+        """Load the policy or the reference (collective); return it and the whole shape of every parameter.
 
         The policy is float32; the frozen reference has the model's type.
         """
-        stored = torch.float32 if trained else self.dtype
+        return self._load(partial(self._wrap, trained=trained), torch.float32 if trained else self.dtype)
+
+    def load_critic(self) -> tuple[ValueModel, dict[str, tuple[int, ...]]]:
+        """Load the critic (collective): the policy's decoder in float32, and a head of zeros."""
+        model, shapes = self._load(self._wrap_critic, torch.float32)
+        with torch.no_grad():
+            local(model.value_head.weight).zero_()
+        return model, {**shapes, VALUE_HEAD: (1, model.value_head.in_features)}
+
+    def _load(
+        self, wrap: Callable[[PreTrainedModel], Model], stored: torch.dtype
+    ) -> tuple[Model, dict[str, tuple[int, ...]]]:
         if self.world_size == 1 and stored == self.dtype:
             hf = self._read(stored)
             nn.Module.to(hf, self.device)
-            model = self._wrap(hf, trained=trained)
+            model = wrap(hf)
             return model, {name: tuple(p.shape) for name, p in model_parameters(model.hf)}
         source = None
         if self.rank == 0:
             # In the stored type, so that the master weights equal the checkpoint exactly.
             source = self._read("auto")
         hf = empty_model(load_model_config(self.model_dir, self.config.model), self.config.model, stored)
-        shapes = {name: tuple(p.shape) for name, p in model_parameters(hf)}
-        model = self._wrap(hf, trained=trained)
+        model = wrap(hf)
+        shapes = {name: tuple(p.shape) for name, p in model_parameters(model.hf)}
         self._shard(model)
         self._fill(model, source, shapes)
         return model, shapes
@@ -79,8 +96,8 @@ class ModelLoader:
         return load_model(self.model_dir, hf_config, self.config.model, dtype)
 
     def _wrap(self, hf: PreTrainedModel, *, trained: bool) -> LogprobModel:
-        if trained and self.config.train.gradient_checkpointing:
-            _checkpoint_activations(hf)
+        if trained:
+            self._recompute(hf)
         model = LogprobModel(
             hf,
             temperature=self.config.rollout.temperature,
@@ -91,6 +108,16 @@ class ModelLoader:
         set_modes(model)  # once, so that every pass of a step computes the same
         return model.requires_grad_(trained)
 
+    def _wrap_critic(self, hf: PreTrainedModel) -> ValueModel:
+        self._recompute(hf)
+        model = ValueModel(hf)
+        set_modes(model)
+        return model
+
+    def _recompute(self, hf: PreTrainedModel) -> None:
+        if self.config.train.gradient_checkpointing:
+            _checkpoint_activations(hf)
+
     def _routers(self, hf: PreTrainedModel) -> RouterReplay | None:
         if not self.config.routes_wanted:
             return None
@@ -99,7 +126,7 @@ class ModelLoader:
             raise ModelError(f"{type(hf).__name__} has no router whose choices could be replayed")
         return routers
 
-    def _shard(self, model: LogprobModel) -> None:
+    def _shard(self, model: PackedModel) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         layers = set(getattr(model.hf, "_no_split_modules", None) or ())
@@ -111,7 +138,7 @@ class ModelLoader:
         fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
     def _fill(
-        self, model: LogprobModel, source: PreTrainedModel | None, shapes: dict[str, tuple[int, ...]]
+        self, model: PackedModel, source: PreTrainedModel | None, shapes: dict[str, tuple[int, ...]]
     ) -> None:
         """Load the sharded model's weights: rank 0 broadcasts each whole, every rank keeps its rows."""
         names = {id(p): name for name, p in model.named_parameters()}

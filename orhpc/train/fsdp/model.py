@@ -1,4 +1,4 @@
-"""A transformers model as the trainer uses it: the packed forward pass that returns log-probabilities."""
+"""A transformers model as the trainer uses it: packed passes that return log-probabilities or values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from orhpc.errors import ModelError
 from orhpc.train.attention.packing import Packing
+from orhpc.train.backend import VALUE_HEAD
 from orhpc.train.batch import PackedBatch
 from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay
-from orhpc.train.hf_model import logit_scaling_of
+from orhpc.train.hf_model import logit_scaling_of, model_parameters
 from orhpc.train.loss.head import token_logprobs
 from orhpc.train.pinned import to_device
 
@@ -57,18 +58,69 @@ class DeviceBatch:
         )
 
 
-class LogprobModel(nn.Module):
-    """Decoder and head in one module, whose forward returns log-probabilities instead of logits.
+class PackedModel(nn.Module):
+    """Decoder and head in one module.
 
     They are one module because the head's weight must be gathered while it is used, which FSDP does only
     inside the root module's forward and backward.
     """
 
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def _hidden(self, batch: DeviceBatch) -> Tensor:
+        """Return the last hidden state, ``[P, H]``."""
+        body = self.hf.base_model
+        if body is self.hf:  # Llama 4's text model does not set base_model_prefix
+            body = self.hf.model
+        output = body(
+            input_ids=batch.input_ids_P[None],
+            position_ids=batch.position_ids_P[None],
+            packing=batch.packing,
+            use_cache=False,
+        )
+        return output.last_hidden_state[0]
+
+
+class ValueModel(PackedModel):
+    """The critic: the decoder with one number per token, the expected return before its next token.
+
+    The head has no bias, as in transformers' classes for sequence classification, which TRL uses.  Its
+    weights are not initialized here.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        """``hf`` loses its own head."""
+        super().__init__(hf)
+        head = hf.get_output_embeddings()
+        for name, module in list(hf.named_modules()):
+            if module is head:
+                owner, _, attribute = name.rpartition(".")
+                setattr(hf.get_submodule(owner), attribute, nn.Identity())
+        example = next(hf.parameters())
+        width = hf.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(width, 1, bias=False, dtype=example.dtype, device=example.device)
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return every parameter once, the decoder's under the policy's names, in the same order on all
+        ranks."""
+        return [*model_parameters(self.hf), (VALUE_HEAD, self.get_parameter(VALUE_HEAD))]
+
+    def forward(self, batch: DeviceBatch) -> Tensor:
+        """Return ``values_P``, float32, 0 where the mask is False."""
+        hidden_RH = self._hidden(batch).index_select(0, batch.rows_R)
+        values_R = nn.functional.linear(hidden_RH.float(), self.value_head.weight.float())[:, 0]
+        return values_R.new_zeros(len(batch.input_ids_P)).index_copy(0, batch.rows_R, values_R)
+
+
+class LogprobModel(PackedModel):
+    """The policy or the reference: its forward returns log-probabilities instead of logits."""
+
     def __init__(
         self, hf: PreTrainedModel, *, temperature: float, chunk: int, routers: RouterReplay | None = None
     ) -> None:
-        super().__init__()
-        self.hf = hf
+        super().__init__(hf)
         self.routers = routers
         self.scaling = logit_scaling_of(hf.config, temperature)
         self.chunk = chunk
@@ -81,7 +133,7 @@ class LogprobModel(nn.Module):
         if self.routers is not None:
             # Passes without gradient are not counted: they see the same tokens as the update.
             self.routers.start(batch.routed, counted=torch.is_grad_enabled())
-        hidden_PH = self._hidden(batch.input_ids_P, batch.position_ids_P, batch.packing)
+        hidden_PH = self._hidden(batch)
         head = self._head()
         logprobs_R, entropy_R = token_logprobs(
             hidden_PH.index_select(0, batch.rows_R),
@@ -102,10 +154,3 @@ class LogprobModel(nn.Module):
         head = self.hf.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
-
-    def _hidden(self, ids_P: Tensor, positions_P: Tensor, packing: Packing) -> Tensor:
-        body = self.hf.base_model
-        if body is self.hf:  # Llama 4's text model does not set base_model_prefix
-            body = self.hf.model
-        output = body(input_ids=ids_P[None], position_ids=positions_P[None], packing=packing, use_cache=False)
-        return output.last_hidden_state[0]

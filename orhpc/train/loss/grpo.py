@@ -249,10 +249,11 @@ def packed_loss(
     if settings.use_kl_reward:
         kl_P = kl_estimate(old_P, _reference(inputs), "k1")
         metrics.sums["kl"] = _masked_sum(kl_P, mask_P)
-        lowered_P = kl_lowered_advantages(
-            inputs.advantages_P, settings.kl_coef * kl_P, mask_P, inputs.segments_P, inputs.n_segments
-        )
-        inputs = replace(inputs, advantages_P=lowered_P)
+        if not settings.has_critic:  # else the advantages contain it (orhpc.train.token_estimates)
+            lowered_P = kl_lowered_advantages(
+                inputs.advantages_P, settings.kl_coef * kl_P, mask_P, inputs.segments_P, inputs.n_segments
+            )
+            inputs = replace(inputs, advantages_P=lowered_P)
     policy_P, clipped_P, log_ratio_P = _policy_loss(inputs, old_P, settings)
     total_P = policy_P
     log_rho_P = (old_P - inputs.rollout_logprobs_P).detach()

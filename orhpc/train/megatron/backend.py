@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from orhpc.errors import StopRequested
@@ -17,10 +16,10 @@ from orhpc.plan.layout import RankPlace
 from orhpc.train.backend import Backend, Batches, Role, Shard, StopCheck, TrainingBatch, Update
 from orhpc.train.batch import PackedBatch
 from orhpc.train.loss.grpo import LossInputs, MetricSums, packed_loss
-from orhpc.train.megatron.export import Exporter
-from orhpc.train.megatron.hf_mapping import HfMapping, Target
+from orhpc.train.megatron.critic import MegatronCritic
+from orhpc.train.megatron.export import Exporter, parameter_targets
 from orhpc.train.megatron.load import ModelLoader
-from orhpc.train.megatron.model import Chunk, leave_groups, start_groups
+from orhpc.train.megatron.model import leave_groups, start_groups
 from orhpc.train.megatron.optim import MegatronOptimizer, wrap
 from orhpc.train.megatron.packing import RankBatch
 from orhpc.train.megatron.routing_replay import StageReplay, refuse_dense
@@ -64,15 +63,19 @@ class MegatronBackend(Backend):
         # Never in the reference: it must not depend on the engines' routing.
         self._policy = loader.pipeline(wrapped, self._routers)
         self._exporter = Exporter(chunks, self._mapping, config.megatron, self.dtype)
-        self.optimizer = MegatronOptimizer(wrapped, config, self.dtype)
+        self.optimizer = MegatronOptimizer(wrapped, config, config.policy_optimizer, self.dtype)
         self._models: list[nn.Module] = list(wrapped)
         self._reference: Pipeline | None = None
         if config.algorithm.needs_reference:
             frozen = [chunk.model for chunk in loader.chunks(trained=False)]
             self._models += frozen
             self._reference = loader.pipeline(frozen)
+        self.critic: MegatronCritic | None = None
+        if config.algorithm.has_critic:
+            self.critic = MegatronCritic(config, loader, reports=self.reports)
+            self._models += self.critic.models
         self._cached_tensors = CachedTensors(self._models)
-        self._targets = _parameter_targets(chunks, self._exporter, self._mapping)
+        self._targets = parameter_targets(chunks, self._exporter, self._mapping)
         self._no_metrics = _metrics_of_nothing(config.algorithm, self.device)
 
     # --- computing ----------------------------------------------------------------------------
@@ -81,7 +84,23 @@ class MegatronBackend(Backend):
         pipeline = self._policy if role is Role.POLICY else self._reference
         if pipeline is None:
             raise ValueError("the reference is only loaded with algorithm.use_kl_loss or use_kl_reward")
-        return pipeline.logprobs(batches)
+        return pipeline.outputs(batches)
+
+    def values(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
+        return self._require_critic().pipeline.outputs(batches)
+
+    def update_critic(self, batches: Batches[TrainingBatch], *, n_tokens: int, between: StopCheck) -> Update:
+        critic = self._require_critic()
+        metrics = critic.accumulate(batches, n_tokens=n_tokens, between=between)
+        self._offload.changing()
+        started = time.perf_counter()
+        norm, lr = critic.optimizer.step(metrics.sums["value_loss"])
+        return Update(metrics, norm, lr, time.perf_counter() - started)
+
+    def _require_critic(self) -> MegatronCritic:
+        if self.critic is None:
+            raise ValueError("the critic is only loaded with algorithm.advantage: ppo")
+        return self.critic
 
     def update(
         self,
@@ -94,10 +113,10 @@ class MegatronBackend(Backend):
         metrics = MetricSums()
         metrics.add(self._no_metrics)
 
-        def loss(logprobs_P: Tensor, entropy_P: Tensor, training: TrainingBatch, batch: RankBatch) -> Tensor:
+        def loss(outputs_2P: Tensor, training: TrainingBatch, batch: RankBatch) -> Tensor:
             if not training.batch.sample_ids:
-                return (logprobs_P + entropy_P).sum() * 0.0
-            inputs = training.loss_inputs(batch, logprobs_P, entropy_P)
+                return outputs_2P.sum() * 0.0
+            inputs = training.loss_inputs(batch, outputs_2P[0], outputs_2P[1])
             value, found = packed_loss(inputs, self.config.algorithm, n_samples=n_samples, n_tokens=n_tokens)
             if self.reports:
                 metrics.add(found)
@@ -139,26 +158,33 @@ class MegatronBackend(Backend):
             replace(state, tensors={kind: place(flat) for kind, flat in state.tensors.items()})
             for state in self.optimizer.held()
         )
-        return state_shards(held, self._targets, self._mapping.shape)
+        own = state_shards(held, self._targets, self._mapping.shape)
+        return own if self.critic is None else own + self.critic.shards(place)
 
     def progress(self) -> dict[str, Any]:
-        return {"optimiser_steps": self.optimizer.steps}
+        own = {"optimiser_steps": self.optimizer.steps}
+        return own if self.critic is None else {**own, "critic_steps": self.critic.optimizer.steps}
 
     def intact(self) -> bool:
-        return self.optimizer.intact
+        return self.optimizer.intact and (self.critic is None or self.critic.optimizer.intact)
 
     def set_progress(self, progress: dict[str, Any]) -> None:
         self._offload.changing()
         self.optimizer.set_steps(int(progress["optimiser_steps"]))
+        if self.critic is not None:
+            self.critic.optimizer.set_steps(int(progress["critic_steps"]))
 
     # --- memory -------------------------------------------------------------------------------
 
     def _offloaded(self) -> tuple[list[Tensor], list[Tensor]]:
         weights = [p.detach() for model in self._models for p in model.parameters()]
-        return weights, self.optimizer.tensors()
+        return weights, [t for optimizer in self._optimizers() for t in optimizer.tensors()]
 
     def _discarded(self) -> list[Tensor]:
-        return self.optimizer.gradient_buffers()
+        return [t for optimizer in self._optimizers() for t in optimizer.gradient_buffers()]
+
+    def _optimizers(self) -> list[MegatronOptimizer]:
+        return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
 
     def release_gradients(self) -> None:
         self._cached_tensors.drop()
@@ -171,22 +197,6 @@ class MegatronBackend(Backend):
 
     def close(self) -> None:
         leave_groups()
-
-
-def _parameter_targets(
-    chunks: Iterable[Chunk], exporter: Exporter, mapping: HfMapping
-) -> dict[nn.Parameter, tuple[Target, int]]:
-    """Return the target of each of this rank's parameters, and the rank's place among its parts."""
-    tp = parallel_state.get_tensor_model_parallel_rank()
-    etp: Any = parallel_state.get_expert_tensor_parallel_rank()
-    held = exporter.held()
-    found: dict[nn.Parameter, tuple[Target, int]] = {}
-    for chunk in chunks:
-        for target in mapping.targets(chunk.part):
-            tensor = held[target.name]
-            if isinstance(tensor, nn.Parameter):
-                found[tensor] = (target, tp if target.expert is None else etp)
-    return found
 
 
 def _metrics_of_nothing(settings: AlgorithmSettings, device: torch.device) -> MetricSums:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
 from orhpc.config.megatron import MegatronSettings
 from orhpc.train.gather import gather_into
@@ -144,3 +144,19 @@ def _whole(target: Target, rows: Tensor) -> Tensor:
     """Join the parts of one target: ``[ways of its group, elements of a part]``."""
     shape = target.local_shape()
     return target.whole([rows[i].view(shape) for i in range(target.ways)])
+
+
+def parameter_targets(
+    chunks: Iterable[Chunk], exporter: Exporter, mapping: HfMapping
+) -> dict[nn.Parameter, tuple[Target, int]]:
+    """Return the target of each of this rank's parameters, and the rank's place among its parts."""
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    etp: Any = parallel_state.get_expert_tensor_parallel_rank()
+    held = exporter.held()
+    found: dict[nn.Parameter, tuple[Target, int]] = {}
+    for chunk in chunks:
+        for target in mapping.targets(chunk.part):
+            tensor = held[target.name]
+            if isinstance(tensor, nn.Parameter):
+                found[tensor] = (target, tp if target.expert is None else etp)
+    return found

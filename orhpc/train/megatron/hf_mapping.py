@@ -21,6 +21,7 @@ from torch import Tensor
 
 from orhpc.errors import ModelError
 from orhpc.models import HfTensor, ModelShape
+from orhpc.train.backend import VALUE_HEAD
 from orhpc.train.megatron.names import Cut, Naming, Rule, layer_rules
 
 
@@ -168,11 +169,16 @@ class HfMapping:
             yield Target(
                 "decoder.final_layernorm.weight", norm.shape, 0, 1, (Piece(norm.name, 0, norm.shape[0]),)
             )
-            if not self.shape.tied:
-                head = (Piece(outer["head"].name, 0, self.shape.vocabulary),)
-                yield self._checked(Target("output_layer.weight", matrix, 0, self.tp, head))
-            elif not part.first:  # the pipeline's last stage has a copy of the tied matrix
-                yield self._checked(Target("output_layer.weight", matrix, 0, self.tp, whole))
+            yield from self._head(part)
+
+    def _head(self, part: ModelPart) -> Iterator[Target]:
+        outer = {t.part: t for t in self.shape.outer_tensors()}
+        if self.shape.tied and part.first:
+            return  # a pipeline's last stage has a copy of the tied matrix
+        source = outer["embedding" if self.shape.tied else "head"].name
+        matrix = (self.vocabulary, self.shape.hidden)
+        pieces = (Piece(source, 0, self.shape.vocabulary),)
+        yield self._checked(Target("output_layer.weight", matrix, 0, self.tp, pieces))
 
     def _layer(self, index: int, experts: range) -> Iterator[Target]:
         base = f"{self.shape.family.prefix}layers.{index}."
@@ -276,6 +282,14 @@ class HfMapping:
                 found.setdefault(piece.name, []).append((piece.expert or 0, piece.start, values))
         fused = first.pieces[0].expert is not None
         return {n: _joined(parts, first.dim, fused) for n, parts in found.items()}
+
+
+class CriticMapping(HfMapping):
+    """The mapping of the critic: the model without its head, and the value head, whole on every rank."""
+
+    def _head(self, part: ModelPart) -> Iterator[Target]:
+        size = (1, self.shape.hidden)
+        yield Target("output_layer.weight", size, 0, 1, (Piece(VALUE_HEAD, 0, 1),))
 
 
 def _gated(names: list[str], rows: list[int], ways: int) -> list[tuple[str, int, int]]:

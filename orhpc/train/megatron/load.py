@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
-from torch import nn
+from torch import Tensor, nn
 
 from orhpc.models import read_shape
 from orhpc.plan.layout import check_layout, trainer_layout
+from orhpc.train.backend import VALUE_HEAD
 from orhpc.train.hf_model import DTYPES, load_model_config, logit_scaling_of
 from orhpc.train.loss.head import VocabularyPart
-from orhpc.train.megatron.hf_mapping import HfMapping
+from orhpc.train.megatron.hf_mapping import CriticMapping, HfMapping, Piece, Source
 from orhpc.train.megatron.hf_stream import HfFolder
 from orhpc.train.megatron.model import (
     Chunk,
@@ -25,7 +27,7 @@ from orhpc.train.megatron.model import (
 )
 from orhpc.train.megatron.model_config import build_of
 from orhpc.train.megatron.routing_replay import StageReplay
-from orhpc.train.megatron.schedule import Head, Pipeline
+from orhpc.train.megatron.schedule import LogprobHead, Pipeline
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -45,15 +47,26 @@ class ModelLoader:
         self.shape = self._folder.language_part(read_shape(model_dir))
         self._folder.check(self.shape)
         check_layout(self.shape, trainer_layout(config), config.placement.devices_per_node)
-        vocabulary = padded_vocabulary(self.shape, m)
-        self.mapping = HfMapping(self.shape, naming_of(config), tp=m.tp, etp=m.etp, vocabulary=vocabulary)
+        divided = {"tp": m.tp, "etp": m.etp, "vocabulary": padded_vocabulary(self.shape, m)}
+        self.mapping = HfMapping(self.shape, naming_of(config), **divided)
+        self.critic_mapping = CriticMapping(self.shape, naming_of(config), **divided)
 
     def chunks(self, *, trained: bool) -> list[Chunk]:
-        """Return the model chunks of one role on this rank's pipeline stage, with their weights."""
+        """Return the model chunks of the policy or the reference on this rank's pipeline stage, with their
+        weights."""
+        return self._loaded(self.mapping, self._folder, trained=trained, critic=False)
+
+    def critic_chunks(self) -> list[Chunk]:
+        """Return the critic's model chunks on this rank's pipeline stage: the policy's weights, and a head of
+        zeros."""
+        source = _WithValueHead(self._folder, self.shape.hidden)
+        return self._loaded(self.critic_mapping, source, trained=True, critic=True)
+
+    def _loaded(self, mapping: HfMapping, source: Source, *, trained: bool, critic: bool) -> list[Chunk]:
         build = build_of(self._hf_config, self.shape)
         mcore = transformer_config(build, self.shape, self.config, self.dtype)
-        chunks = build_chunks(build, mcore, self.shape, self.config.megatron, self.device)
-        load_chunks(chunks, self.mapping, self._folder)
+        chunks = build_chunks(build, mcore, self.shape, self.config.megatron, self.device, critic=critic)
+        load_chunks(chunks, mapping, source)
         for chunk in chunks:
             # Always in training mode, without dropout: every pass of a step computes the same.
             chunk.model.train().requires_grad_(trained)
@@ -68,5 +81,19 @@ class ModelLoader:
         part = VocabularyPart(start, max(0, min(rows, shape.vocabulary - start)), group)
         scaling = logit_scaling_of(self._hf_config, self.config.rollout.temperature)
         entropy = self.config.algorithm.entropy_coef != 0
-        head = Head(part, scaling, train.logprob_chunk_tokens, entropy)
+        head = LogprobHead(part, scaling, train.logprob_chunk_tokens, entropy)
         return Pipeline(list(models), head, self.device, routers)
+
+
+@dataclass(frozen=True, slots=True)
+class _WithValueHead:
+    """A model folder, and zeros for the critic's head, which no folder has."""
+
+    folder: HfFolder
+    width: int
+    """Of the hidden states."""
+
+    def read(self, piece: Piece, dim: int, start: int, stop: int) -> Tensor:
+        if piece.name != VALUE_HEAD:
+            return self.folder.read(piece, dim, start, stop)
+        return torch.zeros(stop - start, self.width)

@@ -204,9 +204,18 @@ def own_parts(shape: ModelShape, m: MegatronSettings) -> list[ModelPart]:
 
 
 def build_chunks(
-    build: Build, mcore: TransformerConfig, shape: ModelShape, m: MegatronSettings, device: torch.device
+    build: Build,
+    mcore: TransformerConfig,
+    shape: ModelShape,
+    m: MegatronSettings,
+    device: torch.device,
+    *,
+    critic: bool = False,
 ) -> list[Chunk]:
-    """Build this rank's part of the model, with uninitialized weights."""
+    """Build this rank's part of the model, with uninitialized weights.
+
+    ``critic``: with a value instead of logits at the end.
+    """
     os.environ.setdefault(GROUPED_GEMM, "1")
     chunks: list[Chunk] = []
     for index, part in enumerate(own_parts(shape, m)):
@@ -232,11 +241,13 @@ def build_chunks(
             pre_process=part.first,
             post_process=part.last,
             parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied,
+            share_embeddings_and_output_weights=shape.tied and not critic,
             position_embedding_type="rope",
             rotary_percent=build.rotary_share,
             vp_stage=vp_stage,
         )
+        if critic and part.last:
+            model.output_layer = ValueLayer(mcore)  # type: ignore[assignment]
         if device.type != "cuda":
             share_latent_projections(model, mcore)
         _set_frequencies(model, build.inverse_frequencies, device)
@@ -248,6 +259,20 @@ def build_chunks(
             model.embedding.register_forward_hook(partial(_scaled, build.embedding_scale))
         chunks.append(Chunk(model.to(device), part))
     return chunks
+
+
+class ValueLayer(nn.Module):
+    """The weight of the critic's head, ``[1, H]``, which every tensor-parallel rank holds whole.
+
+    :class:`orhpc.train.megatron.schedule.ValueHead` computes with it.  All these ranks have the same hidden
+    states there and therefore the same gradient, so that nothing is summed over them.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        size = (1, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
 
 
 def _check_quantized(decoder: nn.Module) -> None:

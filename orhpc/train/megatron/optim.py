@@ -34,7 +34,7 @@ from orhpc.train.megatron.model import Chunk
 from orhpc.train.stopping import agree
 
 if TYPE_CHECKING:
-    from orhpc.config import Config
+    from orhpc.config import Config, TrainSettings
 
 KINDS = {"model": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Our names of a parameter's state, mapped to megatron-core's."""
@@ -79,9 +79,13 @@ class MegatronOptimizer:
     """AdamW on this rank's share."""
 
     def __init__(
-        self, wrapped: Sequence[DistributedDataParallel], config: Config, dtype: torch.dtype
+        self,
+        wrapped: Sequence[DistributedDataParallel],
+        config: Config,
+        train: TrainSettings,
+        dtype: torch.dtype,
     ) -> None:
-        train = config.train
+        """``train``: settings of this model's optimizer."""
         self.settings = train
         self.steps = 0
         self.intact = True

@@ -1,11 +1,11 @@
-"""Run micro-batches through the pipeline: megatron-core's schedules with the trainer's losses."""
+"""Run micro-batches through the pipeline: megatron-core's schedules with the trainer's heads and losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,58 @@ from orhpc.train.megatron.routing_replay import StageReplay
 FP8_MULTIPLE = 16
 """Rows of an FP8 matrix product must be a multiple of this."""
 
-Loss = Callable[[Tensor, Tensor, TrainingBatch, RankBatch], Tensor]
-"""Maps log-probabilities and entropy, ``[P]`` each, to the scalar to differentiate."""
+Loss = Callable[[Tensor, TrainingBatch, RankBatch], Tensor]
+"""Maps a head's outputs, ``[K, P]``, to the scalar to differentiate."""
+
+
+class Head(Protocol):
+    """How the last stage computes numbers of tokens from hidden states."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether tensor-parallel ranks compute parts of the result, whose gradients add up; else each
+        computes the whole."""
+        ...
+
+    def outputs(self, hidden_RH: Tensor, weight: Tensor, batch: RankBatch) -> Tensor:
+        """Return ``[K, R]`` float32 for the rows whose target was sampled."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """How the last stage computes log-probabilities from hidden states."""
+class LogprobHead:
+    """Log-probabilities and entropy: ``K`` = 2."""
 
     part: VocabularyPart
     scaling: LogitScaling
     chunk: int
     entropy_gradient: bool
+
+    @property
+    def divided(self) -> bool:
+        return True
+
+    def outputs(self, hidden_RH: Tensor, weight: Tensor, batch: RankBatch) -> Tensor:
+        values = token_logprobs(
+            hidden_RH,
+            weight,
+            None,
+            batch.targets_R,
+            part=self.part,
+            scaling=self.scaling,
+            chunk=self.chunk,
+            entropy_gradient=self.entropy_gradient,
+        )
+        return torch.stack(values)
+
+
+class ValueHead:
+    """The critic's value: ``K`` = 1; every tensor-parallel rank holds the whole ``[1, H]`` weight."""
+
+    divided = False
+
+    def outputs(self, hidden_RH: Tensor, weight: Tensor, batch: RankBatch) -> Tensor:
+        return nn.functional.linear(hidden_RH.float(), weight.float()).t()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +89,16 @@ class Pipeline:
     routers: StageReplay | None = None
     """Set if expert routes were recorded."""
 
-    def logprobs(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
-        """Return log-probabilities of every micro-batch, without gradient; None on earlier stages."""
+    def outputs(self, batches: Batches[PackedBatch]) -> list[Tensor | None]:
+        """Return the head's first output, ``[P]``, for every micro-batch, without gradient.
+
+        These are log-probabilities, or values; None on earlier stages.
+        """
         found: list[Tensor] = []
 
-        def keep(logprobs_P: Tensor, *_: Any) -> Tensor:
-            found.append(logprobs_P)
-            return logprobs_P.new_zeros(())
+        def keep(outputs_KP: Tensor, *_: Any) -> Tensor:
+            found.append(outputs_KP[0])
+            return outputs_KP.new_zeros(())
 
         with torch.no_grad():
             self._run(map(TrainingBatch, batches), len(batches), keep, None, forward_only=True)
@@ -131,34 +174,28 @@ class Pipeline:
         context: RankBatch,
         **_: Any,
     ) -> Tensor:
-        """megatron-core's hook after the last layer: maps ``[L, 1, H]`` to ``[2, P]``."""
+        """megatron-core's hook after the last layer: maps ``[L, 1, H]`` to the head's ``[K, P]``."""
         tp: Any = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=self.head.divided, group=tp
+            )
         weight: Any = output_layer.weight if output_weight is None else output_weight
-        values = token_logprobs(
-            hidden_states[:, 0].index_select(0, context.rows_R),
-            weight,
-            None,
-            context.targets_R,
-            part=self.head.part,
-            scaling=self.head.scaling,
-            chunk=self.head.chunk,
-            entropy_gradient=self.head.entropy_gradient,
-        )
-        both_2R = torch.stack(values)
-        both_2P = both_2R.new_zeros(2, context.total).index_copy(1, context.places_R, both_2R)
+        hidden_RH = hidden_states[:, 0].index_select(0, context.rows_R)
+        outputs_KR = self.head.outputs(hidden_RH, weight, context)
+        outputs_KP = outputs_KR.new_zeros(len(outputs_KR), context.total)
+        outputs_KP = outputs_KP.index_copy(1, context.places_R, outputs_KR)
         if parallel_state.get_context_parallel_world_size() > 1:
-            both_2P = _JoinedOverSequence.apply(both_2P, parallel_state.get_context_parallel_group())
-        return both_2P
+            outputs_KP = _JoinedOverSequence.apply(outputs_KP, parallel_state.get_context_parallel_group())
+        return outputs_KP
 
 
 def _loss(
-    output_2P: Tensor, *, training: TrainingBatch, batch: RankBatch, loss: Loss
+    output_KP: Tensor, *, training: TrainingBatch, batch: RankBatch, loss: Loss
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return what megatron-core expects: the loss, a token count (unused here), a report."""
-    value = loss(output_2P[0], output_2P[1], training, batch)
-    return value, torch.zeros((), dtype=torch.int, device=output_2P.device), {}
+    value = loss(output_KP, training, batch)
+    return value, torch.zeros((), dtype=torch.int, device=output_KP.device), {}
 
 
 class _JoinedOverSequence(torch.autograd.Function):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from orhpc.models import HfTensor, ModelShape
-from orhpc.train.backend import Shard
+from orhpc.train.backend import VALUE_HEAD, Shard
 from orhpc.train.megatron.hf_mapping import Target
 from orhpc.train.megatron.optim import HeldState
 
@@ -60,6 +60,7 @@ def state_shards(
     ``targets`` gives each parameter's target and the index of this rank's part.
     """
     sizes = {name: size for tensor in shape.tensors() for name, size in _each(tensor)}
+    sizes[VALUE_HEAD] = (1, shape.hidden)
     found: list[Shard] = []
     for state in held:
         target, index = targets[state.parameter]

@@ -224,6 +224,7 @@ def evidence(tmp_path: Path, **metrics: list[float]) -> Evidence:
             "Responses grow with the reward",
         ),
         ({"equal_reward_groups": [0.9] * 40}, "Most groups train nothing"),
+        ({"explained_variance": [-0.1] * 40}, "The critic foresees nothing"),
         (
             {"reward_mean__code": [0.8, 0.82] * 10 + [0.4, 0.42] * 10, "restarts": [21]},
             "code got worse after the restart at step 21",
@@ -253,6 +254,8 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
         "rollout_seconds_max": [6.0] * 40, "rollout_seconds_mean": [4.0] * 40, "staleness_mean": [0.0] * 40,
     }  # fmt: skip
     assert findings(evidence(tmp_path, **healthy)) == []
+    critic = {"equal_reward_groups": [0.9] * 40, "value_loss": [0.1] * 40, "explained_variance": [0.5] * 40}
+    assert findings(evidence(tmp_path / "critic", **critic)) == []
     assert findings(Evidence(Series.of([]), [], [])) == []
 
 

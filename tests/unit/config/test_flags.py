@@ -10,6 +10,7 @@ import pytest
 from orhpc.config import Config
 from orhpc.config.files import default_setting, load_config
 from orhpc.config.flags import FLAGS, Flag, Kind
+from orhpc.config.flags.conversions import CRITIC
 from orhpc.errors import ConfigError
 from orhpc.launch.command_line import split_command_line, without_flags
 
@@ -29,6 +30,7 @@ COMPANIONS = {
         ["--advantage-estimator", "reinforce_plus_plus"],
     "--rollout-num-gpus": ["--colocate"], "--rollout-gpus": ["--colocate"],
     "--over-sampling-batch-size": ["--rollout-batch-size", "2"],
+    **{name: ["--advantage-estimator", "ppo"] for name in CRITIC},
 }  # fmt: skip
 
 
@@ -122,11 +124,20 @@ def test_a_flag_as_slimes_documentation_shows_it_has_the_same_meaning(tmp_path: 
         (("--use-wandb=false", "--lr", "1", "--lr", "2"), {"train.lr": "2.0", "wandb.enabled": "false"}),
         (("--hf-checkpoint", "12"), {"model.path": '"12"'}),
         (("--lr", "1e-5", "train.lr=1e-5"), {"train.lr": "1e-05"}),
+        (
+            ("--advantage-estimator", "ppo", "--lambd", "0.95", "--num-critic-only-steps", "3"),
+            {"algorithm.critic.gae_lambda": "0.95", "algorithm.critic.warmup_steps": "3"},
+        ),
+        (("algorithm.advantage=ppo", "--critic-lr", "2e-6"), {"algorithm.critic.lr": "2e-06"}),
     ],
 )
 def test_flags_are_converted_together(words: tuple[str, ...], wanted: dict[str, str]) -> None:
     found = overrides_of(*words)
     assert wanted.items() <= found.items()
+
+
+def test_without_ppo_the_critic_s_flags_change_nothing() -> None:
+    assert overrides_of("--value-clip", "0.2", "--gamma", "1.0", "--critic-lr", "1e-6") == {}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +156,10 @@ def test_flags_are_converted_together(words: tuple[str, ...], wanted: dict[str, 
             ("--seed", "1", "--rollout-seed", "2"),
             r"--seed and --rollout-seed contradict each other: run.seed",
         ),
-        (("--advantage-estimator", "ppo"), r"no critic; use one of grpo"),
+        (("--advantage-estimator", "vpo"), r"'vpo' is not one of grpo, .*ppo"),
+        (("--gamma", "0.9"), r"--gamma 0.9: rewards are only discounted with --advantage-estimator ppo"),
+        (("--num-critic-only-steps", "x", "--advantage-estimator", "ppo"), r"'x' is not an integer"),
+        (("--critic-num-nodes", "1"), r"the critic is on the trainers' GPUs"),
         (("--optimizer", "sgd"), r"--optimizer sgd: there is no other optimizer"),
         (("--kl-coef", "0.1"), r"write algorithm.use_kl_reward=true"),
         (("--colocate", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus", "4"), r"mixed"),

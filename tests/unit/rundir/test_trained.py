@@ -36,6 +36,18 @@ def test_every_rollout_is_read_as_it_was_written(rollouts: dict[str, tuple[float
         assert np.array_equal(rollout.logprobs_T, written[name].logprobs_T)
 
 
+def test_a_step_with_a_critic_has_advantages_and_values_of_tokens(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    written = {
+        f"0.{i}": TrainedRollout(0.5, *rng.normal(size=(3, length)).astype(np.float32))
+        for i, length in enumerate((3, 1, 7))
+    }
+    write_trained(tmp_path, written)
+    for name, rollout in read_trained(tmp_path).items():
+        assert np.array_equal(rollout.advantages_T, written[name].advantages_T)
+        assert np.array_equal(rollout.values_T, written[name].values_T)
+
+
 def test_a_step_of_an_earlier_release_has_none(tmp_path: Path) -> None:
     assert read_trained(tmp_path) == {}
 

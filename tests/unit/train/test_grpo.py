@@ -285,7 +285,8 @@ def test_a_steps_report_says_what_the_alarms_use() -> None:
             a |= {name: np.zeros(n) for name in ("advantages", "entropy", "reference")}
             a |= {"logprobs": a["old"], "mask": np.ones(n, bool), "segments": np.zeros(n, np.int64)}
             _, metrics = packed_loss(inputs(a), AlgorithmSettings(), n_samples=1, n_tokens=n)
-            report.add_update(Update(metrics, 1.0, 1e-3, 0.0), packed_tokens=n)
+            report.add_packed(n)
+            report.add_update(Update(metrics, 1.0, 1e-3, 0.0))
         found = report.reduced()
     finally:
         dist.destroy_process_group()

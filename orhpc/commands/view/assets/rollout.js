@@ -3,6 +3,7 @@
 
 const MOST_TOKENS = 3000;   // of one stretch that are drawn at first
 const TEXT = 0, ID = 1, ENGINE = 2, TRAINER = 3, VERSION = 4;   // places in a token
+const ADVANTAGE = 5, VALUE = 6;   // further ones, if there was a critic
 
 // Log-probabilities differ by 0.001 as well as by 10: colors follow the logarithm.
 const strength = (value) => Math.min(1, Math.log10(1 + Math.abs(value) / 0.01) / 2);
@@ -31,8 +32,8 @@ const COLORINGS = {
   },
   advantage: {
     name: "advantage",
-    about: "of the rollout: blue tokens became more probable, orange ones less",
-    value: (token, rollout) => rollout.advantage,
+    about: "of the rollout, with a critic of the token: blue tokens became more probable, orange ones less",
+    value: (token, rollout) => token[ADVANTAGE] ?? rollout.advantage,
     color: (value) => diverging(Math.max(-1, Math.min(1, value / 2))),
     legend: [[-2, "−2"], [-1, "−1"], [0, "0"], [1, "1"], [2, "2"]],
   },
@@ -131,6 +132,9 @@ function describe({ token, rollout }) {
   const found = [`${JSON.stringify(token[TEXT])}  token ${token[ID]}`, `engine ${number(token[ENGINE], 4)}`];
   if (token[TRAINER] !== null) {
     found.push(`trainer ${number(token[TRAINER], 4)}`, `difference ${number(token[TRAINER] - token[ENGINE], 4)}`);
+  }
+  if (token[VALUE] !== undefined) {
+    found.push(`advantage ${number(token[ADVANTAGE], 4)}`, `value ${number(token[VALUE], 4)}`);
   }
   const age = rollout.version === null ? "" : `, ${rollout.version - token[VERSION]} updates old`;
   return [...found, `policy ${token[VERSION]}${age}`].join("   ");

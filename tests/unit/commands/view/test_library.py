@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from orhpc.commands.view.filter import Filter
 from orhpc.commands.view.library import Library
-from orhpc.commands.view.tokens import TokenTexts
+from orhpc.commands.view.tokens import TokenTexts, segments
 from orhpc.errors import ConfigError, RecordError
+from orhpc.rundir.trained import TrainedRollout
 from tests.unit.commands.view.kit import byte_tokenizer, library_of, make_run
 
 
@@ -53,6 +54,15 @@ def test_tokens_show_what_was_sampled_and_what_was_not(library: Library) -> None
     assert (set(engine), set(trainer), set(versions)) == ({-0.5}, {-0.625}, {1})
     # Not trained on: the trainer has computed nothing.
     assert {token[3] for token in library.rollout("step_3", "30.2")["segments"][1]["tokens"]} == {None}
+
+
+def test_tokens_of_a_step_with_a_critic_have_an_advantage_and_a_value(library: Library) -> None:
+    record = library.record("step_3", "30.1")
+    assert record is not None
+    logprobs_T = record[1].logprobs_T
+    trained = TrainedRollout(0.0, logprobs_T, 2 * logprobs_T, 4 * logprobs_T)
+    sampled = segments(record[1], trained, library._texts)[1]
+    assert {tuple(token[5:]) for token in sampled["tokens"]} == {(-1.0, -2.0)}
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
