@@ -46,6 +46,7 @@ ALGORITHMS: dict[str, list[str]] = {
         "algorithm.overlong={max_tokens: 48, buffer_tokens: 16}",
     ],
     "gspo": ["algorithm.loss=gspo", "algorithm.eps_clip=3e-4", "algorithm.eps_clip_high=4e-4"],
+    "ppo": ["algorithm.advantage=ppo", "algorithm.normalise_loss=token"],
     "cispo": ["algorithm.loss=cispo", "algorithm.normalise_loss=token"],
 }
 EVALUATION = [

@@ -37,7 +37,7 @@ from orhpc.types import Rollout  # noqa: E402
 
 MEDIAN, MOST = 256, 3072
 SIGMA = math.log(8) / 2.3263
-SKIPPED = 5
+SKIPPED = 4
 VARIANTS: dict[str, list[str]] = {
     "synchronous": [],
     "staleness 1": ["rollout.max_staleness=1"],
@@ -119,8 +119,7 @@ def _run(name: str, model: Path, seconds: float, options: argparse.Namespace) ->
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ
-            | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": folders},
         )
         try:
             process.wait(max(30.0, seconds - 25))
@@ -132,7 +131,7 @@ def _run(name: str, model: Path, seconds: float, options: argparse.Namespace) ->
                 process.kill()
     path = RunDir(options.work / run)
     for each in path.path.glob("attempts/*/*.log"):
-        (options.out / f"{run}_{each.name}.txt").write_text(each.read_text(errors="replace")[-20000:])
+        (options.out / f"{run}_{each.name}.txt").write_text(each.read_text(errors="replace")[-4_000_000:])
     steps = steps_of(read_events(path.events)) if path.events.exists() else {}
     return [
         {"variant": name, "step": step}
