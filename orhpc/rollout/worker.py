@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,7 @@ class RolloutWorker:
             route_shape=self._agent.route_shape,
             vocabulary=self._agent.vocabulary,
             router=router_url,
+            max_in_flight=max_in_flight(self._config, len(engine_urls)),
         )
 
     async def num_tasks(self, environment: str, split: str) -> int:
@@ -356,6 +358,15 @@ def _read_buffered(file: str) -> list[Rollout]:
 
 def _fail(rollout: Rollout, error: OrhpcError) -> None:
     rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, f"{type(error).__name__}: {error}"
+
+
+def max_in_flight(config: Config, engines: int) -> int:
+    """Return how many requests one worker sends at the same time.
+
+    Together the workers keep all engines full, and a quarter more requests waiting in them.
+    """
+    workers = config.rollout.workers_per_node * config.placement.nodes
+    return math.ceil(1.25 * config.engine.max_running * engines / workers)
 
 
 def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError
+from orhpc.rollout.client.admission import Admission
 from orhpc.rollout.client.connections import Connections
 from orhpc.rollout.client.http import EngineClient
 from orhpc.rollout.client.wire import TokenIds
@@ -48,8 +49,9 @@ class EnginePool:
 
     ``probes``: whether an engine that is down is probed until it answers, as above; if not, only
     :meth:`readmit` brings it back.  ``retries``: further attempts of a request.  ``recovery_s``: how long a
-    request waits when no engine is up.  Every wait is bounded.  Use the pool within one event loop and
-    :meth:`close` it there.
+    request waits when no engine is up.  ``max_in_flight``: requests that are sent at the same time; the
+    others wait, those of the oldest rollout (``affinity`` key) first.  Every wait for an engine is bounded.
+    Use the pool within one event loop and :meth:`close` it there.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class EnginePool:
         router: str | None = None,
         target_only: bool = False,
         probes: bool = True,
+        max_in_flight: int | None = None,
     ) -> None:
         if not urls:
             raise ConfigError("an engine pool needs at least one engine")
@@ -94,6 +97,7 @@ class EnginePool:
         self._probe_interval_s = probe_interval_s
         self._probes = probes
         self._came_up = asyncio.Event()
+        self._admission = None if max_in_flight is None else Admission(max_in_flight)
 
     async def __aenter__(self) -> EnginePool:
         return self
@@ -126,6 +130,14 @@ class EnginePool:
         result is the oldest version that any of its tokens can have.  Raises EngineUnavailable when all
         attempts failed; PromptTooLong, ConfigError and RoutesMissing at once.
         """
+        if self._admission is None:
+            return await self._generate(prompt_ids, sampling, rid, affinity, routes_start)
+        async with self._admission.place(affinity):
+            return await self._generate(prompt_ids, sampling, rid, affinity, routes_start)
+
+    async def _generate(
+        self, prompt_ids: TokenIds, sampling: Sampling, rid: str, affinity: str, routes_start: int | None
+    ) -> Generation:
         failure: EngineUnavailable | None = None
         if self._router is not None and routes_start is None and time.monotonic() > self._router_retry_at:
             try:
