@@ -39,6 +39,7 @@ def _install(folder: Path) -> None:
         calls = folder / f"calls.{dist.get_rank()}"
         with calls.open("a") as stream:
             stream.write("x")
+        dist.barrier()  # else the driver may end a rank before it has counted this step
         fault = plan.get(str(calls.stat().st_size))
         if fault == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory (injected)")
