@@ -13,7 +13,7 @@ from orhpc.commands.run_state import RUN_HELP, State, duration, existing_run, ju
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK
 from orhpc.rundir import RunDir
-from orhpc.rundir.event_lines import lowered_budget, number
+from orhpc.rundir.event_lines import BUDGETS, lowered_budget, number
 from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
 from orhpc.rundir.origin import describe, provenance
 
@@ -58,7 +58,7 @@ def status(options: argparse.Namespace) -> int:
         print(f"mean reward of step {about['step']}: {number(steps[-1], 'reward_mean', '.3f')}")
     if about["last_failure"] is not None:
         print(f"last failure: {about['last_failure']}")
-    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] == "bring_up"), ""):
+    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] in BUDGETS), ""):
         print(budget.removeprefix("; "))
     for line in jobs.describe(run, standing):
         print(line)

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 from orhpc.config import Config
 from orhpc.config.files import load_config
+from orhpc.driver.copies import Copies
 from orhpc.driver.step_report import CompletedStep, report
 from orhpc.errors import NodeLost, StopRequested
 from orhpc.plan.placement import Placement
+from orhpc.process.state_folder import state_folder
 from orhpc.rundir import RunDir
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import EventLog
@@ -48,6 +50,8 @@ class Run:
         self.unreported: CompletedStep | None = None
         """The trainers' last step, if it is not reported yet."""
         self.storage = StorageRetry(self.config.run.storage_wait_s, self._refused, self.stop_requested)
+        self.copies = Copies(state_folder(), self.notice)
+        """Copies of the state in memory, from which a restart in place continues."""
         self._stop_file = stop_file
         self._alerted = -_STORAGE_ALERT_S
 

@@ -11,6 +11,7 @@ import pytest
 
 from orhpc.config.files import load_config
 from orhpc.driver.concurrently import all_of
+from orhpc.driver.copies import Copies
 from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.loop import train
@@ -26,6 +27,7 @@ class Parts:
     """Makes steps without groups; one call fails at one step."""
 
     def __init__(self, failing: str, at: int, error: OrhpcError) -> None:
+        self.trainers = None
         self._failing, self._at, self._error = failing, at, error
         self.producer = self
         self.workers: list[Any] = []
@@ -76,6 +78,7 @@ class Run:
         self.tracker: Any = self
         self.unreported: CompletedStep | None = None
         self.last_step_skipped = False
+        self.copies = Copies(None, self.notice)
 
     def log(self, event: dict[str, Any]) -> None: ...
 
