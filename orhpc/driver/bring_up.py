@@ -68,7 +68,8 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
     gpus = Gpus.start(config, placement, ids, run.folder / "gpus.jsonl")
     if not placement.engines:
         producer = ReplayProducer(str(config.train.replay_rollouts))
-        _, trainers = await gather_two(verified, start_trainers())
+        start, trainers = await gather_two(verified, start_trainers())
+        producer.position = start.state.position
         return Runtime(config, rundir, trainers, None, [], producer, run.notice, gpus, estimator)
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.

@@ -73,6 +73,8 @@ async def _choose_start(run: Run, token_limit: int | None) -> Start:
     state = (State.from_manifest(manifest) if manifest else State(max_tokens=setting)).resumed(
         setting, token_limit
     )
+    run.ledger.start(state.step, state.position.next_group, state.position.pending)
+    await asyncio.to_thread(run.ledger.write)
     run.max_tokens = state.max_tokens
     loaded = _origin(run, folder) if name is None else {}
     budget = {"max_tokens": state.max_tokens, "max_tokens_per_gpu": setting}
