@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.commands import jobs
+from orhpc.commands.prompt_balance import print_balance
 from orhpc.commands.run_state import RUN_HELP, State, duration, existing_run, judge, seconds_left
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK
@@ -30,12 +31,19 @@ _MEANING = {
 def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--ledger",
+        action="store_true",
+        help="show what became of every prompt group; exit code 1 if one was trained twice or skipped",
+    )
     parser.set_defaults(run=status)
 
 
 def status(options: argparse.Namespace) -> int:
     """Print a run's state, progress, jobs and last failure."""
     run = existing_run(options.run_dir)
+    if options.ledger:
+        return print_balance(run, as_json=options.json)
     events = read_events(run.events)
     standing = jobs.Standing.of(run)
     state = judge(run, events, standing.active, answered=standing.answered)

@@ -44,6 +44,7 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
             parent=start.commit,
             state=start.state,
             alert=run.tracker.alert,
+            before_commit=run.ledger.write,
         )
         run.events.write(
             "ready",

@@ -73,6 +73,7 @@ async def bring_up(
     if not placement.engines:
         producer = ReplayProducer(str(config.train.replay_rollouts))
         start, trainers = await gather_two(verified, start_trainers())
+        producer.position = start.state.position
         return Runtime(config, rundir, trainers, None, [], producer, run.notice, gpus, estimator, start)
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.

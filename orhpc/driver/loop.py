@@ -7,6 +7,7 @@ record of the rollouts, the weight sync.  A commit is written while training con
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep
 from orhpc.driver.trainer_recovery import repeat_with_new_trainers
 from orhpc.errors import NonFinite
+from orhpc.rollout.producer import StepGroups
 from orhpc.train.batch import plan_batches
 from orhpc.types import BatchPlan, Float64Array, PromptGroup, RolloutEnd, Sample
 
@@ -54,10 +56,12 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         # The trainers hold the next step now: a commit made after a later failure contains this step.
         state = replace(state, step=state.step + 1, position=runtime.producer.position)
         saver.state = state
+        note_fates(run, state, step_groups, skipped=bool(metrics.get("skipped")))
         metrics |= sharing | runtime.estimator.metrics(step_groups.groups)
         run.unreported = CompletedStep(state, step_groups, metrics, phases)
         # Record, publish, commit
         await saver.store(run.require_newest)
+        await saver.store(lambda: asyncio.to_thread(run.ledger.write))
         with phases.timed("record"):
             await runtime.record(state.step, step_groups, saver.store)
         with phases.timed("sync"):
@@ -71,6 +75,22 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         # Evaluation
         if evaluation.due(config, state.step):
             await evaluate(run, runtime, saver)
+
+
+def note_fates(run: Run, state: State, step_groups: StepGroups, *, skipped: bool) -> None:
+    """Add what became of the step's prompt groups to the run's ledger; ``skipped``: no update was made."""
+    trained, dropped = [group.id for group in step_groups.groups], step_groups.why
+    if run.config.train.replay_rollouts is not None:  # their ids are those of another run
+        trained, dropped = [], {}
+    elif skipped:
+        trained, dropped = [], dropped | dict.fromkeys(trained, "update_skipped")
+    run.ledger.step(
+        state.step,
+        trained=trained,
+        dropped=dropped,
+        next_group=state.position.next_group,
+        pending=state.position.pending,
+    )
 
 
 async def train_on(

@@ -54,20 +54,20 @@ async def choose_start(run: Run, token_limit: int | None, copied: Awaitable[set[
 
     async def choose() -> Start:
         with refusals("the run directory refuses", below=run.rundir.path):
-            return _copied_start(run, token_limit, held) or await _choose_start(run, token_limit)
+            return await _copied_start(run, token_limit, held) or await _choose_start(run, token_limit)
 
     held = await copied if copied is not None and run.copies.any() else set[int]()
     return await StorageRetry(run.config.run.storage_wait_s, log.error, run.stop_requested).run(choose)
 
 
-def _copied_start(run: Run, token_limit: int | None, held: set[int]) -> Start | None:
+async def _copied_start(run: Run, token_limit: int | None, held: set[int]) -> Start | None:
     """Return the newest copy in memory, unless a commit is newer."""
     found = run.copies.newest(held)
     newest = next(iter(run.rundir.lineage()), None)
     if found is None or (newest is not None and newest.step > found.step):
         return None
     state = found.resumed(run.config.train.max_tokens_per_gpu, token_limit)
-    _record(run, state, newest, {"copied": True})
+    await _record(run, state, newest, {"copied": True})
     return Start(newest, None, state, copied=True)
 
 
@@ -114,12 +114,14 @@ async def _choose_start(run: Run, token_limit: int | None) -> Start:
     state = (State.from_manifest(manifest) if manifest else State(max_tokens=setting)).resumed(
         setting, token_limit
     )
-    _record(run, state, name, _origin(run, folder) if name is None else {})
+    await _record(run, state, name, _origin(run, folder) if name is None else {})
     return Start(name, folder, state)
 
 
-def _record(run: Run, state: State, name: CommitName | None, source: Mapping[str, Any]) -> None:
+async def _record(run: Run, state: State, name: CommitName | None, source: Mapping[str, Any]) -> None:
     """Report the state from which the attempt continues."""
+    run.ledger.start(state.step, state.position.next_group, state.position.pending)
+    await asyncio.to_thread(run.ledger.write)
     run.max_tokens = state.max_tokens
     budget = {"max_tokens": state.max_tokens, "max_tokens_per_gpu": state.setting}
     run.events.write("bring_up", step=state.step, commit=str(name) if name else None, **source, **budget)

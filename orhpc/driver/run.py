@@ -19,6 +19,7 @@ from orhpc.process.state_folder import state_folder
 from orhpc.rundir import RunDir
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import EventLog
+from orhpc.rundir.prompt_ledger import PromptLedger
 from orhpc.rundir.storage import StorageRetry, refusals
 from orhpc.tracking import Tracker
 
@@ -40,6 +41,7 @@ class Run:
         self.config: Config = load_config(self.folder / "config.yaml")
         self.placement = Placement.from_yaml((self.folder / "placement.yaml").read_text())
         self.events = EventLog(rundir.events, attempt, _log_event)
+        self.ledger = PromptLedger(rundir.prompts, attempt)
         self.tracker = Tracker(self.config, rundir, self._report_tracker)
         self.max_tokens = self.config.train.max_tokens_per_gpu
         """Token budget of a micro-batch since the newest start; lowered after running out of memory."""
@@ -111,6 +113,7 @@ class Run:
     def close(self) -> None:
         self.tracker.close(*([CLOSE_AFTER_STOP_S] if self.stop_requested() else []))
         self.events.close()
+        self.ledger.close()
 
     def _refused(self, problem: str) -> None:
         """Report a refused write; all workers of a step may report the same one."""
