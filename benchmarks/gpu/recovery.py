@@ -172,17 +172,17 @@ def _row(what: str, step: Event, handled: Event, run: Run, since: float) -> dict
     }
 
 
-def medians(run: Run, disturbed: set[int]) -> dict[str, float]:
+def medians(rundir: RunDir, disturbed: set[int]) -> dict[str, float]:
     """Median seconds of undisturbed steps after the second, whole and by phase."""
-    steps = [e for n, e in steps_of(run.events()).items() if n > 2 and n not in disturbed]
+    steps = [e for n, e in steps_of(read_events(rundir.events)).items() if n > 2 and n not in disturbed]
     phases = {name for e in steps for name in e["phases"]}
     found = {name: statistics.median(e["phases"].get(name, 0.0) for e in steps) for name in sorted(phases)}
     return {"steps": len(steps), "seconds": statistics.median(e["seconds"] for e in steps), **found}
 
 
-def gradients(disturbed: Run, replayed: Run) -> dict[int, float]:
+def gradients(disturbed: RunDir, replayed: RunDir) -> dict[int, float]:
     """Relative difference of each step's gradient norm between two runs on the same rollouts."""
-    one, other = steps_of(disturbed.events()), steps_of(replayed.events())
+    one, other = (steps_of(read_events(run.events)) for run in (disturbed, replayed))
     return {
         n: abs(one[n]["grad_norm"] / other[n]["grad_norm"] - 1)
         for n in sorted(one.keys() & other.keys())
@@ -270,13 +270,14 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True, exist_ok=True)
     options.end = time.monotonic() + options.seconds
-    path = options.out / "recovery.json"
+    path = options.work / "recovery.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     smollm2(options.gguf)
     try:
         _measure(options, found)
     finally:
         path.write_text(json.dumps(found, indent=1))
+        shutil.copy(path, options.out)
         print(json.dumps(found, indent=1))
         for name in ("faults", "off", "replay"):
             if (events := options.work / name / "events.jsonl").exists():
@@ -285,7 +286,7 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    only, steps = options.only or ["copies", "faults", "replay", "off"], f"train.steps={options.steps}"
+    only, steps = options.only or ["copies", "faults", "off", "replay"], f"train.steps={options.steps}"
     if "copies" in only:
         program = "import json, sys; sys.path.insert(0, '.'); from pathlib import Path\n"
         program += "from benchmarks.gpu.recovery import copies_alone\n"
@@ -299,22 +300,23 @@ def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
         run = Run("faults", options, steps)
         found["faults"] = faults(run)
         run.finish()
-        disturbed = {row["next_step"] for row in found["faults"]}
-        found["with_copies"] = medians(run, disturbed)
-        if "replay" in only:
-            again = Run("replay", options, steps, f"train.replay_rollouts={run.rundir.rollouts}")
-            again.finish()
-            differences = gradients(run, again)
-            others = [d for n, d in differences.items() if n not in disturbed]
-            found["gradients"] = {
-                "disturbed": {n: differences.get(n) for n in sorted(disturbed)},
-                "others_median": statistics.median(others),
-                "others_max": max(others),
-            }
+        found["with_copies"] = medians(run.rundir, {row["next_step"] for row in found["faults"]})
     if "off" in only:
         off = Run("off", options, steps, "checkpoint.keep_in_memory=false")
         off.finish()
-        found["without_copies"] = medians(off, set())
+        found["without_copies"] = medians(off.rundir, set())
+    if "replay" in only:
+        disturbed = RunDir(options.work / "faults")
+        again = Run("replay", options, steps, f"train.replay_rollouts={disturbed.rollouts}")
+        again.finish()
+        differences = gradients(disturbed, again.rundir)
+        steps_hit = {row["next_step"] for row in found["faults"]}
+        others = [d for n, d in differences.items() if n not in steps_hit]
+        found["gradients"] = {
+            "disturbed": {n: differences.get(n) for n in sorted(steps_hit)},
+            "others_median": statistics.median(others),
+            "others_max": max(others),
+        }
 
 
 if __name__ == "__main__":

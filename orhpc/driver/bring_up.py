@@ -36,6 +36,8 @@ from orhpc.types import PromptGroup
 log = logging.getLogger(__name__)
 _RETRY_S = 2.0
 """Seconds between two attempts to join Ray."""
+_REJOIN_S = 60.0
+"""Seconds that a node whose raylet has ended may take to join again."""
 _JOIN_S = 180.0
 """Seconds that the raylets of all nodes may take to join."""
 
@@ -57,6 +59,8 @@ async def bring_up(
     # First, so that a mistake in the user's functions ends the attempt before anything starts.
     estimator = Estimator(config)
     group_filter = load_filter(config.rollout.filter)
+    # A raylet that ended is started again; its node is back before a restart of all parts would be.
+    await asyncio.to_thread(wait_for_nodes, placement.nodes, _REJOIN_S)
     ids = node_ids(placement.nodes)
     model_dir = str(model_folder(config, rundir))
     key = (run.folder / "engine.key").read_text().strip()

@@ -59,15 +59,18 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         note_fates(run, state, step_groups, skipped=bool(metrics.get("skipped")))
         metrics |= sharing | runtime.estimator.metrics(step_groups.groups)
         run.unreported = CompletedStep(state, step_groups, metrics, phases)
+        await run.copies.begin(runtime.trainers, state.step)
         # Record, publish, commit
         await saver.store(run.require_newest)
         await saver.store(lambda: asyncio.to_thread(run.ledger.write))
         with phases.timed("record"):
             await runtime.record(state.step, step_groups, saver.store)
         with phases.timed("sync"):
-            metrics |= await runtime.publish(state.step)
+            sent, state = await repeat_with_new_trainers(
+                run, runtime, state, lambda held: runtime.publish(held.step)
+            )
+        metrics |= sent
         with phases.timed("checkpoint"):
-            await run.copies.begin(runtime.trainers, state.step)
             await saver.after_step()
         metrics |= await runtime.gpus.report(state.step, phases)
         run.report_step()

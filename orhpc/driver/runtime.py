@@ -77,7 +77,8 @@ class Runtime:
             released = await self.trainers.all(TrainerRank.release_gradients)
         await self.engines.resume_weights()
         if self.engines.pool.down():  # an engine failed in the calls above
-            await self.engines.resume_weights_of(await self._restart_failed_engines())
+            await self._restart_failed_engines()
+            await self.engines.resume_weights()
         sync = WeightSync(self.trainers, self.engines, self.rundir.path / "exchange")
         try:
             report = await sync.send(version)
@@ -85,18 +86,17 @@ class Runtime:
             log.error("%s; repeating the sync once", error)
             await self.trainers.all(TrainerRank.leave_weight_group)
             await self.engines.leave_group()
-            await self.engines.resume_weights_of(await self._restart_failed_engines())
+            await self._restart_failed_engines()
+            await self.engines.resume_weights()
             report = await sync.send(version)
         await self.engines.continue_generation()
         await asyncio.gather(*(w.call(RolloutWorker.published, version) for w in self.workers))
         return report | ({"sync_seconds_shed": max(released)} if released else {})
 
-    async def _restart_failed_engines(self) -> list[str]:
+    async def _restart_failed_engines(self) -> None:
         assert self.engines is not None
-        restarted = await self.engines.restart_failed()
-        for index in restarted:
+        for index in await self.engines.restart_failed():
             log.error("engine %d had failed and was restarted", index)
-        return [self.engines.urls[index] for index in restarted]
 
     async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
         """Collect the groups of the next step; returns them and the metrics of :meth:`while_serving`.
@@ -206,7 +206,14 @@ class Runtime:
             for worker in self.workers
             if jobs[worker.index]
         ]
-        await all_of([*recording, self.trainers.record(folder, store)])
+        await all_of([*recording, self._record_trained(folder, store)])
+
+    async def _record_trained(self, folder: Path, store: Store) -> None:
+        """Add the trainers' part to a step's record; the next sync reports a trainer that has died."""
+        try:
+            await self.trainers.record(folder, store)
+        except RayLost as error:
+            log.error("%s: the record lacks what the trainers computed: %s", folder, error)
 
     async def record_evaluation(self, step: int, groups: Sequence[PromptGroup], store: Store) -> None:
         """:meth:`record` for the rollouts of an evaluation."""

@@ -1,4 +1,4 @@
-"""Training steps that outlive a lost trainer: the trainers alone start again, and repeat the step.
+"""Updates and weight syncs that outlive a lost trainer: the trainers alone start again, and repeat them.
 
 Engines, rollout workers, environment sessions and finished rollouts stay.  The state comes from the copies in
 the nodes' memory (:mod:`orhpc.driver.copies`), or from what the attempt started from if it has made no step.
@@ -27,7 +27,7 @@ _TRIES = {RayLost: 1, InfraError: 1, OutOfMemory: policy_of(OutOfMemory).budget}
 async def repeat_with_new_trainers(
     run: Run, runtime: Runtime, state: State, work: Callable[[State], Awaitable[T]]
 ) -> tuple[T, State]:
-    """Do work of the trainers that changes nothing before it is done; if they fail, restart and repeat it.
+    """Do work of the trainers that can be repeated; if they fail, restart them in ``state`` and repeat it.
 
     Args:
         run: the attempt.

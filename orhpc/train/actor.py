@@ -227,8 +227,7 @@ class TrainerRank:
         ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
         InfraError, DataError.  ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
         """
-        if self._copies is not None:
-            self._copies.join()
+        self._finish_copy()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         tokens = TrainedTokens()
         self._trained = {}
@@ -243,6 +242,11 @@ class TrainerRank:
                 passes.update(minibatch, prepared[index], between)
             self._trained = tokens.rollouts()
             return report.reduced()
+
+    def _finish_copy(self) -> None:
+        """Wait for the copy of the state, before the state changes or moves."""
+        if self._copies is not None:
+            self._copies.join()
 
     def take_trained(self) -> dict[str, TrainedRollout]:
         """Return what the last step computed for this rank's rollouts, by id, and forget it."""
@@ -336,16 +340,12 @@ class TrainerRank:
     def copy_state(self, step: int) -> None:
         """Start to copy the state after ``step`` to the node's memory, where it outlives this process.
 
-        The next :meth:`step` waits for it, and with offloaded state the next :meth:`release_gradients`.
+        The next :meth:`sleep` and the next :meth:`step` wait for it.
         Raises CheckpointError if the copy before failed; training can continue.
         """
-        copies = self._copies
-        assert copies is not None, "the node has a state folder"
-        copies.wait()
-        asleep = self._offload.moves and self.config.placement.shared_devices > 0
-        backend = self.backend
-        shards = backend.snapshot_shards("copies", copies.join) if asleep else backend.shards()
-        copies.begin(step, shards, {**backend.progress(), "rng": rng_state()})
+        assert self._copies is not None, "the node has a state folder"
+        progress = {**self.backend.progress(), "rng": rng_state()}
+        self._copies.begin(step, self.backend.shards(), progress)
 
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.
@@ -381,6 +381,7 @@ class TrainerRank:
 
         Adds ``freed_bytes``, ``moved_bytes`` and ``seconds``; on a CPU nothing is moved.
         """
+        self._finish_copy()
         started = time.perf_counter()
         slept = self.backend.sleep()
         return {**memory(self.device), **slept._asdict(), "seconds": time.perf_counter() - started}

@@ -108,6 +108,8 @@ class Engines:
         self.shared = [e.url for e in engines if e.place.shared]
         """URLs of engines that share devices with trainers."""
         self.dedicated = [e.url for e in engines if not e.place.shared]
+        self._without_weights: set[str] = set()
+        """URLs of engines on shared devices that have released the memory of their weights."""
 
     @property
     def receivers(self) -> int:
@@ -193,6 +195,7 @@ class Engines:
             await self.pool.readmit(engine.url)
             if engine.place.shared:
                 await self.pool.each(lambda c: c.release_memory_occupation(SLEEP_TAGS), [engine.url])
+                self._without_weights.add(engine.url)
         return broken
 
     async def leave_group(self) -> None:
@@ -212,14 +215,12 @@ class Engines:
         """
         await self._drain(self.shared)
         await self._each(lambda c: c.release_memory_occupation(SLEEP_TAGS), self.shared)
+        self._without_weights.update(self.shared)
 
     async def resume_weights(self) -> None:
-        await self._each(lambda c: c.resume_memory_occupation(["weights"]), self.shared)
-
-    async def resume_weights_of(self, urls: Sequence[str]) -> None:
-        """:meth:`resume_weights` for engines that were restarted."""
-        again = [url for url in urls if url in self.shared]
-        await self._each(lambda c: c.resume_memory_occupation(["weights"]), again)
+        """Allocate the memory of the weights, in engines on shared devices that have released it."""
+        lacking, self._without_weights = sorted(self._without_weights), set()
+        await self._each(lambda c: c.resume_memory_occupation(["weights"]), lacking)
 
     async def resume_serving(self) -> None:
         await self._each(lambda c: c.resume_memory_occupation(SERVE_TAGS), self.shared)
