@@ -8,7 +8,7 @@ Three runs of SmolLM2-135M (configs/gpu-smollm2.yaml), whose only commit is the 
   so much of the GPU that an update runs out of memory; the raylet is killed.
 * ``replay``: trains on the recorded rollouts of ``faults``, undisturbed: its gradient norms must be those of
   the disturbed steps, up to rounding.
-* ``off``: as ``faults``, without faults and without copies of the state (``checkpoint.keep_in_memory``): what
+* ``without``: as ``faults``, without faults and without copies of the state (``checkpoint.keep_in_memory``): what
   the copies cost.
 
 Then the copies alone, of a larger state (``--layers`` of Qwen3-30B-A3B's shapes under FSDP): seconds and
@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct, where nothing can be downloaded")
     parser.add_argument("--work", type=Path, default=Path("/tmp/recovery"))
-    parser.add_argument("--only", nargs="*", choices=["faults", "off", "replay", "copies"])
+    parser.add_argument("--only", nargs="*", choices=["faults", "without", "replay", "copies"])
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="more settings of all runs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -279,14 +279,14 @@ def main() -> int:
         path.write_text(json.dumps(found, indent=1))
         shutil.copy(path, options.out)
         print(json.dumps(found, indent=1))
-        for name in ("faults", "off", "replay"):
+        for name in ("faults", "without", "replay"):
             if (events := options.work / name / "events.jsonl").exists():
                 shutil.copy(events, options.out / f"{name}.jsonl")
     return 0
 
 
 def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    only, steps = options.only or ["copies", "faults", "off", "replay"], f"train.steps={options.steps}"
+    only, steps = options.only or ["copies", "faults", "without", "replay"], f"train.steps={options.steps}"
     if "copies" in only:
         program = "import json, sys; sys.path.insert(0, '.'); from pathlib import Path\n"
         program += "from benchmarks.gpu.recovery import copies_alone\n"
@@ -301,10 +301,10 @@ def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
         found["faults"] = faults(run)
         run.finish()
         found["with_copies"] = medians(run.rundir, {row["next_step"] for row in found["faults"]})
-    if "off" in only:
-        off = Run("off", options, steps, "checkpoint.keep_in_memory=false")
-        off.finish()
-        found["without_copies"] = medians(off.rundir, set())
+    if "without" in only:
+        without = Run("without", options, steps, "checkpoint.keep_in_memory=false")
+        without.finish()
+        found["without_copies"] = medians(without.rundir, set())
     if "replay" in only:
         disturbed = RunDir(options.work / "faults")
         again = Run("replay", options, steps, f"train.replay_rollouts={disturbed.rollouts}")
