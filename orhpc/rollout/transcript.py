@@ -171,6 +171,7 @@ class RolloutBuilder:
             error=error,
             routes=self._routes(len(tokens)),
             seconds=seconds,
+            finished=time.time(),
             waits=self.waits,
         )
 
