@@ -122,6 +122,14 @@ class RolloutWorker:
         """Require this policy version, which the engines now hold, of all further generations."""
         self._pool.published_version = version
 
+    async def pause(self) -> None:
+        """Begin no generation until :meth:`resume`: the engines are asleep.  Tool calls go on."""
+        self._pool.pause()
+
+    async def resume(self) -> None:
+        """Continue with generations after :meth:`pause`."""
+        self._pool.resume()
+
     async def run_group(self, request: GroupRequest) -> PromptGroup:
         """Generate one group and keep its arrays.
 

@@ -135,6 +135,16 @@ class EnginePool:
         async with self._admission.place(affinity):
             return await self._generate(prompt_ids, sampling, rid, affinity, routes_start)
 
+    def pause(self) -> None:
+        """Send no further requests until :meth:`resume`; needs ``max_in_flight``."""
+        assert self._admission is not None
+        self._admission.pause()
+
+    def resume(self) -> None:
+        """Send requests again, those of the oldest rollouts first."""
+        assert self._admission is not None
+        self._admission.resume()
+
     async def _generate(
         self, prompt_ids: TokenIds, sampling: Sampling, rid: str, affinity: str, routes_start: int | None
     ) -> Generation:

@@ -34,12 +34,37 @@ def test_the_oldest_rollout_goes_first_even_if_it_asks_last() -> None:
     assert order == ["old", "new", "newer"]
 
 
+def test_a_pause_gives_no_place_and_keeps_the_order() -> None:
+    order: list[str] = []
+
+    async def request(admission: Admission, name: str) -> None:
+        async with admission.place(name):
+            order.append(name)
+
+    async def run() -> None:
+        admission = Admission(2)
+        await request(admission, "old")
+        async with admission.place("held"):
+            admission.pause()
+        waiting = [asyncio.ensure_future(request(admission, name)) for name in ("new", "newer", "old")]
+        waiting[1].cancel()
+        await asyncio.sleep(0.01)
+        assert order == ["old"]
+        admission.resume()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(run())
+    assert order == ["old", "old", "new"]
+
+
 @given(
     st.integers(1, 4),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from(" cpr")), min_size=1, max_size=40
+    ),
 )
-def test_places_are_never_exceeded_nor_lost(places: int, requests: list[tuple[int, int, bool]]) -> None:
-    """Also if requests are cancelled at any moment."""
+def test_places_are_never_exceeded_nor_lost(places: int, requests: list[tuple[int, int, str]]) -> None:
+    """Also if requests are cancelled, and places are withheld, at any moment."""
     inside = most = 0
 
     async def request(admission: Admission, rollout: int, turns: int) -> None:
@@ -56,11 +81,16 @@ def test_places_are_never_exceeded_nor_lost(places: int, requests: list[tuple[in
     async def run() -> None:
         admission = Admission(places)
         running: list[asyncio.Task[None]] = []
-        for rollout, turns, cancels in requests:
+        for rollout, turns, what in requests:
             running.append(asyncio.ensure_future(request(admission, rollout, turns)))
             await asyncio.sleep(0)
-            if cancels:
+            if what == "c":
                 running[len(running) // 2].cancel()
+            elif what == "p":
+                admission.pause()
+            elif what == "r":
+                admission.resume()
+        admission.resume()
         await asyncio.gather(*running, return_exceptions=True)
         assert inside == 0
         # All places are free again: as many requests as places get in at once.
