@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orhpc.rollout.buffer import read_group
 from orhpc.rundir import CommitName, RunDir, commits
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.record import RolloutFile, read_step
 from orhpc.rundir.trained import read_trained
+from orhpc.types import Rollout
 from tests.local import kit
 from tests.metric_names import unexplained
 
@@ -223,7 +225,9 @@ def test_a_corrupt_commit_is_skipped_on_resume(finished: RunDir, tmp_path: Path)
 
 def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "tiny")
-    with kit.started(tmp_path, "checkpoint.save_interval=1000", "train.steps=200") as process:
+    partial = ["rollout.partial=true", "rollout.oversample=2", "rollout.stale_tokens=train"]
+    partial += ["environments.t={serve: treasure, max_turns: 2, max_response_tokens: 400}"]
+    with kit.started(tmp_path, *partial, "checkpoint.save_interval=1000", "train.steps=200") as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 2)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
@@ -232,10 +236,20 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     run_id = (rundir.path / "wandb_id").read_text()
     stopped_at = rundir.lineage()[0].step
     assert stopped_at >= 2
-    resumed = kit.run(tmp_path, "checkpoint.save_interval=1000", f"train.steps={stopped_at + 2}")
+    begun = _buffered(rundir, "begun_*.h5")
+    assert begun  # those of the environment with long rollouts
+    settings = [*partial, "checkpoint.save_interval=1000", f"train.steps={stopped_at + 4}"]
+    resumed = kit.run(tmp_path, *settings)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     steps = [e["step"] for e in read_events(rundir.events) if e["event"] == "step" and e["attempt"] == 2]
-    assert steps == [stopped_at + 1, stopped_at + 2]
+    assert steps == [stopped_at + n for n in (1, 2, 3, 4)]
+    continued = 0
+    for step in steps:
+        for rollout in _recorded(rundir.rollouts_of(step)):
+            if (old := begun.get(rollout.id)) is not None:
+                assert rollout.tokens_T[: old.length].tolist() == old.tokens_T.tolist()
+                continued += rollout.length > old.length
+    assert continued
     offline = [p.name for p in (rundir.path / "wandb").glob("offline-run-*")]
     assert len(offline) == 2
     assert all(name.endswith(f"-{run_id}") for name in offline)  # one W&B run, continued
@@ -359,6 +373,20 @@ def test_invalid_input_gives_one_error_line_and_loses_nothing(
     assert result.returncode == code, result.stdout + result.stderr
     assert expected in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def _buffered(run: RunDir, pattern: str) -> dict[str, Rollout]:
+    """Rollouts in files of the buffer, by id."""
+    return {r.id: r for path in run.buffer.glob(pattern) for r in read_group(path)}
+
+
+def _recorded(folder: Path) -> list[Rollout]:
+    """Rollouts that a step has trained on."""
+    found = []
+    for summary in read_step(folder):
+        with RolloutFile(str(summary.location.file)) as record:
+            found.append(record.rollout(summary.location.row))
+    return found
 
 
 def _like(run: RunDir) -> list[str]:

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.config.files import load_config
+from orhpc.rollout.client import EnginePool
 from orhpc.rollout.client.admission import Admission
 from orhpc.rollout.worker import max_in_flight
+from orhpc.types import FinishReason, Generation, Sampling
 
 
 def test_the_oldest_rollout_goes_first_even_if_it_asks_last() -> None:
@@ -109,3 +111,21 @@ def test_workers_together_keep_the_engines_full(engines: int, running: int, expe
         "configs/gpu-smollm2.yaml", [f"engine.max_running={running}", "rollout.workers_per_node=4"]
     )
     assert max_in_flight(config, engines) == expected
+
+
+def test_a_request_that_waits_at_a_stop_is_answered_as_aborted() -> None:
+    async def run() -> Generation:
+        async with EnginePool(
+            ["http://127.0.0.1:1"], key="k", request_timeout_s=5, max_in_flight=2, probes=False
+        ) as pool:
+            pool.pause()
+            waiting = asyncio.ensure_future(
+                pool.generate([1, 2, 3], Sampling(max_new_tokens=4), rid="r", affinity="a")
+            )
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            await pool.abort_for_good(1.0)  # the engine is not there
+            return await asyncio.wait_for(waiting, 1.0)
+
+    generation = asyncio.run(run())
+    assert (generation.finish_reason, len(generation.tokens_N)) == (FinishReason.ABORT, 0)
