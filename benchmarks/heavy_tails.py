@@ -1,6 +1,6 @@
 """Rollout scheduling with heavy-tailed lengths, in simulated time: the real producer, modelled engines.
 
-    python benchmarks/heavy_tails.py [--steps 60] [--groups 32] [--samples 8] [--out heavy_tails.csv]
+    python benchmarks/heavy_tails.py [--steps 60] [--groups 32] [--samples 8] [--only partial] [--out FILE]
 
 Response lengths are lognormal with p99 / p50 = 8, the same for a task in all rows.  Every rollout in flight
 gets one token per decoding iteration, which takes ``BASE_S + n * PER_ROLLOUT_S`` with n rollouts (the two
@@ -47,6 +47,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "colocated, synchronous": ("colocated", {}),
     "colocated, oversample 1.25": ("colocated", {"oversample": 1.25}),
     "colocated, oversample 1.5": ("colocated", {"oversample": 1.5}),
+    "colocated, oversample 1.5, partial": ("colocated", {"oversample": 1.5, "partial": True}),
+    "colocated, oversample 2, partial": ("colocated", {"oversample": 2, "partial": True}),
+    "colocated, oversample 2, partial, all trained": (
+        "colocated",
+        {"oversample": 2, "partial": True, "stale_tokens": "train"},
+    ),
+    "colocated, oversample 3, partial, all trained": (
+        "colocated",
+        {"oversample": 3, "partial": True, "stale_tokens": "train"},
+    ),
     "colocated, staleness 1, regenerated": ("colocated", {"max_staleness": 1, "stale_tokens": "regenerate"}),
     "colocated, staleness 4, regenerated": ("colocated", {"max_staleness": 4, "stale_tokens": "regenerate"}),
     "colocated, staleness 1": ("colocated", {"max_staleness": 1}),
@@ -54,6 +64,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "colocated, staleness 4, all trained": ("colocated", {"max_staleness": 4, "stale_tokens": "train"}),
     "colocated, staleness 8": ("colocated", {"max_staleness": 8}),
     "split, synchronous": ("split", {}),
+    "split, oversample 1.5": ("split", {"oversample": 1.5}),
+    "split, oversample 1.5, partial": ("split", {"oversample": 1.5, "partial": True}),
+    "split, oversample 2, partial, all trained": (
+        "split",
+        {"oversample": 2, "partial": True, "stale_tokens": "train"},
+    ),
     "split, staleness 4, regenerated": ("split", {"max_staleness": 4, "stale_tokens": "regenerate"}),
     "split, staleness 1": ("split", {"max_staleness": 1}),
     "split, staleness 4": ("split", {"max_staleness": 4}),
@@ -268,7 +284,7 @@ async def measure(
         if placement == "colocated":
             engines.pause()
         await asyncio.sleep(tokens * UPDATE_S)
-        oldest = step - settings.max_staleness if settings.stale_tokens == "mask" else 0
+        oldest = step - settings.max_age if settings.stale_tokens == "mask" else 0
         made = [(step - v, n) for r in rollouts for v, n in r.version_tokens if v >= oldest]
         ages += made
         lengths += [r.response_tokens for r in rollouts]
@@ -298,11 +314,14 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a part of the names of the variants to run")
     parser.add_argument("--out", type=Path, help="also write the rows as CSV")
     options = parser.parse_args()
     rows: list[Row] = []
-    print(f"{'':36} of ideal  empty slots  thrown away  age: mean  largest  length/mean")
+    print(f"{'':46} of ideal  empty slots  thrown away  age: mean  largest  length/mean")
     for name, (placement, changes) in VARIANTS.items():
+        if options.only not in name:
+            continue
         found = simulated(
             measure(
                 placement, changes, steps=options.steps, groups=options.groups, samples=options.samples,
@@ -312,7 +331,7 @@ def main() -> None:
         row = Row(variant=name, **found)  # pyright: ignore[reportArgumentType]
         rows.append(row)
         print(
-            f"{name:36} {row.of_ideal:8.1%} {row.empty_slots:12.1%} {row.thrown_away:12.1%} "
+            f"{name:46} {row.of_ideal:8.1%} {row.empty_slots:12.1%} {row.thrown_away:12.1%} "
             f"{row.age_mean:10.2f} {row.age_max:8} {row.length_bias:12.2f}",
             flush=True,
         )

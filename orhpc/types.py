@@ -187,6 +187,8 @@ class Rollout:
     was sampled or prefilled; None if not recorded."""
     seconds: float = 0.0
     """Wall-clock seconds from session start to end."""
+    finished: float = 0.0
+    """Time of its end, in seconds since the epoch; 0 if unknown."""
     waits: Waits | None = None
     """Seconds spent waiting; None if not measured, for example for rollouts read from a record."""
     retries: int = 0

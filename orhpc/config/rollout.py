@@ -46,8 +46,16 @@ class RolloutSettings(Section):
     Null: the chat format's default text."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Oversampling factor: prompt groups started per step, relative to ``batch_size``. The step uses the
-    first ``batch_size`` groups to finish. The others are started again in the next step or, with
-    ``max_staleness`` above 0, go on from the tokens that they have."""
+    first ``batch_size`` groups to finish. The others are started again in the next step or, with ``partial``,
+    go on from the tokens that they have."""
+    partial: bool = False
+    """Carry groups that a step has started and not used over to the next step, also with ``max_staleness`` 0
+    (above 0 they always are): those that have finished are trained on then, the others go on from their own
+    tokens in their open environment sessions. The trained tokens may then be one policy version old; for
+    older ones see ``stale_tokens``. Takes effect with ``oversample`` above 1."""
+    max_carried_steps: Positive = 32
+    """Steps across which an unfinished group is carried at most; the step after them waits until it has
+    finished. It limits how old tokens become and how long environment sessions stay open."""
     filter: str = "none"
     """Which prompt groups are trained on. ``none``: all. ``equal_rewards``: drop groups whose rewards are all
     equal, which give no gradient, and start others in their place (dynamic sampling of DAPO,
@@ -57,8 +65,9 @@ class RolloutSettings(Section):
     """Replacement groups that a step may start for filtered or failed ones, as a multiple of
     ``batch_size``."""
     max_staleness: NonNegative = 0
-    """Maximum age of the tokens that are trained on, in policy versions. 0: synchronous training; larger
-    values let engines generate while the trainer trains."""
+    """Maximum age of the tokens that are trained on, in policy versions. 0: synchronous training, with tokens
+    of the current policy only unless ``partial`` is set; larger values let engines generate while the trainer
+    trains."""
     stale_tokens: Literal["mask", "train", "regenerate"] = "mask"
     """What happens to older tokens: a long rollout that goes on across several weight syncs begins with them.
     ``mask``: they are left out of the loss, the rest of the rollout is trained on. ``train``: they are
@@ -104,6 +113,16 @@ class RolloutSettings(Section):
     """Upload rollouts to OpenReward in the background. Needs OPENREWARD_API_KEY."""
     openreward_run_name: Name | None = None
     """Name of the uploaded run. Null: ``run.name``."""
+
+    @property
+    def carries(self) -> bool:
+        """Whether groups that a step has started and not used are carried over to the next one."""
+        return self.partial or self.max_staleness > 0
+
+    @property
+    def max_age(self) -> int:
+        """Maximum age, in policy versions, of tokens that are not stale."""
+        return max(self.max_staleness, int(self.partial))
 
     @field_validator("filter")
     @classmethod

@@ -141,16 +141,19 @@ def finished_groups(
     """Groups that an earlier attempt finished after or before its last commit and never trained.
 
     Kept are those sampled by weights of this lineage (no newer than the commit) that are still
-    fresh enough; the files of all others are removed.
+    fresh enough, and the files of unfinished groups (:mod:`orhpc.rollout.buffer`), from which workers go on;
+    the files of all others are removed.
     """
     found: list[PromptGroup] = []
-    for path in sorted(rundir.buffer.glob("group_*.h5")):
+    for path in sorted(rundir.buffer.glob("*_*.h5")):
+        finished = path.name.startswith("group_")
         group = _read_group(path)
-        wanted = group is not None and (group.id >= position.next_group or group.id in position.pending)
-        if group is not None and wanted and _is_usable(path, group, version, settings):
-            found.append(group)
-        else:
+        usable = group is not None and (group.id >= position.next_group or group.id in position.pending)
+        usable = usable and _newest_version(path) <= version
+        if group is None or not usable or (finished and is_stale(group, version, settings)):
             path.unlink()
+        elif finished:
+            found.append(group)
     return found
 
 
@@ -164,11 +167,10 @@ def _read_group(path: Path) -> PromptGroup | None:
     return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
 
 
-def _is_usable(path: Path, group: PromptGroup, version: int, settings: RolloutSettings) -> bool:
+def _newest_version(path: Path) -> int:
+    """The newest policy version among a group's tokens; -1 if it has none, because all rollouts failed."""
     with RolloutFile(path) as record:
-        # A failed rollout has no tokens.
-        newest = max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
-    return newest <= version and not is_stale(group, version, settings)
+        return max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
 
 
 def ray_connect(placement: Placement, token: Path) -> None:

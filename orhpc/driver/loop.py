@@ -160,8 +160,8 @@ def oldest_trained(config: Config, version: int) -> int:
     A replay that sets no ``rollout.max_staleness`` trains on all recorded tokens, however old they were.
     """
     rollout = config.rollout
-    replays = config.train.replay_rollouts is not None and rollout.max_staleness == 0
-    return 0 if replays or rollout.stale_tokens != "mask" else version - rollout.max_staleness
+    replays = config.train.replay_rollouts is not None and rollout.max_age == 0
+    return 0 if replays or rollout.stale_tokens != "mask" else version - rollout.max_age
 
 
 async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> dict[str, float]:

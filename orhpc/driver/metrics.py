@@ -45,12 +45,13 @@ class Phases:
         return time.monotonic() - self._start
 
 
-def rollout_metrics(step_groups: StepGroups, version: int, max_staleness: int) -> dict[str, float]:
+def rollout_metrics(step_groups: StepGroups, version: int, max_age: int) -> dict[str, float]:
     """Statistics of the step's rollouts.
 
     ``reward_mean`` and lengths are over trained rollouts; ``success_rate`` is the share of rewards above 0;
     ``staleness_mean`` is in policy versions, ``stale_tokens`` the share of sampled tokens that are older than
-    ``max_staleness`` versions; ``dropped_*`` counts groups by reason.  For failures see
+    ``max_age`` versions; ``carried_tokens`` were sampled before this step's policy was published, and
+    ``carried_groups`` are left to the next steps; ``dropped_*`` counts groups by reason.  For failures see
     :func:`failure_metrics`.
     """
     rollouts = [r for g in step_groups.groups for r in g.trainable]
@@ -61,8 +62,10 @@ def rollout_metrics(step_groups: StepGroups, version: int, max_staleness: int) -
         return metrics
     metrics |= summary_metrics(rollouts)
     metrics["staleness_mean"] = float(np.mean([version - r.min_version for r in rollouts]))
-    if max_staleness > 0:
-        fresh = sum(r.tokens_since(version - max_staleness) for r in rollouts)
+    if max_age > 0:
+        metrics["carried_groups"] = float(step_groups.carried)
+        metrics["carried_tokens"] = float(sum(r.response_tokens - r.tokens_since(version) for r in rollouts))
+        fresh = sum(r.tokens_since(version - max_age) for r in rollouts)
         metrics["stale_tokens"] = 1 - fresh / max(1.0, metrics["response_tokens"])
     metrics["equal_reward_groups"] = sum(len(set(g.rewards)) == 1 for g in step_groups.groups) / len(
         step_groups.groups

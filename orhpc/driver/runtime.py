@@ -144,10 +144,12 @@ class Runtime:
         offloaded = await self.trainers.sleep()
         with phases.timed("resume"):
             await self.engines.resume_serving()
+            await self._workers_generate(True)
         answers = await self._engine_samples()
         result = await work()
         await self.engines.watch()
         with phases.timed("release"):
+            await self._workers_generate(False)
             await self.engines.release()
         reloaded = await self._wake_trainers()
         numbers = await self._compare_engines(answers)
@@ -170,6 +172,13 @@ class Runtime:
         except RayLost as error:
             log.error("%s", error)
             return {}
+
+    async def _workers_generate(self, on: bool) -> None:
+        """Let rollouts that are carried over pause or go on; on dedicated devices they always go on."""
+        assert self.engines is not None
+        if self.config.rollout.carries and not self.engines.dedicated:
+            method = RolloutWorker.resume if on else RolloutWorker.pause
+            await asyncio.gather(*(worker.call(method) for worker in self.workers))
 
     async def _engine_samples(self) -> list[engine_check.Answer]:
         if not self.unchecked or self.engines is None:

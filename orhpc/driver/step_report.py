@@ -42,7 +42,7 @@ class CompletedStep:
 def report(run: Reporting, step: CompletedStep) -> None:
     """Write one step's event and tracker rows, and raise its alarms."""
     state, step_groups, metrics, phases = step.state, step.step_groups, step.metrics, step.phases
-    numbers = rollout_metrics(step_groups, state.step - 1, run.config.rollout.max_staleness) | metrics
+    numbers = rollout_metrics(step_groups, state.step - 1, run.config.rollout.max_age) | metrics
     numbers["tokens_per_s"] = numbers.get("response_tokens", 0.0) / phases.total
     numbers["train_tokens_per_s"] = numbers.get("total_tokens", 0.0) / phases.seconds["update"]
     event = run.events.write(

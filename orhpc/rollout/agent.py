@@ -136,8 +136,12 @@ class Agent:
         environment: AgentEnvironment,
         generate: Generate,
         stopping: Callable[[], bool] = _never,
+        begun: Rollout | None = None,
     ) -> Rollout:
-        """Generate one rollout of a group; raises the same errors as :func:`run_rollout`."""
+        """Generate one rollout of a group, or continue one that a stop has aborted (``begun``).
+
+        Raises the same errors as :func:`run_rollout`.
+        """
         settings = self.config.environments[request.task.environment]
         context = AgentContext(
             environment=environment,
@@ -159,6 +163,7 @@ class Agent:
             task=request.task,
             seed=turn_seed(turn_seed(request.seed, request.id), sample),
             attempt=next(self._attempts),
+            begun=begun,
         )
         try:
             return await self.function(context, which)
@@ -290,9 +295,9 @@ async def _converse(
 ) -> RolloutEnd:
     """Fill the builder turn by turn; returns why the rollout ended."""
     await open_prompt(context, session, builder)
-    nudges = 0
+    begun, nudges = _restored(context, request, builder), 0
     for number in range(context.settings.max_turns):
-        finish = await sample_turn(context, request, builder, number)
+        finish = await sample_turn(context, request, builder, number, begun=begun and number == 0)
         if finish is not FinishReason.STOP:
             return RolloutEnd.LENGTH if finish is FinishReason.LENGTH else RolloutEnd.ABORTED
         message = context.chat.parse(builder.sampled, thinking=context.rollout.thinking)
@@ -319,6 +324,14 @@ async def _converse(
             return RolloutEnd.LENGTH
         builder.add_context(delta)
     raise AssertionError("max_turns is positive")
+
+
+def _restored(context: AgentContext, request: RolloutRequest, builder: RolloutBuilder) -> bool:
+    """Restore what a stop has left of the first turn; returns whether there is anything."""
+    begun = request.begun
+    if begun is None or (context.record_routes and begun.routes is None):
+        return False
+    return builder.restore(begun)
 
 
 def _nudge(context: AgentContext, builder: RolloutBuilder, number: int) -> bool:

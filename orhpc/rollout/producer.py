@@ -2,7 +2,7 @@
 
 Input: tasks of a :class:`~orhpc.rollout.tasks.TaskSequence`.  It waits for workers to generate the
 rollouts.  Output: summaries of finished groups (:class:`~orhpc.types.PromptGroup`).  With
-``max_staleness`` 0 it works only during :meth:`Producer.collect`; otherwise it also generates while the
+``max_staleness`` 0 it starts groups only during :meth:`Producer.collect`; otherwise also while the
 trainer trains.  It runs in the driver's event loop and never handles arrays.
 """
 
@@ -60,6 +60,9 @@ class StepGroups:
     why: dict[int, str] = field(default_factory=dict)
     """The reason, by id, of each of them and of each group that was left out without being started."""
 
+    carried: int = 0
+    """Number of groups that were started and are left to the next steps."""
+
     @property
     def reasons(self) -> Counter[str]:
         """Number of dropped groups by reason."""
@@ -108,6 +111,8 @@ class Producer:
         self._requeued += sorted(set(range(position.next_group, self._next)) - reused)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._worker_of: dict[int, int] = {}
+        self._started_at: dict[int, int] = {}
+        """Policy version at the start of each group in flight."""
         self._dropped = StepGroups([])
         # Too stale to train on: in this step, in the last one, and those that have had a second try.
         self._stale: list[int] = []
@@ -164,7 +169,7 @@ class Producer:
                 self._accept_or_drop(self._restored.pop())
             self._drop_stale()
             self._fill()
-            while len(self._ready) < batch and self._in_flight:
+            while self._in_flight and (len(self._ready) < batch or self._is_overdue()):
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):  # short timeout, because `stop` is polled
                     await asyncio.wait_for(self._changed.wait(), timeout=0.2)
@@ -181,7 +186,7 @@ class Producer:
         finally:
             # Groups started while this step trains are used at most `max_staleness` versions later.
             self._open, self._wanted = ahead > 0, ahead
-        if not self._open:
+        if not self._settings.carries:
             await self.cancel()
         step_groups = self._choose(batch)
         self._fill()
@@ -194,6 +199,7 @@ class Producer:
         for group_id, task in in_flight.items():
             task.cancel()
             self._load[self._worker_of.pop(group_id)] -= 1
+            del self._started_at[group_id]
             self._requeued.append(group_id)
         return in_flight
 
@@ -214,6 +220,7 @@ class Producer:
         step_groups = StepGroups([self._ready.pop(i) for i in ids], self._dropped.dropped, self._dropped.why)
         self._dropped = StepGroups([])
         self._again, self._stale = self._stale, []
+        step_groups.carried = len(self._in_flight) + len(self._ready) if self._settings.carries else 0
         filtered = step_groups.reasons["equal_rewards"] + step_groups.reasons["filtered"]
         if not step_groups.groups and step_groups.reasons["failed"] and not filtered:
             worst = Counter(g.task.environment for g in step_groups.dropped).most_common(1)[0][0]
@@ -246,6 +253,7 @@ class Producer:
         worker = self._load.index(min(self._load))
         self._load[worker] += 1
         self._worker_of[group_id] = worker
+        self._started_at[group_id] = self._version
         request = GroupRequest(
             id=group_id,
             task=task,
@@ -269,6 +277,7 @@ class Producer:
             return
         self._in_flight.pop(request.id, None)
         self._worker_of.pop(request.id, None)
+        self._started_at.pop(request.id, None)
         self._load[worker] -= 1
         self._failure = self._watch.finished(group, len(self._tasks.environments)) or self._failure
         try:
@@ -299,6 +308,11 @@ class Producer:
     def _is_stale(self, group: PromptGroup) -> bool:
         return is_stale(group, self._version, self._settings)
 
+    def _is_overdue(self) -> bool:
+        """Whether a group in flight has been carried over so many steps that this one waits for it."""
+        oldest = self._version - self._settings.max_carried_steps
+        return any(started <= oldest for started in self._started_at.values())
+
     def _drop_stale(self) -> None:
         for group in list(self._ready.values()):
             if self._is_stale(group):
@@ -324,7 +338,7 @@ def is_stale(group: PromptGroup, version: int, settings: RolloutSettings) -> boo
         version: policy version that the next update starts from.
         settings: of the run.
     """
-    oldest = version - settings.max_staleness
+    oldest = version - settings.max_age
     if settings.stale_tokens == "regenerate":
         return group.min_version < oldest
     return not any(rollout.tokens_since(oldest) for rollout in group.trainable)

@@ -14,7 +14,7 @@ import numpy as np
 from orhpc.errors import EngineUnavailable, MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage
 from orhpc.rollout.environment.tools import ToolResult
-from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn, Waits
+from orhpc.types import FinishReason, Generation, Rollout, RolloutEnd, Task, Turn, Waits
 from orhpc.wire.routes import RouteLog
 
 _MAX_METADATA_CHARACTERS = 4000
@@ -38,6 +38,8 @@ class RolloutRequest:
     seed: int
     attempt: int = 0
     """Number of retries after infrastructure failures; the seeds stay the same."""
+    begun: Rollout | None = None
+    """What a stop has left of this rollout in an earlier attempt; see :meth:`RolloutBuilder.restore`."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,31 @@ class RolloutBuilder:
         turn.end, turn.finish_reason = len(self.tokens), generation.finish_reason
         if ids:
             turn.version = generation.version if is_empty else min(turn.version, generation.version)
+
+    def restore(self, begun: Rollout) -> bool:
+        """Continue the first turn of a rollout that a stop has aborted; returns whether that is possible.
+
+        No tool has been called in a first turn, so a new session is in the same state if its prompt, which
+        must be all that the builder has, is the same.  A later turn depends on results of the old session.
+        """
+        prompt, tokens = len(self.tokens), begun.tokens_T
+        if [turn.finish_reason for turn in begun.turns] != [FinishReason.ABORT] or len(tokens) <= prompt:
+            return False
+        if tokens[:prompt].tolist() != self.tokens or not begun.loss_mask_T[prompt:].all():
+            return False
+        versions = begun.versions_T[prompt:]
+        parts = np.split(np.arange(prompt, len(tokens)), np.flatnonzero(np.diff(versions)) + 1)
+        for number, part in enumerate(parts):
+            generation = Generation(
+                tokens_N=tokens[part],
+                logprobs_N=begun.logprobs_T[part],
+                finish_reason=FinishReason.ABORT,
+                version=int(begun.versions_T[part[0]]),
+                prompt_tokens=int(part[0]),
+                routes=begun.routes if number == 0 else None,
+            )
+            self.add_sampled(generation, limit=len(part), first=number == 0)
+        return True
 
     @property
     def sampled(self) -> list[int]:
@@ -171,6 +198,7 @@ class RolloutBuilder:
             error=error,
             routes=self._routes(len(tokens)),
             seconds=seconds,
+            finished=time.time(),
             waits=self.waits,
         )
 

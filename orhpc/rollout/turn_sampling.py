@@ -56,7 +56,12 @@ async def open_prompt(context: AgentContext, session: AgentSession, builder: Rol
 
 
 async def sample_turn(
-    context: AgentContext, request: RolloutRequest, builder: RolloutBuilder, number: int
+    context: AgentContext,
+    request: RolloutRequest,
+    builder: RolloutBuilder,
+    number: int,
+    *,
+    begun: bool = False,
 ) -> FinishReason:
     """Sample one turn, resuming it after aborts; returns its finish reason.
 
@@ -65,14 +70,17 @@ async def sample_turn(
         request: the rollout; it determines the seed.
         builder: its tokens are the prompt; it receives the sampled tokens.
         number: of the turn.
+        begun: the builder's last turn is the beginning of this one.
 
     Raises:
         EngineUnavailable, RoutesMissing: infrastructure failed.
         PromptTooLong: the first prompt does not fit into the engine's context.
     """
-    wanted = min(context.sampling.max_new_tokens, context.rollout.max_total_tokens - len(builder.tokens))
+    before = len(builder.sampled) if begun else 0
+    most = context.sampling.max_new_tokens - before
+    wanted = min(most, context.rollout.max_total_tokens - len(builder.tokens))
     stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids)))
-    resumed, pause_s = 0, 0.02
+    resumed, pause_s = before, 0.02
     while True:
         sampling = replace(
             context.sampling,
@@ -93,17 +101,18 @@ async def sample_turn(
             if not builder.turns:
                 raise
             return FinishReason.LENGTH  # the engine's context is shorter than the rollout's limit
-        builder.add_sampled(generation, limit=wanted, first=resumed == 0)
+        builder.add_sampled(generation, limit=wanted, first=not begun)
+        begun = True
         wanted -= len(generation.tokens_N)
         finish = generation.finish_reason
-        if finish is FinishReason.ABORT and not context.stopping():
-            if wanted:
-                if not len(generation.tokens_N):
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-                resumed += 1
-                continue
+        if finish is FinishReason.ABORT and not wanted:
             finish = builder.turns[-1].finish_reason = FinishReason.LENGTH
+        elif finish is FinishReason.ABORT and not context.stopping():
+            if not len(generation.tokens_N):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            resumed += 1
+            continue
         if finish is not FinishReason.STOP:
             builder.add_message(
                 "assistant", context.chat.codec.decode(builder.sampled), unfinished=str(finish)

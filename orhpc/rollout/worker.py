@@ -20,19 +20,19 @@ import numpy as np
 import ray
 
 from orhpc.config import Config
-from orhpc.errors import BadTask, InfraError, OrhpcError, RecordError, StorageRefused, UserCodeError
+from orhpc.errors import BadTask, InfraError, OrhpcError, UserCodeError
 from orhpc.plan.layout import route_layers
 from orhpc.process.garbage import freeze_garbage
 from orhpc.process.secrets import resolve_secrets
 from orhpc.rollout.agent import Agent, load_agent
+from orhpc.rollout.buffer import Buffer, read_group
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment.rewards import with_group_score
 from orhpc.rollout.health import Health
 from orhpc.rollout.producer import has_enough
 from orhpc.rollout.upload import Uploader
 from orhpc.rundir import RunDir
-from orhpc.rundir.record import RolloutFile, count_versions, record_path, write_rollouts
-from orhpc.rundir.storage import is_refusal, refusals
+from orhpc.rundir.record import count_versions, record_path, write_rollouts
 from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BACKOFF_S = 1.0
+_STOP_S = 1.5
+"""Seconds that engines, and then rollouts, may take to abort at a stop, before they are canceled."""
 
 
 class RolloutWorker:
@@ -64,7 +66,7 @@ class RolloutWorker:
         """
         self._config, self._index, self._attempt = config, index, attempt
         self._model_dir = model_dir
-        self._rundir = RunDir(rundir)
+        self._buffer = Buffer(RunDir(rundir), attempt, routes=config.rollout.record_routes)
         self._environment_urls = environment_urls
         self._environment_key = environment_key
         self._environments: dict[str, Environment] = {}
@@ -122,6 +124,14 @@ class RolloutWorker:
         """Require this policy version, which the engines now hold, of all further generations."""
         self._pool.published_version = version
 
+    async def pause(self) -> None:
+        """Begin no generation until :meth:`resume`: the engines are asleep.  Tool calls go on."""
+        self._pool.pause()
+
+    async def resume(self) -> None:
+        """Continue with generations after :meth:`pause`."""
+        self._pool.resume()
+
     async def run_group(self, request: GroupRequest) -> PromptGroup:
         """Generate one group and keep its arrays.
 
@@ -161,19 +171,33 @@ class RolloutWorker:
     async def close(self) -> None:
         """Close sessions, connections and the upload queue."""
         self._stopping = True
-        await self.cancel(list(self._running))
+        if self._config.rollout.carries and self._running:
+            await self._pool.abort_for_good(_STOP_S)
+            await asyncio.wait(self._running.values(), timeout=_STOP_S)
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await asyncio.to_thread(self._uploader.close)
         for environment in self._environments.values():
             await environment.close()
         await self._pool.close()
 
     async def _group(self, request: GroupRequest) -> PromptGroup:
-        samples = [asyncio.ensure_future(self._rollout(request, s)) for s in range(request.n_samples)]
+        begun = await asyncio.to_thread(self._buffer.read_begun, request)
+        numbers = range(request.n_samples)
+        samples = [asyncio.ensure_future(self._rollout(request, s, begun.get(s))) for s in numbers]
         try:
             rollouts = list(await asyncio.gather(*samples))
+        except asyncio.CancelledError:
+            await self._keep_begun(request, samples)
+            raise
         finally:  # if one rollout ends the run, the others of the group are useless
             for sample in samples:
                 sample.cancel()
+        if self._stopping and any(rollout.end is RolloutEnd.ABORTED for rollout in rollouts):
+            await self._keep_begun(request, samples)
+            return PromptGroup(request.id, request.task, ())
         await self._score_group(request.task, rollouts)
         self._held[request.id] = rollouts
         summaries = tuple(self._summary(r) for r in rollouts)
@@ -181,28 +205,27 @@ class RolloutWorker:
         notices = (*own, *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)
         if not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
-            await asyncio.to_thread(self._buffer, request.id, rollouts)
+            await asyncio.to_thread(self._buffer.write, request.id, rollouts)
         for rollout in rollouts:
             self._uploader.put(rollout)
         return group
 
-    def _buffer(self, group_id: int, rollouts: list[Rollout]) -> None:
-        """Write a group to the buffer, where it survives this process; a refused write is only logged."""
-        try:
-            with refusals("the run directory cannot be read"):
-                if self._rundir.newest_attempt() > self._attempt:
-                    return  # a newer attempt owns the buffer
-            routes = self._config.rollout.record_routes
-            write_rollouts(self._buffer_path(group_id), rollouts, routes=routes)
-        except StorageRefused as error:
-            log.warning("group %d is in memory only: %s", group_id, error)
+    async def _keep_begun(self, request: GroupRequest, samples: Sequence[asyncio.Future[Rollout]]) -> None:
+        """At a stop, write what there is of an unfinished group for the next attempt."""
+        if self._stopping and self._config.rollout.carries and not request.evaluation:
+            ended = [s for s in samples if s.done() and not s.cancelled() and s.exception() is None]
+            await asyncio.to_thread(self._buffer.write_begun, request.id, [s.result() for s in ended])
 
-    async def _rollout(self, request: GroupRequest, sample: int) -> Rollout:
+    async def _rollout(self, request: GroupRequest, sample: int, begun: Rollout | None) -> Rollout:
         """Generate one rollout; a failure that may be transient is retried in a new session.
+
+        ``begun``: what an earlier attempt has of it.
 
         Raises:
             UserCodeError: the user's code has raised in every rollout so far.
         """
+        if begun is not None and begun.end.trainable:
+            return begun
         async with self._gate:
             health = self._health.setdefault(request.task.environment, Health())
             for retry in itertools.count():
@@ -213,6 +236,7 @@ class RolloutWorker:
                         environment=self._environments[request.task.environment],
                         generate=self._pool.generate,
                         stopping=lambda: self._stopping,
+                        begun=begun,
                     )
                 except (InfraError, BadTask, UserCodeError) as error:
                     log.warning("rollout %d.%d: %s", request.id, sample, error)
@@ -319,16 +343,13 @@ class RolloutWorker:
             return (ray.put(routes),)
         return tuple(ray.put(np.ascontiguousarray(routes[:, layers])) for layers in self._route_layers)
 
-    def _buffer_path(self, group_id: int) -> Path:
-        return self._rundir.buffer / f"group_{group_id}.h5"
-
     def _record(self, path: Path, groups: list[tuple[int, str | None, bool]]) -> None:
         rollouts: list[Rollout] = []
         trained: set[str] = set()
         for group_id, file, used in groups:
             group_rollouts = self._held.get(group_id, [])
             if file is not None:
-                group_rollouts = _read_buffered(file)
+                group_rollouts = read_group(file)
             rollouts += group_rollouts
             trained |= {r.id for r in group_rollouts if r.end.trainable} if used else set()
         write_rollouts(path, rollouts, trained=trained, routes=self._config.rollout.record_routes)
@@ -336,24 +357,8 @@ class RolloutWorker:
             self._release(group_id)
 
     def _release(self, group_id: int) -> None:
-        """Release a group; a buffer file that cannot be removed is removed at the next start."""
         self._held.pop(group_id, None)
-        try:
-            self._buffer_path(group_id).unlink(missing_ok=True)
-        except OSError as error:
-            if not is_refusal(error):
-                raise
-            log.warning("the file of buffered group %d cannot be removed: %s", group_id, error.strerror)
-
-
-def _read_buffered(file: str) -> list[Rollout]:
-    """Read a group generated by an earlier attempt; empty if its file is damaged."""
-    try:
-        with refusals("a buffered group cannot be read"), RolloutFile(file) as record:
-            return [record.rollout(row) for row in range(len(record))]
-    except RecordError as error:
-        log.warning("a trained group is omitted from the record: %s", error)
-        return []
+        self._buffer.remove(group_id)
 
 
 def _fail(rollout: Rollout, error: OrhpcError) -> None:

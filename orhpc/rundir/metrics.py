@@ -82,6 +82,14 @@ METRICS: dict[str, Metric] = {
     "groups": Metric("rollout", "prompt groups of the step", "per step"),
     "staleness_mean": Metric("rollout", "mean age of the oldest token of a rollout", "policy versions"),
     "stale_tokens": Metric("rollout", "fraction of sampled tokens older than rollout.max_staleness"),
+    "carried_tokens": Metric(
+        "rollout",
+        "sampled tokens of trained rollouts from before the step's policy was published",
+        "tokens",
+    ),
+    "carried_groups": Metric(
+        "rollout", "prompt groups that were started and are left to the next steps", "per step"
+    ),
     "failed_rollouts": Metric("rollout", "rollouts that failed and have no reward", "per step"),
     "retried_rollouts": Metric("rollout", "rollouts that were repeated in a new session", "per step"),
     "failed_groups": Metric("rollout", "prompt groups dropped for failures", "per step"),

@@ -47,6 +47,7 @@ _INDEX = np.dtype(
         ("max_version", "i8"),  # missing in files of earlier releases
         ("seconds", "f8"),
         ("trained", "?"),
+        ("finished", "f8"),  # seconds since the epoch; missing in files of earlier releases
     ]
 )
 _TEXTS = ("id", "environment", "split", "error", "turns", "messages")
@@ -89,7 +90,7 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
         row["reward"] = math.nan if r.reward is None else r.reward
         row["min_version"] = int(versions.min()) if versions.size else -1
         row["max_version"] = int(versions.max()) if versions.size else -1
-        row["seconds"], row["trained"] = r.seconds, r.id in trained
+        row["seconds"], row["trained"], row["finished"] = r.seconds, r.id in trained, r.finished
         offset += r.length
         rows += len(r.routes) if with_routes and r.routes is not None else 0
         turns = json.dumps([asdict(t) for t in r.turns])
@@ -200,6 +201,7 @@ class RolloutFile:
             error=self._text("error", row) or None,
             routes=self.routes(row),
             seconds=float(entry["seconds"]),
+            finished=float(entry["finished"]) if "finished" in self._index.dtype.names else 0.0,
         )
 
     def messages(self, row: int) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.rundir import RunDir
-from orhpc.rundir.events import read_events
+from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.prompt_ledger import Balance, balance_of, read_lineage
-from orhpc.rundir.record import read_step
+from orhpc.rundir.record import RolloutFile, read_step
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny.yaml"
@@ -59,6 +59,19 @@ def assert_balanced(rundir: RunDir) -> Balance:
     recorded = {n: {s.group_id for s in read_step(rundir.rollouts_of(n))} for n in lineage.steps}
     assert recorded == {n: {g for r in f.trained for g in r} for n, f in lineage.steps.items()}
     return balance_of(lineage)
+
+
+def finished_during_updates(rundir: RunDir) -> int:
+    """Count the rollouts that ended during the update of the step before the one that trained them."""
+    steps, count = steps_of(read_events(rundir.events)), 0
+    for number, event in steps.items():
+        after = sum(event["phases"][name] for name in ("record", "sync", "checkpoint"))
+        end = event["time"] - after
+        start = end - event["phases"]["update"]
+        for summary in read_step(rundir.rollouts_of(number + 1)) if number + 1 in steps else ():
+            with RolloutFile(str(summary.location.file)) as record:
+                count += start < record.rollout(summary.location.row).finished < end
+    return count
 
 
 def wait_for(

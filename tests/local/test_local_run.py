@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orhpc.rollout.buffer import read_group
 from orhpc.rundir import CommitName, RunDir, commits
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.record import RolloutFile, read_step
 from orhpc.rundir.trained import read_trained
+from orhpc.types import Rollout
 from tests.local import kit
 from tests.metric_names import unexplained
 
@@ -108,6 +110,7 @@ def test_the_record_contains_every_trained_rollout(finished: RunDir) -> None:
         assert {r.min_version for r in rollouts} == {step - 1}
     assert list(finished.buffer.iterdir()) == []
     assert kit.assert_balanced(finished).trained == 4 * STEPS
+    assert kit.finished_during_updates(finished) == 0  # as some do in an asynchronous run
     location = read_step(finished.rollouts_of(1))[0].location
     with RolloutFile(location.file or "") as record:
         rollout = record.rollout(location.row)
@@ -221,8 +224,11 @@ def test_a_corrupt_commit_is_skipped_on_resume(finished: RunDir, tmp_path: Path)
 
 
 def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
+    """Steps leave unfinished rollouts to the next ones: those of one environment are long."""
     rundir = RunDir(tmp_path / "tiny")
-    with kit.started(tmp_path, "checkpoint.save_interval=1000", "train.steps=200") as process:
+    partial = ["rollout.partial=true", "rollout.oversample=2", "rollout.stale_tokens=train"]
+    partial += ["environments.t={serve: treasure, max_turns: 2, max_response_tokens: 400}"]
+    with kit.started(tmp_path, *partial, "checkpoint.save_interval=1000", "train.steps=200") as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 2)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
@@ -231,10 +237,28 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     run_id = (rundir.path / "wandb_id").read_text()
     stopped_at = rundir.lineage()[0].step
     assert stopped_at >= 2
-    resumed = kit.run(tmp_path, "checkpoint.save_interval=1000", f"train.steps={stopped_at + 2}")
+    begun = _buffered(rundir, "begun_*.h5")
+    assert begun  # those of the environment with long rollouts
+    settings = [*partial, "checkpoint.save_interval=1000", f"train.steps={stopped_at + 4}"]
+    resumed = kit.run(tmp_path, *settings)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     steps = [e["step"] for e in read_events(rundir.events) if e["event"] == "step" and e["attempt"] == 2]
-    assert steps == [stopped_at + 1, stopped_at + 2]
+    assert steps == [stopped_at + n for n in (1, 2, 3, 4)]
+    continued = several = 0
+    for step in range(1, steps[-1] + 1):
+        for rollout in _recorded(rundir.rollouts_of(step)):
+            versions = rollout.versions_T[rollout.loss_mask_T]
+            assert (np.diff(versions) >= 0).all()
+            several += versions[0] < versions[-1]
+            if (old := begun.get(rollout.id)) is not None:
+                assert rollout.tokens_T[: old.length].tolist() == old.tokens_T.tolist()
+                continued += rollout.length > old.length
+    assert continued
+    assert several  # of one rollout, tokens of several policies
+    events = steps_of(read_events(rundir.events)).values()
+    assert sum(event["carried_tokens"] for event in events) > 0
+    assert all(event["logprob_diff_max"] < 1e-4 for event in events if not event["carried_tokens"])
+    assert unexplained(rundir) == set()
     offline = [p.name for p in (rundir.path / "wandb").glob("offline-run-*")]
     assert len(offline) == 2
     assert all(name.endswith(f"-{run_id}") for name in offline)  # one W&B run, continued
@@ -308,7 +332,7 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
             assert routes is not None
             assert routes.shape == (summary.length - 1, 3, 2)
     assert seen == {"orhpc/letters", "gym", "t"}
-    # Rollouts were generated during updates; in a synchronous run all have staleness 0.
+    assert kit.finished_during_updates(rundir) > 0
     assert ages == {0, 1}
     assert max(e["staleness_mean"] for e in events.values()) > 0.2
     assert kit.assert_balanced(rundir).step == 4
@@ -340,6 +364,20 @@ def test_invalid_input_gives_one_error_line_and_loses_nothing(
     assert result.returncode == code, result.stdout + result.stderr
     assert expected in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def _buffered(run: RunDir, pattern: str) -> dict[str, Rollout]:
+    """Rollouts in files of the buffer, by id."""
+    return {r.id: r for path in run.buffer.glob(pattern) for r in read_group(path)}
+
+
+def _recorded(folder: Path) -> list[Rollout]:
+    """Rollouts that a step has trained on."""
+    found = []
+    for summary in read_step(folder):
+        with RolloutFile(str(summary.location.file)) as record:
+            found.append(record.rollout(summary.location.row))
+    return found
 
 
 def _like(run: RunDir) -> list[str]:

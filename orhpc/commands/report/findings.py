@@ -191,7 +191,8 @@ def _stragglers(e: Evidence) -> Iterator[Finding]:
         yield Finding(
             "Steps wait for the longest rollouts",
             f"the longest takes {longest:.1f} s, the mean {mean:.1f} s; rollouts are {share:.0%} of a step",
-            "raise rollout.oversample, allow staleness (rollout.max_staleness), or limit the tokens",
+            "raise rollout.oversample with rollout.partial, allow staleness (rollout.max_staleness) or "
+            "limit the tokens",
             "rollout_seconds_max",
         )
 

@@ -316,6 +316,14 @@ def group_filter(given: Given) -> Settings:
     )
 
 
+def partial_rollouts(given: Given) -> Settings:
+    """Samples that a step has begun and not used go on in the next one; all their tokens are trained on, or
+    the old ones are masked."""
+    masked = given.on("--mask-offpolicy-in-partial-rollout")
+    partial = {"rollout.partial": True} if given.on("--partial-rollout") else {}
+    return partial | {"rollout.stale_tokens": "mask" if masked else "train"}
+
+
 def own_functions(given: Given) -> Settings:
     """Functions with slime's signatures, called through an adapter."""
     found: dict[str, Any] = {}

@@ -116,11 +116,6 @@ REFUSED: tuple[Flag, ...] = (
     *refused("--eval-max-context-len", instead="write rollout.max_total_tokens"),
     *refused("--eval-min-new-tokens", instead="leave it out"),
     *refused(
-        *("--partial-rollout", "--mask-offpolicy-in-partial-rollout"),
-        instead="write rollout.max_staleness=1, with which engines generate while the trainer trains",
-        arity="none",
-    ),
-    *refused(
         *("--buffer-filter-path", "--rollout-sample-filter-path", "--rollout-all-samples-process-path"),
         *("--rollout-data-postprocess-path", "--custom-reward-post-process-path"),
         "--rollout-sample-hook-path",

@@ -105,8 +105,17 @@ _ROLLOUT: tuple[Flag, ...] = (
     ),
     joint(
         "--over-sampling-batch-size", ("rollout.oversample",), by.batches,
-        "Prompts started per step, divided by those of a step. What is not used is discarded.",
+        "Prompts started per step, divided by those of a step. What is not used is generated again in the "
+        "next step, or goes on then with `--partial-rollout`.",
         read=lambda c: round(c.rollout.oversample * c.rollout.batch_size),
+    ),
+    joint(
+        "--partial-rollout", ("rollout.partial", "rollout.stale_tokens"), by.partial_rollouts,
+        "Also `rollout.stale_tokens: train`, unless old tokens are masked.", arity="none",
+    ),
+    joint(
+        "--mask-offpolicy-in-partial-rollout", ("rollout.stale_tokens",), by.partial_rollouts,
+        "`mask`. Tokens of the policy before the newest are trained on here.", arity="none",
     ),
     sets("--rollout-max-response-len", "rollout.max_response_tokens", "integer", "Per generation call."),
     sets(

@@ -24,6 +24,7 @@ class Admission:
     def __init__(self, places: int) -> None:
         """``places``: at least 1."""
         self._free = places
+        self._paused = False
         self._arrivals: OrderedDict[str, int] = OrderedDict()
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
@@ -44,8 +45,17 @@ class Admission:
             self._arrivals.popitem(last=False)
         return number
 
+    def pause(self) -> None:
+        """Give no place until :meth:`resume`; requests that hold one keep it."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Give the free places to those who wait."""
+        self._paused = False
+        self._give()
+
     async def _enter(self, arrival: int) -> None:
-        if self._free > 0:
+        if self._free > 0 and not self._paused:
             self._free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -58,9 +68,12 @@ class Admission:
             raise
 
     def _leave(self) -> None:
-        while self._waiting:
+        self._free += 1
+        self._give()
+
+    def _give(self) -> None:
+        while self._waiting and self._free > 0 and not self._paused:
             _, _, turn = heapq.heappop(self._waiting)
             if not turn.done():  # else its request was cancelled while it waited
+                self._free -= 1
                 turn.set_result(None)
-                return
-        self._free += 1

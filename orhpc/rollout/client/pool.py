@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from orhpc.errors import ConfigError, EngineUnavailable, InfraError
 from orhpc.rollout.client.admission import Admission
 from orhpc.rollout.client.connections import Connections
 from orhpc.rollout.client.http import EngineClient
-from orhpc.rollout.client.wire import TokenIds
+from orhpc.rollout.client.wire import TokenIds, aborted
 from orhpc.types import Generation, Sampling
 from orhpc.wire.routes import RouteShape
 
@@ -98,6 +99,7 @@ class EnginePool:
         self._probes = probes
         self._came_up = asyncio.Event()
         self._admission = None if max_in_flight is None else Admission(max_in_flight)
+        self._aborting = False
 
     async def __aenter__(self) -> EnginePool:
         return self
@@ -133,7 +135,29 @@ class EnginePool:
         if self._admission is None:
             return await self._generate(prompt_ids, sampling, rid, affinity, routes_start)
         async with self._admission.place(affinity):
+            if self._aborting:
+                return aborted(len(prompt_ids), self.published_version or 0)
             return await self._generate(prompt_ids, sampling, rid, affinity, routes_start)
+
+    def pause(self) -> None:
+        """Send no further requests until :meth:`resume`; needs ``max_in_flight``."""
+        assert self._admission is not None
+        self._admission.pause()
+
+    def resume(self) -> None:
+        """Send requests again, those of the oldest rollouts first."""
+        assert self._admission is not None
+        self._admission.resume()
+
+    async def abort_for_good(self, timeout_s: float) -> None:
+        """Abort all generations, and answer all further ones as aborted; needs ``max_in_flight``.
+
+        Engines that do not pause within ``timeout_s`` are left to those who wait for them.
+        """
+        self._aborting = True
+        self.resume()
+        with contextlib.suppress(InfraError, TimeoutError):
+            await asyncio.wait_for(self.pause_generation(), timeout_s)
 
     async def _generate(
         self, prompt_ids: TokenIds, sampling: Sampling, rid: str, affinity: str, routes_start: int | None

@@ -105,6 +105,17 @@ def read_generation(
     )
 
 
+def aborted(prompt_tokens: int, version: int) -> Generation:
+    """The answer to a request that no engine has served: no token, as if it had been aborted at once."""
+    return Generation(
+        tokens_N=np.zeros(0, np.int32),
+        logprobs_N=np.zeros(0, np.float32),
+        finish_reason=FinishReason.ABORT,
+        version=version,
+        prompt_tokens=prompt_tokens,
+    )
+
+
 def _id(value: Any) -> int:
     if type(value) is not int:  # True would be 1
         raise TypeError(f"{value!r} is no token's id")

@@ -120,6 +120,8 @@ def test_a_flag_as_slimes_documentation_shows_it_has_the_same_meaning(tmp_path: 
         (("--actor-gpus", "4", "--rollout-gpus", "4"), {"placement.nodes": "1", "placement.mode": "split"}),
         (("--use-tis", "--tis-clip-low", "0.5"), {"algorithm.correction.mode": "clip"}),
         (("--custom-rm-path", "a.b.c", "--group-rm"), {"rollout.custom_reward": "slime-group:a.b:c"}),
+        (("--partial-rollout",), {"rollout.partial": "true", "rollout.stale_tokens": "train"}),
+        (("--partial-rollout", "--mask-offpolicy-in-partial-rollout"), {"rollout.stale_tokens": "mask"}),
         (("--micro-batch-size", "2"), {"train.dynamic_batch": "false"}),
         (("--use-wandb=false", "--lr", "1", "--lr", "2"), {"train.lr": "2.0", "wandb.enabled": "false"}),
         (("--hf-checkpoint", "12"), {"model.path": '"12"'}),

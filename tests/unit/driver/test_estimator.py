@@ -94,6 +94,7 @@ def test_truncated_rollouts_count_for_their_group_and_are_not_trained_on(masked:
     [
         ({"max_staleness": 1}, False, {"0.0": (2, 4), "1.0": (5, None)}),
         ({"max_staleness": 1, "stale_tokens": "train"}, False, ALL_TOKENS),
+        ({"partial": True}, False, {"0.0": (2, 4), "1.0": (5, None)}),
         ({}, True, ALL_TOKENS),
         ({"max_staleness": 1}, True, {"0.0": (2, 4), "1.0": (5, None)}),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ import pytest
 from orhpc.errors import BadTask, EngineUnavailable, EnvironmentRaised, EnvironmentUnavailable
 from orhpc.rollout.agent import run_rollout, turn_seed
 from orhpc.rollout.environment.tools import ToolResult
-from orhpc.types import FinishReason, RolloutEnd, Task
+from orhpc.rundir.record import RolloutFile, write_rollouts
+from orhpc.types import FinishReason, Rollout, RolloutEnd, Task
 from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, Policy, Room, chat, context, request
 from tests.unit.rollout.kit import CHAT, call, run, text_of
 
@@ -145,6 +148,71 @@ def test_an_abort_ends_the_rollout_when_the_run_is_stopping() -> None:
     rollout = run(room, Policy(CHAT, [("Well", FinishReason.ABORT)]), stopping=lambda: True)
     assert (rollout.end, rollout.reward) == (RolloutEnd.ABORTED, None)
     assert room.calls == []
+
+
+def begun_by(tmp_path: Path, room: Room, lines: list[Any], *, routes: bool = False) -> Rollout:
+    """A rollout that a stop has aborted, as it is read from the buffer."""
+    policy = Policy(CHAT, lines)
+    policy.routes = position_routes if routes else None
+    stopped = asyncio.run(
+        run_rollout(context(room, policy, CHAT, stopping=lambda: True, record_routes=routes), request())
+    )
+    assert stopped.end is RolloutEnd.ABORTED
+    write_rollouts(tmp_path / "begun.h5", [stopped])
+    with RolloutFile(tmp_path / "begun.h5") as record:
+        return record.rollout(0)
+
+
+def position_routes(start: int, end: int) -> Any:
+    """Routes that are the positions of their tokens."""
+    return np.arange(start, end, dtype=np.uint16).reshape(-1, 1, 1)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_a_first_turn_that_a_stop_aborted_goes_on_in_a_new_session(tmp_path: Path, routes: bool) -> None:
+    whole = call("add", by=1)
+    begun = begun_by(
+        tmp_path, Room(answers={"add": []}), [(whole[:10], FinishReason.ABORT, 3)], routes=routes
+    )
+    first = begun.response_tokens
+    room = Room(answers={"add": [ToolResult("", reward=1.0, finished=True)]})
+    policy = Policy(CHAT, [(whole[10:], FinishReason.STOP, 4)])
+    policy.routes = position_routes if routes else None
+    prepared = context(room, policy, CHAT, record_routes=routes)
+    rollout = asyncio.run(run_rollout(prepared, replace(request(), begun=begun)))
+    assert (rollout.end, rollout.reward, room.calls) == (RolloutEnd.TERMINAL, 1.0, [("add", {"by": 1})])
+    assert policy.prompts == [begun.tokens_T.tolist()]
+    assert policy.samplings[0].max_new_tokens == 1000 - first
+    assert policy.samplings[0].seed != turn_seed(request().seed, 0)
+    assert rollout.tokens_T[: begun.length].tolist() == begun.tokens_T.tolist()
+    assert rollout.logprobs_T[: begun.length].tolist() == begun.logprobs_T.tolist()
+    sampled = rollout.versions_T[rollout.loss_mask_T]
+    assert sampled.tolist() == [3] * first + [4] * len(policy.outputs[0])
+    assert (len(rollout.turns), rollout.turns[0].version) == (1, 3)
+    assert [m["role"] for m in rollout.messages] == ["user", "assistant", "tool"]
+    if routes:
+        assert rollout.routes is not None
+        assert rollout.routes.ravel().tolist() == list(range(rollout.length - 1))
+
+
+@pytest.mark.parametrize(
+    ("lines", "prompt"),
+    [
+        ([("Well", FinishReason.ABORT, 3)], "Another task."),
+        ([call("add"), ("Well", FinishReason.ABORT, 3)], "Do it."),
+    ],
+)
+def test_a_rollout_begins_again_if_its_prompt_differs_or_tools_were_called(
+    tmp_path: Path, lines: list[Any], prompt: str
+) -> None:
+    begun = begun_by(tmp_path, Room(answers={"add": ["1"]}), lines)
+    policy = Policy(CHAT, ["Done."])
+    prepared = context(Room(prompt, answers={"add": []}), policy, CHAT)
+    rollout = asyncio.run(run_rollout(prepared, replace(request(), begun=begun)))
+    assert rollout.end is RolloutEnd.ANSWERED
+    assert len(rollout.turns) == 1
+    assert policy.samplings[0].seed == turn_seed(request().seed, 0)
+    assert rollout.response_tokens == len(policy.outputs[0])
 
 
 def test_infrastructure_failures_are_raised_and_never_rewarded() -> None:

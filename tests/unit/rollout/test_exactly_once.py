@@ -186,6 +186,8 @@ def settings_of(**changes: object) -> RolloutSettings:
 @given(
     seed=st.integers(0, 10_000),
     oversample=st.sampled_from([1.0, 1.5]),
+    partial=st.booleans(),
+    max_carried_steps=st.sampled_from([2, 32]),
     max_staleness=st.sampled_from([0, 1, 3]),
     stale_tokens=st.sampled_from(["mask", "train", "regenerate"]),
     killed=st.sampled_from([0.0, 0.05, 0.15]),
@@ -229,7 +231,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{"oversample": 1.5}, {"max_staleness": 1}, {"max_staleness": 3, "stale_tokens": "train"}]
+    "changes",
+    [
+        {"oversample": 1.5},
+        {"oversample": 2, "partial": True},
+        {"max_staleness": 1},
+        {"max_staleness": 3, "stale_tokens": "train"},
+    ],
 )
 def test_lengths_of_an_interrupted_run_are_those_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: list[int], changes: dict[str, object]

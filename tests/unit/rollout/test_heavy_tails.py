@@ -34,6 +34,20 @@ def test_nothing_is_thrown_away_if_old_tokens_are_trained_on() -> None:
     assert everything["age_max"] > 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_partial_rollouts_keep_what_oversampling_throws_away(placement: str) -> None:
+    again = measured(placement, oversample=2)
+    carried = measured(placement, oversample=2, partial=True, stale_tokens="train")
+    masked = measured(placement, oversample=2, partial=True)
+    assert again["thrown_away"] > 0.6
+    assert carried["thrown_away"] < 0.06  # in flight at the end
+    assert carried["of_ideal"] > 2 * again["of_ideal"]
+    assert again["thrown_away"] > masked["thrown_away"]
+    assert (again["age_max"], masked["age_max"]) == (0, 1)
+    assert carried["length_bias"] == pytest.approx(1, abs=0.06)
+
+
 def test_the_simulated_engines_take_the_time_of_their_iterations() -> None:
     async def two() -> tuple[float, tuple[tuple[int, int], ...]]:
         engines, loop = Engines(slots=2), asyncio.get_running_loop()

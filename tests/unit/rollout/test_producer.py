@@ -258,6 +258,72 @@ def test_oversampling_uses_the_first_groups_and_starts_the_rest_again() -> None:
     asyncio.run(two_steps())
 
 
+def test_partial_groups_go_on_in_the_next_step_and_surplus_ones_are_trained_then() -> None:
+    """Groups 1 and 2 take as long as two steps; 0 and 3 to 5 finish at once, two more than a step needs."""
+    worker = ScriptedWorker(both_rewards, delay=lambda i: {1: 0.3, 2: 0.3, 6: 0.3, 7: 0.3}.get(i, 0.0))
+    chosen = settings_of(batch_size=2, oversample=3, partial=True)
+    producer = Producer(chosen, TASKS, [worker], seed=0)
+
+    async def three_steps() -> None:
+        first = await producer.collect(0)
+        assert ([g.id for g in first.groups], first.carried) == ([0, 3], 4)
+        assert producer.position == Position(6, (1, 2, 4, 5))
+        second = await producer.collect(1)
+        assert ([g.id for g in second.groups], second.reasons) == ([4, 5], Counter())
+        await asyncio.sleep(0.4)  # they finish while the trainer trains
+        assert [g.id for g in (await producer.collect(1)).groups] == [1, 2]
+        await producer.cancel()
+
+    asyncio.run(three_steps())
+    assert [i for i in worker.requested if i < 6] == [0, 1, 2, 3, 4, 5]  # each once
+    assert not {1, 2} & set(worker.canceled)
+
+
+def test_no_group_is_started_during_an_update_for_being_carried_over() -> None:
+    worker = ScriptedWorker(both_rewards, delay=lambda i: 0.05 if i == 1 else 0.0)
+    producer = Producer(settings_of(oversample=1.5, partial=True), TASKS, [worker], seed=0)
+
+    async def one_step() -> None:
+        await producer.collect(0)
+        await asyncio.sleep(0.2)
+        await producer.cancel()
+
+    asyncio.run(one_step())
+    assert sorted(worker.requested) == [0, 1, 2, 3, 4, 5]
+
+
+def carrying(
+    runner: asyncio.Runner, delay: Callable[[int], float], **changes: object
+) -> Callable[[int], StepGroups]:
+    """Makes a step from a version, with groups whose tokens are of the version at which they finish."""
+    newest = 0
+    worker = ScriptedWorker(lambda request: ([0.0, 1.0], RolloutEnd.TERMINAL, newest), delay)
+    producer = Producer(settings_of(partial=True, **changes), TASKS, [worker], seed=0)
+
+    def step(version: int) -> StepGroups:
+        nonlocal newest
+        newest = version
+        return runner.run(producer.collect(version))
+
+    return step
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_step_waits_for_a_group_that_was_carried_over_too_often(limit: int) -> None:
+    with asyncio.Runner() as runner:
+        step = carrying(runner, lambda i: 0.5 if i == 0 else 0.0, oversample=1.5, max_carried_steps=limit)
+        found = [0 in {g.id for g in step(version).groups} for version in range(limit + 1)]
+    assert found == [False] * limit + [True]
+
+
+@pytest.mark.parametrize(("age", "reasons"), [(1, {}), (2, {"stale": 4})])
+def test_partial_groups_may_be_one_version_older(age: int, reasons: dict[str, int]) -> None:
+    with asyncio.Runner() as runner:
+        step = carrying(runner, lambda i: 0.0, oversample=2)
+        assert step(0).carried == 4
+        assert step(age).reasons == reasons
+
+
 @pytest.mark.parametrize(("oversample", "staleness"), [(1.0, 0), (1.5, 0), (1.0, 1), (1.5, 2)])
 def test_no_task_is_skipped_and_none_is_trained_on_twice(oversample: float, staleness: int) -> None:
     """With durations of a long tail: those of the trained tasks are those of all tasks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,23 @@ from orhpc.errors import (
 )
 from orhpc.rollout import health as health_module
 from orhpc.rollout import worker as worker_module
+from orhpc.rollout.buffer import Buffer
 from orhpc.rollout.environment.notices import Notices
 from orhpc.rollout.producer import Position
 from orhpc.rollout.upload import Uploader
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import RolloutFile
-from orhpc.types import GroupRequest, PromptGroup, Rollout, RolloutEnd, Sampling, Task
+from orhpc.types import (
+    FinishReason,
+    GroupRequest,
+    PromptGroup,
+    Rollout,
+    RolloutEnd,
+    Sampling,
+    Task,
+    Turn,
+)
 from tests.unit.rundir.test_record import make_rollout
 
 NAME = "orhpc/letters"
@@ -68,6 +79,8 @@ class Environment:
         self.notices = Notices()
         self.supports_score_group = scores
         self.scored = 0
+
+    async def close(self) -> None: ...
 
     async def score_group(self, task: Task, transcripts: list[Any]) -> list[float]:
         self.scored = len(transcripts)
@@ -265,3 +278,100 @@ def test_other_rollouts_of_the_group_are_canceled_when_one_ends_the_run(tmp_path
         assert [task.cancelled() for task in running] == [True] * 4
 
     asyncio.run(all_of_it())
+
+
+class Pool:
+    """Aborts the generations of a scripted agent; the other calls do nothing."""
+
+    generate = None
+
+    def __init__(self) -> None:
+        self.aborted = asyncio.Event()
+
+    async def abort_for_good(self, timeout_s: float) -> None:
+        self.aborted.set()
+
+    async def close(self) -> None: ...
+
+
+class Interrupted(ScriptedAgent):
+    """Sample 0 finishes, sample 1 is aborted in its first turn, 2 in its second, and 3 hangs in a tool."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(lambda sample, before: None)
+        self.pool = pool
+        self.begun: dict[int, Rollout | None] = {}
+
+    async def run(self, request: GroupRequest, sample: int, **more: Any) -> Rollout:
+        self.begun[sample] = more["begun"]
+        if sample == 3:
+            await asyncio.sleep(60)
+        if sample in (1, 2):
+            await self.pool.aborted.wait()
+        rollout = await super().run(request, sample)
+        if sample in (1, 2):
+            rollout.end, rollout.reward = RolloutEnd.ABORTED, None
+            rollout.turns = [Turn(4, 12, FinishReason.ABORT, 3)] * sample
+        return rollout
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_stop_keeps_what_there_is_of_an_unfinished_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "_STOP_S", 0.2)
+    worker = made(tmp_path, lambda sample, before: None, partial=partial)
+    request = replace(request_of(5), n_samples=4)
+
+    async def stopped() -> dict[int, Rollout | None]:
+        parts: Any = worker
+        parts._pool = Pool()
+        parts._agent = Interrupted(parts._pool)
+        running = asyncio.ensure_future(worker.run_group(request))
+        await asyncio.sleep(0.05)
+        await worker.close()
+        assert (await running).rollouts == ()
+        return parts._agent.begun
+
+    assert set(asyncio.run(stopped()).values()) == {None}
+    assert finished_groups(RunDir(tmp_path), Position(6, (5,)), 3, RolloutSettings(partial=True)) == []
+    again = made(tmp_path, lambda sample, before: None, partial=partial)
+    agent: Any = Interrupted(Pool())
+    agent.pool.aborted.set()
+
+    async def resumed() -> None:
+        parts: Any = again
+        parts._pool, parts._agent = agent.pool, agent
+        running = asyncio.ensure_future(again.run_group(request))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(resumed())
+    if partial:
+        assert {sample: begun is not None for sample, begun in agent.begun.items()} == {
+            1: True, 2: False, 3: False,
+        }  # fmt: skip
+        assert agent.begun[1].end is RolloutEnd.ABORTED
+    else:
+        assert set(agent.begun) == {0, 1, 2, 3}
+        assert set(agent.begun.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("position", "version", "kept"),
+    [(Position(6, (5,)), 3, True), (Position(6, (5,)), 2, False), (Position(6, ()), 3, False)],
+)
+def test_unfinished_groups_of_another_lineage_are_removed(
+    tmp_path: Path, position: Position, version: int, kept: bool
+) -> None:
+    """Tokens that are newer than the commit are of weights that the run does not have."""
+    made(tmp_path, lambda sample, before: None)
+    rundir = RunDir(tmp_path)
+    rollout = asyncio.run(ScriptedAgent(lambda sample, before: None).run(request_of(5), 1))
+    Buffer(rundir, 0, routes=False).write_begun(5, [rollout])
+    assert finished_groups(rundir, position, version, RolloutSettings(partial=True)) == []
+    assert [path.name for path in rundir.buffer.iterdir()] == (["begun_5.h5"] if kept else [])
+    if kept:
+        Buffer(rundir, 0, routes=False).remove(5)
+        assert not list(rundir.buffer.iterdir())

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.config.files import load_config
+from orhpc.rollout.client import EnginePool
 from orhpc.rollout.client.admission import Admission
 from orhpc.rollout.worker import max_in_flight
+from orhpc.types import FinishReason, Generation, Sampling
 
 
 def test_the_oldest_rollout_goes_first_even_if_it_asks_last() -> None:
@@ -34,12 +36,37 @@ def test_the_oldest_rollout_goes_first_even_if_it_asks_last() -> None:
     assert order == ["old", "new", "newer"]
 
 
+def test_a_pause_gives_no_place_and_keeps_the_order() -> None:
+    order: list[str] = []
+
+    async def request(admission: Admission, name: str) -> None:
+        async with admission.place(name):
+            order.append(name)
+
+    async def run() -> None:
+        admission = Admission(2)
+        await request(admission, "old")
+        async with admission.place("held"):
+            admission.pause()
+        waiting = [asyncio.ensure_future(request(admission, name)) for name in ("new", "newer", "old")]
+        waiting[1].cancel()
+        await asyncio.sleep(0.01)
+        assert order == ["old"]
+        admission.resume()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(run())
+    assert order == ["old", "old", "new"]
+
+
 @given(
     st.integers(1, 4),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 3), st.sampled_from(" cpr")), min_size=1, max_size=40
+    ),
 )
-def test_places_are_never_exceeded_nor_lost(places: int, requests: list[tuple[int, int, bool]]) -> None:
-    """Also if requests are cancelled at any moment."""
+def test_places_are_never_exceeded_nor_lost(places: int, requests: list[tuple[int, int, str]]) -> None:
+    """Also if requests are cancelled, and places are withheld, at any moment."""
     inside = most = 0
 
     async def request(admission: Admission, rollout: int, turns: int) -> None:
@@ -56,11 +83,16 @@ def test_places_are_never_exceeded_nor_lost(places: int, requests: list[tuple[in
     async def run() -> None:
         admission = Admission(places)
         running: list[asyncio.Task[None]] = []
-        for rollout, turns, cancels in requests:
+        for rollout, turns, what in requests:
             running.append(asyncio.ensure_future(request(admission, rollout, turns)))
             await asyncio.sleep(0)
-            if cancels:
+            if what == "c":
                 running[len(running) // 2].cancel()
+            elif what == "p":
+                admission.pause()
+            elif what == "r":
+                admission.resume()
+        admission.resume()
         await asyncio.gather(*running, return_exceptions=True)
         assert inside == 0
         # All places are free again: as many requests as places get in at once.
@@ -79,3 +111,21 @@ def test_workers_together_keep_the_engines_full(engines: int, running: int, expe
         "configs/gpu-smollm2.yaml", [f"engine.max_running={running}", "rollout.workers_per_node=4"]
     )
     assert max_in_flight(config, engines) == expected
+
+
+def test_a_request_that_waits_at_a_stop_is_answered_as_aborted() -> None:
+    async def run() -> Generation:
+        async with EnginePool(
+            ["http://127.0.0.1:1"], key="k", request_timeout_s=5, max_in_flight=2, probes=False
+        ) as pool:
+            pool.pause()
+            waiting = asyncio.ensure_future(
+                pool.generate([1, 2, 3], Sampling(max_new_tokens=4), rid="r", affinity="a")
+            )
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            await pool.abort_for_good(1.0)  # the engine is not there
+            return await asyncio.wait_for(waiting, 1.0)
+
+    generation = asyncio.run(run())
+    assert (generation.finish_reason, len(generation.tokens_N)) == (FinishReason.ABORT, 0)

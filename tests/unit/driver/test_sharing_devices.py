@@ -1,0 +1,57 @@
+"""The order in which trainers, engines and workers hand over devices that they share."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orhpc.config.files import load_config
+from orhpc.driver.runtime import Runtime
+
+
+class Recorded:
+    """Records the names of the methods that are called; each returns nothing."""
+
+    def __init__(self, who: str, calls: list[str], **attributes: Any) -> None:
+        self.__dict__ |= attributes
+        self._who, self._calls = who, calls
+
+    def __getattr__(self, name: str) -> Any:
+        async def method(*arguments: Any) -> None:
+            called = arguments[0].__name__ if name == "call" else name
+            self._calls.append(f"{self._who} {called}")
+
+        return method
+
+
+def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
+    calls: list[str] = []
+    config = load_config("configs/tiny.yaml", overrides)
+    engines: Any = Recorded("engines", calls, shared=["http://a"], dedicated=dedicated)
+    trainers: Any = Recorded("trainers", calls)
+    workers: Any = [Recorded("worker", calls)]
+    anything: Any = None
+
+    async def rollouts() -> None:
+        calls.append("rollouts")
+
+    runtime = Runtime(config, anything, trainers, engines, workers, anything, print, anything, anything)
+    asyncio.run(runtime.while_serving(rollouts))
+    return calls
+
+
+@pytest.mark.parametrize("carries", ["rollout.partial=true", "rollout.max_staleness=1"])
+def test_workers_send_nothing_to_engines_that_sleep(carries: str) -> None:
+    assert order([carries], dedicated=[]) == [
+        "trainers sleep", "engines resume_serving", "worker resume", "rollouts", "engines watch",
+        "worker pause", "engines release", "trainers wake",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "dedicated"), [([], []), (["rollout.partial=true"], ["http://b"])])
+def test_workers_go_on_if_nothing_is_carried_over_or_other_engines_serve(
+    overrides: list[str], dedicated: list[str]
+) -> None:
+    assert not [call for call in order(overrides, dedicated=dedicated) if call.startswith("worker")]
