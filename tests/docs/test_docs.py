@@ -86,8 +86,3 @@ def test_a_command_of_an_example_and_its_options_exist(line: str) -> None:
         for option in (word.split("=")[0] for word in words[1:] if word.startswith("-")):
             known = option in shown or option in FLAGS or option in ("--", "--config")
             assert known or option.startswith("--sglang-"), f"{option} is not an option of: {line}"
-
-
-@pytest.mark.parametrize("text", blocks("python"))
-def test_a_python_example_is_python(text: str) -> None:
-    compile(text, "example", "exec")
