@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from orhpc.commands.report.overview import Attempt, goodput, lost_time
+from orhpc.commands.goodput import OVERHEAD, Account
+from orhpc.commands.report.overview import Attempt
 from orhpc.commands.report.series import Series, window
 from orhpc.commands.run_state import duration
 
@@ -40,6 +41,8 @@ class Evidence:
     series: Series
     events: Sequence[Event]
     attempts: Sequence[Attempt]
+    spent: Account | None
+    """Where the time went; None if no step is done."""
 
     def first(self, metric: str) -> float | None:
         """Mean of the first fifth of the steps; None without the metric or with few steps."""
@@ -197,14 +200,13 @@ def _stragglers(e: Evidence) -> Iterator[Finding]:
 
 
 def _lost_time(e: Evidence) -> Iterator[Finding]:
-    share = goodput(e.events)
-    if share is None or share > 0.8 or len(e.series) < _FEW_STEPS:
+    if e.spent is None or e.spent.share(*OVERHEAD) <= 0.2 or len(e.series) < _FEW_STEPS:
         return
-    lost = sorted(lost_time(e.events, e.attempts).items(), key=lambda item: -item[1])
-    causes = ", ".join(f"{what} {duration(seconds)}" for what, seconds in lost if seconds >= 1)
+    lost = [(cause, seconds) for cause, seconds in e.spent.rest() if cause in OVERHEAD]
+    causes = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in lost)
     yield Finding(
         "Much time makes no new step",
-        f"goodput {share:.0%}; {causes or 'between steps'}",
+        f"{e.spent.share(*OVERHEAD):.0%} of {duration(e.spent.wall)}: {causes}",
         "see the attempts below; a smaller checkpoint.save_interval loses fewer steps",
     )
 

@@ -1,17 +1,17 @@
-"""Where a run stands: progress, pace, goodput, and how its attempts ended."""
+"""Where a run stands: progress, pace, and how its attempts ended."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orhpc.commands.goodput import Account
 from orhpc.commands.run_state import duration, seconds_left
 from orhpc.launch.slurm.ledger import outcome_of
 from orhpc.rundir import RunDir
-from orhpc.rundir.events import FAILURES, steps_of
+from orhpc.rundir.events import FAILURES
 from orhpc.rundir.origin import describe, provenance
 
 Event = Mapping[str, Any]
@@ -37,34 +37,6 @@ class Attempt:
     last_step: int | None
     end: str
     """How it ended."""
-
-
-def goodput(events: Sequence[Event]) -> float | None:
-    """Fraction of the wall-clock time from the first to the last event that was spent on the run's steps.
-
-    Steps that were repeated after a resume count once; queue time counts as lost.
-    """
-    steps = steps_of([dict(e) for e in events]).values()
-    if not steps:
-        return None
-    whole = events[-1]["time"] - events[0]["time"]
-    return min(1.0, sum(s.get("seconds", 0.0) for s in steps) / whole) if whole > 0 else None
-
-
-def lost_time(events: Sequence[Event], attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Seconds between the first and the last event that made no new step, by cause."""
-    counted: set[int] = set()
-    repeated = 0.0
-    for event in reversed([e for e in events if e["event"] == "step"]):
-        if event["step"] in counted:
-            repeated += event.get("seconds", 0.0)
-        counted.add(event["step"])
-    starts = sum(a.ready - a.began for a in attempts if a.ready is not None and a.began is not None)
-    gaps = 0.0
-    for before, after in itertools.pairwise(attempts):
-        if before.last is not None and after.began is not None:
-            gaps += max(0.0, after.began - before.last)
-    return {"starting up": starts, "steps done again": repeated, "between attempts": gaps}
 
 
 def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
@@ -106,11 +78,13 @@ def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> 
     return f"not yet, or killed: {since}" if newest else f"killed: {since}"
 
 
-def facts(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> list[tuple[str, str]]:
+def facts(
+    run: RunDir, events: Sequence[Event], steps: Sequence[Event], spent: Account | None
+) -> list[tuple[str, str]]:
     """The lines at the top of the report: a label and a value each."""
     if not steps:
         return [("steps", "No step is done yet."), ("attempts", str(run.newest_attempt()))]
-    last, share, left = steps[-1], goodput(events), seconds_left(steps)
+    last, left = steps[-1], seconds_left(steps)
     ended = events[-1]["event"] == "finished"
     committed = max((e["step"] for e in events if e["event"] == "commit" and "step" in e), default=None)
     evaluation = next((e for e in reversed(events) if e["event"] == "evaluation"), None)
@@ -128,7 +102,10 @@ def facts(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> list[
         clock_then = clock(time.time() + left)
         found.append(("time left at this pace", f"{duration(left)} (until {clock_then}, if it runs on)"))
     found += [
-        ("goodput", "-" if share is None else f"{share:.1%} of the time was spent on steps that count"),
+        (
+            "goodput",
+            "-" if spent is None else f"{spent.goodput:.1%} of {duration(spent.wall)} trained the model",
+        ),
         ("attempts", str(run.newest_attempt())),
         ("committed", "nothing yet" if committed is None else f"step {committed}"),
         ("alarms", str(sum(e["event"] == "alarm" for e in events))),

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from orhpc.commands.goodput import TRAINING, account_of
 from orhpc.commands.report.charts import REST, sections_of
 from orhpc.commands.report.findings import Evidence, findings
 from orhpc.commands.report.gpu_lanes import gpu_lanes
@@ -23,7 +24,6 @@ from orhpc.commands.report.overview import (
     clock,
     environments_of,
     facts,
-    lost_time,
     mark_of,
 )
 from orhpc.commands.report.rollouts import distributions
@@ -116,16 +116,16 @@ def run_data(run: RunDir) -> dict[str, Any]:
     events = read_events(run.events)
     steps = [event for _, event in sorted(steps_of(events).items())]
     series = Series.of(steps)
-    attempts = attempts_of(run, events)
+    attempts, spent = attempts_of(run, events), account_of(run, events)
     histograms, samples = distributions(run)
     marks = [mark_of(e) for e in events if e["event"] in MARKS]
     curves = {name: curve(series.steps, values) for name, values in series.metrics.items()}
     return {
         "path": str(run.path),
-        "facts": facts(run, events, steps),
+        "facts": facts(run, events, steps, spent),
         "findings": [
             {"title": f.title, "seen": f.seen, "advice": f.advice, "metric": f.metric}
-            for f in findings(Evidence(series, events, attempts))
+            for f in findings(Evidence(series, events, attempts, spent))
         ],
         "metrics": {name: points for name, points in curves.items() if points[0]},
         "times": curve(series.steps, series.times),
@@ -143,7 +143,13 @@ def run_data(run: RunDir) -> dict[str, Any]:
             }
             for a in attempts
         ],
-        "lost": [(what, duration(s)) for what, s in lost_time(events, attempts).items() if s >= 1],
+        "spent": []
+        if spent is None
+        else [
+            (cause, duration(seconds), compact(seconds / spent.wall))
+            for cause, seconds in [(TRAINING, spent.seconds[TRAINING]), *spent.rest(least=0.001)]
+            if spent.wall > 0
+        ],
         "marks": marks[-_MOST_MARKS:],
         "marks_left_out": max(0, len(marks) - _MOST_MARKS),
         "evaluations": [_evaluation(e) for e in events if e["event"] == "evaluation"],

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.commands.cli import main
+from orhpc.commands.goodput import account_of
 from orhpc.commands.report import charts
 from orhpc.commands.report.findings import RULES, Evidence, findings
-from orhpc.commands.report.overview import attempts_of, environments_of, goodput, lost_time
+from orhpc.commands.report.overview import attempts_of, environments_of
 from orhpc.commands.report.page import page, run_data
 from orhpc.commands.report.series import MOST_POINTS, Series, curve
 from orhpc.commands.report.settings import differences
@@ -175,18 +176,6 @@ def test_the_curve_of_a_single_environment_is_that_of_all() -> None:
     assert [p.metrics for p in panels] == [("reward_mean",)]
 
 
-def test_goodput_counts_a_step_done_twice_once() -> None:
-    events = [
-        {"event": "bring_up", "time": 0.0},
-        {"event": "step", "time": 4.0, "step": 1, "seconds": 4.0},
-        {"event": "step", "time": 8.0, "step": 1, "seconds": 4.0},
-        {"event": "finished", "time": 10.0},
-    ]
-    assert goodput(events) == pytest.approx(0.4)
-    assert goodput(events[:1]) is None
-    assert lost_time(events, [])["steps done again"] == 4.0
-
-
 def test_the_time_left_is_at_the_pace_of_the_newest_steps() -> None:
     steps = [{"step": i, "steps": 100, "seconds": 100.0 if i < 30 else 2.0} for i in range(1, 61)]
     assert seconds_left(steps) == pytest.approx(80.0)
@@ -207,7 +196,7 @@ def evidence(tmp_path: Path, **metrics: list[float]) -> Evidence:
     run = RunDir(tmp_path)
     for number in range(1, attempt + 1):
         run.attempt(number).mkdir(parents=True)
-    return Evidence(Series.of(steps), steps, attempts_of(run, steps))
+    return Evidence(Series.of(steps), steps, attempts_of(run, steps), account_of(run, steps))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +245,7 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
     assert findings(evidence(tmp_path, **healthy)) == []
     critic = {"equal_reward_groups": [0.9] * 40, "value_loss": [0.1] * 40, "explained_variance": [0.5] * 40}
     assert findings(evidence(tmp_path / "critic", **critic)) == []
-    assert findings(Evidence(Series.of([]), [], [])) == []
+    assert findings(Evidence(Series.of([]), [], [], None)) == []
 
 
 def test_findings_advise_settings_that_exist() -> None:

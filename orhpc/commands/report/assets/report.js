@@ -274,6 +274,18 @@ function overview(parent, run) {
   table(box, [], run.facts);
 }
 
+// What the wall-clock time was spent on, with a bar of its share each.
+function spent(parent, run) {
+  if (!run.spent.length) return;
+  const box = make(parent, "div", { className: "card" });
+  make(box, "h3", {}, several ? `What the time was spent on: ${run.name}` : "What the time was spent on");
+  table(box, [], run.spent.map(([cause, time, share]) => [cause, time, `${(100 * share).toFixed(1)} %`]));
+  [...box.querySelectorAll("td:last-child")].forEach((cell, i) => {
+    cell.className = "share";
+    cell.style.setProperty("--share", `${100 * run.spent[i][2]}%`);
+  });
+}
+
 function findings(run) {
   if (!run.findings.length) return;
   const grid = section(several ? `What to look at first: ${run.name}` : "What to look at first");
@@ -326,7 +338,6 @@ function tables(run) {
   const box = make(main, "div", { className: "card" });
   table(box, ["attempt", "began", "steps", "ended"],
     run.attempts.map((a) => [a.number, a.began ? clock(a.began) : "-", a.steps, a.end]));
-  if (run.lost.length) make(box, "p", { className: "faint" }, `Time without a new step: ${run.lost.map(([what, time]) => `${what} ${time}`).join(", ")}`);
   const marks = run.marks.filter((m) => m.kind !== "evaluation");
   if (marks.length) {
     make(main, "h2", {}, `Alarms, notices and failures${name}`);
@@ -363,7 +374,7 @@ make(main, "div", { className: "faint" }, `${data.runs.map((run) => run.path).jo
 controls();
 const top_ = make(main, "div", { className: "grid" });
 top_.style.marginTop = "12px";
-for (const run of data.runs) overview(top_, run);
+for (const run of data.runs) { overview(top_, run); spent(top_, run); }
 for (const run of data.runs) findings(run);
 if (data.differences.length) {
   make(main, "h2", {}, "Settings that differ");
