@@ -132,7 +132,8 @@ def _worse_after_restart(e: Evidence) -> Iterator[Finding]:
         at = int(np.searchsorted(steps, attempt.first_step))
         for name in names:
             values = e.series.metrics[name]
-            before, after = values[max(0, at - 20) : at], values[at : at + 20]
+            # The first step may train on rollouts that were finished before the restart.
+            before, after = values[max(0, at - 20) : at], values[at + 1 : at + 21]
             before, after = before[~np.isnan(before)], after[~np.isnan(after)]
             if min(len(before), len(after)) < 5:
                 continue
@@ -142,7 +143,9 @@ def _worse_after_restart(e: Evidence) -> Iterator[Finding]:
                 yield Finding(
                     f"{name.partition('/')[2]} got worse after the restart at step {attempt.first_step}",
                     f"mean reward {before.mean():.3f} in the steps before, {after.mean():.3f} after",
-                    f"attempt {attempt.number}: compare its configuration and its environment servers' logs",
+                    f"attempt {attempt.number} differs in {attempt.changed}; read its rollouts (orhpc view)"
+                    if attempt.changed
+                    else f"attempt {attempt.number}: read its rollouts and its environment servers' logs",
                     name,
                 )
 
@@ -223,10 +226,10 @@ def _above(metric: str, bound: float, title: str, seen: str, advice: str) -> Rul
 
 
 RULES: tuple[Rule, ...] = (
+    _worse_after_restart,
     _mismatch,
     _collapse,
     _hacking,
-    _worse_after_restart,
     _equal_rewards,
     _critic,
     _above(

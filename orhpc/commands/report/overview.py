@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orhpc.commands.goodput import Account
+from orhpc.commands.report.changes import changes_in
 from orhpc.commands.run_state import duration, seconds_left
 from orhpc.launch.slurm.ledger import outcome_of
 from orhpc.rundir import RunDir
@@ -37,6 +38,8 @@ class Attempt:
     last_step: int | None
     end: str
     """How it ended."""
+    changed: str = ""
+    """What is different from the attempt before; empty: nothing that is known."""
 
 
 def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
@@ -59,6 +62,7 @@ def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
                 first_step=min(steps, default=None),
                 last_step=max(steps, default=None),
                 end=_end_of(run, number, own, newest=number == newest),
+                changed=changes_in(run, number) if number > 1 else "",
             )
         )
     return found
@@ -72,7 +76,8 @@ def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> 
         return "not yet: it has written no event" if newest else "killed: it wrote no event"
     last = own[-1]
     if last["event"] in _ENDS:
-        return f"{last['event']} {last.get('reason') or last.get('error') or ''}".strip()
+        why = str(last.get("reason") or last.get("error") or "")
+        return why if why.startswith(last["event"]) else f"{last['event']} {why}".strip()
     name = f"{last['event']} of step {last['step']}" if "step" in last else str(last["event"])
     since = f"its last event is {name}, {clock(last['time'])}"
     return f"not yet, or killed: {since}" if newest else f"killed: {since}"

@@ -140,6 +140,7 @@ def run_data(run: RunDir) -> dict[str, Any]:
                 "last": a.last,
                 "steps": "none" if a.first_step is None else f"{a.first_step} to {a.last_step}",
                 "end": a.end,
+                "changed": a.changed,
             }
             for a in attempts
         ],

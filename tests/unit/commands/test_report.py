@@ -27,6 +27,8 @@ from orhpc.config.files import load_config
 from orhpc.launch.slurm import ledger
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
+from orhpc.rundir.origin import PROVENANCE
+from orhpc.rundir.sealed import write_sealed
 from tests.unit.rundir.test_record import make_rollout
 
 
@@ -218,6 +220,10 @@ def evidence(tmp_path: Path, **metrics: list[float]) -> Evidence:
             {"reward_mean__code": [0.8, 0.82] * 10 + [0.4, 0.42] * 10, "restarts": [21]},
             "code got worse after the restart at step 21",
         ),
+        (  # the first step after the restart trains on rollouts from before it
+            {"reward_mean__code": [0.8, 0.82] * 5 + [1.6] + [0.4, 0.42] * 3, "restarts": [11]},
+            "code got worse after the restart at step 11",
+        ),
         ({"failed_share": [0.2] * 40}, "Rollouts fail"),
         ({"truncated": [0.6] * 40}, "Many rollouts are cut off"),
         ({"grad_norm": [1.0] * 39 + [50.0]}, "Gradient norm spikes"),
@@ -286,15 +292,39 @@ def test_every_attempt_is_counted_and_a_killed_one_is_called_so(tmp_path: Path) 
         if attempt < 4:
             log.write("step", step=attempt, steps=9, seconds=1.0, phases={"update": 1.0}, reward_mean=0.5)
         if attempt == 3:
-            log.write("stopped", step=3, reason="asked to stop")
+            log.write("stopped", step=3, reason="stopped while it evaluated")
         log.close()
     about = run_data(run)
     assert dict(about["facts"])["attempts"] == "4"
     assert [(a["number"], a["steps"], a["end"].split(",")[0]) for a in about["attempts"]] == [
         (1, "1 to 1", "killed: its last event is step of step 1"),
         (2, "none", "killed: it wrote no event"),
-        (3, "3 to 3", "stopped asked to stop"),
+        (3, "3 to 3", "stopped while it evaluated"),
         (4, "none", ["not yet", " or killed: its last event is bring_up of step 4"][0]),
+    ]
+
+
+def test_an_attempt_shows_what_changed_since_the_one_before(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.config.write_text("{}\n")
+    code = {"folder": "/me/task", "commit": "1234", "changed": True}
+    records = [
+        {"packages": {"torch": "2.11.0", "ray": "2.60.0"}, "host": "node1", "code": code},
+        {"packages": {"torch": "2.13.0", "ray": "2.60.0"}, "host": "node2", "code": code},
+        {"packages": {"torch": "2.13.0", "ray": "2.60.0"}, "host": "node2", "code": code},
+        {"packages": {"torch": "2.13.0"}, "host": "node2", "code": {**code, "commit": "5678"}},
+    ]
+    for number, record in enumerate(records, 1):
+        attempt = run.attempt(number)
+        attempt.mkdir(parents=True)
+        write_sealed(attempt / PROVENANCE, record)
+        (attempt / "config.yaml").write_text(f"train: {{steps: {10 if number == 1 else 20}}}\n")
+        (attempt / "code.diff").write_text("-a\n" if number < 3 else "-b\n")
+    assert [a["changed"] for a in run_data(run)["attempts"]] == [
+        "",
+        "train.steps: 10 -> 20, torch 2.11.0 -> 2.13.0, host node1 -> node2",
+        "files of /me/task (attempts/003/code.diff)",
+        "the commit of /me/task",
     ]
 
 

@@ -50,7 +50,8 @@ function number(value) {
   return Number(value.toPrecision(4)).toString();
 }
 
-function clock(seconds) { return new Date(seconds * 1000).toLocaleString(); }
+// Local date and time, as the program prints them.
+function clock(seconds) { return new Date(seconds * 1000).toLocaleString("sv"); }
 
 // Time of a step, between the two nearest that are known.
 function timeOf(run, step) {
@@ -277,7 +278,7 @@ function overview(parent, run) {
 // What the wall-clock time was spent on, with a bar of its share each.
 function spent(parent, run) {
   if (!run.spent.length) return;
-  const box = make(parent, "div", { className: "card" });
+  const box = make(parent, "div", { className: "card spent" });
   make(box, "h3", {}, several ? `What the time was spent on: ${run.name}` : "What the time was spent on");
   table(box, [], run.spent.map(([cause, time, share]) => [cause, time, `${(100 * share).toFixed(1)} %`]));
   [...box.querySelectorAll("td:last-child")].forEach((cell, i) => {
@@ -336,8 +337,9 @@ function tables(run) {
   }
   make(main, "h2", {}, `Attempts${name}`);
   const box = make(main, "div", { className: "card" });
-  table(box, ["attempt", "began", "steps", "ended"],
-    run.attempts.map((a) => [a.number, a.began ? clock(a.began) : "-", a.steps, a.end]));
+  const changed = run.attempts.some((a) => a.changed);
+  table(box, ["attempt", "began", "steps", "ended", ...(changed ? ["changed since the attempt before"] : [])],
+    run.attempts.map((a) => [a.number, a.began ? clock(a.began) : "-", a.steps, a.end, ...(changed ? [a.changed] : [])]));
   const marks = run.marks.filter((m) => m.kind !== "evaluation");
   if (marks.length) {
     make(main, "h2", {}, `Alarms, notices and failures${name}`);
