@@ -29,7 +29,7 @@ class Attempt:
 
     number: int
     began: float | None
-    """Time of its first event, in seconds since the epoch; None: it wrote none."""
+    """Time when its launcher started, in seconds since the epoch; None: not known."""
     ready: float | None
     """Time when engines and trainers were up."""
     last: float | None
@@ -56,7 +56,7 @@ def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
         found.append(
             Attempt(
                 number,
-                began=own[0]["time"] if own else None,
+                began=_began(run, number, own),
                 ready=ready,
                 last=own[-1]["time"] if own else None,
                 first_step=min(steps, default=None),
@@ -66,6 +66,12 @@ def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
             )
         )
     return found
+
+
+def _began(run: RunDir, number: int, own: Sequence[Event]) -> float | None:
+    started = run.attempt_metadata(number).get("time")
+    known = [t for t in (started, own[0]["time"] if own else None) if isinstance(t, (int, float))]
+    return min(known, default=None)
 
 
 def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> str:
@@ -109,7 +115,7 @@ def facts(
     found += [
         (
             "goodput",
-            "-" if spent is None else f"{spent.goodput:.1%} of {duration(spent.wall)} trained the model",
+            "-" if spent is None else f"{spent.goodput:.1%} of {duration(spent.wall)} went into training",
         ),
         ("attempts", str(run.newest_attempt())),
         ("committed", "nothing yet" if committed is None else f"step {committed}"),

@@ -121,7 +121,8 @@ function panel(parent, spec) {
         // Of one metric, a run has the color that the bar at the top shows.
         const own = COLORS[(spec.metrics.length === 1 ? index : color) % COLORS.length];
         color += 1;
-        const label = metric.includes("/") ? metric.slice(metric.indexOf("/") + 1) : metric;
+        const isOfAll = spec.metrics.some((other) => other.startsWith(`${metric}/`));
+        const label = metric.includes("/") ? metric.slice(metric.indexOf("/") + 1) : isOfAll ? "all" : metric;
         const name = several ? (spec.metrics.length > 1 ? `${run.name} ${label}` : run.name) : label;
         const pairs = (values) => points[0].map((step, i) => [place(run, step), values[i]])
           .filter(([, y]) => !spec.log || y > 0);
@@ -165,16 +166,18 @@ const MARK_COLORS = { alarm: "#e8590c", notice: "#667085", evaluation: "#2b8a3e"
 
 // Attempts as bars on the clock, start-up in gray, with every marked event.
 function timeline(parent, run) {
-  if (!run.attempts.some((a) => a.began)) return;
-  const element = card(parent, several ? `Attempts and events: ${run.name}` : "Attempts and events", "", true);
+  if (!run.attempts.some((a) => a.last)) return;
+  const element = card(parent, several ? `Attempts and events: ${run.name}` : "Attempts and events",
+    "gray: starts; dots: evaluations green, alarms orange, failures red", true);
   add(element, () => {
     const option = axes(false);
     const bars = [];
     run.attempts.forEach((a) => {
-      if (!a.began) return;
+      if (!a.last) return;
       const ready = a.ready ?? a.last;
-      bars.push({ value: [a.began * 1000, ready * 1000, 0], itemStyle: { color: "#98a2b3" }, about: a });
-      bars.push({ value: [ready * 1000, a.last * 1000, 0], itemStyle: { color: "#2e6be6" }, about: a });
+      const [began, up, last] = [a.began, ready, a.last].map((time) => Math.round(time * 1000));
+      bars.push({ value: [began, up, 0], itemStyle: { color: "#98a2b3" }, about: a });
+      bars.push({ value: [up, last, 0], itemStyle: { color: "#2e6be6" }, about: a });
     });
     const bar = (params, api) => {
       const from = api.coord([api.value(0), 0.5]), to = api.coord([api.value(1), 0.5]);
@@ -183,6 +186,8 @@ function timeline(parent, run) {
     };
     option.xAxis = { ...option.xAxis, type: "time", name: "", axisLabel: { ...option.xAxis.axisLabel, hideOverlap: true } };
     option.yAxis = { show: false, min: 0, max: 1 };
+    // A bar of which only a part is in view stays.
+    option.dataZoom = option.dataZoom.map((zoom) => ({ ...zoom, filterMode: "weakFilter" }));
     option.legend.show = false;
     option.grid.left = option.grid.right = 14;
     option.tooltip = { trigger: "item", confine: true, renderMode: "richText", formatter: (p) => p.data.about.text
