@@ -63,10 +63,26 @@ def curve(x: Array, y: Array, most: int = MOST_POINTS) -> tuple[list[float], lis
     """
     there = np.flatnonzero(~np.isnan(y))
     if len(there) > most:
-        stretches = np.array_split(there, most // 2)
-        chosen = [index[pick(y[index])] for index in stretches for pick in (np.argmin, np.argmax)]
-        there = np.unique(chosen)
-    return [compact(v) for v in x[there].tolist()], [compact(v) for v in y[there].tolist()]
+        width = -(-len(there) // (most // 2))
+        # The last stretch is filled with its last point.
+        stretches = np.pad(there, (0, -len(there) % width), mode="edge").reshape(-1, width)
+        values, rows = y[stretches], np.arange(len(stretches))
+        chosen = [stretches[rows, pick(values, axis=1)] for pick in (np.argmin, np.argmax)]
+        there = np.unique(np.concatenate(chosen))
+    return _compacted(x[there]), _compacted(y[there])
+
+
+def _compacted(values: Array) -> list[float]:
+    """:func:`compact` of each value; faster for many."""
+    finite = np.where(np.isfinite(values), values, 0.0)
+    if np.all(finite == np.trunc(finite)) and np.all(np.abs(finite) < 1e15):
+        return finite.astype(np.int64).tolist()
+    size = np.abs(finite)
+    digits = 5 - np.floor(np.log10(np.where(size > 0, size, 1.0)))
+    if not (np.all(digits >= 0) and np.all(digits <= 22)):  # 10 ** digits would not be exact
+        return [compact(value) for value in finite.tolist()]
+    scale = 10.0**digits
+    return (np.round(finite * scale) / scale).tolist()
 
 
 def compact(value: float) -> float:

@@ -19,7 +19,7 @@ from orhpc.commands.report import charts
 from orhpc.commands.report.findings import RULES, Evidence, findings
 from orhpc.commands.report.overview import attempts_of, environments_of
 from orhpc.commands.report.page import page, run_data
-from orhpc.commands.report.series import MOST_POINTS, Series, curve
+from orhpc.commands.report.series import MOST_POINTS, Series, compact, curve
 from orhpc.commands.report.settings import differences
 from orhpc.commands.run_state import seconds_left
 from orhpc.config.alarms import AlarmSettings, raised_alarms
@@ -355,3 +355,10 @@ def test_a_metric_that_is_not_a_number_raises_its_alarm_and_a_missing_one_does_n
         "rollout_kl nan is above 0.01"
     ]
     assert not list(raised_alarms(AlarmSettings(), {"reward_mean": 1.0}))
+
+
+@given(st.lists(st.one_of(st.floats(-1e9, 1e9), st.integers(-5, 5).map(float)), min_size=1, max_size=50))
+def test_many_numbers_are_rounded_like_one(values: list[float]) -> None:
+    _, shown = curve(np.arange(float(len(values))), np.array(values))
+    assert shown == pytest.approx([compact(value) for value in values], rel=1.1e-6)
+    assert all(len(repr(value)) < 15 or value == int(value) for value in shown)
