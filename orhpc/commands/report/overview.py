@@ -127,9 +127,10 @@ def facts(
 
 def environments_of(steps: Sequence[Event]) -> list[tuple[str, ...]]:
     """One row per environment: its last mean reward, and failures summed over all steps."""
-    names = sorted(
-        {k.partition("/")[2] for s in steps for k in s if k.startswith(("reward_mean/", "failed_"))}
-    )
+    metrics: set[str] = set()
+    for step in steps:
+        metrics |= step.keys()
+    names = sorted({m.partition("/")[2] for m in metrics if m.startswith(("reward_mean/", "failed_"))})
     rows: list[tuple[str, ...]] = []
     for name in filter(None, names):
         rewards = [s[f"reward_mean/{name}"] for s in steps if f"reward_mean/{name}" in s]

@@ -14,6 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
+
 from orhpc.commands.goodput import TRAINING, account_of
 from orhpc.commands.report.charts import REST, sections_of
 from orhpc.commands.report.findings import Evidence, findings
@@ -113,7 +116,7 @@ def _unit(metrics: Sequence[str]) -> str:
 
 def run_data(run: RunDir) -> dict[str, Any]:
     """Return everything that the page shows of one run, as JSON values."""
-    events = read_events(run.events)
+    events = read_events(run.events, orjson.loads)
     steps = [event for _, event in sorted(steps_of(events).items())]
     series = Series.of(steps)
     attempts, spent = attempts_of(run, events), account_of(run, events)
@@ -167,9 +170,9 @@ def _slowest(series: Series) -> list[dict[str, Any]]:
     """The slowest steps, with the phase that took more than it usually does."""
     if not len(series) or "seconds" not in series.metrics:
         return []
-    usual = {name: float(sorted(values)[len(values) // 2]) for name, values in series.phases.items()}
+    usual = {name: float(np.sort(values)[len(values) // 2]) for name, values in series.phases.items()}
     seconds = series.metrics["seconds"]
-    order = sorted(range(len(series)), key=lambda i: -seconds[i])[:_SLOWEST]
+    order = np.argsort(-seconds, kind="stable")[:_SLOWEST].tolist()
     found: list[dict[str, Any]] = []
     for i in order:
         over = {name: float(values[i]) - usual[name] for name, values in series.phases.items()}
