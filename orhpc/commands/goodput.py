@@ -43,13 +43,13 @@ class Account:
 
     @property
     def wall(self) -> float:
-        """Seconds from the start of the first attempt to the newest event."""
+        """Seconds from the start of the first attempt to the newest event, above 0."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
         """Share of the wall-clock time that trained: rollouts and updates of steps that count."""
-        return self.seconds[TRAINING] / self.wall if self.wall > 0 else 0.0
+        return self.seconds[TRAINING] / self.wall
 
     def rest(self, *, least: float = 0.005) -> list[tuple[str, float]]:
         """The other causes of at least a share of ``least`` of the wall-clock time, the largest first."""
@@ -58,7 +58,7 @@ class Account:
 
     def share(self, *causes: str) -> float:
         """Share of the wall-clock time that some causes took."""
-        return sum(self.seconds[cause] for cause in causes) / self.wall if self.wall > 0 else 0.0
+        return sum(self.seconds[cause] for cause in causes) / self.wall
 
     def line(self) -> str:
         """Goodput and the rest by cause, as one line without the word goodput."""
@@ -95,7 +95,7 @@ def account_of(run: RunDir, events: Sequence[Event]) -> Account | None:
 
 
 def account(events: Sequence[Event], times: Mapping[int, AttemptTimes] | None = None) -> Account | None:
-    """Return the account of events, in their order; None without a step.
+    """Return the account of events, in their order; None without a step, or without time between them.
 
     Args:
         events: as ``read_events`` returns them.
@@ -107,7 +107,8 @@ def account(events: Sequence[Event], times: Mapping[int, AttemptTimes] | None = 
     clock = _Clock(times or {})
     for index, event in enumerate(events):
         clock.pass_event(event, counts=index in kept)
-    return Account({cause: clock.seconds.get(cause, 0.0) for cause in CAUSES})
+    found = Account({cause: clock.seconds.get(cause, 0.0) for cause in CAUSES})
+    return found if found.wall > 0 else None
 
 
 def _kept(events: Sequence[Event]) -> set[int]:
@@ -192,7 +193,7 @@ class _Clock:
         assert self._now is not None
         left = max(0.0, until - self._now)
         for cause, seconds in parts.items():
-            part = min(left, seconds)
+            part = min(left, max(0.0, seconds))
             self.seconds[cause] = self.seconds.get(cause, 0.0) + part
             left -= part
         self.seconds[rest] = self.seconds.get(rest, 0.0) + left

@@ -152,7 +152,6 @@ def run_data(run: RunDir) -> dict[str, Any]:
         else [
             (cause, duration(seconds), compact(seconds / spent.wall))
             for cause, seconds in [(TRAINING, spent.seconds[TRAINING]), *spent.rest(least=0.001)]
-            if spent.wall > 0
         ],
         "marks": marks[-_MOST_MARKS:],
         "marks_left_out": max(0, len(marks) - _MOST_MARKS),
