@@ -46,7 +46,7 @@ NOT_RUN = {
 """Parts of the commands that this test leaves out, and why."""
 TYPED = {"try-env": "7\n", "chat": ""}
 """What is typed into a command that asks."""
-FOLDERS = {"runs/mine": "runs/tiny", "runs/other": "runs/tiny"}
+FOLDERS = dict.fromkeys(("runs/mine", "runs/other", "runs/timing"), "runs/tiny")
 """Runs that the pages only name, as copies of the tour's."""
 
 
