@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -20,10 +20,10 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.clock = 1_795_000_000.0
-        self.truth: Counter[str] = Counter()
+        self.truth: defaultdict[str, float] = defaultdict(float)
         self.events: list[dict[str, Any]] = []
         self.times: dict[int, AttemptTimes] = {}
-        self.done: list[Counter[str]] = []
+        self.done: list[dict[str, float]] = []
         """What each step since the first was spent on; those after a commit may be lost."""
         self.committed = 0
         self.attempt = 0
@@ -50,7 +50,7 @@ class Simulation:
 
     def step(self) -> None:
         self.spend(goodput.OTHER, 0.5)
-        before = Counter(self.truth)
+        before = dict(self.truth)
         phases = {"rollout": self.spend(goodput.TRAINING), "update": self.spend(goodput.TRAINING)}
         phases["record"] = self.spend(goodput.RECORDS, 2)
         phases["sync"] = self.spend(goodput.SYNC, 5)
@@ -58,7 +58,7 @@ class Simulation:
         if self.random.random() < 0.2:  # a full disk: the phase lasts until the filesystem takes the write
             self.say("storage_refused", error="no space")
             phases["checkpoint"] += self.spend(goodput.STORAGE)
-        self.done.append(Counter(self.truth) - before)
+        self.done.append({cause: spent - before.get(cause, 0.0) for cause, spent in self.truth.items()})
         self.say("step", step=len(self.done), seconds=sum(phases.values()), phases=phases)
         if self.random.random() < 0.3:
             self.committed = len(self.done)
