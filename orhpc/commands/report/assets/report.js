@@ -381,7 +381,8 @@ make(main, "div", { className: "faint" }, `${data.runs.map((run) => run.path).jo
 controls();
 const top_ = make(main, "div", { className: "grid" });
 top_.style.marginTop = "12px";
-for (const run of data.runs) { overview(top_, run); spent(top_, run); }
+for (const run of data.runs) overview(top_, run);
+for (const run of data.runs) spent(top_, run);
 for (const run of data.runs) findings(run);
 if (data.differences.length) {
   make(main, "h2", {}, "Settings that differ");
