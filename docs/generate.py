@@ -113,7 +113,9 @@ def _fields(section: type[BaseModel], prefix: str) -> Iterator[str]:
 def _setting(name: str, field: Any) -> str:
     default = yaml.safe_dump(default_of(field), default_flow_style=True, width=1000).strip()
     default = default.removesuffix("\n...").strip()
-    about = _text(field.description) or "No further description."
+    about = _text(field.description)
+    if not about:
+        raise SystemExit(f"{name} has no docstring, which is its description here and in configs/base.yaml")
     return f"`{name}`\n: {_type(field.annotation)}; default `{default}`. {about}\n"
 
 

@@ -8,7 +8,7 @@ Three runs of SmolLM2-135M (configs/gpu-smollm2.yaml), whose only commit is the 
   so much of the GPU that an update runs out of memory; the raylet is killed.
 * ``replay``: trains on the recorded rollouts of ``faults``, undisturbed: its gradient norms must be those of
   the disturbed steps, up to rounding.
-* ``without``: as ``faults``, without faults and without copies of the state (``checkpoint.keep_in_memory``): what
+* ``without``: no faults, and no copies of the state (``checkpoint.keep_in_memory: false``): what
   the copies cost.
 
 Then the copies alone, of a larger state (``--layers`` of Qwen3-30B-A3B's shapes under FSDP): seconds and

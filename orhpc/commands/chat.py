@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from orhpc.commands.export import find_model
+from orhpc.commands.packages import need
 from orhpc.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ def chat(options: argparse.Namespace) -> int:
     temperature = options.temperature
     if temperature is not None and temperature < 0:
         raise ConfigError(f"--temperature: {temperature:g} is negative")
+    need("torch", "transformers")
     model = find_model(options.folder, options.step)
     if isinstance(model, int):
         return model

@@ -29,6 +29,7 @@ from orhpc.commands import (
     sync,
     view,
 )
+from orhpc.commands.packages import need
 from orhpc.commands.plan import add_plan
 from orhpc.commands.plan import main as plan
 from orhpc.commands.run_state import existing_run
@@ -62,19 +63,22 @@ def _main(arguments: Sequence[str] | None) -> int:
         return launch(arguments[1:])
     if arguments[:1] == ["plan"]:
         return plan(arguments[1:])
-    if arguments[:1] == ["try-env"]:  # in a separate process: this one must not import the SDK
-        return subprocess.run(
-            [sys.executable, "-m", "orhpc.rollout.try_environment", *arguments[1:]]
-        ).returncode
-    parser = parser_of_all()
     with guarded_output():
         try:
-            options = _options(parser, [*arguments[:1], *_converted(arguments[:1], arguments[1:])])
+            if arguments[:1] == ["try-env"]:
+                return _try_env(arguments[1:])
+            options = _options(parser_of_all(), [*arguments[:1], *_converted(arguments[:1], arguments[1:])])
             run: Callable[[argparse.Namespace], int] = options.run
             return run(options)
         except OrhpcError as error:
             print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
             return policy_of(error).exit_code
+
+
+def _try_env(arguments: Sequence[str]) -> int:
+    """Run in a separate process: this one must not import the SDK."""
+    need("aiohttp", "numpy", "openreward")
+    return subprocess.run([sys.executable, "-m", "orhpc.rollout.try_environment", *arguments]).returncode
 
 
 def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -150,6 +154,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def report(options: argparse.Namespace) -> int:
     """Write a page about one or several runs."""
+    need("h5py", "numpy", "orjson")
     from orhpc.commands.report import write_report  # loads h5py, which other commands do without
 
     try:

@@ -282,15 +282,18 @@ def _machine() -> Iterator[Finding]:
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("--", "SLURM", "no sbatch here: orhpc launch --local runs without SLURM")
-    return _attempt("SLURM", _partitions)
-
-
-def _partitions() -> str:
-    answer = scheduler.query("sinfo", "--noheader", "--format", "%P %G %D")
+    try:
+        answer = scheduler.query("sinfo", "--noheader", "--format", "%P %G %D")
+    except OrhpcError as error:
+        return Finding("BAD", "SLURM", " ".join(str(error).split()))
     rows = [line.split() for line in answer.stdout.splitlines() if line.strip()]
     if answer.returncode or not rows:
-        return f"sinfo shows no partition: {' '.join(answer.stderr.split())[:200]}"
-    return "; ".join(f"{p} {n} nodes" + ("" if g == "(null)" else f" with {g}") for p, g, n in rows[:6])
+        reason = next(
+            (line.strip()[:100] for line in answer.stderr.splitlines() if line.strip()), "no partition"
+        )
+        return Finding("--", "SLURM", f"no jobs from here, only orhpc launch --local: {reason}")
+    partitions = (f"{p} {n} nodes" + ("" if g == "(null)" else f" with {g}") for p, g, n in rows[:6])
+    return Finding("ok", "SLURM", "; ".join(partitions))
 
 
 def _hub() -> Finding:

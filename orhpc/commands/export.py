@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from orhpc.commands.packages import need
 from orhpc.commands.run_state import RUN_HELP, existing_run
 from orhpc.config import Config
 from orhpc.config.files import load_config
@@ -35,6 +36,7 @@ def export(options: argparse.Namespace) -> int:
 
 def export_commit(run: RunDir, name: CommitName, out: Path) -> int:
     """Export one commit in a separate process, because this one must not load torch; return its exit code."""
+    need("h5py", "numpy", "safetensors", "torch", "transformers")
     folder = run.checkpoints / str(name)
     commits.verify(folder)
     config = load_config(run.config)

@@ -214,7 +214,10 @@ class _Follow:
         lines = deque(merged, maxlen=max(1, most))
         self._print(lines)
         if not lines and most and files:
-            what = "error" if self._choice.errors else "such line"
+            rank = self._choice.rank
+            what = (
+                "error" if self._choice.errors else "line" if rank is None else f"line of trainer rank {rank}"
+            )
             print(f"no {what} in {', '.join(f.name for f in files)}", file=sys.stderr)
 
     def until_the_end(self) -> int:

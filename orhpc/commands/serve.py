@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.commands.export import find_model
+from orhpc.commands.packages import need
 from orhpc.config.safe_yaml import read_yaml
-from orhpc.errors import ConfigError, PreflightError
+from orhpc.errors import ConfigError
 
 _OURS = ("host", "port", "api_key", "model_path", "served_model_name", "tp_size", "context_length")
 
@@ -100,9 +101,4 @@ def _default_backend() -> str:
 def _check_packages(backend: str) -> None:
     """Raise PreflightError for missing packages, before a commit is exported."""
     needed = ["sglang"] if backend == "sglang" else ["torch", "transformers", "fastapi", "uvicorn", "openai"]
-    missing = [n for n in (*needed, "psutil", "aiohttp") if importlib.util.find_spec(n) is None]
-    if missing:
-        extra = "gpu" if backend == "sglang" else "run,serve"
-        raise PreflightError(
-            f"{', '.join(missing)}: not installed for {sys.executable}; pip install 'orhpc[{extra}]'"
-        )
+    need(*needed, "psutil", "aiohttp", extra="gpu" if backend == "sglang" else "run,serve")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.commands import jobs
+from orhpc.commands.goodput import Account, account_of
 from orhpc.commands.prompt_balance import print_balance
 from orhpc.commands.run_state import RUN_HELP, State, duration, existing_run, judge, seconds_left
 from orhpc.config.files import load_config
@@ -48,7 +49,8 @@ def status(options: argparse.Namespace) -> int:
     standing = jobs.Standing.of(run)
     state = judge(run, events, standing.active, answered=standing.answered)
     steps = [event for _, event in sorted(steps_of(events).items())]
-    about = _about(run, events, steps, state)
+    spent = account_of(run, events)
+    about = _about(run, events, steps, state, spent)
     if options.json:
         print(json.dumps(about | {"jobs": standing.jobs, "standing": standing.line}))
         return EXIT_OK
@@ -64,6 +66,8 @@ def status(options: argparse.Namespace) -> int:
         print(f"last event: {about['last_event']}, {duration(about['last_event_age_s'])} ago")
     if steps:
         print(f"mean reward of step {about['step']}: {number(steps[-1], 'reward_mean', '.3f')}")
+    if spent is not None:
+        print(f"goodput: {spent.line()}")
     if about["last_failure"] is not None:
         print(f"last failure: {about['last_failure']}")
     if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] in BUDGETS), ""):
@@ -73,7 +77,9 @@ def status(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _about(run: RunDir, events: list[Event], steps: list[Event], state: State) -> dict[str, Any]:
+def _about(
+    run: RunDir, events: list[Event], steps: list[Event], state: State, spent: Account | None
+) -> dict[str, Any]:
     """What ``--json`` prints, without the jobs."""
     last = steps[-1] if steps else {}
     failures = [failure_line(e) for e in events if e["event"] in FAILURES]
@@ -89,5 +95,7 @@ def _about(run: RunDir, events: list[Event], steps: list[Event], state: State) -
         "last_event": events[-1]["event"] if events else None,
         "last_event_age_s": round(max(0.0, time.time() - events[-1]["time"]), 1) if events else None,
         "reward_mean": last.get("reward_mean"),
+        "goodput": None if spent is None else round(spent.goodput, 4),
+        "seconds_spent": None if spent is None else {c: round(s, 1) for c, s in spent.seconds.items()},
         "last_failure": failures[-1] if failures else None,
     }

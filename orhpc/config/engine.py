@@ -181,8 +181,10 @@ class SamplingSettings(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0: greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most probable tokens that have this probability together. 1: off."""
     top_k: int = -1
-    """-1: off."""
+    """Sample from this many most probable tokens. -1: off."""
     min_p: Fraction = 0.0
+    """Sample from tokens at least this many times as probable as the most probable one. 0: off."""
     max_response_tokens: Positive | None = None
     """Maximum number of tokens per generation call. Null: as in training."""

@@ -91,10 +91,15 @@ class TrainSettings(Section):
     lr_warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up from 0."""
     lr_min: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the last step, with ``linear`` and ``cosine``."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Of AdamW, for matrices; not for biases and norms."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon, added to the root of the second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradient clipping: gradients are scaled down to at most this global norm."""
     max_tokens_per_gpu: Positive = 8192

@@ -77,8 +77,11 @@ class SlurmSettings(Section):
     """The batch job. Null: the cluster's default."""
 
     partition: SbatchValue | None = None
+    """As in ``sbatch``: partitions, separated by commas."""
     account: SbatchValue | None = None
+    """As in ``sbatch``: the account that is charged."""
     qos: SbatchValue | None = None
+    """As in ``sbatch``: quality of service."""
     time: TimeLimit = None
     """Time limit: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``. A job that reaches it is requeued and resumes."""
     gpus_per_node: NonNegative | None = None
@@ -91,7 +94,9 @@ class SlurmSettings(Section):
     exclusive: bool = True
     """Request nodes that no other job uses."""
     constraint: SbatchValue | None = None
+    """As in ``sbatch``: features that nodes must have."""
     reservation: SbatchValue | None = None
+    """As in ``sbatch``: a reservation to use."""
     exclude: SbatchValue | None = None
     """Nodes to exclude, in SLURM's notation."""
     mail_user: SbatchValue | None = None

@@ -31,22 +31,29 @@ class WandbSettings(Section):
     """Weights & Biases. Without WANDB_API_KEY it logs offline. Its failures never stop a run."""
 
     enabled: bool = True
+    """Whether the run is logged to W&B."""
     project: Name = "orhpc"
+    """W&B's project."""
     entity: Name | None = None
+    """W&B's user or team. Null: the key's default."""
     group: Name | None = None
+    """W&B's group of runs."""
     tags: list[str] = Field(default_factory=list)
+    """Tags of the run in W&B."""
 
 
 class TensorboardSettings(Section):
     """TensorBoard: event files in ``RUN/tensorboard``. Needs the package tensorboard."""
 
     enabled: bool = False
+    """Whether the run is logged to TensorBoard files."""
 
 
 class MlflowSettings(Section):
     """An MLflow tracking server. Needs the package mlflow-skinny. Its failures never stop a run."""
 
     enabled: bool = False
+    """Whether the run is logged to an MLflow server."""
     uri: str | None = None
     """Address of the server: ``https://HOST``, ``http://HOST:PORT``, or ``databricks``. Null: the environment
     variable ``MLFLOW_TRACKING_URI``."""

@@ -51,8 +51,8 @@ def run_local(config: Config) -> int:
     The first Ctrl-C (or SIGTERM) commits and exits; the second exits at once.
 
     Returns:
-        0 when the run is finished, 75 when it was stopped and can be resumed, else the failure's
-        code.
+        0 when the run is finished, 75 when it was stopped and can be resumed, also without a commit
+        at the second signal, else the failure's code.
 
     Raises:
         OrhpcError: the run could not be started.
@@ -89,9 +89,22 @@ def run_local(config: Config) -> int:
         ):
             attempt = LocalAttempt(rundir, number, config, stop_file, signals, display)
             status = attempt.run()
-    code = status if status >= 0 else EXIT_FAILED
+    code = exit_code(status, left_at_once=attempt.must_kill(), failed=display.failure is not None)
     _print_outcome(rundir, number, code, display)
     return code
+
+
+def exit_code(status: int, *, left_at_once: bool, failed: bool) -> int:
+    """Return the exit code of the command.
+
+    Args:
+        status: the driver's exit status; negative when a signal ended it.
+        left_at_once: whether the user ended the driver with a second signal.
+        failed: whether the attempt had reported a failure before it ended.
+    """
+    if left_at_once and status != EXIT_OK and not failed:
+        return EXIT_REQUEUE
+    return status if status >= 0 else EXIT_FAILED
 
 
 def _print_outcome(rundir: RunDir, attempt: int, code: int, display: Display) -> None:
@@ -114,8 +127,9 @@ def _stop_on_signals(stop_file: Path) -> Iterator[list[int]]:
     def stop(number: int, frame: object) -> None:
         received.append(number)
         stop_file.touch()
-        again = "" if len(received) > 1 else " (once more: leave at once)"
-        print(f"{signal.Signals(number).name}: committing, then leaving{again}", file=sys.stderr)
+        name, first = signal.Signals(number).name, len(received) == 1
+        doing = "committing, then leaving (once more: leave at once)" if first else "leaving at once"
+        print(f"{name}: {doing}", file=sys.stderr)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     before = {n: signal.signal(n, stop) for n in numbers}

@@ -109,6 +109,7 @@ def _random(folder: Path, family: str, **settings: Any) -> None:
         max_position_embeddings=4096,
         **settings,
     )
+    _without_progress_bars()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -146,6 +147,7 @@ def from_gguf(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _without_progress_bars()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -154,6 +156,13 @@ def from_gguf(gguf: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(folder)
+
+
+def _without_progress_bars() -> None:
+    """Files that take less than a second need none."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 _MAKERS: dict[str, Callable[[Path], None]] = {

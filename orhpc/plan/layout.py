@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orhpc.config import Config
 from orhpc.config.megatron import MegatronSettings
 from orhpc.errors import ConfigError
 from orhpc.models import HfTensor, ModelShape, read_shape
-from orhpc.wire.routes import RouteShare
+
+if TYPE_CHECKING:
+    from orhpc.wire.routes import RouteShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,8 @@ def route_layers(config: Config, model_dir: str) -> list[list[int]]:
 
 def route_share(config: Config, model_dir: str, rank: int, ranks: int) -> RouteShare | None:
     """Return the part of every rollout's expert routes that one trainer rank fetches; null: none."""
+    from orhpc.wire.routes import RouteShare  # with numpy, which a login node does without
+
     if not config.routes_wanted:
         return None
     by_stage = route_layers(config, model_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -30,6 +31,16 @@ def blocks(language: str) -> Iterator[Any]:
             if found[1] == language:
                 line = text[: found.start()].count("\n") + 2
                 yield pytest.param(found[2], id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def test_every_setting_and_command_is_in_the_reference(tmp_path: Path) -> None:
+    """The program fails if a setting has no description, or a command no help."""
+    program = [sys.executable, str(ROOT / "docs/generate.py"), str(tmp_path)]
+    subprocess.run(program, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    documented = (tmp_path / "commands.md").read_text()
+    commands = re.findall(r"^ {4}(\w[\w-]*)(?: {2}|$)", help_of(""), re.MULTILINE)
+    assert len(commands) > 15
+    assert [command for command in commands if f"## orhpc {command}\n" not in documented] == []
 
 
 @pytest.mark.slow
@@ -86,8 +97,3 @@ def test_a_command_of_an_example_and_its_options_exist(line: str) -> None:
         for option in (word.split("=")[0] for word in words[1:] if word.startswith("-")):
             known = option in shown or option in FLAGS or option in ("--", "--config")
             assert known or option.startswith("--sglang-"), f"{option} is not an option of: {line}"
-
-
-@pytest.mark.parametrize("text", blocks("python"))
-def test_a_python_example_is_python(text: str) -> None:
-    compile(text, "example", "exec")

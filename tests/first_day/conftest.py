@@ -108,7 +108,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``pip install orhpc[run,gym]`` in a fresh environment, with the versions of the other tests."""
+    """``pip install orhpc[run,gym] pandas`` in a fresh environment, with the versions of the other tests."""
     if ready := os.environ.get("ORHPC_FIRST_DAY_PROGRAMS"):  # an environment kept between runs
         reinstall = ["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
         subprocess.run([f"{ready}/pip", *reinstall], check=True, capture_output=True)
@@ -120,7 +120,9 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pins = [x for x in frozen.stdout.splitlines() if "==" in x and not x.startswith(("orhpc", "megatron"))]
     (folder / "pins.txt").write_text("\n".join(pins))
     install = [str(folder / "bin" / "pip"), "install", "--quiet", "-c", str(folder / "pins.txt")]
-    done = subprocess.run([*install, f"{wheel}[run,gym]"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*install, f"{wheel}[run,gym]", "pandas"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 

@@ -92,10 +92,3 @@ def test_every_example_can_be_tried_and_checked(example: str, stranger: Stranger
     tried = person.run("orhpc", "try-env", "train.yaml", stdin="")
     assert "Traceback" not in tried.stdout + tried.stderr
     assert "mine" in tried.stdout
-
-
-def test_the_wheel_trains_a_packaged_config_from_any_folder(stranger: Stranger, tmp_path: Path) -> None:
-    person = replace(stranger, folder=tmp_path)
-    assert "finished" in person.ok("orhpc", "launch", "--local", "tiny.yaml", "train.steps=1")
-    assert (tmp_path / "runs" / "tiny" / "config.yaml").exists()
-    assert "#SBATCH" in person.ok("orhpc", "launch", "--dry-run", "tiny.yaml")

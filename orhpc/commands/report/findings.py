@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from orhpc.commands.report.overview import Attempt, goodput, lost_time
+from orhpc.commands.goodput import OVERHEAD, Account
+from orhpc.commands.report.overview import Attempt
 from orhpc.commands.report.series import Series, window
 from orhpc.commands.run_state import duration
 
@@ -40,6 +41,8 @@ class Evidence:
     series: Series
     events: Sequence[Event]
     attempts: Sequence[Attempt]
+    spent: Account | None
+    """Where the time went; None if no step is done."""
 
     def first(self, metric: str) -> float | None:
         """Mean of the first fifth of the steps; None without the metric or with few steps."""
@@ -129,7 +132,8 @@ def _worse_after_restart(e: Evidence) -> Iterator[Finding]:
         at = int(np.searchsorted(steps, attempt.first_step))
         for name in names:
             values = e.series.metrics[name]
-            before, after = values[max(0, at - 20) : at], values[at : at + 20]
+            # The first step may train on rollouts that were finished before the restart.
+            before, after = values[max(0, at - 20) : at], values[at + 1 : at + 21]
             before, after = before[~np.isnan(before)], after[~np.isnan(after)]
             if min(len(before), len(after)) < 5:
                 continue
@@ -139,7 +143,9 @@ def _worse_after_restart(e: Evidence) -> Iterator[Finding]:
                 yield Finding(
                     f"{name.partition('/')[2]} got worse after the restart at step {attempt.first_step}",
                     f"mean reward {before.mean():.3f} in the steps before, {after.mean():.3f} after",
-                    f"attempt {attempt.number}: compare its configuration and its environment servers' logs",
+                    f"attempt {attempt.number} differs in {attempt.changed}; read its rollouts (orhpc view)"
+                    if attempt.changed
+                    else f"attempt {attempt.number}: read its rollouts and its environment servers' logs",
                     name,
                 )
 
@@ -198,14 +204,13 @@ def _stragglers(e: Evidence) -> Iterator[Finding]:
 
 
 def _lost_time(e: Evidence) -> Iterator[Finding]:
-    share = goodput(e.events)
-    if share is None or share > 0.8 or len(e.series) < _FEW_STEPS:
+    if e.spent is None or e.spent.share(*OVERHEAD) <= 0.2 or len(e.series) < _FEW_STEPS:
         return
-    lost = sorted(lost_time(e.events, e.attempts).items(), key=lambda item: -item[1])
-    causes = ", ".join(f"{what} {duration(seconds)}" for what, seconds in lost if seconds >= 1)
+    lost = [(cause, seconds) for cause, seconds in e.spent.rest() if cause in OVERHEAD]
+    causes = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in lost)
     yield Finding(
         "Much time makes no new step",
-        f"goodput {share:.0%}; {causes or 'between steps'}",
+        f"{e.spent.share(*OVERHEAD):.0%} of {duration(e.spent.wall)}: {causes}",
         "see the attempts below; a smaller checkpoint.save_interval loses fewer steps",
     )
 
@@ -222,10 +227,10 @@ def _above(metric: str, bound: float, title: str, seen: str, advice: str) -> Rul
 
 
 RULES: tuple[Rule, ...] = (
+    _worse_after_restart,
     _mismatch,
     _collapse,
     _hacking,
-    _worse_after_restart,
     _equal_rewards,
     _critic,
     _above(

@@ -1,17 +1,18 @@
-"""Where a run stands: progress, pace, goodput, and how its attempts ended."""
+"""Where a run stands: progress, pace, and how its attempts ended."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orhpc.commands.goodput import Account
+from orhpc.commands.report.changes import changes_in
 from orhpc.commands.run_state import duration, seconds_left
 from orhpc.launch.slurm.ledger import outcome_of
 from orhpc.rundir import RunDir
-from orhpc.rundir.events import FAILURES, steps_of
+from orhpc.rundir.events import FAILURES
 from orhpc.rundir.origin import describe, provenance
 
 Event = Mapping[str, Any]
@@ -28,7 +29,7 @@ class Attempt:
 
     number: int
     began: float | None
-    """Time of its first event, in seconds since the epoch; None: it wrote none."""
+    """Time when its launcher started, in seconds since the epoch; None: not known."""
     ready: float | None
     """Time when engines and trainers were up."""
     last: float | None
@@ -37,34 +38,8 @@ class Attempt:
     last_step: int | None
     end: str
     """How it ended."""
-
-
-def goodput(events: Sequence[Event]) -> float | None:
-    """Fraction of the wall-clock time from the first to the last event that was spent on the run's steps.
-
-    Steps that were repeated after a resume count once; queue time counts as lost.
-    """
-    steps = steps_of([dict(e) for e in events]).values()
-    if not steps:
-        return None
-    whole = events[-1]["time"] - events[0]["time"]
-    return min(1.0, sum(s.get("seconds", 0.0) for s in steps) / whole) if whole > 0 else None
-
-
-def lost_time(events: Sequence[Event], attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Seconds between the first and the last event that made no new step, by cause."""
-    counted: set[int] = set()
-    repeated = 0.0
-    for event in reversed([e for e in events if e["event"] == "step"]):
-        if event["step"] in counted:
-            repeated += event.get("seconds", 0.0)
-        counted.add(event["step"])
-    starts = sum(a.ready - a.began for a in attempts if a.ready is not None and a.began is not None)
-    gaps = 0.0
-    for before, after in itertools.pairwise(attempts):
-        if before.last is not None and after.began is not None:
-            gaps += max(0.0, after.began - before.last)
-    return {"starting up": starts, "steps done again": repeated, "between attempts": gaps}
+    changed: str = ""
+    """What is different from the attempt before; empty: nothing that is known."""
 
 
 def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
@@ -81,15 +56,22 @@ def attempts_of(run: RunDir, events: Sequence[Event]) -> list[Attempt]:
         found.append(
             Attempt(
                 number,
-                began=own[0]["time"] if own else None,
+                began=_began(run, number, own),
                 ready=ready,
                 last=own[-1]["time"] if own else None,
                 first_step=min(steps, default=None),
                 last_step=max(steps, default=None),
                 end=_end_of(run, number, own, newest=number == newest),
+                changed=changes_in(run, number) if number > 1 else "",
             )
         )
     return found
+
+
+def _began(run: RunDir, number: int, own: Sequence[Event]) -> float | None:
+    started = run.attempt_metadata(number).get("time")
+    known = [t for t in (started, own[0]["time"] if own else None) if isinstance(t, (int, float))]
+    return min(known, default=None)
 
 
 def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> str:
@@ -100,17 +82,20 @@ def _end_of(run: RunDir, number: int, own: Sequence[Event], *, newest: bool) -> 
         return "not yet: it has written no event" if newest else "killed: it wrote no event"
     last = own[-1]
     if last["event"] in _ENDS:
-        return f"{last['event']} {last.get('reason') or last.get('error') or ''}".strip()
+        why = str(last.get("reason") or last.get("error") or "")
+        return why if why.startswith(last["event"]) else f"{last['event']} {why}".strip()
     name = f"{last['event']} of step {last['step']}" if "step" in last else str(last["event"])
     since = f"its last event is {name}, {clock(last['time'])}"
     return f"not yet, or killed: {since}" if newest else f"killed: {since}"
 
 
-def facts(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> list[tuple[str, str]]:
+def facts(
+    run: RunDir, events: Sequence[Event], steps: Sequence[Event], spent: Account | None
+) -> list[tuple[str, str]]:
     """The lines at the top of the report: a label and a value each."""
     if not steps:
         return [("steps", "No step is done yet."), ("attempts", str(run.newest_attempt()))]
-    last, share, left = steps[-1], goodput(events), seconds_left(steps)
+    last, left = steps[-1], seconds_left(steps)
     ended = events[-1]["event"] == "finished"
     committed = max((e["step"] for e in events if e["event"] == "commit" and "step" in e), default=None)
     evaluation = next((e for e in reversed(events) if e["event"] == "evaluation"), None)
@@ -128,7 +113,10 @@ def facts(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> list[
         clock_then = clock(time.time() + left)
         found.append(("time left at this pace", f"{duration(left)} (until {clock_then}, if it runs on)"))
     found += [
-        ("goodput", "-" if share is None else f"{share:.1%} of the time was spent on steps that count"),
+        (
+            "goodput",
+            "-" if spent is None else f"{spent.goodput:.1%} of {duration(spent.wall)} went into training",
+        ),
         ("attempts", str(run.newest_attempt())),
         ("committed", "nothing yet" if committed is None else f"step {committed}"),
         ("alarms", str(sum(e["event"] == "alarm" for e in events))),
@@ -139,9 +127,10 @@ def facts(run: RunDir, events: Sequence[Event], steps: Sequence[Event]) -> list[
 
 def environments_of(steps: Sequence[Event]) -> list[tuple[str, ...]]:
     """One row per environment: its last mean reward, and failures summed over all steps."""
-    names = sorted(
-        {k.partition("/")[2] for s in steps for k in s if k.startswith(("reward_mean/", "failed_"))}
-    )
+    metrics: set[str] = set()
+    for step in steps:
+        metrics |= step.keys()
+    names = sorted({m.partition("/")[2] for m in metrics if m.startswith(("reward_mean/", "failed_"))})
     rows: list[tuple[str, ...]] = []
     for name in filter(None, names):
         rewards = [s[f"reward_mean/{name}"] for s in steps if f"reward_mean/{name}" in s]

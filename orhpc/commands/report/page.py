@@ -14,6 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
+
+from orhpc.commands.goodput import TRAINING, account_of
 from orhpc.commands.report.charts import REST, sections_of
 from orhpc.commands.report.findings import Evidence, findings
 from orhpc.commands.report.gpu_lanes import gpu_lanes
@@ -23,7 +27,6 @@ from orhpc.commands.report.overview import (
     clock,
     environments_of,
     facts,
-    lost_time,
     mark_of,
 )
 from orhpc.commands.report.rollouts import distributions
@@ -113,19 +116,19 @@ def _unit(metrics: Sequence[str]) -> str:
 
 def run_data(run: RunDir) -> dict[str, Any]:
     """Return everything that the page shows of one run, as JSON values."""
-    events = read_events(run.events)
+    events = read_events(run.events, orjson.loads)
     steps = [event for _, event in sorted(steps_of(events).items())]
     series = Series.of(steps)
-    attempts = attempts_of(run, events)
+    attempts, spent = attempts_of(run, events), account_of(run, events)
     histograms, samples = distributions(run)
     marks = [mark_of(e) for e in events if e["event"] in MARKS]
     curves = {name: curve(series.steps, values) for name, values in series.metrics.items()}
     return {
         "path": str(run.path),
-        "facts": facts(run, events, steps),
+        "facts": facts(run, events, steps, spent),
         "findings": [
             {"title": f.title, "seen": f.seen, "advice": f.advice, "metric": f.metric}
-            for f in findings(Evidence(series, events, attempts))
+            for f in findings(Evidence(series, events, attempts, spent))
         ],
         "metrics": {name: points for name, points in curves.items() if points[0]},
         "times": curve(series.steps, series.times),
@@ -140,10 +143,16 @@ def run_data(run: RunDir) -> dict[str, Any]:
                 "last": a.last,
                 "steps": "none" if a.first_step is None else f"{a.first_step} to {a.last_step}",
                 "end": a.end,
+                "changed": a.changed,
             }
             for a in attempts
         ],
-        "lost": [(what, duration(s)) for what, s in lost_time(events, attempts).items() if s >= 1],
+        "spent": []
+        if spent is None
+        else [
+            (cause, duration(seconds), compact(seconds / spent.wall))
+            for cause, seconds in [(TRAINING, spent.seconds[TRAINING]), *spent.rest(least=0.001)]
+        ],
         "marks": marks[-_MOST_MARKS:],
         "marks_left_out": max(0, len(marks) - _MOST_MARKS),
         "evaluations": [_evaluation(e) for e in events if e["event"] == "evaluation"],
@@ -160,9 +169,9 @@ def _slowest(series: Series) -> list[dict[str, Any]]:
     """The slowest steps, with the phase that took more than it usually does."""
     if not len(series) or "seconds" not in series.metrics:
         return []
-    usual = {name: float(sorted(values)[len(values) // 2]) for name, values in series.phases.items()}
+    usual = {name: float(np.sort(values)[len(values) // 2]) for name, values in series.phases.items()}
     seconds = series.metrics["seconds"]
-    order = sorted(range(len(series)), key=lambda i: -seconds[i])[:_SLOWEST]
+    order = np.argsort(-seconds, kind="stable")[:_SLOWEST].tolist()
     found: list[dict[str, Any]] = []
     for i in order:
         over = {name: float(values[i]) - usual[name] for name, values in series.phases.items()}

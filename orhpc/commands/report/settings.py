@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from orhpc.config.safe_yaml import read_yaml
@@ -16,8 +17,13 @@ _HIDDEN = ("secrets",)
 
 def settings_of(run: RunDir) -> dict[str, str]:
     """Every setting of a run's ``config.yaml`` by its dotted name; empty if it cannot be read."""
+    return settings_in(run.config)
+
+
+def settings_in(path: Path) -> dict[str, str]:
+    """Every setting in a resolved config by its dotted name; empty if it cannot be read."""
     try:
-        content = read_yaml(run.config.read_text(encoding="utf-8", errors="replace"), str(run.config))
+        content = read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
     except (ConfigError, OSError):
         return {}
     return dict(_flat(content, "")) if isinstance(content, Mapping) else {}

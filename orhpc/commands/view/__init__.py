@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from orhpc.commands.packages import need
 from orhpc.commands.run_state import RUN_HELP, existing_run
 from orhpc.commands.view import filter as filters
 from orhpc.errors import EXIT_OK, ConfigError
@@ -43,6 +44,7 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 def view(options: argparse.Namespace) -> int:
     """Show the rollouts of a run in the way that the options ask for."""
+    need("h5py", "numpy", "starlette", "textual", "tokenizers")
     from orhpc.commands.view.library import Library  # loads h5py, which other commands do without
     from orhpc.commands.view.tokens import TokenTexts
 

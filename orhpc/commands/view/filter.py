@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from orhpc.errors import ConfigError
-from orhpc.types import RolloutEnd
 
 HELP = "env:NAME  end:length  reward:0..0.5  step:10..20  trained:yes  failed:yes, other words: text"
 """The language of :meth:`Filter.parse`, for a prompt."""
@@ -50,6 +49,8 @@ class Filter:
             elif name == "env":
                 found["environment"] = value
             elif name == "end":
+                from orhpc.types import RolloutEnd  # loads numpy, which a login node does without
+
                 found["end"] = _one_of(word, value, [str(end) for end in RolloutEnd])
             elif name == "reward":
                 found["reward_low"], found["reward_high"] = _range(word, value)

@@ -58,11 +58,16 @@ class Viewer(App[int]):
         self.push_screen(ListScreen(self.library))
 
 
+class RolloutTable(DataTable[Any]):
+    """The list, which shows in the footer what Enter does."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [("enter", "select_cursor", "Read")]
+
+
 class ListScreen(Screen[None]):
     """The rollouts of a step or an evaluation, or those found in all of them."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("enter", "open", "Read"),
         ("g", "group", "Group"),
         ("left_square_bracket", "move(-1)", "Previous"),
         ("right_square_bracket", "move(1)", "Next"),
@@ -81,7 +86,7 @@ class ListScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="title")
-        yield DataTable(cursor_type="row", zebra_stripes=True)
+        yield RolloutTable(cursor_type="row", zebra_stripes=True)
         yield Input(id="prompt", placeholder=HELP)
         yield Footer()
 

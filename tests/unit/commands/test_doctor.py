@@ -112,6 +112,13 @@ def test_a_login_node_needs_no_packages_of_the_compute_nodes(tmp_path: Path) -> 
     assert rows["SLURM"] == "ok gpu* 12 nodes with gpu:h100:4"
 
 
+def test_slurm_programs_without_a_cluster_are_reported_in_one_short_line(tmp_path: Path) -> None:
+    write_program(tmp_path, "sbatch", "exit 0")
+    write_program(tmp_path, "sinfo", "echo 'sinfo: error: Unknown host' >&2; echo 'sinfo: fatal' >&2; exit 1")
+    line = "-- no jobs from here, only orhpc launch --local: sinfo: error: Unknown host"
+    assert found("tiny.yaml")["SLURM"] == line
+
+
 def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/proc/1/cache")
     assert (

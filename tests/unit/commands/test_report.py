@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.commands.cli import main
+from orhpc.commands.goodput import account_of
 from orhpc.commands.report import charts
 from orhpc.commands.report.findings import RULES, Evidence, findings
-from orhpc.commands.report.overview import attempts_of, environments_of, goodput, lost_time
+from orhpc.commands.report.overview import attempts_of, environments_of
 from orhpc.commands.report.page import page, run_data
-from orhpc.commands.report.series import MOST_POINTS, Series, curve
+from orhpc.commands.report.series import MOST_POINTS, Series, compact, curve
 from orhpc.commands.report.settings import differences
 from orhpc.commands.run_state import seconds_left
 from orhpc.config.alarms import AlarmSettings, raised_alarms
@@ -26,6 +27,8 @@ from orhpc.config.files import load_config
 from orhpc.launch.slurm import ledger
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
+from orhpc.rundir.origin import PROVENANCE
+from orhpc.rundir.sealed import write_sealed
 from tests.unit.rundir.test_record import make_rollout
 
 
@@ -175,18 +178,6 @@ def test_the_curve_of_a_single_environment_is_that_of_all() -> None:
     assert [p.metrics for p in panels] == [("reward_mean",)]
 
 
-def test_goodput_counts_a_step_done_twice_once() -> None:
-    events = [
-        {"event": "bring_up", "time": 0.0},
-        {"event": "step", "time": 4.0, "step": 1, "seconds": 4.0},
-        {"event": "step", "time": 8.0, "step": 1, "seconds": 4.0},
-        {"event": "finished", "time": 10.0},
-    ]
-    assert goodput(events) == pytest.approx(0.4)
-    assert goodput(events[:1]) is None
-    assert lost_time(events, [])["steps done again"] == 4.0
-
-
 def test_the_time_left_is_at_the_pace_of_the_newest_steps() -> None:
     steps = [{"step": i, "steps": 100, "seconds": 100.0 if i < 30 else 2.0} for i in range(1, 61)]
     assert seconds_left(steps) == pytest.approx(80.0)
@@ -207,7 +198,7 @@ def evidence(tmp_path: Path, **metrics: list[float]) -> Evidence:
     run = RunDir(tmp_path)
     for number in range(1, attempt + 1):
         run.attempt(number).mkdir(parents=True)
-    return Evidence(Series.of(steps), steps, attempts_of(run, steps))
+    return Evidence(Series.of(steps), steps, attempts_of(run, steps), account_of(run, steps))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +219,10 @@ def evidence(tmp_path: Path, **metrics: list[float]) -> Evidence:
         (
             {"reward_mean__code": [0.8, 0.82] * 10 + [0.4, 0.42] * 10, "restarts": [21]},
             "code got worse after the restart at step 21",
+        ),
+        (  # the first step after the restart trains on rollouts from before it
+            {"reward_mean__code": [0.8, 0.82] * 5 + [1.6] + [0.4, 0.42] * 3, "restarts": [11]},
+            "code got worse after the restart at step 11",
         ),
         ({"failed_share": [0.2] * 40}, "Rollouts fail"),
         ({"truncated": [0.6] * 40}, "Many rollouts are cut off"),
@@ -256,7 +251,7 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
     assert findings(evidence(tmp_path, **healthy)) == []
     critic = {"equal_reward_groups": [0.9] * 40, "value_loss": [0.1] * 40, "explained_variance": [0.5] * 40}
     assert findings(evidence(tmp_path / "critic", **critic)) == []
-    assert findings(Evidence(Series.of([]), [], [])) == []
+    assert findings(Evidence(Series.of([]), [], [], None)) == []
 
 
 def test_findings_advise_settings_that_exist() -> None:
@@ -297,15 +292,39 @@ def test_every_attempt_is_counted_and_a_killed_one_is_called_so(tmp_path: Path) 
         if attempt < 4:
             log.write("step", step=attempt, steps=9, seconds=1.0, phases={"update": 1.0}, reward_mean=0.5)
         if attempt == 3:
-            log.write("stopped", step=3, reason="asked to stop")
+            log.write("stopped", step=3, reason="stopped while it evaluated")
         log.close()
     about = run_data(run)
     assert dict(about["facts"])["attempts"] == "4"
     assert [(a["number"], a["steps"], a["end"].split(",")[0]) for a in about["attempts"]] == [
         (1, "1 to 1", "killed: its last event is step of step 1"),
         (2, "none", "killed: it wrote no event"),
-        (3, "3 to 3", "stopped asked to stop"),
+        (3, "3 to 3", "stopped while it evaluated"),
         (4, "none", ["not yet", " or killed: its last event is bring_up of step 4"][0]),
+    ]
+
+
+def test_an_attempt_shows_what_changed_since_the_one_before(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.config.write_text("{}\n")
+    code = {"folder": "/me/task", "commit": "1234", "changed": True}
+    records = [
+        {"packages": {"torch": "2.11.0", "ray": "2.60.0"}, "host": "node1", "code": code},
+        {"packages": {"torch": "2.13.0", "ray": "2.60.0"}, "host": "node2", "code": code},
+        {"packages": {"torch": "2.13.0", "ray": "2.60.0"}, "host": "node2", "code": code},
+        {"packages": {"torch": "2.13.0"}, "host": "node2", "code": {**code, "commit": "5678"}},
+    ]
+    for number, record in enumerate(records, 1):
+        attempt = run.attempt(number)
+        attempt.mkdir(parents=True)
+        write_sealed(attempt / PROVENANCE, record)
+        (attempt / "config.yaml").write_text(f"train: {{steps: {10 if number == 1 else 20}}}\n")
+        (attempt / "code.diff").write_text("-a\n" if number < 3 else "-b\n")
+    assert [a["changed"] for a in run_data(run)["attempts"]] == [
+        "",
+        "train.steps: 10 -> 20, torch 2.11.0 -> 2.13.0, host node1 -> node2",
+        "files of /me/task (attempts/003/code.diff)",
+        "the commit of /me/task",
     ]
 
 
@@ -336,3 +355,10 @@ def test_a_metric_that_is_not_a_number_raises_its_alarm_and_a_missing_one_does_n
         "rollout_kl nan is above 0.01"
     ]
     assert not list(raised_alarms(AlarmSettings(), {"reward_mean": 1.0}))
+
+
+@given(st.lists(st.one_of(st.floats(-1e9, 1e9), st.integers(-5, 5).map(float)), min_size=1, max_size=50))
+def test_many_numbers_are_rounded_like_one(values: list[float]) -> None:
+    _, shown = curve(np.arange(float(len(values))), np.array(values))
+    assert shown == pytest.approx([compact(value) for value in values], rel=1.1e-6)
+    assert all(len(repr(value)) < 15 or value == int(value) for value in shown)

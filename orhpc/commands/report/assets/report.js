@@ -50,7 +50,8 @@ function number(value) {
   return Number(value.toPrecision(4)).toString();
 }
 
-function clock(seconds) { return new Date(seconds * 1000).toLocaleString(); }
+// Local date and time, as the program prints them.
+function clock(seconds) { return new Date(seconds * 1000).toLocaleString("sv"); }
 
 // Time of a step, between the two nearest that are known.
 function timeOf(run, step) {
@@ -120,7 +121,8 @@ function panel(parent, spec) {
         // Of one metric, a run has the color that the bar at the top shows.
         const own = COLORS[(spec.metrics.length === 1 ? index : color) % COLORS.length];
         color += 1;
-        const label = metric.includes("/") ? metric.slice(metric.indexOf("/") + 1) : metric;
+        const isOfAll = spec.metrics.some((other) => other.startsWith(`${metric}/`));
+        const label = metric.includes("/") ? metric.slice(metric.indexOf("/") + 1) : isOfAll ? "all" : metric;
         const name = several ? (spec.metrics.length > 1 ? `${run.name} ${label}` : run.name) : label;
         const pairs = (values) => points[0].map((step, i) => [place(run, step), values[i]])
           .filter(([, y]) => !spec.log || y > 0);
@@ -164,16 +166,18 @@ const MARK_COLORS = { alarm: "#e8590c", notice: "#667085", evaluation: "#2b8a3e"
 
 // Attempts as bars on the clock, start-up in gray, with every marked event.
 function timeline(parent, run) {
-  if (!run.attempts.some((a) => a.began)) return;
-  const element = card(parent, several ? `Attempts and events: ${run.name}` : "Attempts and events", "", true);
+  if (!run.attempts.some((a) => a.last)) return;
+  const element = card(parent, several ? `Attempts and events: ${run.name}` : "Attempts and events",
+    "gray: starts; dots: evaluations green, alarms orange, failures red", true);
   add(element, () => {
     const option = axes(false);
     const bars = [];
     run.attempts.forEach((a) => {
-      if (!a.began) return;
+      if (!a.last) return;
       const ready = a.ready ?? a.last;
-      bars.push({ value: [a.began * 1000, ready * 1000, 0], itemStyle: { color: "#98a2b3" }, about: a });
-      bars.push({ value: [ready * 1000, a.last * 1000, 0], itemStyle: { color: "#2e6be6" }, about: a });
+      const [began, up, last] = [a.began, ready, a.last].map((time) => Math.round(time * 1000));
+      bars.push({ value: [began, up, 0], itemStyle: { color: "#98a2b3" }, about: a });
+      bars.push({ value: [up, last, 0], itemStyle: { color: "#2e6be6" }, about: a });
     });
     const bar = (params, api) => {
       const from = api.coord([api.value(0), 0.5]), to = api.coord([api.value(1), 0.5]);
@@ -182,6 +186,8 @@ function timeline(parent, run) {
     };
     option.xAxis = { ...option.xAxis, type: "time", name: "", axisLabel: { ...option.xAxis.axisLabel, hideOverlap: true } };
     option.yAxis = { show: false, min: 0, max: 1 };
+    // A bar of which only a part is in view stays.
+    option.dataZoom = option.dataZoom.map((zoom) => ({ ...zoom, filterMode: "weakFilter" }));
     option.legend.show = false;
     option.grid.left = option.grid.right = 14;
     option.tooltip = { trigger: "item", confine: true, renderMode: "richText", formatter: (p) => p.data.about.text
@@ -274,6 +280,18 @@ function overview(parent, run) {
   table(box, [], run.facts);
 }
 
+// What the wall-clock time was spent on, with a bar of its share each.
+function spent(parent, run) {
+  if (!run.spent.length) return;
+  const box = make(parent, "div", { className: "card spent" });
+  make(box, "h3", {}, several ? `What the time was spent on: ${run.name}` : "What the time was spent on");
+  table(box, [], run.spent.map(([cause, time, share]) => [cause, time, `${(100 * share).toFixed(1)} %`]));
+  [...box.querySelectorAll("td:last-child")].forEach((cell, i) => {
+    cell.className = "share";
+    cell.style.setProperty("--share", `${100 * run.spent[i][2]}%`);
+  });
+}
+
 function findings(run) {
   if (!run.findings.length) return;
   const grid = section(several ? `What to look at first: ${run.name}` : "What to look at first");
@@ -324,9 +342,9 @@ function tables(run) {
   }
   make(main, "h2", {}, `Attempts${name}`);
   const box = make(main, "div", { className: "card" });
-  table(box, ["attempt", "began", "steps", "ended"],
-    run.attempts.map((a) => [a.number, a.began ? clock(a.began) : "-", a.steps, a.end]));
-  if (run.lost.length) make(box, "p", { className: "faint" }, `Time without a new step: ${run.lost.map(([what, time]) => `${what} ${time}`).join(", ")}`);
+  const changed = run.attempts.some((a) => a.changed);
+  table(box, ["attempt", "began", "steps", "ended", ...(changed ? ["changed since the attempt before"] : [])],
+    run.attempts.map((a) => [a.number, a.began ? clock(a.began) : "-", a.steps, a.end, ...(changed ? [a.changed] : [])]));
   const marks = run.marks.filter((m) => m.kind !== "evaluation");
   if (marks.length) {
     make(main, "h2", {}, `Alarms, notices and failures${name}`);
@@ -364,6 +382,7 @@ controls();
 const top_ = make(main, "div", { className: "grid" });
 top_.style.marginTop = "12px";
 for (const run of data.runs) overview(top_, run);
+for (const run of data.runs) spent(top_, run);
 for (const run of data.runs) findings(run);
 if (data.differences.length) {
   make(main, "h2", {}, "Settings that differ");

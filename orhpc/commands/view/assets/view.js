@@ -135,7 +135,7 @@ function drawEntry(group, members, highest) {
   }
   const rewards = rewardsOf(members);
   make(line, "span", {}, number(mean(rewards), 2));
-  if (new Set(rewards).size === 1 && rewards.length > 1) make(line, "span", { className: "tag" }, "equal");
+  if (new Set(rewards).size === 1 && rewards.length > 1) make(line, "span", { className: "tag", title: "All rewards are equal, so all advantages are 0: this group trains nothing." }, "equal rewards");
 }
 
 // --- a group -----------------------------------------------------------------------------------
