@@ -135,6 +135,8 @@ class _Clock:
     """When the filesystem first refused a write in the current interval."""
     _committing: float = 0.0
     """Seconds of commits in the current interval."""
+    _restarting: dict[str, float] = field(default_factory=dict)
+    """Seconds of restarts of the trainers alone in the current interval, by phase of the step."""
 
     def pass_event(self, event: Event, *, counts: bool) -> None:
         """Account for the time up to an event; ``counts``: whether it is a step that counts."""
@@ -146,6 +148,9 @@ class _Clock:
         elif kind == "commit":
             began = max(time - event.get("seconds", 0.0), self._now or 0.0)
             self._committing += max(0.0, time - began)
+        elif kind == "trainers_restarted":
+            during, seconds = event.get("during", "update"), event.get("seconds", 0.0)
+            self._restarting[during] = self._restarting.get(during, 0.0) + seconds
         elif kind == "step" and counts:
             self._spend(time, self._parts_of(event))
         elif kind == "step":
@@ -183,6 +188,11 @@ class _Clock:
         parts = {SYNC: phases.get("sync", 0.0), **writing}
         parts[STORAGE] = sum(phases.get(n, 0.0) for n in ("record", "checkpoint")) - sum(writing.values())
         parts[TRAINING] = max(0.0, step.get("seconds", 0.0) - sum(parts.values()))
+        parts[STARTS] = 0.0
+        for during, seconds in self._restarting.items():
+            within = SYNC if during == "sync" else TRAINING
+            part = min(seconds, parts[within])
+            parts[within], parts[STARTS] = parts[within] - part, parts[STARTS] + part
         return parts
 
     def _refused_until(self, time: float) -> float:
@@ -198,4 +208,4 @@ class _Clock:
             left -= part
         self.seconds[rest] = self.seconds.get(rest, 0.0) + left
         self._now = max(self._now, until)
-        self._refused, self._committing = None, 0.0
+        self._refused, self._committing, self._restarting = None, 0.0, {}

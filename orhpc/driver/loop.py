@@ -52,7 +52,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         # Update
         batch = partial(train_on, run, runtime, step_groups.groups, advantages)
         with phases.timed("update"):
-            metrics, state = await repeat_with_new_trainers(run, runtime, state, batch)
+            metrics, state = await repeat_with_new_trainers(run, runtime, state, batch, during="update")
         # The trainers hold the next step now: a commit made after a later failure contains this step.
         state = replace(state, step=state.step + 1, position=runtime.producer.position)
         saver.state = state
@@ -67,7 +67,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
             await runtime.record(state.step, step_groups, saver.store)
         with phases.timed("sync"):
             sent, state = await repeat_with_new_trainers(
-                run, runtime, state, lambda held: runtime.publish(held.step)
+                run, runtime, state, lambda held: runtime.publish(held.step), during="sync"
             )
         metrics |= sent
         with phases.timed("checkpoint"):

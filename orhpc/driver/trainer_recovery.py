@@ -25,7 +25,7 @@ _TRIES = {RayLost: 1, InfraError: 1, OutOfMemory: policy_of(OutOfMemory).budget}
 
 
 async def repeat_with_new_trainers(
-    run: Run, runtime: Runtime, state: State, work: Callable[[State], Awaitable[T]]
+    run: Run, runtime: Runtime, state: State, work: Callable[[State], Awaitable[T]], *, during: str
 ) -> tuple[T, State]:
     """Do work of the trainers that can be repeated; if they fail, restart them in ``state`` and repeat it.
 
@@ -34,6 +34,7 @@ async def repeat_with_new_trainers(
         runtime: its parts.
         state: that the trainers hold.
         work: gets the state, of which the token budget is halved each time the trainers run out of memory.
+        during: phase of the step, for the event.
 
     Returns the result, and the state with the budget that sufficed.
 
@@ -50,11 +51,11 @@ async def repeat_with_new_trainers(
                 raise
             if isinstance(error, OutOfMemory):
                 state = replace(state, max_tokens=max(1, state.max_tokens // 2))
-            if not await _restart(run, runtime, state, error):
+            if not await _restart(run, runtime, state, error, during):
                 raise
 
 
-async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError) -> bool:
+async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError, during: str) -> bool:
     """Start the trainers again with the state after ``state.step``; return whether that was possible."""
     log.error("%s: %s; restarting the trainers", type(error).__name__, error)
     began = time.monotonic()
@@ -68,6 +69,7 @@ async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError) 
     run.events.write(
         "trainers_restarted",
         step=state.step,
+        during=during,
         kind=type(error).__name__,
         error=str(error),
         seconds=seconds,

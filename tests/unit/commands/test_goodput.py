@@ -52,8 +52,16 @@ class Simulation:
         self.spend(goodput.OTHER, 0.5)
         before = dict(self.truth)
         phases = {"rollout": self.spend(goodput.TRAINING), "update": self.spend(goodput.TRAINING)}
+        if self.random.random() < 0.2:  # a trainer dies: the update is repeated by restarted ones
+            seconds = self.spend(goodput.STARTS)
+            self.say("trainers_restarted", during="update", seconds=seconds)
+            phases["update"] += seconds
         phases["record"] = self.spend(goodput.RECORDS, 2)
         phases["sync"] = self.spend(goodput.SYNC, 5)
+        if self.random.random() < 0.2:
+            seconds = self.spend(goodput.STARTS)
+            self.say("trainers_restarted", during="sync", seconds=seconds)
+            phases["sync"] += seconds
         phases["checkpoint"] = self.spend(goodput.COMMITS, 3)
         if self.random.random() < 0.2:  # a full disk: the phase lasts until the filesystem takes the write
             self.say("storage_refused", error="no space")

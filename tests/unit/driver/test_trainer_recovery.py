@@ -79,7 +79,7 @@ def repeated(
             raise left.pop(0)
         return "metrics"
 
-    result, state = asyncio.run(repeat_with_new_trainers(run, runtime, STATE, work))
+    result, state = asyncio.run(repeat_with_new_trainers(run, runtime, STATE, work, during="update"))
     assert result == "metrics"
     return budgets, state
 
