@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from orhpc.config import RolloutSettings
+from orhpc.process.pacing import pace
 from orhpc.rollout.chat import ChatFormat
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.transcript import RolloutBuilder
 from orhpc.types import FinishReason, Sampling
 
-OFF_LOOP_CHARACTERS = 50_000
+OFF_LOOP_CHARACTERS = 10_000
 """Longer texts are tokenized in a thread, so that other rollouts are not blocked."""
 _CHARACTERS_PER_TOKEN = 8
 """Upper bound for truncated text: with more characters per token, less text is kept than would fit."""
@@ -72,6 +73,7 @@ async def fit_results(context: FitContext, results: list[str], builder: RolloutB
                 high = middle - 1
         return best
 
+    await pace()
     long = sum(map(len, results)) > OFF_LOOP_CHARACTERS
     return await asyncio.to_thread(fit) if long else fit()
 
