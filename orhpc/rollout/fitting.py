@@ -48,9 +48,11 @@ async def fit_results(context: FitContext, results: list[str], builder: RolloutB
     room = context.rollout.max_total_tokens - len(builder.tokens) - 1
     last_id = builder.tokens[-1]
 
+    names = [str(message.get("name", "")) for message in builder.messages[-len(results) :]]
+
     def render(texts: Sequence[str]) -> list[int]:
         return context.chat.tool_results_ids(
-            texts, FinishReason.STOP, last_id=last_id, thinking=context.rollout.thinking
+            texts, FinishReason.STOP, last_id=last_id, thinking=context.rollout.thinking, names=names
         )
 
     def fit() -> list[int] | None:
