@@ -96,7 +96,7 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         seed=config.run.seed,
         per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
         position=position,
-        finished=finished_groups(rundir, position, version, config.rollout),
+        finished=await asyncio.to_thread(finished_groups, rundir, position, version, config.rollout),
         keep=group_filter,
     )
     return Runtime(
@@ -137,7 +137,7 @@ def finished_groups(
     for path in sorted(rundir.buffer.glob("group_*.h5")):
         group = _read_group(path)
         wanted = group is not None and (group.id >= position.next_group or group.id in position.pending)
-        if group is not None and wanted and _is_usable(path, group, version, settings):
+        if group is not None and wanted and _is_usable(group, version, settings):
             found.append(group)
         else:
             path.unlink()
@@ -154,10 +154,9 @@ def _read_group(path: Path) -> PromptGroup | None:
     return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
 
 
-def _is_usable(path: Path, group: PromptGroup, version: int, settings: RolloutSettings) -> bool:
-    with RolloutFile(path) as record:
-        # A failed rollout has no tokens.
-        newest = max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
+def _is_usable(group: PromptGroup, version: int, settings: RolloutSettings) -> bool:
+    # The summaries tell the versions: reading the tokens of thousands of rollouts would take a minute.
+    newest = max(max((v for v, _ in r.version_tokens), default=r.min_version) for r in group.rollouts)
     return newest <= version and not is_stale(group, version, settings)
 
 
