@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -72,6 +73,8 @@ class Row:
     resumed: int
     attempts: int
     restarts: int
+    trainers: int
+    """Restarts of the trainers alone."""
     to_step_s: float
     slurm_s: float | None
     problem: str = ""
@@ -87,7 +90,7 @@ class Row:
             return "new attempt" if self.attempts == 1 else f"{self.attempts} new attempts"
         if self.restarts:
             return "restart in place" if self.restarts == 1 else f"{self.restarts} restarts in place"
-        return "neither"
+        return "trainers restarted" if self.trainers else "neither"
 
     def cells(self) -> list[str]:
         slurm = "-" if self.slurm_s is None else f"{self.slurm_s:.1f}"
@@ -155,8 +158,8 @@ def attempts_since(run: RunDir, fault: float) -> list[tuple[int, float]]:
     return found
 
 
-def restarts_since(events: Events, fault: float) -> int:
-    return sum(e["event"] == "restart" and e["time"] > fault for e in events)
+def restarts_since(events: Events, fault: float, kind: str = "restart") -> int:
+    return sum(e["event"] == kind and e["time"] > fault for e in events)
 
 
 def slurm_share(run: RunDir, fault: float) -> float | None:
@@ -244,7 +247,8 @@ def interrupt(scene: Scene, kind: Kind) -> Row:
     found = look(events, fault)
     return Row(
         kind.name, found.reached, found.resumed, len(attempts_since(run, fault)),
-        restarts_since(events, fault), (found.first or time.time()) - fault, slurm_share(run, fault), problem,
+        restarts_since(events, fault), restarts_since(events, fault, "trainers_restarted"),
+        (found.first or time.time()) - fault, slurm_share(run, fault), problem,
     )  # fmt: skip
 
 
@@ -333,12 +337,13 @@ def table(rows: list[Row]) -> str:
     needed = [
         sum(bool(r.attempts) for r in rows),
         sum(bool(r.restarts) and not r.attempts for r in rows),
-        sum(not r.attempts and not r.restarts for r in rows),
+        sum(bool(r.trainers) and not r.attempts and not r.restarts for r in rows),
+        sum(not r.attempts and not r.restarts and not r.trainers for r in rows),
     ]
     lines.append(
         [
             "", f"**all {len(rows)}**", "", "", f"{sum(lost)}, at most {max(lost)}",
-            f"new attempt {needed[0]}, in place {needed[1]}, neither {needed[2]}",
+            f"new attempt {needed[0]}, in place {needed[1]}, trainers {needed[2]}, neither {needed[3]}",
             f"median {statistics.median(took):.1f}, at most {max(took):.1f}", "",
             f"**{len(back)} of {len(rows)}**",
         ]
@@ -350,10 +355,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--only", help="a part of the names of the kinds to draw from")
+    parser.add_argument("--only", default="", help="a regular expression that finds the kinds to draw from")
     parser.add_argument("--out", type=Path, help="a file for the table")
     options = parser.parse_args()
-    kinds = tuple(k for k in KINDS if not options.only or options.only in k.name)
+    kinds = tuple(k for k in KINDS if re.search(options.only, k.name))
     chosen = drawn(random.Random(options.seed), options.count, kinds)
     start = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the filesystem and the network are taken away

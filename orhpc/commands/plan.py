@@ -17,7 +17,16 @@ from orhpc.launch.slurm.submission import lead_and_why
 from orhpc.plan.layout import group_spans
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.placement import Placement
-from orhpc.plan.run_plan import RunPlan, check_host, commits_on_disk, gib, host_parts, make_plan, state_bytes
+from orhpc.plan.run_plan import (
+    RunPlan,
+    check_host,
+    commits_on_disk,
+    copies_bytes,
+    gib,
+    host_parts,
+    make_plan,
+    state_bytes,
+)
 
 
 def lines(run: RunPlan) -> Iterator[str]:
@@ -41,6 +50,8 @@ def lines(run: RunPlan) -> Iterator[str]:
     yield _lead_line(run.config)
     for what, size in host_parts(run).items():
         yield f"host memory a node {what}: {gib(size)} GiB"
+    if size := copies_bytes(run):
+        yield f"host memory a node for copies of the trainers' state, if it is free: {gib(size)} GiB"
     yield from _commit_lines(run)
     yield f"limit: {limit(run)}"
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from orhpc.commands import jobs
+from orhpc.commands.prompt_balance import print_balance
 from orhpc.commands.run_state import RUN_HELP, State, duration, existing_run, judge, seconds_left
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK
 from orhpc.rundir import RunDir
-from orhpc.rundir.event_lines import lowered_budget, number
+from orhpc.rundir.event_lines import BUDGETS, lowered_budget, number
 from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
 from orhpc.rundir.origin import describe, provenance
 
@@ -30,12 +31,19 @@ _MEANING = {
 def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--ledger",
+        action="store_true",
+        help="show what became of every prompt group; exit code 1 if one was trained twice or skipped",
+    )
     parser.set_defaults(run=status)
 
 
 def status(options: argparse.Namespace) -> int:
     """Print a run's state, progress, jobs and last failure."""
     run = existing_run(options.run_dir)
+    if options.ledger:
+        return print_balance(run, as_json=options.json)
     events = read_events(run.events)
     standing = jobs.Standing.of(run)
     state = judge(run, events, standing.active, answered=standing.answered)
@@ -58,7 +66,7 @@ def status(options: argparse.Namespace) -> int:
         print(f"mean reward of step {about['step']}: {number(steps[-1], 'reward_mean', '.3f')}")
     if about["last_failure"] is not None:
         print(f"last failure: {about['last_failure']}")
-    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] == "bring_up"), ""):
+    if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] in BUDGETS), ""):
         print(budget.removeprefix("; "))
     for line in jobs.describe(run, standing):
         print(line)

@@ -149,6 +149,11 @@ class CheckpointSettings(Section):
     """Write commits directly from the host memory that holds the offloaded trainer state, without a second
     copy. Saves host memory, but the next weight sync waits until the commit is written. Needs trainers and
     engines that share devices."""
+    keep_in_memory: bool = True
+    """Copy the trainers' state to shared memory of their nodes after every step, while the next rollouts are
+    generated. When trainers, workers, engines or Ray fail and the nodes do not, the run continues in place
+    from its last step instead of its last commit. Takes twice the memory of a commit; nodes that do not have
+    it make no copies, and the run says so."""
 
 
 class EvaluationSettings(Section):

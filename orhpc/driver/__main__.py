@@ -24,6 +24,7 @@ from orhpc.errors import (
     EXIT_FAILED,
     EXIT_OK,
     Action,
+    NonFinite,
     OrhpcError,
     StopRequested,
     UserCodeError,
@@ -66,6 +67,8 @@ async def supervise(run: Run, token_limit: int | None = None) -> int:
             )
             if not again:
                 return policy.exit_code
+            if isinstance(error, NonFinite):
+                run.copies.forget()  # the run returns to a commit, before the steps that led here
             await asyncio.sleep(min(30.0, 2.0**failures))
             if policy.action is Action.RESTART_SMALLER:
                 token_limit = run.max_tokens = max(1, run.max_tokens // 2)

@@ -8,7 +8,7 @@ import logging
 from orhpc.driver.bring_up import bring_up
 from orhpc.driver.loop import train
 from orhpc.driver.metrics import Phases
-from orhpc.driver.resume import Start, choose_start
+from orhpc.driver.resume import Start, choose_start, restore
 from orhpc.driver.run import CLOSE_AFTER_STOP_S, Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
@@ -18,7 +18,7 @@ log = logging.getLogger("orhpc.driver")
 
 
 async def attempt_once(run: Run, token_limit: int | None) -> None:
-    """Train from the newest intact commit to the end; commit the trainers' last step at the end.
+    """Train from the newest copy in memory or intact commit to the end; commit the last step at the end.
 
     ``token_limit``: maximum tokens per micro-batch, after an attempt that ran out of memory.
 
@@ -31,7 +31,7 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
     runtime, start = await _bring_up(run, token_limit, phases)
     try:
         with phases.timed("restore"):
-            await run.unless_stopped(runtime.trainers.restore(start.folder))
+            await run.unless_stopped(restore(run, runtime.trainers, start))
         with phases.timed("sync"):
             await run.unless_stopped(runtime.publish(start.state.step))
         saver = Saver(
@@ -44,6 +44,7 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
             parent=start.commit,
             state=start.state,
             alert=run.tracker.alert,
+            before_commit=run.ledger.write,
         )
         run.events.write(
             "ready",
@@ -60,9 +61,10 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
 
 async def _bring_up(run: Run, token_limit: int | None, phases: Phases) -> tuple[Runtime, Start]:
     """Start all parts of the run, with the base model's weights, and choose the state to restore."""
-    choosing = asyncio.ensure_future(choose_start(run, token_limit))
+    copied: asyncio.Future[set[int]] = asyncio.get_running_loop().create_future()
+    choosing = asyncio.ensure_future(choose_start(run, token_limit, copied))
     try:
-        runtime = await run.unless_stopped(bring_up(run, choosing, phases))
+        runtime = await run.unless_stopped(bring_up(run, choosing, copied, phases))
         return runtime, await choosing
     except EnvironmentUnavailable as error:
         if run.rundir.lineage():

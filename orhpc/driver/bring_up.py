@@ -40,10 +40,13 @@ _JOIN_S = 180.0
 """Seconds that the raylets of all nodes may take to join."""
 
 
-async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runtime:
+async def bring_up(
+    run: Run, choosing: Awaitable[Start], copied: asyncio.Future[set[int]], phases: Phases
+) -> Runtime:
     """Start trainers, engines and workers; the trainers hold the base model's weights afterwards.
 
-    ``choosing`` concurrently finds the commit to start from; ``phases`` receives the seconds of each part.
+    ``choosing`` concurrently finds the state to start from, for which ``copied`` receives the steps that the
+    trainers can restore from memory; ``phases`` receives the seconds of each part.
 
     Raises:
         InfraError: a part did not start.
@@ -60,6 +63,7 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
 
     async def start_trainers() -> Trainers:
         trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
+        copied.set_result(await trainers.copied_steps() if run.copies.any() else set())
         if not placement.engines or not config.placement.shared_devices:
             await timed(phases, "model", trainers.build())
         return trainers
@@ -68,8 +72,9 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
     gpus = Gpus.start(config, placement, ids, run.folder / "gpus.jsonl")
     if not placement.engines:
         producer = ReplayProducer(str(config.train.replay_rollouts))
-        _, trainers = await gather_two(verified, start_trainers())
-        return Runtime(config, rundir, trainers, None, [], producer, run.notice, gpus, estimator)
+        start, trainers = await gather_two(verified, start_trainers())
+        producer.position = start.state.position
+        return Runtime(config, rundir, trainers, None, [], producer, run.notice, gpus, estimator, start)
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
@@ -109,6 +114,7 @@ async def bring_up(run: Run, choosing: Awaitable[Start], phases: Phases) -> Runt
         run.notice,
         gpus,
         estimator,
+        start,
         unchecked=config.model.check,
     )
 

@@ -7,9 +7,11 @@ record of the rollouts, the weight sync.  A commit is written while training con
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from orhpc.config import Config
 from orhpc.driver import evaluation
@@ -19,7 +21,9 @@ from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep
+from orhpc.driver.trainer_recovery import repeat_with_new_trainers
 from orhpc.errors import NonFinite
+from orhpc.rollout.producer import StepGroups
 from orhpc.train.batch import plan_batches
 from orhpc.types import BatchPlan, Float64Array, PromptGroup, RolloutEnd, Sample
 
@@ -43,31 +47,68 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         # Rollouts
         with phases.timed("rollout"):
             step_groups, sharing = await runtime.collect(state.step, run.stop_requested)
-        # Advantages and batches
+        # Advantages
         advantages = runtime.estimator.advantages(step_groups.groups)
-        tokens = state.max_tokens * config.ranks_per_sequence
-        plan = plan_step(step_groups.groups, advantages, config, config.data_ranks, tokens, state.step)
         # Update
+        batch = partial(train_on, run, runtime, step_groups.groups, advantages)
         with phases.timed("update"):
-            metrics = await update(run, runtime, plan, state)
+            metrics, state = await repeat_with_new_trainers(run, runtime, state, batch)
         # The trainers hold the next step now: a commit made after a later failure contains this step.
         state = replace(state, step=state.step + 1, position=runtime.producer.position)
         saver.state = state
-        metrics |= sharing | {"padding": plan.padding} | runtime.estimator.metrics(step_groups.groups)
+        note_fates(run, state, step_groups, skipped=bool(metrics.get("skipped")))
+        metrics |= sharing | runtime.estimator.metrics(step_groups.groups)
         run.unreported = CompletedStep(state, step_groups, metrics, phases)
         # Record, publish, commit
         await saver.store(run.require_newest)
+        await saver.store(lambda: asyncio.to_thread(run.ledger.write))
         with phases.timed("record"):
             await runtime.record(state.step, step_groups, saver.store)
         with phases.timed("sync"):
             metrics |= await runtime.publish(state.step)
         with phases.timed("checkpoint"):
+            await run.copies.begin(runtime.trainers, state.step)
             await saver.after_step()
         metrics |= await runtime.gpus.report(state.step, phases)
         run.report_step()
+        run.copies.allow(state)
         # Evaluation
         if evaluation.due(config, state.step):
             await evaluate(run, runtime, saver)
+
+
+def note_fates(run: Run, state: State, step_groups: StepGroups, *, skipped: bool) -> None:
+    """Add what became of the step's prompt groups to the run's ledger; ``skipped``: no update was made."""
+    trained, dropped = [group.id for group in step_groups.groups], step_groups.why
+    if run.config.train.replay_rollouts is not None:  # their ids are those of another run
+        trained, dropped = [], {}
+    elif skipped:
+        trained, dropped = [], dropped | dict.fromkeys(trained, "update_skipped")
+    run.ledger.step(
+        state.step,
+        trained=trained,
+        dropped=dropped,
+        next_group=state.position.next_group,
+        pending=state.position.pending,
+    )
+
+
+async def train_on(
+    run: Run,
+    runtime: Runtime,
+    groups: Sequence[PromptGroup],
+    advantages: Sequence[Float64Array],
+    state: State,
+) -> dict[str, float]:
+    """Pack a step's groups into micro-batches and make its optimizer updates; returns the metrics.
+
+    Raises:
+        NonFinite: the previous step was skipped too.
+    """
+    config = run.config
+    tokens = state.max_tokens * config.ranks_per_sequence
+    plan = plan_step(groups, advantages, config, config.data_ranks, tokens, state.step)
+    return {**await update(run, runtime, plan, state), "padding": plan.padding}
 
 
 def plan_step(

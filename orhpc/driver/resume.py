@@ -1,15 +1,19 @@
-"""Choose an attempt's initial weights: the newest intact commit, ``checkpoint.load`` or the base model."""
+"""Choose an attempt's initial state: in memory, the newest commit, ``checkpoint.load`` or the base model."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from orhpc.driver.fleet import Trainers
 from orhpc.driver.run import Run
 from orhpc.driver.state import State
+from orhpc.errors import CheckpointError, InfraError
 from orhpc.launch.model import model_folder
 from orhpc.rundir import CommitName, commits, origin
 from orhpc.rundir.commits import Manifest
@@ -27,12 +31,20 @@ class Start:
     folder: Path | None
     """What the trainers restore: that commit, or ``checkpoint.load``; None: the base model."""
     state: State
+    copied: bool = False
+    """Whether the trainers restore the state from their nodes' memory; ``commit`` is then an older one."""
 
 
-async def choose_start(run: Run, token_limit: int | None) -> Start:
-    """Find the newest intact commit, waiting for its filesystem, and record that this attempt starts from it.
+async def choose_start(run: Run, token_limit: int | None, copied: Awaitable[set[int]] | None = None) -> Start:
+    """Find the newest state, and record the commit from which this attempt starts.
 
-    ``token_limit``: maximum tokens per micro-batch, after an attempt that ran out of memory.
+    A copy in memory that is not older than the newest commit needs no commit to be read.  Otherwise it is the
+    newest intact commit; this waits for its filesystem.
+
+    Args:
+        run: the attempt.
+        token_limit: maximum tokens per micro-batch, after an attempt that ran out of memory.
+        copied: steps of which every trainer rank has a copy in memory; None: of none.
 
     Raises:
         CheckpointError: there are commits but none is intact, or ``checkpoint.load`` is not.
@@ -42,9 +54,38 @@ async def choose_start(run: Run, token_limit: int | None) -> Start:
 
     async def choose() -> Start:
         with refusals("the run directory refuses", below=run.rundir.path):
-            return await _choose_start(run, token_limit)
+            return await _copied_start(run, token_limit, held) or await _choose_start(run, token_limit)
 
+    held = await copied if copied is not None and run.copies.any() else set[int]()
     return await StorageRetry(run.config.run.storage_wait_s, log.error, run.stop_requested).run(choose)
+
+
+async def _copied_start(run: Run, token_limit: int | None, held: set[int]) -> Start | None:
+    """Return the newest copy in memory, unless a commit is newer."""
+    found = run.copies.newest(held)
+    newest = next(iter(run.rundir.lineage()), None)
+    if found is None or (newest is not None and newest.step > found.step):
+        return None
+    state = found.resumed(run.config.train.max_tokens_per_gpu, token_limit)
+    await _record(run, state, newest, {"copied": True})
+    return Start(newest, None, state, copied=True)
+
+
+async def restore(run: Run, trainers: Trainers, start: Start) -> None:
+    """Load the chosen state into the trainers.
+
+    Raises:
+        InfraError: the copy in memory cannot be used; the next start continues from a commit.
+        CheckpointError: the commit cannot be loaded.
+    """
+    if not start.copied:
+        await trainers.restore(start.folder)
+        return
+    try:
+        await trainers.restore_copy(start.state.step)
+    except CheckpointError as error:
+        run.copies.forget()
+        raise InfraError(f"{error}; continuing from the last commit") from error
 
 
 async def _choose_start(run: Run, token_limit: int | None) -> Start:
@@ -73,12 +114,18 @@ async def _choose_start(run: Run, token_limit: int | None) -> Start:
     state = (State.from_manifest(manifest) if manifest else State(max_tokens=setting)).resumed(
         setting, token_limit
     )
-    run.max_tokens = state.max_tokens
-    loaded = _origin(run, folder) if name is None else {}
-    budget = {"max_tokens": state.max_tokens, "max_tokens_per_gpu": setting}
-    run.events.write("bring_up", step=state.step, commit=str(name) if name else None, **loaded, **budget)
-    run.tracker.catch_up(state.step)
+    await _record(run, state, name, _origin(run, folder) if name is None else {})
     return Start(name, folder, state)
+
+
+async def _record(run: Run, state: State, name: CommitName | None, source: Mapping[str, Any]) -> None:
+    """Report the state from which the attempt continues."""
+    run.ledger.start(state.step, state.position.next_group, state.position.pending)
+    await asyncio.to_thread(run.ledger.write)
+    run.max_tokens = state.max_tokens
+    budget = {"max_tokens": state.max_tokens, "max_tokens_per_gpu": state.setting}
+    run.events.write("bring_up", step=state.step, commit=str(name) if name else None, **source, **budget)
+    run.tracker.catch_up(state.step)
 
 
 def _origin(run: Run, load: Path | None) -> dict[str, str]:

@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 
 from orhpc.config import Config
 from orhpc.config.files import load_config
+from orhpc.driver.copies import Copies
 from orhpc.driver.step_report import CompletedStep, report
 from orhpc.errors import NodeLost, StopRequested
 from orhpc.plan.placement import Placement
+from orhpc.process.state_folder import state_folder
 from orhpc.rundir import RunDir
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import EventLog
+from orhpc.rundir.prompt_ledger import PromptLedger
 from orhpc.rundir.storage import StorageRetry, refusals
 from orhpc.tracking import Tracker
 
@@ -38,6 +41,7 @@ class Run:
         self.config: Config = load_config(self.folder / "config.yaml")
         self.placement = Placement.from_yaml((self.folder / "placement.yaml").read_text())
         self.events = EventLog(rundir.events, attempt, _log_event)
+        self.ledger = PromptLedger(rundir.prompts, attempt)
         self.tracker = Tracker(self.config, rundir, self._report_tracker)
         self.max_tokens = self.config.train.max_tokens_per_gpu
         """Token budget of a micro-batch since the newest start; lowered after running out of memory."""
@@ -48,6 +52,8 @@ class Run:
         self.unreported: CompletedStep | None = None
         """The trainers' last step, if it is not reported yet."""
         self.storage = StorageRetry(self.config.run.storage_wait_s, self._refused, self.stop_requested)
+        self.copies = Copies(state_folder(), self.notice)
+        """Copies of the state in memory, from which a restart in place continues."""
         self._stop_file = stop_file
         self._alerted = -_STORAGE_ALERT_S
 
@@ -107,6 +113,7 @@ class Run:
     def close(self) -> None:
         self.tracker.close(*([CLOSE_AFTER_STOP_S] if self.stop_requested() else []))
         self.events.close()
+        self.ledger.close()
 
     def _refused(self, problem: str) -> None:
         """Report a refused write; all workers of a step may report the same one."""

@@ -20,7 +20,8 @@ from orhpc.driver.fleet import Engines, Trainers, WorkerHandle
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.fleet.weight_sync import WeightSync
 from orhpc.driver.metrics import Phases
-from orhpc.errors import WeightSyncFailed
+from orhpc.driver.resume import Start
+from orhpc.errors import RayLost, WeightSyncFailed
 from orhpc.launch.model import model_folder
 from orhpc.process.access import folder_mode
 from orhpc.rollout.producer import Producer, StepGroups
@@ -53,6 +54,8 @@ class Runtime:
     """Called with each notice of the producer while a step collects rollouts."""
     gpus: Gpus
     estimator: Estimator
+    start: Start
+    """What the attempt continued from."""
     unchecked: bool = False
     """Whether the engines still have to be compared with the trainer (:mod:`orhpc.driver.engine_check`)."""
 
@@ -146,7 +149,7 @@ class Runtime:
         await self.engines.watch()
         with phases.timed("release"):
             await self.engines.release()
-        reloaded = await self.trainers.wake()
+        reloaded = await self._wake_trainers()
         numbers = await self._compare_engines(answers)
         numbers |= {f"seconds_engines_{name}": seconds for name, seconds in phases.seconds.items()}
         if offloaded and reloaded:
@@ -159,6 +162,14 @@ class Runtime:
                 "seconds_trainer_wake": reloaded["seconds"],
             }
         return result, numbers
+
+    async def _wake_trainers(self) -> dict[str, float]:
+        """Reload the trainers' state; if a trainer has died, the update reports it, and the result stays."""
+        try:
+            return await self.trainers.wake()
+        except RayLost as error:
+            log.error("%s", error)
+            return {}
 
     async def _engine_samples(self) -> list[engine_check.Answer]:
         if not self.unchecked or self.engines is None:

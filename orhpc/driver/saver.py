@@ -17,7 +17,7 @@ from typing import TypeVar
 from orhpc.config import CheckpointSettings
 from orhpc.driver.fleet import Trainers
 from orhpc.driver.state import State
-from orhpc.errors import CheckpointError, OrhpcError
+from orhpc.errors import CheckpointError, OrhpcError, StorageRefused
 from orhpc.rundir import CommitName, RunDir, commits
 from orhpc.rundir.events import EventLog
 from orhpc.rundir.storage import StorageRetry, pause
@@ -52,11 +52,23 @@ class Saver:
         parent: CommitName | None,
         state: State,
         alert: Callable[[str], object],
+        before_commit: Callable[[], None],
     ) -> None:
-        """``alert`` sends a failed commit to the people who watch the run."""
+        """Args:
+        rundir: the run; the commits are those of its attempt ``attempt``.
+        settings: intervals and timeouts.
+        trainers: they write the shards.
+        events: receives an event for each commit, and each that failed.
+        storage: how long a refused write is retried.
+        parent: the commit from which the attempt started.
+        state: the state that the trainers hold.
+        alert: sends a failed commit to the people who watch the run.
+        before_commit: writes what must be on disk before a commit of the state is; it may raise
+            StorageRefused, which costs the commit.
+        """
         self._rundir, self._attempt, self._settings = rundir, attempt, settings
         self._trainers, self._events, self._storage = trainers, events, storage
-        self._parent, self._alert = parent, alert
+        self._parent, self._alert, self._before_commit = parent, alert, before_commit
         self._pending: _PendingSave | None = None
         self._lock = asyncio.Lock()
         """Several writes that wait for space poll the pending save concurrently."""
@@ -156,9 +168,10 @@ class Saver:
         await self._wait()  # a save that is still pending was begun a whole interval ago
         save = _PendingSave(CommitName(state.step, self._attempt), state, time.monotonic())
         try:
+            self._before_commit()
             save.folder = commits.begin(self._rundir, save.name)
             await self._trainers.save_begin(save.folder)
-        except CheckpointError as error:
+        except (CheckpointError, StorageRefused) as error:
             await self._failed(save, error)
             return
         self._pending = save
@@ -194,7 +207,7 @@ class Saver:
         except OSError as error:
             log.error("old commits could not be removed: %s", error)  # retried at the next commit
 
-    async def _failed(self, save: _PendingSave, error: CheckpointError) -> None:
+    async def _failed(self, save: _PendingSave, error: CheckpointError | StorageRefused) -> None:
         self._pending, self._problem = None, str(error)
         log.error("commit %s failed, training continues: %s", save.name, error)
         self._events.write("commit_failed", step=save.name.step, error=str(error))

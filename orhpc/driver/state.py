@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,10 @@ class State:
 
     @classmethod
     def from_manifest(cls, manifest: commits.Manifest) -> State:
-        s = manifest.state
-        position = Position(s["next_group"], tuple(s["pending"]))
-        return cls(manifest.step, position, s["max_tokens"], s.get("max_tokens_per_gpu"))
+        return cls.after(manifest.step, manifest.state)
+
+    @classmethod
+    def after(cls, step: int, recorded: Mapping[str, Any]) -> State:
+        """The state after a step, as :meth:`to_manifest` recorded it."""
+        position = Position(recorded["next_group"], tuple(recorded["pending"]))
+        return cls(step, position, recorded["max_tokens"], recorded.get("max_tokens_per_gpu"))

@@ -182,6 +182,14 @@ def host_parts(run: RunPlan) -> dict[str, int]:
     return {what: size for what, size in parts.items() if size}
 
 
+def copies_bytes(run: RunPlan) -> int:
+    """Shared memory of one node for two copies of the trainers' state, which are made if it is free.
+
+    See ``checkpoint.keep_in_memory``.
+    """
+    return 2 * commit_bytes(run) if run.config.checkpoint.keep_in_memory else 0
+
+
 def _commits_share(run: RunPlan) -> bool:
     """Whether commits need no additional memory: written from offloaded trainer state, or never."""
     checkpoint = run.config.checkpoint

@@ -57,8 +57,13 @@ class StepGroups:
     """Sorted by id; fewer than ``batch_size`` if filters and failures used up the refills."""
     dropped: list[PromptGroup] = field(default_factory=list)
     """Finished groups that are not trained on (filtered, failed or too stale); for the record."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Number of dropped groups by reason."""
+    why: dict[int, str] = field(default_factory=dict)
+    """The reason, by id, of each of them and of each group that was left out without being started."""
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Number of dropped groups by reason."""
+        return Counter(self.why.values())
 
 
 class Producer:
@@ -96,7 +101,9 @@ class Producer:
         self._next = position.next_group
         reused = {g.id for g in finished}
         self._requeued = sorted(set(position.pending) - reused)
-        self._ready: dict[int, PromptGroup] = {g.id: g for g in finished}
+        # Not judged by the filter yet, or judged by an attempt that did not record it.
+        self._restored = list(finished)
+        self._ready: dict[int, PromptGroup] = {}
         self._next = max([self._next, *(i + 1 for i in reused)])
         self._requeued += sorted(set(range(position.next_group, self._next)) - reused)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
@@ -122,8 +129,12 @@ class Producer:
 
     @property
     def position(self) -> Position:
-        """Stored in a commit: a resumed run regenerates exactly the groups that were not trained on."""
+        """Stored in a commit: a resumed run regenerates exactly the groups that were not trained on.
+
+        Those that were dropped since the last step are among them, because no step has recorded it.
+        """
         pending = {*self._requeued, *self._ready, *self._in_flight, *self._stale, *self._again}
+        pending |= {*self._dropped.why, *(group.id for group in self._restored)}
         return Position(self._next, tuple(sorted(pending)))
 
     async def collect(self, version: int, stop: Callable[[], bool] = lambda: False) -> StepGroups:
@@ -149,6 +160,8 @@ class Producer:
         self._tried_again.update(self._again)
         self._again = []
         try:
+            while self._restored:
+                self._accept_or_drop(self._restored.pop())
             self._drop_stale()
             self._fill()
             while len(self._ready) < batch and self._in_flight:
@@ -197,9 +210,7 @@ class Producer:
 
     def _choose(self, batch: int) -> StepGroups:
         ids = sorted(self._ready)[:batch]
-        step_groups = StepGroups(
-            [self._ready.pop(i) for i in ids], self._dropped.dropped, self._dropped.reasons
-        )
+        step_groups = StepGroups([self._ready.pop(i) for i in ids], self._dropped.dropped, self._dropped.why)
         self._dropped = StepGroups([])
         self._again, self._stale = self._stale, []
         filtered = step_groups.reasons["equal_rewards"] + step_groups.reasons["filtered"]
@@ -226,6 +237,7 @@ class Producer:
                 self._next += 1
             if self._tasks.task(group_id).environment not in self._watch.excluded:
                 return group_id
+            self._dropped.why[group_id] = "left_out"
 
     def _dispatch(self, group_id: int) -> None:
         task = self._tasks.task(group_id)
@@ -294,7 +306,7 @@ class Producer:
 
     def _drop(self, group: PromptGroup, reason: str) -> None:
         self._dropped.dropped.append(group)
-        self._dropped.reasons[reason] += 1
+        self._dropped.why[group.id] = reason
         if reason == "stale" and group.id not in self._tried_again:
             # Otherwise the tasks with the longest rollouts would be trained on less often than others.
             self._stale.append(group.id)

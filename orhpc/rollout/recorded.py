@@ -24,6 +24,7 @@ class ReplayProducer:
         self._folder = Path(folder)
         self.steps = recorded_steps(self._folder)
         self.position = Position()
+        """Of the run that trains: a replay uses none of its own prompt groups."""
         self.notices: list[str] = []
         """Always empty; part of the interface of :class:`~orhpc.rollout.producer.Producer`."""
 

@@ -7,6 +7,10 @@ from typing import Any
 Event = dict[str, Any]
 
 
+BUDGETS = ("bring_up", "trainers_restarted")
+"""Events with the token budget of a micro-batch."""
+
+
 def line_of(event: Event) -> str | None:
     """Return a line for a step, a commit, an evaluation or a stage of an attempt; None for other events.
 
@@ -34,6 +38,8 @@ def line_of(event: Event) -> str | None:
 
 def start_of(event: Event) -> str:
     """Return what an attempt's weights were loaded from, by its ``bring_up`` event."""
+    if event.get("copied"):
+        return f"the copy of step {event['step']} in memory"
     if event.get("commit"):
         return f"commit {event['commit']}"
     if event.get("load"):
@@ -42,7 +48,7 @@ def start_of(event: Event) -> str:
 
 
 def lowered_budget(event: Event) -> str:
-    """Describe a token budget that a ``bring_up`` event reports below its setting; empty if it is not."""
+    """Describe a token budget below its setting, by an event of :data:`BUDGETS`; empty if it is not."""
     tokens, setting = event.get("max_tokens"), event.get("max_tokens_per_gpu")
     if tokens is None or tokens == setting:
         return ""

@@ -1,8 +1,7 @@
 """``events.jsonl``: an append-only log with one JSON object per line, each with its attempt number.
 
-Status, display and report read only this file.  A line is written by a single ``write`` to a descriptor
-opened for appending, so lines of several processes never mix.  The last line of a killed process may be
-incomplete, and readers skip it.
+Status, display and report read only this file.  The last line of a killed process may be incomplete, and
+readers skip it.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from orhpc.process.access import file_mode
 from orhpc.process.secrets import redact
 from orhpc.process.terminal import safe
+from orhpc.rundir.appended import AppendedFile
 from orhpc.rundir.storage import REFUSALS
 
 log = logging.getLogger(__name__)
@@ -46,12 +43,7 @@ class EventLog:
         """``on_event`` is called with every event after it has been appended."""
         self.attempt = attempt
         self._on_event = on_event
-        self._lock = threading.Lock()
-        """Trackers report problems from their own threads."""
-        self._untaken = b""
-        """Bytes that could not be written yet, because the filesystem is full."""
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, file_mode())
-        self._end_torn_line(path)
+        self._file = AppendedFile(path)
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Append one event; returns it as readers will see it.
@@ -67,29 +59,17 @@ class EventLog:
 
     def close(self) -> None:
         self._append(b"")
-        os.close(self._descriptor)
+        self._file.close()
 
     def _append(self, line: bytes) -> None:
-        with self._lock:
-            new = not self._untaken
-            self._untaken += line
-            try:
-                while self._untaken:
-                    self._untaken = self._untaken[os.write(self._descriptor, self._untaken) :]
-            except OSError as error:
-                if error.errno not in REFUSALS:
-                    raise
-                if new:
-                    log.error("events.jsonl: %s; events are kept in memory and written later", error.strerror)
-
-    def _end_torn_line(self, path: Path) -> None:
-        """End the incomplete line of a killed process, so that the first new line is not appended to it."""
-        size = path.stat().st_size
-        if size:
-            with path.open("rb") as stream:
-                stream.seek(size - 1)
-                if stream.read(1) != b"\n":
-                    os.write(self._descriptor, b"\n")
+        waiting = self._file.add(line)
+        try:
+            self._file.write()
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            if not waiting:
+                log.error("events.jsonl: %s; events are kept in memory and written later", error.strerror)
 
 
 def _plain(value: Any) -> Any:

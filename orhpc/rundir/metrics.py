@@ -91,6 +91,12 @@ METRICS: dict[str, Metric] = {
     ),
     "dropped_filtered": Metric("rollout", "prompt groups that rollout.filter refused", "per step"),
     "dropped_stale": Metric("rollout", "prompt groups replaced because they became too old", "per step"),
+    "dropped_prompt_too_long": Metric(
+        "rollout", "prompt groups replaced because their prompt is too long", "per step"
+    ),
+    "dropped_left_out": Metric(
+        "rollout", "prompt groups of environments that rollout.failing_environment leaves out", "per step"
+    ),
     "dropped_failed": Metric("rollout", "prompt groups replaced because of failed rollouts", "per step"),
     "rollout_seconds_mean": Metric("rollout", "mean duration of a rollout", "s"),
     "rollout_seconds_max": Metric("rollout", "duration of the longest rollout", "s"),

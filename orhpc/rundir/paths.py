@@ -68,6 +68,7 @@ class RunDir:
         self.path = Path(path).absolute()
         self.config = self.path / "config.yaml"
         self.events = self.path / "events.jsonl"
+        self.prompts = self.path / "prompts.jsonl"
         self.attempts = self.path / "attempts"
         self.checkpoints = self.path / "checkpoints"
         self.buffer = self.path / BUFFER

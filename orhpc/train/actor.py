@@ -24,13 +24,15 @@ from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
+from orhpc.process.state_folder import state_folder
 from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.train.backend import Backend
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
 from orhpc.train.checkpoint.layouts import Layout, load_shards
+from orhpc.train.checkpoint.memory import StateCopies
 from orhpc.train.checkpoint.save import RankSaves
-from orhpc.train.checkpoint.shards import CheckpointReader, set_rng_state
+from orhpc.train.checkpoint.shards import CheckpointReader, rng_state, set_rng_state
 from orhpc.train.cpu_affinity import pin_to_local_cpus
 from orhpc.train.fetch import load_batch
 from orhpc.train.model_check import check_trainer, sampled_logprobs
@@ -81,6 +83,8 @@ class TrainerRank:
         routes = route_share(config, model_dir, rank, world_size)
         self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes)
         self._saves = RankSaves(config.checkpoint, self.device, rank, world_size)
+        folder = state_folder()
+        self._copies = None if folder is None else StateCopies(folder, rank, self.device)
         self._sync: RankSync | None = None
         plain = config.precision == "bf16"
         self._quantize = (
@@ -143,7 +147,8 @@ class TrainerRank:
     def build(self) -> dict[str, Any]:
         """Load the model and compare it with transformers' (collective).
 
-        Returns ``parameters``, ``model_check`` (what the comparison found) and ``world_size``.
+        Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size`` and
+        ``copies_problem``: why the state cannot be copied to the node's memory, or null.
         """
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
@@ -157,7 +162,14 @@ class TrainerRank:
         self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
         self._saves.prepare(backend)
         freeze_garbage()
-        return {"parameters": backend.parameters, "model_check": found, "world_size": self.world_size}
+        of_node = min(self.world_size, self.config.placement.devices_per_node)
+        problem = None if self._copies is None else self._copies.problem(backend.shards(), of_node)
+        return {
+            "parameters": backend.parameters,
+            "model_check": found,
+            "world_size": self.world_size,
+            "copies_problem": problem,
+        }
 
     def restore(self, folder: str | None) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.
@@ -175,9 +187,27 @@ class TrainerRank:
             )
         with torch.no_grad():
             load_shards(reader, self.backend.shards(), partial(Layout.of, self.model_dir, self.config.model))
-        self.backend.set_progress(reader.progress)
-        set_rng_state(reader.progress["rng"])
+        self._continue_from(reader.progress)
+
+    def _continue_from(self, progress: dict[str, Any]) -> None:
+        """Set everything but the tensors of the state."""
+        self.backend.set_progress(progress)
+        set_rng_state(progress["rng"])
         self._whole_at = self.backend.progress()
+
+    def copied_steps(self) -> list[int]:
+        """Steps after which this rank's state can be restored from the node's memory."""
+        return [] if self._copies is None else sorted(self._copies.held())
+
+    def restore_copy(self, step: int) -> None:
+        """Continue from the copy of the state after ``step`` in the node's memory.
+
+        Raises CheckpointError if there is none, or it is of another layout.
+        """
+        assert self._copies is not None, "copied_steps is not empty"
+        with torch.no_grad():
+            progress = self._copies.load(step, self.backend.shards())
+        self._continue_from(progress)
 
     # --- training -----------------------------------------------------------------------------
 
@@ -197,6 +227,8 @@ class TrainerRank:
         ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
         InfraError, DataError.  ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
         """
+        if self._copies is not None:
+            self._copies.join()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         tokens = TrainedTokens()
         self._trained = {}
@@ -301,6 +333,20 @@ class TrainerRank:
         quantize = self._quantize if for_engines else unchanged
         return export_weights(self.backend, folder, self.model_dir, quantize, writes=self.rank == 0)
 
+    def copy_state(self, step: int) -> None:
+        """Start to copy the state after ``step`` to the node's memory, where it outlives this process.
+
+        The next :meth:`step` waits for it, and with offloaded state the next :meth:`release_gradients`.
+        Raises CheckpointError if the copy before failed; training can continue.
+        """
+        copies = self._copies
+        assert copies is not None, "the node has a state folder"
+        copies.wait()
+        asleep = self._offload.moves and self.config.placement.shared_devices > 0
+        backend = self.backend
+        shards = backend.snapshot_shards("copies", copies.join) if asleep else backend.shards()
+        copies.begin(step, shards, {**backend.progress(), "rng": rng_state()})
+
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.
 
@@ -350,8 +396,10 @@ class TrainerRank:
         return {**before, "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
-        """Finish the current save, leave all groups, release all memory."""
+        """Finish the current save and copy, leave all groups, release all memory."""
         self._saves.close()
+        if self._copies is not None:
+            self._copies.close()
         try:
             if self._sync is not None:
                 self._sync.leave_group()

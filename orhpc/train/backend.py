@@ -263,13 +263,13 @@ class Backend(WeightSource):
         self._offload.settle()
         return self._shards(self._offload.view)
 
-    def snapshot_shards(self, readers_done: Callable[[], object]) -> list[Shard]:
+    def snapshot_shards(self, reader: str, done: Callable[[], object]) -> list[Shard]:
         """Return a snapshot of :meth:`shards` in the host memory that :meth:`sleep` uses.
 
-        It stays unchanged until ``readers_done`` returns: a :meth:`release_gradients`, or a :meth:`sleep`
-        after another update, waits for it.
+        It stays unchanged until ``done`` returns: a :meth:`release_gradients`, or a :meth:`sleep` after
+        another update, waits for it.  ``reader`` names who reads it; there may be several.
         """
-        self._offload.snapshot(*self._offloaded(), readers_done)
+        self._offload.snapshot(*self._offloaded(), reader, done)
         return self._shards(self._offload.on_host)
 
     @abstractmethod

@@ -86,7 +86,17 @@ def _pinned(size: int, device: torch.device) -> Tensor:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         room.madvise(mmap.MADV_HUGEPAGE)
     host = torch.frombuffer(room, dtype=torch.uint8).zero_()
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), size, 0)))
-    weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
+    pin(host, device)
     return host
+
+
+def pin(host: Tensor, device: torch.device) -> None:
+    """Lock the memory of a tensor for as long as it exists; does nothing on a CPU.
+
+    Raises RuntimeError if the memory cannot be locked.
+    """
+    if device.type != "cuda":
+        return
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)))
+    weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False

@@ -13,6 +13,8 @@ from typing import Any
 
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
+from orhpc.rundir.prompt_ledger import Balance, balance_of, read_lineage
+from orhpc.rundir.record import read_step
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny.yaml"
@@ -46,6 +48,17 @@ def started(
     finally:
         process.kill()
         process.wait()
+
+
+def assert_balanced(rundir: RunDir) -> Balance:
+    """Every prompt group of a finished run was trained once, dropped or is pending, and the commit agrees."""
+    command = [sys.executable, "-m", "orhpc.commands.cli", "status", str(rundir.path), "--ledger"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+    lineage = read_lineage(rundir.prompts)
+    recorded = {n: {s.group_id for s in read_step(rundir.rollouts_of(n))} for n in lineage.steps}
+    assert recorded == {n: {g for r in f.trained for g in r} for n, f in lineage.steps.items()}
+    return balance_of(lineage)
 
 
 def wait_for(

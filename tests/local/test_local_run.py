@@ -107,6 +107,7 @@ def test_the_record_contains_every_trained_rollout(finished: RunDir) -> None:
         assert len(rollouts) == 16
         assert {r.min_version for r in rollouts} == {step - 1}
     assert list(finished.buffer.iterdir()) == []
+    assert kit.assert_balanced(finished).trained == 4 * STEPS
     location = read_step(finished.rollouts_of(1))[0].location
     with RolloutFile(location.file or "") as record:
         rollout = record.rollout(location.row)
@@ -237,6 +238,7 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     offline = [p.name for p in (rundir.path / "wandb").glob("offline-run-*")]
     assert len(offline) == 2
     assert all(name.endswith(f"-{run_id}") for name in offline)  # one W&B run, continued
+    assert kit.assert_balanced(rundir).repeated == 0
 
 
 def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
@@ -251,6 +253,7 @@ def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
     killed, newest = sorted((rundir.path / "wandb").glob("offline-run-*/*.wandb"))
     assert _wandb_rows(killed) < start
     assert _wandb_rows(newest) >= start + 2
+    assert kit.assert_balanced(rundir).step == start + 2
 
 
 def _wandb_rows(path: Path) -> int:
@@ -308,6 +311,7 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
     # Rollouts were generated during updates; in a synchronous run all have staleness 0.
     assert ages == {0, 1}
     assert max(e["staleness_mean"] for e in events.values()) > 0.2
+    assert kit.assert_balanced(rundir).step == 4
 
 
 @pytest.mark.parametrize(

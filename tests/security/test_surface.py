@@ -140,11 +140,24 @@ def test_a_second_user_cannot_read_the_run_s_files(
     own = {process.pid for process in processes}
     shared = [p for p in Path("/dev/shm").glob("torch_*") if int(p.name.split("_")[1]) in own]
     scratch = {Path(*Path(f).parts[:3]) for p in processes for f in _sockets_of(p) if "orhpc-ray-" in f}
+    copies = [f for s in _state_folders(processes) for f in s.iterdir()]
     assert shared
     assert scratch
-    for path in [*files, *shared, *(s / "lock" for s in scratch)]:
+    assert {"driver", "rank"} <= {f.name.partition("_")[0] for f in copies}
+    for path in [*files, *shared, *copies, *(s / "lock" for s in scratch)]:
         with pytest.raises(OSError, match="Permission"):
             stranger("opened", str(path))
+
+
+def _state_folders(processes: list[psutil.Process]) -> set[Path]:
+    """Folders of copies of the state that these processes have open."""
+    found: set[Path] = set()
+    for process in processes:
+        try:
+            found |= {Path(f.path).parent for f in process.open_files() if "/orhpc-state-" in f.path}
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 def _sockets_of(process: psutil.Process) -> list[str]:

@@ -35,10 +35,19 @@ R = TypeVar("R")
 class Trainers:
     """All ranks of the trainer: consumes batch plans, produces metrics, weights and shards."""
 
-    def __init__(self, ranks: list[ActorHandle[Any]], host: str) -> None:
-        self.ranks = ranks
-        self.host = host
+    def __init__(
+        self, start_ranks: Callable[[], list[ActorHandle[Any]]], host: str, *, one_node: bool
+    ) -> None:
+        """Args:
+        start_ranks: starts an actor for each rank.
+        host: address of rank 0's node.
+        one_node: whether all ranks are on that node.
+        """
+        self._start_ranks, self.host, self._one_node = start_ranks, host, one_node
+        self.ranks: list[ActorHandle[Any]] = []
         self.info: dict[str, Any] = {}
+        self.copies_problem: str | None = None
+        """Why a node cannot hold copies of its ranks' state; None if all can."""
 
     @classmethod
     async def start(
@@ -49,24 +58,41 @@ class Trainers:
         This uses hardly any device memory, so engines that share the devices may start concurrently.
         """
         world = len(placement.trainers)
-        ranks = [
-            spawn(
-                TrainerRank, ids[t.node], config.secret_sources, config, model_dir, t.rank, world, t.threads,
-                t.device if config.placement.device == "cuda" else None,
-                # Training runs on one thread, to which torch's thread count applies; this group lets a stop
-                # request run while that thread is busy.
-                concurrency_groups={_CONTROL: 1},
-            )
-            for t in placement.trainers
-        ]  # fmt: skip
+
+        def start_ranks() -> list[ActorHandle[Any]]:
+            return [
+                spawn(
+                    TrainerRank, ids[t.node], config.secret_sources, config, model_dir, t.rank, world,
+                    t.threads, t.device if config.placement.device == "cuda" else None,
+                    # Training runs on one thread, to which torch's thread count applies; this group lets a
+                    # stop request run while that thread is busy.
+                    concurrency_groups={_CONTROL: 1},
+                )
+                for t in placement.trainers
+            ]  # fmt: skip
+
         host = placement.nodes[placement.trainers[0].node].address
-        self = cls(ranks, host)
-        if len({t.node for t in placement.trainers}) == 1:
-            rendezvous = await call(ranks[0].meeting_file.remote(), "trainer meeting_file")
+        self = cls(start_ranks, host, one_node=len({t.node for t in placement.trainers}) == 1)
+        await self._connect()
+        return self
+
+    async def _connect(self) -> None:
+        self.ranks = self._start_ranks()
+        if self._one_node:
+            rendezvous = await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file")
         else:
             rendezvous = await self.hold_port()
-        await self.all(TrainerRank.connect, host, rendezvous, COLLECTIVE_TIMEOUT_S)
-        return self
+        await self.all(TrainerRank.connect, self.host, rendezvous, COLLECTIVE_TIMEOUT_S)
+
+    async def restart(self) -> None:
+        """End all ranks and start them again, with the base model's weights.
+
+        Raises:
+            RayLost: a node of theirs is gone.
+        """
+        await self.close()
+        await self._connect()
+        await self.build()
 
     async def hold_port(self) -> int:
         """Have rank 0 reserve a free port for the store that it hosts next; returns its number."""
@@ -74,7 +100,9 @@ class Trainers:
 
     async def build(self) -> None:
         """Load the model on every rank."""
-        self.info = (await self.all(TrainerRank.build))[0]
+        built = await self.all(TrainerRank.build)
+        problems = [p for rank in built if (p := rank.pop("copies_problem")) is not None]
+        self.info, self.copies_problem = built[0], next(iter(problems), None)
 
     async def all(
         self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
@@ -96,6 +124,26 @@ class Trainers:
 
     async def restore(self, folder: Path | None) -> None:
         await self.all(TrainerRank.restore, str(folder) if folder else None)
+
+    async def copied_steps(self) -> set[int]:
+        """Steps after which every rank's state can be restored from its node's memory."""
+        return set.intersection(*map(set, await self.all(TrainerRank.copied_steps)))
+
+    async def restore_copy(self, step: int) -> None:
+        """Restore the state after ``step`` from the nodes' memory.
+
+        Raises:
+            CheckpointError: a rank has no such copy.
+        """
+        await self.all(TrainerRank.restore_copy, step)
+
+    async def copy_state(self, step: int) -> None:
+        """Start to copy every rank's state to its node's memory.
+
+        Raises:
+            CheckpointError: a rank's copy before failed.
+        """
+        await self.all(TrainerRank.copy_state, step)
 
     async def step(
         self,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from orhpc.config import Config
 from orhpc.errors import ModelError
-from orhpc.launch.checks.memory_limit import memory_bytes
 from orhpc.plan.memory import GIB
 from orhpc.plan.run_plan import DEFAULT_DEVICE_GIB, check_host, host_parts, make_plan
+from orhpc.process.memory_limit import memory_bytes
 
 
 def check(config: Config) -> str:

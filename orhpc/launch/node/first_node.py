@@ -20,7 +20,7 @@ from orhpc.launch.node import processes
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.network_variables import say
 from orhpc.launch.node.ray_cluster import RayNode, make_token
-from orhpc.launch.node.scratch import SharedMemorySweeper
+from orhpc.launch.node.scratch import SharedMemorySweeper, StateFolder
 from orhpc.plan.placement import Node, Placement, plan
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import EventLog, read_events, steps_of
@@ -69,6 +69,7 @@ class Attempt:
         self._placement: Placement | None = None
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None
+        self._state: StateFolder | None = None
         self._outages, self._sweeper = ToleratedOutages(say), SharedMemorySweeper()
 
     # --- what attempts differ in ----------------------------------------------------------------
@@ -124,6 +125,7 @@ class Attempt:
         write_secret(self._folder / "environment.key")
         urls = self._environments.reserve()
         make_token(self._folder)
+        self._state = state_folder_of(self.config)
         ray = self._begin_ray()
         alone = self.config.placement.nodes == 1
         if alone:
@@ -190,6 +192,7 @@ class Attempt:
             node.name, node.address, self._folder / "ray.token", self._folder / "ray.log",
             cpus=plan(config, (node,) * config.placement.nodes).processes_on(0),
             object_store_bytes=object_store_bytes(),
+            state_folder=self._state.path if self._state is not None else None,
         )  # fmt: skip
         self._ray.begin_head()
         return self._ray
@@ -215,6 +218,8 @@ class Attempt:
     def _take_down(self) -> None:
         self._end_ray()
         self._environments.stop()
+        if self._state is not None:
+            self._state.remove()
         for secret in SECRETS:
             (self._folder / secret).unlink(missing_ok=True)
 
@@ -224,6 +229,19 @@ def write_secret(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
         stream.write(secrets.token_urlsafe(32))
+
+
+def state_folder_of(config: Config) -> StateFolder | None:
+    """Create this node's folder for copies of the trainers' state; None if the run makes no copies."""
+    if not config.checkpoint.keep_in_memory or not config.train.steps:
+        return None
+    try:
+        return StateFolder()
+    except OSError as error:
+        say(
+            f"checkpoint.keep_in_memory: there is no shared memory on this node ({error}): no copies are made"
+        )
+        return None
 
 
 def object_store_bytes() -> int:

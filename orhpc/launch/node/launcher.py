@@ -40,6 +40,7 @@ from orhpc.launch.slurm.preempt import Signals
 from orhpc.models import chat_formats
 from orhpc.process.access import use_access
 from orhpc.rundir import write_atomic
+from orhpc.rundir.event_lines import BUDGETS
 from orhpc.rundir.events import read_events
 from orhpc.rundir.storage import StorageRetry, probe, refusals, retry_write
 
@@ -176,8 +177,8 @@ class FirstNode:
     def _lower_budget(self, attempt: int) -> int | None:
         """Half the token budget of an attempt that ran out of memory; None if the setting has changed."""
         setting = self.config.train.max_tokens_per_gpu
-        begun = [e for e in read_events(self.rundir.events) if e["event"] == "bring_up"]
-        had = next((e for e in reversed(begun) if e["attempt"] == attempt), {})
+        known = [e for e in read_events(self.rundir.events) if e["event"] in BUDGETS]
+        had = next((e for e in reversed(known) if e["attempt"] == attempt), {})
         if had.get("max_tokens_per_gpu", setting) != setting:
             return None
         lowered = max(1, int(had.get("max_tokens", setting)) // 2)

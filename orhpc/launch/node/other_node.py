@@ -10,10 +10,9 @@ from orhpc.config import Config
 from orhpc.errors import EXIT_OK, NodeLost, OrhpcError, RayLost
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import preflight
-from orhpc.launch.checks.memory_limit import MemoryWatch
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.environment_servers import ServedEnvironments
-from orhpc.launch.node.first_node import RAYLETS_S, TICK_S, object_store_bytes
+from orhpc.launch.node.first_node import RAYLETS_S, TICK_S, object_store_bytes, state_folder_of
 from orhpc.launch.node.network_variables import bypass_proxies, say, use_address, use_switches
 from orhpc.launch.node.ray_cluster import RayNode
 from orhpc.launch.node.ray_start import accepts
@@ -22,6 +21,7 @@ from orhpc.launch.node.scratch import SharedMemorySweeper
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.preempt import Signals
 from orhpc.plan.placement import Node, Placement, plan
+from orhpc.process.memory_limit import MemoryWatch
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import ToleratedOutages
 
@@ -69,12 +69,14 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
     folder = rundir.attempt(attempt)
     environments = ServedEnvironments(config, node, rundir, folder)
     ray_node: RayNode | None = None
+    state = state_folder_of(config)
     try:
         urls = environments.reserve()
         ray_node = RayNode(
             node.name, node.address, folder / "ray.token", folder / f"ray_{job.rank:03d}.log",
             cpus=plan(config, (node,) * job.nodes).processes_on(job.rank),
             object_store_bytes=object_store_bytes(),
+            state_folder=state.path if state is not None else None,
         )  # fmt: skip
         ray_node.load()
         rendezvous.join(rundir, attempt, NodeReady(job.rank, node.name, node.address, node.cpus, urls))
@@ -98,6 +100,8 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
         if ray_node is not None:
             ray_node.stop()
         environments.stop()
+        if state is not None:
+            state.remove()
 
 
 def _keep_up(

@@ -16,7 +16,6 @@ from orhpc.errors import (
     StorageRefused,
     policy_of,
 )
-from orhpc.launch.checks.memory_limit import MemoryWatch
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.network_variables import say
 from orhpc.launch.slurm import back_off, ledger
@@ -25,6 +24,7 @@ from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Outcome
 from orhpc.launch.slurm.verdict import AttemptEvidence
 from orhpc.plan.placement import Node
+from orhpc.process.memory_limit import MemoryWatch
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import retry_write
 

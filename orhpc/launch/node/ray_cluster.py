@@ -24,6 +24,7 @@ from orhpc.launch.node.compiled_caches import kept_caches
 from orhpc.launch.node.network_variables import NO_PROXY
 from orhpc.launch.node.ray_start import accepts
 from orhpc.launch.node.scratch import Scratch
+from orhpc.process import state_folder
 from orhpc.process.ports import free_ports
 
 log = logging.getLogger(__name__)
@@ -79,14 +80,24 @@ class RayNode:
     """Ray's processes of one node, head or worker."""
 
     def __init__(
-        self, name: str, address: str, token: Path, log: Path, *, cpus: int, object_store_bytes: int
+        self,
+        name: str,
+        address: str,
+        token: Path,
+        log: Path,
+        *,
+        cpus: int,
+        object_store_bytes: int,
+        state_folder: Path | None = None,
     ) -> None:
+        """``state_folder``: for copies of the trainers' state; None: no copies are made."""
         self.address = address
         self._name = name
         self._token = token
         self._log = log
         self._cpus = cpus
         self._object_store_bytes = object_store_bytes
+        self._state_folder = state_folder
         # Unix socket paths are limited to 107 characters, so this folder cannot be in the run directory.
         self._scratch = Scratch()
         self._process: subprocess.Popen[bytes] | None = None
@@ -174,6 +185,7 @@ class RayNode:
             **ray_environment(self._token),
             "TMPDIR": str(self._scratch.temporary),
             **kept_caches(os.environ),
+            state_folder.VARIABLE: str(self._state_folder or ""),
             # The GCS keeps its state on disk, because it is restarted if it ends (:mod:`ray_start`).
             "RAY_gcs_storage": "rocksdb",
             "RAY_gcs_storage_path": str(self._scratch.path / "gcs"),

@@ -1,4 +1,4 @@
-"""A node-local folder of one attempt, removed at its end, or by the next start if it was killed.
+"""Node-local folders of one attempt, removed at its end, or by the next start if it was killed.
 
 A process holds a lock in the folder as long as it is alive; the kernel releases the lock when the process
 ends.  So a folder whose lock is free belongs to an attempt of any of this user's jobs that has ended.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PREFIX = "orhpc-ray-"
+_STATE_PREFIX = "orhpc-state-"
 _LOCK = "lock"
 _LONGEST_PARENT = 32
 """Unix socket paths are limited to 107 characters, and Ray's part below the folder takes about 70."""
@@ -26,18 +27,30 @@ _YOUNG_S = 600.0
 """A folder without a lock that is younger than this may be in the middle of its creation."""
 
 
-class Scratch:
-    """The folder, readable only by the owner, and locked until :meth:`remove`."""
+class LockedFolder:
+    """A folder with a random name, readable only by the owner, and locked until :meth:`remove`."""
+
+    def __init__(self, parent: Path, prefix: str) -> None:
+        sweep(parent, prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self._lock = (self.path / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Remove the folder and its contents."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+class Scratch(LockedFolder):
+    """The folder of Ray's files and of temporary files."""
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
         if len(str(parent)) > _LONGEST_PARENT:
             parent = Path("/tmp")  # noqa: S108 - the folder inside has an unguessable name and mode 0700
-        sweep(parent)
         sweep_shared_memory()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = (self.path / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        super().__init__(parent, _PREFIX)
         self.ray = self.path / "r"
         """Ray's folder, which Ray makes accessible to all users; its parent is private."""
         self.temporary = self.path / "t"
@@ -45,15 +58,24 @@ class Scratch:
         self.temporary.mkdir(mode=0o700)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        super().remove()
         sweep_shared_memory()
 
 
-def sweep(parent: Path) -> list[Path]:
+class StateFolder(LockedFolder):
+    """The folder, in shared memory, of the copies of the trainers' state (:mod:`orhpc.train.checkpoint`).
+
+    It belongs to the launcher, so its files outlive trainers, driver and Ray.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_SHARED_MEMORY, _STATE_PREFIX)
+
+
+def sweep(parent: Path, prefix: str = _PREFIX) -> list[Path]:
     """Remove and return this user's folders of attempts that have ended."""
     removed: list[Path] = []
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{prefix}*"):
         about = _own(folder, stat.S_ISDIR)
         if about is not None and _is_dead(folder, time.time() - about.st_mtime):
             shutil.rmtree(folder, ignore_errors=True)

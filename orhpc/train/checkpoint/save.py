@@ -80,7 +80,7 @@ class RankSaves:
             raise CheckpointError("a checkpoint is still being written")
         try:
             if self._settings.spare_host_memory:
-                self._snapshot.borrow(backend.snapshot_shards(self._wait_until_written))
+                self._snapshot.borrow(backend.snapshot_shards("commit", self._wait_until_written))
             else:
                 self._snapshot.take(backend.shards())
         except (RuntimeError, OSError, MemoryError) as error:  # memory cannot be allocated or locked

@@ -155,11 +155,11 @@ class Snapshot:
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Start to allocate memory for a copy of ``shards``."""
-        self._buffer.prepare(_places(shards)[-1])
+        self._buffer.prepare(shard_places(shards)[-1])
 
     def take(self, shards: Sequence[Shard]) -> None:
         """Copy all shards; returns when the copy is complete."""
-        places = _places(shards)
+        places = shard_places(shards)
         self._shards = []  # take() may free the memory of the last copy
         room = self._buffer.take(places[-1])
         copies: list[Shard] = []
@@ -216,7 +216,7 @@ def _while_wanted(tensors: Iterable[Tensor], unwanted: threading.Event | None) -
         yield tensor
 
 
-def _places(shards: Sequence[Shard]) -> list[int]:
+def shard_places(shards: Sequence[Shard]) -> list[int]:
     """Offsets in bytes of each shard's copy, aligned for every type, and the total size at the end."""
     sizes = (-(-shard.tensor.nbytes // _ALIGNED) * _ALIGNED for shard in shards)
     return list(itertools.accumulate(sizes, initial=0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,35 @@ class BackgroundCopies:
             for target, source in copies:
                 target.copy_(source)
             return
+        self.after_current_work()
+        self._thread = threading.Thread(target=self._run, args=(copies,), name="host-copies", daemon=True)
+        self._thread.start()
+
+    def after_current_work(self) -> None:
+        """Have the next copies wait for the current work of the calling thread's stream."""
+        if self._device.type == "cpu":
+            return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
             self._between = torch.zeros(1, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._thread = threading.Thread(target=self._run, args=(copies,), name="host-copies", daemon=True)
-        self._thread.start()
+
+    def copy(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy, for each ``(target, source)``, one tensor into another of the same shape; return when done.
+
+        Call :meth:`after_current_work` first.  Unlike :meth:`start` it runs in the caller's thread.
+        """
+        if self._device.type == "cpu":
+            for target, source in copies:
+                target.copy_(source)
+            return
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            for target, source in copies:
+                if source.is_contiguous() and target.is_contiguous():
+                    self._in_pieces(target.flatten().view(torch.uint8), source.flatten().view(torch.uint8))
+                else:
+                    target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
 
     def settle(self) -> None:
         """Make the device's later work wait for all copies.
@@ -67,13 +90,14 @@ class BackgroundCopies:
             # A new thread starts with the process's first device as its current device.
             with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
                 for target, source in copies:
-                    for into, out_of in zip(
-                        target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True
-                    ):
-                        into.copy_(out_of, non_blocking=True)
-                        self._between.add_(1)
+                    self._in_pieces(target, source)
         except BaseException as error:  # noqa: BLE001 - raised by _join()
             self._error = error
+
+    def _in_pieces(self, target: Tensor, source: Tensor) -> None:
+        for into, out_of in zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True):
+            into.copy_(out_of, non_blocking=True)
+            self._between.add_(1)
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -119,8 +119,8 @@ class OffloadManager:
         self._blocks: dict[int, _Block] = {}
         self._asleep = False
         self._background = BackgroundCopies(device)
-        self._readers_done: Callable[[], object] | None = None
-        """Returns once all readers of the host copy are done."""
+        self._readers: dict[str, Callable[[], object]] = {}
+        """Each returns once one reader of the host copy is done."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._piece = range(0)
         """Address range of the contiguous piece of device memory."""
@@ -166,17 +166,18 @@ class OffloadManager:
         self._copy_down([b for b in self._blocks.values() if b.late], background=True)
 
     def snapshot(
-        self, kept: Iterable[Tensor], late: Iterable[Tensor], readers_done: Callable[[], object]
+        self, kept: Iterable[Tensor], late: Iterable[Tensor], reader: str, done: Callable[[], object]
     ) -> None:
-        """Copy everything to the host for :meth:`on_host`; the copy is valid until ``readers_done`` returns.
+        """Copy everything to the host for :meth:`on_host`; the copy is valid until ``done`` returns.
 
-        The next write to the host buffer calls ``readers_done`` first, and waits for it.
+        The next write to the host buffer calls ``done`` first, and waits for it.  There may be several
+        readers, each with a name.
         """
         if not self._asleep:
             self._place(kept, late)
             self._copy_down(self._blocks.values())
         self._synchronize()
-        self._readers_done = readers_done
+        self._readers[reader] = done
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Return the host copy of a tensor, in its shape; only after :meth:`snapshot` or while offloaded."""
@@ -228,7 +229,7 @@ class OffloadManager:
         self._synchronize()
         self._background.close()
         self._blocks, self._dropped, self._asleep = {}, [], False
-        self._readers_done = self._filler = None
+        self._readers, self._filler = {}, None
         self._host = torch.empty(0, dtype=torch.uint8)
         self._buffer.free()
 
@@ -271,8 +272,8 @@ class OffloadManager:
             block.current = True
 
     def _wait_for_readers(self) -> None:
-        done, self._readers_done = self._readers_done, None
-        if done is not None:
+        readers, self._readers = self._readers, {}
+        for done in readers.values():
             done()
 
     def _copy_up(self, blocks: Iterable[_Block], *, background: bool = False) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from orhpc.config.files import load_config
 from orhpc.driver.concurrently import all_of
+from orhpc.driver.copies import Copies
 from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.loop import train
@@ -19,6 +20,7 @@ from orhpc.driver.step_report import CompletedStep, report
 from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
 from orhpc.rollout.producer import Position, StepGroups
 from orhpc.rundir.events import EventLog, read_events
+from orhpc.rundir.prompt_ledger import PromptLedger, read_lineage
 from orhpc.rundir.storage import StorageRetry, Store
 
 
@@ -26,6 +28,7 @@ class Parts:
     """Makes steps without groups; one call fails at one step."""
 
     def __init__(self, failing: str, at: int, error: OrhpcError) -> None:
+        self.trainers = None
         self._failing, self._at, self._error = failing, at, error
         self.producer = self
         self.workers: list[Any] = []
@@ -73,9 +76,12 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.config = load_config("configs/tiny.yaml", ["train.steps=5", "wandb.enabled=false"])
         self.events = EventLog(folder / "events.jsonl", 1)
+        self.ledger_path = folder / "prompts.jsonl"
+        self.ledger = PromptLedger(self.ledger_path, 1)
         self.tracker: Any = self
         self.unreported: CompletedStep | None = None
         self.last_step_skipped = False
+        self.copies = Copies(None, self.notice)
 
     def log(self, event: dict[str, Any]) -> None: ...
 
@@ -111,6 +117,8 @@ def test_a_commit_contains_the_trained_step_whatever_fails_after_it(
     assert _steps(tmp_path) == [1, 2]
     run.report_step()  # as an attempt does once the step is committed
     assert _steps(tmp_path) == [1, 2, 3]
+    run.ledger.write()  # as the commit of step 3 does before it begins
+    assert {n: f.next_group for n, f in read_lineage(run.ledger_path).steps.items()} == {1: 4, 2: 8, 3: 12}
 
 
 def _steps(folder: Path) -> list[int]:

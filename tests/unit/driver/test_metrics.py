@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -62,7 +61,7 @@ def test_failures_are_counted_per_environment_and_excluded_from_means() -> None:
     step_groups = StepGroups(
         [group(1, "a", DONE, DONE, FAILED, DONE), group(2, "b", DONE, DONE, DONE, DONE, retries=1)],
         [group(3, "a", FAILED, FAILED, FAILED, DONE), group(4, "b", DONE, DONE, DONE, DONE)],
-        Counter(failed=1, equal_rewards=1),
+        {3: "failed", 4: "equal_rewards"},
     )
     numbers = rollout_metrics(step_groups, 3, 0)
     assert (numbers["failed_rollouts"], numbers["retried_rollouts"], numbers["failed_groups"]) == (4, 4, 1)

@@ -12,7 +12,7 @@ import pytest
 from orhpc.config import CheckpointSettings
 from orhpc.driver.saver import Saver
 from orhpc.driver.state import State
-from orhpc.errors import CheckpointError
+from orhpc.errors import CheckpointError, StorageRefused
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.storage import StorageRetry
@@ -28,9 +28,13 @@ def make_saver(
     state: State,
     alert: Callable[[str], object] = print,
     storage: StorageRetry = WAIT,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> Saver:
     """A saver of the first attempt, before the first commit."""
-    return Saver(rundir, 1, settings, trainers, events, storage, parent=None, state=state, alert=alert)
+    return Saver(
+        rundir, 1, settings, trainers, events, storage, parent=None, state=state, alert=alert,
+        before_commit=before_commit,
+    )  # fmt: skip
 
 
 class Trainers:
@@ -104,6 +108,33 @@ def test_a_failed_commit_gives_an_event_and_an_alert_and_the_next_one_is_made(tm
     reports = [(e["event"], e["step"]) for e in read_events(rundir.events)]
     assert reports == [("commit", 1), ("commit_failed", 2), ("commit", 3)]
     assert alerts == ["commit step_2.a001 failed, training continues: no memory"]
+
+
+def test_no_commit_is_begun_before_the_ledger_of_prompt_groups_is_written(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    trainers: Any = Trainers()
+    events = EventLog(rundir.events, attempt=1)
+    refused = [StorageRefused("full"), None]
+
+    def write() -> None:
+        assert trainers.begun == 0
+        if (error := refused.pop(0)) is not None:
+            raise error
+
+    async def two_steps() -> None:
+        settings = CheckpointSettings(save_interval=1)
+        saver = make_saver(rundir, settings, trainers, events, State(), before_commit=write)
+        for step in (1, 2):
+            saver.state = State(step=step)
+            await saver.after_step()
+        await saver.finish()
+
+    asyncio.run(two_steps())
+    assert [(e["event"], e["step"]) for e in read_events(rundir.events)] == [
+        ("commit_failed", 1),
+        ("commit", 2),
+    ]
 
 
 def test_a_step_that_failed_after_its_update_is_committed_by_the_rescue(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from orhpc.config.files import dump_config, load_config
 from orhpc.driver import __main__ as driver
 from orhpc.driver.__main__ import supervise
 from orhpc.driver.resume import choose_start
@@ -28,23 +26,15 @@ from orhpc.errors import (
     OutOfMemory,
     StopRequested,
 )
-from orhpc.plan.placement import Node, plan
-from orhpc.rundir import CommitName, RunDir, commits
+from orhpc.rundir import RunDir, commits
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import read_events
+from tests.unit.driver.kit import committed, make_run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A real attempt without started parts."""
-    rundir = RunDir(tmp_path / "run")
-    rundir.create()
-    config = load_config("configs/tiny.yaml", ["wandb.enabled=false", "train.max_tokens_per_gpu=1000"])
-    number = rundir.begin_attempt(kind="local")
-    folder = rundir.attempt(number)
-    (folder / "config.yaml").write_text(dump_config(config))
-    (folder / "placement.yaml").write_text(plan(config, (Node("here", "127.0.0.1", 2),)).to_yaml())
-    return Run(rundir, number, tmp_path / "stop")
+    return make_run(tmp_path)
 
 
 Outcome = OrhpcError | int | None
@@ -143,18 +133,6 @@ def test_nothing_is_retried_after_a_stop_request(run: Run, attempts: Any, tmp_pa
 
 
 # --- the initial state of an attempt --------------------------------------------------------------------
-
-
-def committed(rundir: RunDir, step: int, attempt: int, content: bytes = b"weights") -> Path:
-    """A complete commit, whose shard is not read as tensors here."""
-    name = CommitName(step, attempt)
-    folder = commits.begin(rundir, name)
-    (folder / "trainer.00000-of-00001.safetensors").write_bytes(content)
-    shard = commits.ShardFile(
-        "trainer.00000-of-00001.safetensors", len(content), hashlib.sha256(content).hexdigest()
-    )
-    state = State(step=step, max_tokens=1000).to_manifest()
-    return commits.finalize(folder, commits.Manifest(step, attempt, None, (shard,), state))
 
 
 def test_the_event_names_the_loaded_weights(run: Run, tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def test_every_kind_occurs_before_any_is_repeated() -> None:
 
 
 def test_the_table_marks_runs_that_did_not_recover() -> None:
-    rows = [Row("a", 9, 7, 1, 2, 30.0, 8.0), Row("b", 9, 9, 0, 0, 1.0, None, "not within 300 s")]
+    rows = [Row("a", 9, 7, 1, 2, 0, 30.0, 8.0), Row("b", 9, 9, 0, 0, 1, 1.0, None, "not within 300 s")]
     *_, first, second, total = table(rows).splitlines()
     assert first == "| 1 | a | 9 | 7 | 2 | new attempt | 30.0 | 8.0 | yes |"
-    assert second.endswith("| neither | 1.0 | - | **no** |")
+    assert second.endswith("| trainers restarted | 1.0 | - | **no** |")
     assert total.endswith("**1 of 2** |")
     assert "| 2, at most 2 |" in total

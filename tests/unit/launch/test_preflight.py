@@ -18,8 +18,8 @@ from orhpc.config import Config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, PreflightError
 from orhpc.launch.__main__ import submit
 from orhpc.launch.checks import commit_space, host_memory, internet, preflight
-from orhpc.launch.checks.memory_limit import memory_bytes
 from orhpc.launch.slurm.job import Job
+from orhpc.process.memory_limit import free_bytes, memory_bytes
 from orhpc.rundir import RunDir
 from tests.model_configs import REAL
 from tests.model_folder import write_model_folder
@@ -214,6 +214,28 @@ def test_the_lowest_memory_limit_of_machine_and_job_counts(tmp_path: Path) -> No
     assert memory_bytes(own, root, machine) == 300000
     assert memory_bytes(own, root, tmp_path / "none") == 300000
     assert memory_bytes(tmp_path / "none", root, tmp_path / "none") == 0
+
+
+def test_free_memory_counts_the_files_that_can_be_reclaimed_but_no_shared_memory(tmp_path: Path) -> None:
+    machine, own, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
+    machine.write_text("MemTotal:       2048 kB\nMemAvailable:   1024 kB\n")
+    own.write_text("0::/slurm/job_7/step_0\n")
+    job = root / "slurm/job_7"
+    (job / "step_0").mkdir(parents=True)
+    assert free_bytes(own, root, machine) == 1 << 20
+    (job / "memory.max").write_text("500000\n")
+    (job / "memory.current").write_text("400000\n")
+    assert free_bytes(own, root, machine) == 100000
+    (job / "memory.stat").write_text("anon 1\nfile 50000\nshmem 20000\n")
+    assert free_bytes(own, root, machine) == 130000
+    own.write_text("5:cpu,memory:/slurm/job_7/step_0\n")
+    old = root / "memory/slurm/job_7"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("300000\n")
+    (old / "memory.usage_in_bytes").write_text("299000\n")
+    (old / "memory.stat").write_text("cache 7\ntotal_cache 500\ntotal_shmem 100\n")
+    assert free_bytes(own, root, machine) == 1400
+    assert free_bytes(tmp_path / "none", root, tmp_path / "none") == 0
 
 
 def test_the_command_prints_one_line_per_check(

@@ -332,6 +332,52 @@ def test_a_resumed_run_rolls_out_exactly_the_untrained_groups() -> None:
     assert worker.requested == [3, 7, 8]
 
 
+def test_a_group_dropped_since_the_last_step_is_pending_until_a_step_records_it() -> None:
+    """After a resume from that position, nothing else would know of it."""
+
+    def outcome(request: GroupRequest) -> Made:
+        return ([None, None], RolloutEnd.FAILED, 0) if request.id == 5 else both_rewards(request)
+
+    worker = ScriptedWorker(outcome, delay=lambda i: 0.0 if i < 4 else 0.02)
+    producer = Producer(settings_of(max_staleness=1), TASKS, [worker], seed=0)
+
+    async def two_steps() -> None:
+        first = await producer.collect(0)
+        await asyncio.sleep(0.05)  # the update, during which group 5 fails
+        assert 5 not in first.why
+        assert 5 in producer.position.pending
+        assert (await producer.collect(1)).why == {5: "failed"}
+        assert 5 not in producer.position.pending
+        await producer.cancel()
+
+    asyncio.run(two_steps())
+
+
+def test_groups_of_an_earlier_attempt_are_filtered_too() -> None:
+    def equal(request: GroupRequest) -> Made:
+        return [1.0, 1.0], RolloutEnd.TERMINAL, 0
+
+    finished = [asyncio.run(ScriptedWorker(equal).run_group(request_of(3)))]
+    settings = settings_of(filter="equal_rewards")
+    producer = Producer(settings, TASKS, [ScriptedWorker(both_rewards)], seed=0, finished=finished)
+    assert producer.position == Position(4, (0, 1, 2, 3))
+    step_groups = collect_step(producer)
+    assert [g.id for g in step_groups.groups] == [0, 1, 2, 4]
+    assert step_groups.why == {3: "equal_rewards"}
+
+
+def test_groups_of_an_environment_that_is_left_out_have_that_fate() -> None:
+    chosen = settings_of(failing_environment_after=4, failing_environment="leave_out", max_refills=9)
+    worker = ScriptedWorker(one_failing("EnvironmentUnavailable: no answer"))
+    producer = Producer(chosen, TWO, [worker], seed=0)
+    steps = steps_with(producer, 6)
+    fates = {group: why for step in steps for group, why in step.why.items()}
+    trained = {group.id for step in steps for group in step.groups}
+    position = producer.position
+    assert set(fates.values()) == {"failed", "left_out"}
+    assert trained | fates.keys() | {*position.pending} == set(range(position.next_group))
+
+
 def test_asynchronous_groups_are_bounded_in_number_and_staleness() -> None:
     version = 0
 

@@ -111,7 +111,9 @@ def test_what_is_read_on_the_host_is_not_written_over() -> None:
         found = residence.on_host(weights), residence.on_host(moments)
         asked.append(all(map(torch.equal, found, wanted)))
 
-    residence.snapshot([weights], [moments], read)
+    other: list[bool] = []
+    residence.snapshot([weights], [moments], "commit", read)
+    residence.snapshot([weights], [moments], "copies", lambda: other.append(True))
     residence.sleep([weights], [moments])  # the host copies are current
     residence.wake()
     assert asked == []
@@ -120,10 +122,10 @@ def test_what_is_read_on_the_host_is_not_written_over() -> None:
     moments += 1
     assert asked == []  # only on the device
     residence.begin([weights], [moments])
-    assert asked == [True]
+    assert asked == other == [True]
     residence.sleep([weights], [moments])
     assert asked == [True]  # once
-    residence.snapshot([weights], [moments], read)  # offloaded, with nothing to copy
+    residence.snapshot([weights], [moments], "commit", read)  # offloaded, with nothing to copy
     assert torch.equal(residence.on_host(moments), wanted[1] + 1)
     assert residence.on_host(torch.ones(3)).tolist() == [1, 1, 1]  # was never on the device
 

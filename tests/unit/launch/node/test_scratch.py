@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orhpc.launch.node import processes, scratch
-from orhpc.launch.node.scratch import Scratch, sweep, sweep_job_folders, sweep_shared_memory
+from orhpc.launch.node.scratch import Scratch, StateFolder, sweep, sweep_job_folders, sweep_shared_memory
 
 
 @pytest.fixture
@@ -72,6 +73,23 @@ def test_the_folder_of_a_killed_attempt_is_swept_and_that_of_a_live_one_is_not()
     assert living.temporary.is_dir()
     living.remove()
     assert not living.path.exists()
+
+
+def test_copies_of_the_state_are_private_and_swept_once_their_launcher_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", tmp_path)
+    first = StateFolder()
+    assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    (first.path / "rank_00000.0.state").write_bytes(b"x")
+    second = StateFolder()
+    assert first.path.is_dir()  # its launcher is alive
+    first._lock.close()  # as the kernel does when the launcher is killed
+    third = StateFolder()
+    assert not first.path.exists()
+    third.remove()
+    second.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -19,8 +19,6 @@ from orhpc.errors import (
     StopRequested,
     policy_of,
 )
-from orhpc.launch.checks import memory_limit
-from orhpc.launch.checks.memory_limit import MemoryWatch
 from orhpc.launch.node import launcher, rendezvous
 from orhpc.launch.node.job_attempt import JobAttempt
 from orhpc.launch.node.outcome_recorder import OutcomeRecorder
@@ -32,6 +30,8 @@ from orhpc.launch.slurm.ledger import Outcome, Reason
 from orhpc.launch.slurm.preempt import Signals
 from orhpc.launch.slurm.verdict import AttemptEvidence
 from orhpc.plan.placement import Node
+from orhpc.process import memory_limit
+from orhpc.process.memory_limit import MemoryWatch
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 from tests.programs import write_program

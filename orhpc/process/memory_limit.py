@@ -1,4 +1,4 @@
-"""The memory of this node for this job, and how many processes the job's memory limit has killed.
+"""The memory of this node for this job, what of it is free, and the processes that its limit has killed.
 
 SLURM reports kills only after a step has ended, if at all; the counter of the job's control group is updated
 at once.  See ``memory.events`` in the kernel's cgroup-v2.rst, and ``memory.oom_control`` of version 1
@@ -12,14 +12,17 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
+_VERSION_2 = ("memory.max", "memory.current")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
-def memory_bytes(own: Path = _OWN, root: Path = _ROOT, machine: Path = Path("/proc/meminfo")) -> int:
+_MACHINE = Path("/proc/meminfo")
+
+
+def memory_bytes(own: Path = _OWN, root: Path = _ROOT, machine: Path = _MACHINE) -> int:
     """The smaller of this node's memory and the job's limit, in bytes; 0 if neither is known."""
-    sizes = [
-        int(m[1]) << 10 for m in [re.search(r"^MemTotal: +(\d+) kB$", _text(machine), re.MULTILINE)] if m
-    ]
+    sizes = _of_machine("MemTotal", machine)
     for line in _lines(own):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -30,6 +33,36 @@ def memory_bytes(own: Path = _OWN, root: Path = _ROOT, machine: Path = Path("/pr
             continue
         sizes += [int(text) for limit in limits if (text := _text(limit).strip()).isdigit()]
     return min(sizes, default=0)
+
+
+def free_bytes(own: Path = _OWN, root: Path = _ROOT, machine: Path = _MACHINE) -> int:
+    """Memory that this node's part of the job can still allocate, in bytes; 0 if it is not known.
+
+    Pages of files can be reclaimed, but not those of shared memory (``memory.stat`` in the kernel's
+    cgroup-v2.rst; ``total_cache`` and ``total_shmem`` in version 1).
+    """
+    sizes = _of_machine("MemAvailable", machine)
+    for line in _lines(own):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            groups, names, file, shared = _up_to_the_job(root, path), _VERSION_2, "file", "shmem"
+        elif "memory" in controllers.split(","):
+            groups, names = _up_to_the_job(root / "memory", path), _VERSION_1
+            file, shared = "total_cache", "total_shmem"
+        else:
+            continue
+        for group in groups:
+            limit, used = (_text(group / name).strip() for name in names)
+            if limit.isdigit() and used.isdigit():
+                stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
+                reclaimable = max(0, int(stat.get(file, 0)) - int(stat.get(shared, 0)))
+                sizes.append(max(0, int(limit) - int(used) + reclaimable))
+    return min(sizes, default=0)
+
+
+def _of_machine(name: str, machine: Path) -> list[int]:
+    found = re.search(rf"^{name}: +(\d+) kB$", _text(machine), re.MULTILINE)
+    return [int(found[1]) << 10] if found else []
 
 
 def oom_kills(own: Path = _OWN, root: Path = _ROOT) -> int:

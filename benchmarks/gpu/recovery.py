@@ -1,0 +1,321 @@
+"""Kill trainers and Ray, and exhaust the GPU's memory, in a run on one GPU; measure what each costs.
+
+    python benchmarks/gpu/recovery.py --out DIR [--gguf FILE] [--steps 16] [--seconds 560]
+
+Three runs of SmolLM2-135M (configs/gpu-smollm2.yaml), whose only commit is the last step:
+
+* ``faults``: a trainer is killed during an update, then while rollouts are generated; another process takes
+  so much of the GPU that an update runs out of memory; the raylet is killed.
+* ``replay``: trains on the recorded rollouts of ``faults``, undisturbed: its gradient norms must be those of
+  the disturbed steps, up to rounding.
+* ``off``: as ``faults``, without faults and without copies of the state (``checkpoint.keep_in_memory``): what
+  the copies cost.
+
+Then the copies alone, of a larger state (``--layers`` of Qwen3-30B-A3B's shapes under FSDP): seconds and
+bytes per second, and how much longer a step takes beside a copy.  DIR gets ``recovery.json`` and the events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from orhpc.rundir import RunDir  # noqa: E402
+from orhpc.rundir.events import read_events, steps_of  # noqa: E402
+from tests.gpu.sglang_models import smollm2  # noqa: E402
+
+Event = dict[str, Any]
+HOLD = """
+import sys, torch
+torch.cuda.init()
+print("ready", flush=True)
+left = int(float(sys.stdin.readline()) * 1e9)
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(max(0, free - left), dtype=torch.uint8, device="cuda").zero_()
+print(held.nbytes, flush=True)
+sys.stdin.read()
+"""
+"""Takes all free memory of the GPU but as many GB as the line on standard input says."""
+ENGINE_FRACTION = 0.1
+"""Share of the GPU for the engine: little, so that the update's memory can be taken."""
+_OTHERS = ("EngineProcess", "RolloutWorker", "sglang")
+
+
+class Run:
+    """A run of the suite in a process of its own."""
+
+    def __init__(self, name: str, options: argparse.Namespace, *settings: str) -> None:
+        self.rundir = RunDir(options.work / name)
+        shutil.rmtree(self.rundir.path, ignore_errors=True)
+        overrides = [f"run.name={name}", f"run.root={options.work}", "wandb.enabled=false", *settings]
+        overrides += [
+            "checkpoint.save_interval=1000",
+            f"engine.memory_fraction={ENGINE_FRACTION}",
+            *options.set,
+        ]
+        command = [sys.executable, "-m", "orhpc.launch", "--local", "configs/gpu-smollm2.yaml", *overrides]
+        with (options.out / f"{name}.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._end = options.end
+
+    def events(self) -> list[Event]:
+        return read_events(self.rundir.events) if self.rundir.events.exists() else []
+
+    def wait(self, wanted: Callable[[Event], bool]) -> Event:
+        """Wait for an event; raises RuntimeError if the run or the time ends first."""
+        while True:
+            ended = self.process.poll() is not None
+            if found := next(filter(wanted, self.events()), None):
+                return found
+            if ended or time.monotonic() > self._end:
+                raise RuntimeError(f"{self.rundir.path.name}: the event never came")
+            time.sleep(0.05)
+
+    def children(self, *names: str) -> list[psutil.Process]:
+        """The run's processes whose name or command has one of these parts."""
+        found = []
+        for p in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if any(n in p.name() or n in " ".join(p.cmdline()) for n in names):
+                    found.append(p)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def finish(self) -> None:
+        """Wait for its end; raises RuntimeError if it failed."""
+        try:
+            code = self.process.wait(max(1.0, self._end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            code = self.process.wait(60)
+        if code:
+            raise RuntimeError(f"{self.rundir.path.name}: exit {code}")
+
+    def after(self, event: Event, kind: str) -> Event:
+        return self.wait(lambda e: e["event"] == kind and e["time"] > event["time"])
+
+
+def faults(run: Run) -> list[dict[str, Any]]:
+    """Inject the faults one after the other, each after two undisturbed steps; one row each."""
+    rows = [_trainer_killed(run, 3, "update"), _trainer_killed(run, 6, "rollout"), _memory_taken(run, 9)]
+    step = run.wait(lambda e: e["event"] == "step" and e["step"] == 12)
+    killed = time.time()
+    run.children("raylet/raylet")[0].kill()
+    rows.append(_row("raylet killed", step, run.after(step, "bring_up"), run, killed))
+    return rows
+
+
+def _memory_taken(run: Run, after: int) -> dict[str, Any]:
+    """While the next rollouts are generated, another process takes memory that their update needs."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        step = run.wait(lambda e: e["event"] == "step" and e["step"] == after)
+        time.sleep(step["phases"]["rollout"] / 2)
+        # For the update the engines free their memory too.
+        left = max(0.7, 0.6 * step["memory_trainer_peak_gb"] - ENGINE_FRACTION * 80)
+        other.stdin.write(f"{left}\n")
+        other.stdin.flush()
+        print(f"another process took {int(other.stdout.readline()) / 1e9:.1f} GB", flush=True)
+        began = time.time()
+        restarted = run.after(step, "trainers_restarted")
+        other.kill()
+    row = _row("GPU memory exhausted in an update", step, restarted, run, began)
+    return row | {"kind": restarted["kind"], "peak_before_gb": step["memory_trainer_peak_gb"]}
+
+
+def _trainer_killed(run: Run, after: int, phase: str) -> dict[str, Any]:
+    step = run.wait(lambda e: e["event"] == "step" and e["step"] == after)
+    rollout, update = step["phases"]["rollout"], step["phases"]["update"]
+    time.sleep(rollout + update / 2 if phase == "update" else rollout / 2)
+    before = {p.pid for p in run.children(*_OTHERS)}
+    (trainer,) = run.children("ray::TrainerRank")
+    killed = time.time()
+    trainer.kill()
+    restarted = run.after(step, "trainers_restarted")
+    row = _row(f"trainer killed during {phase}", step, restarted, run, killed)
+    return row | {"others_untouched": before <= {p.pid for p in run.children(*_OTHERS)}}
+
+
+def _row(what: str, step: Event, handled: Event, run: Run, since: float) -> dict[str, Any]:
+    following = run.after(handled, "step")
+    return {
+        "fault": what,
+        "after_step": step["step"],
+        "steps_lost": step["step"] - handled["step"],
+        "restart_s": handled.get("seconds"),
+        "to_next_step_s": following["time"] - since,
+        "next_step": following["step"],
+        "max_tokens": handled.get("max_tokens"),
+    }
+
+
+def medians(run: Run, disturbed: set[int]) -> dict[str, float]:
+    """Median seconds of undisturbed steps after the second, whole and by phase."""
+    steps = [e for n, e in steps_of(run.events()).items() if n > 2 and n not in disturbed]
+    phases = {name for e in steps for name in e["phases"]}
+    found = {name: statistics.median(e["phases"].get(name, 0.0) for e in steps) for name in sorted(phases)}
+    return {"steps": len(steps), "seconds": statistics.median(e["seconds"] for e in steps), **found}
+
+
+def gradients(disturbed: Run, replayed: Run) -> dict[int, float]:
+    """Relative difference of each step's gradient norm between two runs on the same rollouts."""
+    one, other = steps_of(disturbed.events()), steps_of(replayed.events())
+    return {
+        n: abs(one[n]["grad_norm"] / other[n]["grad_norm"] - 1)
+        for n in sorted(one.keys() & other.keys())
+        if "grad_norm" in one[n] and "grad_norm" in other[n]
+    }
+
+
+def copies_alone(layers: int, work: Path) -> dict[str, float]:
+    """Copy a larger state while steps are computed, and restore it."""
+    import torch
+
+    from orhpc.config import Config
+    from orhpc.process import state_folder
+    from orhpc.train.actor import TrainerRank
+    from tests.gpu.random_model import write_model
+    from tests.trainer_kit import make_samples, plan_batches
+
+    folder = write_model(work / f"moe-{layers}", layers)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "placement": {"devices_per_node": 2, "trainer_devices": 1, "mode": "split"},
+            "engine": {"tp": 1},
+            "environments": {"local": {"serve": "package.module:Class"}},
+            "rollout": {"batch_size": 2, "n_samples": 4},
+            "train": {"global_batch_size": 8, "lr": 1e-5},
+        }
+    )
+    samples = make_samples(64, longest=512)
+    batch = plan_batches(samples, ranks=1, n_minibatches=1, max_tokens=8192).minibatches
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="orhpc-state-") as states:
+        os.environ[state_folder.VARIABLE] = states
+        rank = TrainerRank(config, str(folder), 0, 1, 8)
+        rank.connect("127.0.0.1", rank.meeting_file(), 120)
+        problem = rank.build()["copies_problem"]
+        found: dict[str, float] = {"shared_memory_gb": shutil.disk_usage(states).total / 1e9}
+        if problem:
+            return found | {"problem": problem}
+        size = sum(s.tensor.nbytes for s in rank.backend.shards())
+        found["state_gb"] = size / 1e9
+
+        def step(number: int) -> float:
+            began = time.perf_counter()
+            rank.step(batch, step=number)
+            torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        step(1)
+        alone = [step(n) for n in (2, 3, 4)]
+        copying: list[float] = []
+        for n in (5, 6, 7, 8, 9):
+            began = time.perf_counter()
+            rank.copy_state(n)
+            found["begin_s"] = time.perf_counter() - began
+            assert rank._copies is not None
+            rank._copies.join()
+            copying.append(time.perf_counter() - began)
+        found |= {"step_s": statistics.median(alone), "first_copy_s": max(copying[:2])}
+        found |= {"copy_s": statistics.median(copying[2:])}
+        found["copy_gb_per_s"] = size / 1e9 / found["copy_s"]
+        kept = {s.key: s.tensor[..., :4].clone() for s in rank.backend.shards()}
+        step(10)
+        began = time.perf_counter()
+        rank.restore_copy(9)
+        torch.cuda.synchronize()
+        found["restore_s"] = time.perf_counter() - began
+        found["equal"] = float(
+            all(torch.equal(s.tensor[..., :4], kept[s.key]) for s in rank.backend.shards())
+        )
+        rank.close()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct, where nothing can be downloaded")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/recovery"))
+    parser.add_argument("--only", nargs="*", choices=["faults", "off", "replay", "copies"])
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="more settings of all runs")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    options.end = time.monotonic() + options.seconds
+    path = options.out / "recovery.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    smollm2(options.gguf)
+    try:
+        _measure(options, found)
+    finally:
+        path.write_text(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1))
+        for name in ("faults", "off", "replay"):
+            if (events := options.work / name / "events.jsonl").exists():
+                shutil.copy(events, options.out / f"{name}.jsonl")
+    return 0
+
+
+def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    only, steps = options.only or ["copies", "faults", "replay", "off"], f"train.steps={options.steps}"
+    if "copies" in only:
+        program = "import json, sys; sys.path.insert(0, '.'); from pathlib import Path\n"
+        program += "from benchmarks.gpu.recovery import copies_alone\n"
+        program += f"print(json.dumps(copies_alone({options.layers}, Path({str(options.work)!r}))))"
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, check=False)
+        found["copies"] = (
+            json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.returncode
+        )
+        print(json.dumps(found["copies"]), flush=True)
+    if "faults" in only:
+        run = Run("faults", options, steps)
+        found["faults"] = faults(run)
+        run.finish()
+        disturbed = {row["next_step"] for row in found["faults"]}
+        found["with_copies"] = medians(run, disturbed)
+        if "replay" in only:
+            again = Run("replay", options, steps, f"train.replay_rollouts={run.rundir.rollouts}")
+            again.finish()
+            differences = gradients(run, again)
+            others = [d for n, d in differences.items() if n not in disturbed]
+            found["gradients"] = {
+                "disturbed": {n: differences.get(n) for n in sorted(disturbed)},
+                "others_median": statistics.median(others),
+                "others_max": max(others),
+            }
+    if "off" in only:
+        off = Run("off", options, steps, "checkpoint.keep_in_memory=false")
+        off.finish()
+        found["without_copies"] = medians(off, set())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
