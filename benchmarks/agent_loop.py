@@ -40,6 +40,7 @@ from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.types import FinishReason, Sampling, Task
 
 TURNS = 4
+GROUP = 16
 CALL = (
     "I should look this up before I answer, since the result depends on what is in stock today.\n"
     "<tool_call>\n"
@@ -160,7 +161,11 @@ async def agent_side(url: str, chat: Any, rollouts: int, label: str) -> tuple[fl
             for n in range(rollouts)
         ]
         began, cpu = time.perf_counter(), time.process_time()
-        made = await asyncio.gather(*(run_rollout(context, request) for request in requests))
+        tasks = []
+        for start in range(0, rollouts, GROUP):  # a worker gets its groups one after the other
+            tasks += [asyncio.create_task(run_rollout(context, r)) for r in requests[start : start + GROUP]]
+            await asyncio.sleep(0)
+        made = [await task for task in tasks]
         spent = time.perf_counter() - began, time.process_time() - cpu
     assert all(r.reward == 1.0 and len(r.turns) == TURNS for r in made)
     return spent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-_RARELY = (10_000, 5, 1000)
+_RARELY = (2_000, 5, 1000)
 """New objects before the youngest are traversed; then how often a generation is before the next one."""
 
 
