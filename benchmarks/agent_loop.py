@@ -7,11 +7,14 @@ request id (the same for both sides) or at once.  The environment runs in this p
 is measured.  The raw client posts the same requests, encoded in advance, and discards the answers: nothing in
 Python can be much faster.
 
-Two comparisons; both report medians of alternating repeats:
+Two comparisons that report medians of alternating repeats, and one that looks at the event loop:
 
 * requests per second at ``--concurrent`` rollouts on the engine with a latency (target >= 0.95);
 * CPU seconds per turn on the engine without latency, against parsing and tokenization alone, and against
-  the raw client.
+  the raw client;
+* the longest processor time for which ``--crowd`` rollouts keep another task waiting (target <= 50 ms),
+  and their CPU per turn, on the engine with three times the latency.  Processor time of the thread, so that
+  other load does not count.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.types import FinishReason, Sampling, Task
 
 TURNS = 4
+GROUP = 16
 CALL = (
     "I should look this up before I answer, since the result depends on what is in stock today.\n"
     "<tool_call>\n"
@@ -150,14 +154,18 @@ async def agent_side(url: str, chat: Any, rollouts: int, label: str) -> tuple[fl
             rollout=RolloutSettings(),
             chat=chat,
             generate=pool.generate,
-            sampling=Sampling(max_new_tokens=1024),
+            sampling=Sampling(max_new_tokens=16384),
         )
         requests = [
             RolloutRequest(f"{label}{n}.0", n, 0, Task("catalogue", "train", n), seed=n)
             for n in range(rollouts)
         ]
         began, cpu = time.perf_counter(), time.process_time()
-        made = await asyncio.gather(*(run_rollout(context, request) for request in requests))
+        tasks = []
+        for start in range(0, rollouts, GROUP):  # a worker gets its groups one after the other
+            tasks += [asyncio.create_task(run_rollout(context, r)) for r in requests[start : start + GROUP]]
+            await asyncio.sleep(0)
+        made = [await task for task in tasks]
         spent = time.perf_counter() - began, time.process_time() - cpu
     assert all(r.reward == 1.0 and len(r.turns) == TURNS for r in made)
     return spent
@@ -208,6 +216,35 @@ def text_alone(chat: Any, call: list[int], answer: list[int], rollouts: int) -> 
             chat.tool_results_ids([RESULT], FinishReason.STOP, last_id=call[-1])
         chat.parse(answer)
     return (time.process_time() - began) / (rollouts * TURNS)
+
+
+async def crowd(options: argparse.Namespace, chat: Any, call: list[int], answer: list[int]) -> None:
+    """Print how long other tasks wait while many rollouts run in one process."""
+    from orhpc.process.garbage import collect_rarely, freeze_garbage
+
+    waits: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0.002)
+            waits.append(time.thread_time() - before)
+
+    freeze_garbage()
+    collect_rarely()
+    engine = Engine(*(3 * seconds for seconds in options.latency), call, answer)
+    try:
+        await engine.ready()
+        watching = asyncio.create_task(watch())
+        _, cpu = await agent_side(engine.url, chat, options.crowd, "c")
+        watching.cancel()
+    finally:
+        engine.stop()
+    alone = text_alone(chat, call, answer, options.cpu_rollouts)
+    turn, late = cpu / options.crowd / TURNS, sum(wait > 0.05 for wait in waits)
+    print(f"\n{options.crowd} rollouts in one process")
+    print(f"  longest wait of another task  {1e3 * max(waits):6.0f} ms of processor time; {late} over 50 ms")
+    print(f"  CPU of a turn                 {1e3 * turn:6.3f} ms, {turn / alone:.2f} of parse and tokenize")
 
 
 async def compare(options: argparse.Namespace) -> int:
@@ -262,6 +299,8 @@ async def compare(options: argparse.Namespace) -> int:
     print(f"  parse and tokenize alone  {alone:6.3f} ms   agent / this = {loop / alone:.2f}")
     print(f"  raw client                {client:6.3f} ms   agent / this = {loop / client:.2f}")
     print(f"  the loop's own            {loop - alone - client:6.3f} ms")
+    if options.crowd:
+        await crowd(options, chat, call, answer)
     return 0 if ratio >= options.target else 1
 
 
@@ -273,6 +312,7 @@ def main() -> int:
     parser.add_argument("--latency", type=float, nargs=2, default=(1.0, 3.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu-rollouts", type=int, default=128)
+    parser.add_argument("--crowd", type=int, default=2048, help="0: leave this part out")
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct", help="whose tokenizer")
     parser.add_argument("--target", type=float, default=0.95, help="exit 1 below this ratio")
     parser.add_argument("--serve", help=argparse.SUPPRESS)

@@ -58,10 +58,12 @@ class ModelSettings(Section):
     that it started with."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of weights and activations in the forward pass. Master weights are always float32."""
-    chat_format: Literal["auto", "chatml", "llama3", "deepseek", "glm", "template"] = "auto"
+    chat_format: Literal["auto", "chatml", "llama3", "llama-4", "harmony", "deepseek", "glm", "template"] = (
+        "auto"
+    )
     """How messages are converted to tokens, and tool calls are read. ``auto``: chosen from the control tokens
-    of the vocabulary, otherwise ``template``, which is derived from the tokenizer's chat template (Gemma,
-    Mistral and others)."""
+    of the vocabulary (``harmony`` is gpt-oss), otherwise ``template``, which is derived from the tokenizer's
+    chat template (Gemma, Mistral, MiniMax-M2 and others)."""
     trust_remote_code: bool = False
     """Run Python code from the model folder. Set it only for models that you trust."""
     check: bool = True

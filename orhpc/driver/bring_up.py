@@ -105,7 +105,7 @@ async def bring_up(
         seed=config.run.seed,
         per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
         position=position,
-        finished=finished_groups(rundir, position, version, config.rollout),
+        finished=await asyncio.to_thread(finished_groups, rundir, position, version, config.rollout),
         keep=group_filter,
     )
     return Runtime(
@@ -148,9 +148,9 @@ def finished_groups(
     for path in sorted(rundir.buffer.glob("*_*.h5")):
         finished = path.name.startswith("group_")
         group = _read_group(path)
-        usable = group is not None and (group.id >= position.next_group or group.id in position.pending)
-        usable = usable and _newest_version(path) <= version
-        if group is None or not usable or (finished and is_stale(group, version, settings)):
+        if group is None or not _is_wanted(group, position, version):
+            path.unlink()
+        elif finished and is_stale(group, version, settings):
             path.unlink()
         elif finished:
             found.append(group)
@@ -167,10 +167,13 @@ def _read_group(path: Path) -> PromptGroup | None:
     return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
 
 
-def _newest_version(path: Path) -> int:
-    """The newest policy version among a group's tokens; -1 if it has none, because all rollouts failed."""
-    with RolloutFile(path) as record:
-        return max(int(record.arrays(row)["versions_T"].max(initial=-1)) for row in range(len(record)))
+def _is_wanted(group: PromptGroup, position: Position, version: int) -> bool:
+    """Whether a group is still to be trained, and sampled by weights up to ``version``.
+
+    The summaries tell the versions: reading the tokens of thousands of rollouts would take a minute.
+    """
+    newest = max(max((v for v, _ in r.version_tokens), default=r.min_version) for r in group.rollouts)
+    return newest <= version and (group.id >= position.next_group or group.id in position.pending)
 
 
 def ray_connect(placement: Placement, token: Path) -> None:

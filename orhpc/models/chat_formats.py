@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama-4": ("<|header_start|>", "<|header_end|>", "<|eot|>"),
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>"),
     "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "glm": ("[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>"),
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 
+_RARELY = (2_000, 5, 1000)
+"""New objects before the youngest are traversed; then how often a generation is before the next one."""
+
 
 def freeze_garbage() -> None:
     """Exclude all objects loaded so far, mainly libraries, from later garbage collections (``gc.freeze``).
@@ -13,6 +16,15 @@ def freeze_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def collect_rarely() -> None:
+    """Make a process with thousands of live objects per task collect garbage rarely.
+
+    By default the collector traverses all objects of all rollouts again and again, tenths of a second at a
+    time, because after a freeze the objects that it counts as old are few.
+    """
+    gc.set_threshold(*_RARELY)
 
 
 def unfreeze_garbage() -> None:

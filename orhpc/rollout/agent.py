@@ -42,6 +42,7 @@ from orhpc.errors import (
     PromptTooLong,
 )
 from orhpc.models import vocabulary_of
+from orhpc.process.pacing import pace
 from orhpc.process.user_code import user_error
 from orhpc.rollout import turn_calls
 from orhpc.rollout.chat import ChatFormat, chat_format
@@ -255,6 +256,7 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
             raises on every task.
     """
     began = time.monotonic()
+    await pace()
     builder, error = RolloutBuilder(), None
     try:
         async with AsyncExitStack() as stack:
@@ -300,6 +302,7 @@ async def _converse(
         finish = await sample_turn(context, request, builder, number, begun=begun and number == 0)
         if finish is not FinishReason.STOP:
             return RolloutEnd.LENGTH if finish is FinishReason.LENGTH else RolloutEnd.ABORTED
+        await pace()
         message = context.chat.parse(builder.sampled, thinking=context.rollout.thinking)
         builder.add_assistant(message)
         if not message.tool_calls and not session.terminal:

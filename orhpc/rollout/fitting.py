@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from orhpc.config import RolloutSettings
+from orhpc.process.pacing import pace
 from orhpc.rollout.chat import ChatFormat
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.transcript import RolloutBuilder
 from orhpc.types import FinishReason, Sampling
 
-OFF_LOOP_CHARACTERS = 50_000
+OFF_LOOP_CHARACTERS = 10_000
 """Longer texts are tokenized in a thread, so that other rollouts are not blocked."""
 _CHARACTERS_PER_TOKEN = 8
 """Upper bound for truncated text: with more characters per token, less text is kept than would fit."""
@@ -47,9 +48,11 @@ async def fit_results(context: FitContext, results: list[str], builder: RolloutB
     room = context.rollout.max_total_tokens - len(builder.tokens) - 1
     last_id = builder.tokens[-1]
 
+    names = [str(message.get("name", "")) for message in builder.messages[-len(results) :]]
+
     def render(texts: Sequence[str]) -> list[int]:
         return context.chat.tool_results_ids(
-            texts, FinishReason.STOP, last_id=last_id, thinking=context.rollout.thinking
+            texts, FinishReason.STOP, last_id=last_id, thinking=context.rollout.thinking, names=names
         )
 
     def fit() -> list[int] | None:
@@ -72,6 +75,7 @@ async def fit_results(context: FitContext, results: list[str], builder: RolloutB
                 high = middle - 1
         return best
 
+    await pace()
     long = sum(map(len, results)) > OFF_LOOP_CHARACTERS
     return await asyncio.to_thread(fit) if long else fit()
 

@@ -177,7 +177,6 @@ class Producer:
                     raise self._failure
                 if stop():
                     raise StopRequested("stopped while collecting rollouts")
-                self._drop_stale()
                 self._fill()
                 self._watch.report_slow()
         except BaseException:

@@ -5,6 +5,8 @@ The data position of a run is therefore a single number, the id of the next grou
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -69,7 +71,10 @@ class TaskSequence:
     def __init__(self, of: list[TaskStream], seed: int) -> None:
         self._streams = of
         self._seed = seed
-        self._picked: list[Task] = []
+        total = sum(s.weight for s in of)
+        self._shares = [s.weight / total for s in of]
+        # Of each group so far: numbers only, since a resumed run passes over all groups before its own.
+        self._stream_of, self._index_of = array("H"), array("q")
         self._taken = [0] * len(of)
         self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
 
@@ -80,23 +85,27 @@ class TaskSequence:
 
     def task(self, group_id: int) -> Task:
         """The task of a group; ids start at 0."""
-        while len(self._picked) <= group_id:
-            self._picked.append(self._next())
-        return self._picked[group_id]
+        while len(self._stream_of) <= group_id:
+            self._pick()
+        stream = self._streams[self._stream_of[group_id]]
+        return Task(stream.environment, stream.split, self._index_of[group_id])
 
-    def _next(self) -> Task:
-        total = sum(s.weight for s in self._streams)
-        due = len(self._picked) + 1
-        behind = [s.weight / total * due - n for s, n in zip(self._streams, self._taken, strict=True)]
-        chosen = int(np.argmax(behind))
+    def _pick(self) -> None:
+        due, chosen, furthest = len(self._stream_of) + 1, 0, -math.inf
+        for number, share in enumerate(self._shares):
+            behind = share * due - self._taken[number]
+            if behind > furthest:
+                chosen, furthest = number, behind
         stream, taken = self._streams[chosen], self._taken[chosen]
         self._taken[chosen] += 1
         epoch, place = divmod(taken, stream.count)
-        if (chosen, epoch) not in self._orders:
+        order = self._orders.get((chosen, epoch))
+        if order is None:
             generator = np.random.default_rng([self._seed, chosen, epoch])
-            self._orders[chosen, epoch] = _order(stream, epoch, generator)
+            order = self._orders[chosen, epoch] = _order(stream, epoch, generator)
             self._orders.pop((chosen, epoch - 1), None)
-        return Task(stream.environment, stream.split, int(self._orders[chosen, epoch][place]))
+        self._stream_of.append(chosen)
+        self._index_of.append(int(order[place]))
 
 
 def _order(stream: TaskStream, epoch: int, generator: np.random.Generator) -> NDArray[np.int64]:

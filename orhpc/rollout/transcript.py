@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -46,8 +47,9 @@ class RolloutRequest:
 class RolloutBuilder:
     """A rollout under construction; tokens are only appended, never rendered or tokenized again."""
 
-    tokens: list[int] = field(default_factory=list)
-    """The whole context so far, i.e. the prompt of the next generation."""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    """The whole context so far, i.e. the prompt of the next generation; int32, because Python's garbage
+    collector would look at every id of a list, for thousands of rollouts."""
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -72,11 +74,11 @@ class RolloutBuilder:
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Append ids that the policy did not sample."""
-        self.tokens += ids
+        self.tokens.extend(ids)
 
     def add_sampled(self, generation: Generation, *, limit: int, first: bool) -> None:
         """Append sampled ids to a new turn or, after an abort, to the current one."""
-        ids = generation.tokens_N.tolist()
+        ids = generation.tokens_N
         if len(ids) > limit:
             raise EngineUnavailable(
                 f"an engine sampled {len(ids)} tokens, but at most {limit} were requested"
@@ -84,14 +86,14 @@ class RolloutBuilder:
         start = len(self.tokens)
         if first:
             self.turns.append(Turn(start, start, generation.finish_reason, generation.version))
-        self.tokens += ids
+        self.tokens.frombytes(ids.tobytes())
         self._generations.append((start, generation))
         if generation.routes is not None:
             self.routes.append(generation.routes, generation.routes_start)
         turn = self.turns[-1]
         is_empty = turn.end == turn.start
         turn.end, turn.finish_reason = len(self.tokens), generation.finish_reason
-        if ids:
+        if len(ids):
             turn.version = generation.version if is_empty else min(turn.version, generation.version)
 
     def restore(self, begun: Rollout) -> bool:
@@ -122,7 +124,7 @@ class RolloutBuilder:
     @property
     def sampled(self) -> list[int]:
         """Ids of the current turn."""
-        return self.tokens[self.turns[-1].start : self.turns[-1].end]
+        return self.tokens[self.turns[-1].start : self.turns[-1].end].tolist()
 
     def add_assistant(self, message: AssistantMessage) -> None:
         """Append a parsed turn to the transcript."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orhpc.errors import PromptTooLong
+from orhpc.process.pacing import pace
 from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, longest_text
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.types import FinishReason
@@ -39,6 +40,7 @@ async def open_prompt(context: AgentContext, session: AgentSession, builder: Rol
             thinking=rollout.thinking,
         )
 
+    await pace()
     long = sum(len(text) for _, text in conversation) > OFF_LOOP_CHARACTERS
     ids = await asyncio.to_thread(render) if long else render()
     builder.add_context(ids)

@@ -22,7 +22,7 @@ import ray
 from orhpc.config import Config
 from orhpc.errors import BadTask, InfraError, OrhpcError, UserCodeError
 from orhpc.plan.layout import route_layers
-from orhpc.process.garbage import freeze_garbage
+from orhpc.process.garbage import collect_rarely, freeze_garbage
 from orhpc.process.secrets import resolve_secrets
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.buffer import Buffer, read_group
@@ -103,6 +103,7 @@ class RolloutWorker:
                 key=self._environment_key,
             )
         freeze_garbage()
+        collect_rarely()
 
     async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
         """Set the URLs of all engines of the run, and of the router in front of them if there is one."""
@@ -114,6 +115,7 @@ class RolloutWorker:
             vocabulary=self._agent.vocabulary,
             router=router_url,
             max_in_flight=max_in_flight(self._config, len(engine_urls)),
+            place=self._index,
         )
 
     async def num_tasks(self, environment: str, split: str) -> int:
@@ -200,7 +202,8 @@ class RolloutWorker:
             return PromptGroup(request.id, request.task, ())
         await self._score_group(request.task, rollouts)
         self._held[request.id] = rollouts
-        summaries = tuple(self._summary(r) for r in rollouts)
+        # In a thread: with routes it copies many megabytes.
+        summaries = await asyncio.to_thread(lambda: tuple(map(self._summary, rollouts)))
         own = self._environments[request.task.environment].notices.drain()
         notices = (*own, *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)

@@ -22,7 +22,9 @@ from orhpc.types import BatchPlan, MicroBatch, MiniBatch, Sample
 Bins = list[list[int]]
 """Indices into the mini-batch's samples, one list per micro-batch."""
 _CANDIDATES = 128
-"""Maximum number of items considered to fill one bin: bounds the planning time of large batches."""
+"""Maximum number of items considered to fill one bin ..."""
+_CONSIDERED = 1 << 19
+"""... and for all items together, because the planning time must grow linearly with the batch."""
 
 
 def plan_batches(
@@ -88,7 +90,8 @@ def pack_lengths(lengths: Sequence[int], budget: int, multiple: int = 1) -> Bins
     lowers peak memory; where an even filling exceeds the budget, the tight one is used.
     """
     tight = _best_fit(lengths, budget)
-    if len(tight) > -(-sum(lengths) // budget):
+    fewest = -(-sum(lengths) // budget)
+    if -(-len(tight) // multiple) > -(-fewest // multiple):
         tight = min(tight, _least_slack(lengths, budget), key=len)
     oversize = [members for members in tight if lengths[members[0]] > budget]
     wanted = -(-len(tight) // multiple) * multiple - len(oversize)
@@ -122,21 +125,27 @@ def _least_slack(lengths: Sequence[int], budget: int) -> Bins:
     remaining items; the reachable sums are the bits of an integer.
     """
     left = _longest_first(lengths, range(len(lengths)))
+    shortness = [-lengths[i] for i in left]  # ascending, for bisection
+    most = min(_CANDIDATES, max(1, _CONSIDERED // max(1, len(left))))
     bins: Bins = []
     while left:
         members, room = [left[0]], budget - lengths[left[0]]
-        fitting = [i for i in left[1:] if 0 < lengths[i] <= room]
-        candidates = fitting[:: -(-len(fitting) // _CANDIDATES)] if fitting else []
+        first = max(1, bisect.bisect_left(shortness, -room))
+        end = bisect.bisect_left(shortness, 0)
+        candidates = range(first, end, max(1, -(-(end - first) // most)))  # places in `left`
         reachable, mask = [1], (1 << (room + 1)) - 1 if room >= 0 else 0
-        for i in reversed(candidates):  # the longest last, so that the backtracking considers it first
-            reachable.append(reachable[-1] | (reachable[-1] << lengths[i]) & mask)
+        for place in reversed(candidates):  # the longest last, so that the backtracking considers it first
+            reachable.append(reachable[-1] | (reachable[-1] << -shortness[place]) & mask)
         best = reachable[-1].bit_length() - 1
-        for i, before in zip(candidates, reversed(reachable[:-1]), strict=True):
-            if best >= lengths[i] and before >> (best - lengths[i]) & 1:
-                members.append(i)
-                best -= lengths[i]
-        taken = set(members)
-        left = [i for i in left if i not in taken]
+        taken = [0]
+        for place, before in zip(candidates, reversed(reachable[:-1]), strict=True):
+            length = -shortness[place]
+            if best >= length and before >> (best - length) & 1:
+                members.append(left[place])
+                taken.append(place)
+                best -= length
+        for place in reversed(taken):
+            del left[place], shortness[place]
         bins.append(members)
     return bins
 

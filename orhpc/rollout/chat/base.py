@@ -17,6 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -34,7 +35,13 @@ _PROBE_TOOL = "orhpc_probe"
 _SLOT = "orhpcslot"
 """Prefix of the markers for untrusted text; removed from tool descriptions."""
 
-_ANSWER = "orhpcassistantturn"
+DATE = date(2024, 7, 26)
+"""The date in every prompt, the default of Llama's template: one that changes daily would make runs
+irreproducible."""
+_CLOCK = "strftime_now"
+"""Function of transformers' that gives templates the current date."""
+
+ANSWER = "orhpcassistantturn"
 """Stands for an assistant's turn."""
 
 Conversation = Sequence[dict[str, Any]]
@@ -81,6 +88,9 @@ class ChatFormat(ABC):
         self.codec = Codec(tokenizer)
         self._tokenizer = tokenizer
         self._template: str | None = getattr(tokenizer, "chat_template", None) or None
+        self._dated = self._template
+        if isinstance(self._template, str) and _CLOCK in self._template:
+            self._dated = _stopped_clock() + self._template
         if missing := [token for token in self.required if self.codec.token_id(token) is None]:
             raise ModelError(
                 f"model.chat_format: {self.name} needs the token {missing[0]!r}, which the tokenizer lacks"
@@ -132,6 +142,7 @@ class ChatFormat(ABC):
         *,
         last_id: int | None = None,
         thinking: bool = False,
+        names: Sequence[str] = (),
     ) -> list[int]:
         """Render tool results and the opening of the next turn, to be appended to a sampled turn.
 
@@ -143,6 +154,7 @@ class ChatFormat(ABC):
             after: finish reason of the sampled turn.
             last_id: last token of the sampled turn.
             thinking: the template's thinking mode.
+            names: tool of each result, for formats that write it; text of the model.
         """
         ids = self._fill(self._results_skeleton(len(results), thinking), results)
         return ids[1:] if after is FinishReason.STOP and ids[:1] == [last_id] else ids
@@ -188,6 +200,15 @@ class ChatFormat(ABC):
             f"You can use these tools:\n{tools}\n\nTo use one, write\n"
             f'<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
         )
+
+    def template_options(self, thinking: bool) -> dict[str, Any]:
+        """Return what the chat template is given beside messages and tools."""
+        return {
+            # Templates use either name for the switch.
+            "enable_thinking": thinking,
+            "thinking": thinking,
+            "date_string": f"{DATE:%d %b %Y}",
+        }
 
     def _break_control_text(self, text: str) -> str:
         """Break up control text visibly; for tool descriptions, which the template processes."""
@@ -241,8 +262,8 @@ class ChatFormat(ABC):
 
     def _after_answer(self, messages: Conversation, count: int, thinking: bool) -> tuple[Part, ...]:
         """Render messages that follow an assistant's turn; they have ``count`` markers."""
-        begin = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        _, _, rendered = self._render([*begin, *messages], [], thinking).rpartition(_ANSWER)
+        begin = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+        _, _, rendered = self._render([*begin, *messages], [], thinking).rpartition(ANSWER)
         return parts_of(rendered, count)
 
     def _opens_thought(self, thinking: bool) -> bool:
@@ -256,19 +277,22 @@ class ChatFormat(ABC):
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
+                chat_template=self._dated if self._dated is not self._template else None,
                 tokenize=False,
                 add_generation_prompt=True,
-                # Templates use either name for the switch.  A date that changes daily would make runs
-                # irreproducible; this one is the default of Llama's template.
-                enable_thinking=thinking,
-                thinking=thinking,
-                date_string="26 Jul 2024",
+                **self.template_options(thinking),
             )
         except Exception as error:  # noqa: BLE001  # a template may raise any exception
             reason = " ".join(str(error).split())[:200]
             raise ModelError(
                 f"the tokenizer's chat template cannot render a conversation: {reason}"
             ) from None
+
+
+def _stopped_clock() -> str:
+    """Return a macro that takes the place of :data:`_CLOCK` in a chat template."""
+    formats = "".join(f"|replace('%{letter}', '{DATE:%{letter}}')" for letter in "YymdeBbAajHIMSp")
+    return f"{{%- macro {_CLOCK}(form) -%}}{{{{- form{formats} -}}}}{{%- endmacro -%}}"
 
 
 def marker(index: int) -> str:

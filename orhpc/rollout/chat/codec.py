@@ -89,7 +89,8 @@ class Codec:
         # A lone surrogate, which JSON allows, cannot be encoded as UTF-8.
         text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
         if self._backend is not None:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            # Without offsets it is faster, and unlike `encode` it lets other threads run.
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:

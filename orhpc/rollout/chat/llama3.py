@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-from typing import Any
 
 from orhpc.errors import MalformedToolCall
 from orhpc.models.chat_formats import CONTROL_TOKENS
@@ -12,7 +11,7 @@ from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, json_values
 
 _PYTHON_TAG = "<|python_tag|>"
-_MAX_PYTHON_CHARACTERS = 20_000
+MAX_PYTHON_CHARACTERS = 20_000
 """Maximum characters of a call in Python syntax: the parser's time is not linear in them."""
 
 
@@ -29,7 +28,7 @@ class Llama3(ChatFormat):
 
     def parse_calls(self, text: str) -> AssistantMessage:
         text_before, tagged, call = text.partition(_PYTHON_TAG)
-        if not tagged and not _is_call(text):
+        if not tagged and not is_json_call(text):
             return AssistantMessage(text)
         body = call if tagged else text
         calls: list[ToolCall | MalformedToolCall] = []
@@ -37,8 +36,7 @@ class Llama3(ChatFormat):
             if tagged and not body.lstrip().startswith(("{", "[")):
                 calls.append(_python_call(body))
             else:
-                for value in json_values(body, ";,"):
-                    calls += [call_of(one, keys=("parameters", "arguments")) for one in _listed(value)]
+                calls += json_calls(body)
         except MalformedToolCall as error:
             calls.append(error)
         return AssistantMessage(text_before if tagged else "", tool_calls=calls)
@@ -58,7 +56,7 @@ class Llama3(ChatFormat):
         for message in messages:
             role, content = message["role"], message["content"].strip()
             if role == "user" and not tools_written:
-                out.append(_turn("user", _tool_block(tools) + content))
+                out.append(_turn("user", tool_block(tools) + content))
                 tools_written = True
             elif role == "tool":
                 quoted = json.dumps(message["content"], ensure_ascii=False)
@@ -72,7 +70,7 @@ def _turn(role: str, content: str) -> str:
     return f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
 
 
-def _tool_block(tools: Functions) -> str:
+def tool_block(tools: Functions) -> str:
     listed = "".join(json.dumps(tool, ensure_ascii=False, indent=4) + "\n\n" for tool in tools)
     return (
         "Given the following functions, please respond with a JSON for a function call "
@@ -82,11 +80,19 @@ def _tool_block(tools: Functions) -> str:
     )
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def json_calls(text: str) -> list[ToolCall | MalformedToolCall]:
+    """Read ``{"name": ..., "parameters": {...}}`` objects, alone, one after another or in a list.
+
+    Raises MalformedToolCall.
+    """
+    calls: list[ToolCall | MalformedToolCall] = []
+    for value in json_values(text, ";,"):
+        listed = value if isinstance(value, list) else [value]
+        calls += [call_of(one, keys=("parameters", "arguments")) for one in listed]
+    return calls
 
 
-def _is_call(text: str) -> bool:
+def is_json_call(text: str) -> bool:
     """Whether a turn is a tool call: it starts as an object whose first key is one of a call's.
 
     An answer can also be JSON, so valid JSON is not sufficient; and a call can be broken JSON.
@@ -98,20 +104,24 @@ def _is_call(text: str) -> bool:
 def _python_call(text: str) -> ToolCall:
     """Read ``tool.call(argument="value")``, the syntax for built-in tools."""
     try:
-        if len(text) > _MAX_PYTHON_CHARACTERS:
+        if len(text) > MAX_PYTHON_CHARACTERS:
             raise ValueError
-        node = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(node, ast.Call) or node.args:
-            raise ValueError
-        function = node.func
-        if isinstance(function, ast.Attribute) and function.attr == "call":
-            function = function.value
-        if not isinstance(function, ast.Name):
-            raise ValueError
-        arguments = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+        return keyword_call(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise MalformedToolCall(
             'the tool call after <|python_tag|> is neither {"name": ..., "parameters": {...}} '
             "nor tool.call(argument=value)"
         ) from None
-    return ToolCall(function.id, arguments)
+
+
+def keyword_call(node: ast.expr) -> ToolCall:
+    """Read ``NAME(argument=value)`` or ``NAME.call(argument=value)``; raises ValueError for anything else."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError
+    function = node.func
+    if isinstance(function, ast.Attribute) and function.attr == "call":
+        function = function.value
+    name = ast.unparse(function)
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError
+    return ToolCall(name, {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg})

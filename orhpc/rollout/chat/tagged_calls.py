@@ -1,4 +1,4 @@
-"""Tool calls between ``<tool_call>`` tags: JSON, as in Hermes, or XML, as in Qwen3-Coder."""
+"""Tool calls between tags: JSON, as in Hermes, or XML, as in Qwen3-Coder and MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from orhpc.rollout.chat.messages import AssistantMessage, ToolCall, call_of, ext
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 _PARAMETER = "<parameter="
+MINIMAX_TAG = "<minimax:tool_call>"
 
 
 def hermes_calls(text: str) -> AssistantMessage:
@@ -48,8 +49,51 @@ def _xml_call(text: str) -> ToolCall:
             raise MalformedToolCall("a parameter of the tool call has no name")
         value = value.removeprefix("\n").removesuffix("\n")
         written[key.strip()] = value
-        try:
-            arguments[key.strip()] = load_json(value)
-        except MalformedToolCall:
-            arguments[key.strip()] = value
+        arguments[key.strip()] = _json_or_text(value)
     return ToolCall(found[1].strip(), arguments, written)
+
+
+def minimax_calls(text: str) -> AssistantMessage:
+    """Separate MiniMax-M2's calls of a turn from its text.
+
+    ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>``, any number of them between
+    :data:`MINIMAX_TAG` and its end.  Values are JSON unless the tool's schema wants a string
+    (https://huggingface.co/MiniMaxAI/MiniMax-M2/blob/main/docs/tool_calling_guide.md).
+    """
+    calls: list[ToolCall | MalformedToolCall] = []
+    outside, blocks = extract_blocks(text, MINIMAX_TAG, [MINIMAX_TAG.replace("<", "</")])
+    for block in blocks:
+        _, invocations = extract_blocks(block, "<invoke name=", ["</invoke>"])
+        for invocation in invocations:
+            try:
+                calls.append(_invoked(invocation))
+            except MalformedToolCall as error:
+                calls.append(error)
+        if not invocations:
+            calls.append(MalformedToolCall(f'there is no <invoke name="..."> after {MINIMAX_TAG}'))
+    return AssistantMessage(outside, tool_calls=calls)
+
+
+def _invoked(text: str) -> ToolCall:
+    name, tag, body = text.partition(">")
+    if not tag or not _unquoted(name):
+        raise MalformedToolCall("the tool call has no name")
+    _, pieces = extract_blocks(body, "<parameter name=", ["</parameter>"])
+    written: dict[str, str] = {}
+    for piece in pieces:
+        key, tag, value = piece.partition(">")
+        if not tag or not _unquoted(key):
+            raise MalformedToolCall("a parameter of the tool call has no name")
+        written[_unquoted(key)] = value
+    return ToolCall(_unquoted(name), {key: _json_or_text(value) for key, value in written.items()}, written)
+
+
+def _unquoted(name: str) -> str:
+    return name.strip().strip("\"'").strip()
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return load_json(value)
+    except MalformedToolCall:
+        return value

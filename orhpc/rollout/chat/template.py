@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from orhpc.errors import MalformedToolCall, ModelError
-from orhpc.rollout.chat.base import ChatFormat, Conversation, Functions, Part, marker
+from orhpc.rollout.chat.base import ANSWER, ChatFormat, Conversation, Functions, Part, marker, parts_of
 from orhpc.rollout.chat.messages import (
     AssistantMessage,
     ToolCall,
@@ -15,7 +15,7 @@ from orhpc.rollout.chat.messages import (
     json_values,
     load_json,
 )
-from orhpc.rollout.chat.tagged_calls import hermes_calls
+from orhpc.rollout.chat.tagged_calls import MINIMAX_TAG, hermes_calls, minimax_calls
 
 _PROBE = "orhpcsystemprompt"
 _MISTRAL_CALLS = "[TOOL_CALLS]"
@@ -49,6 +49,8 @@ class Template(ChatFormat):
     def parse_calls(self, text: str) -> AssistantMessage:
         if self.codec.token_id(_MISTRAL_CALLS) is not None and _MISTRAL_CALLS in text:
             return _mistral_calls(text)
+        if MINIMAX_TAG in text:
+            return minimax_calls(text)
         return hermes_calls(text)
 
     def render(self, messages: Conversation, tools: Functions, thinking: bool) -> str:
@@ -82,8 +84,30 @@ class Template(ChatFormat):
         try:
             return super()._make_results_skeleton(count, thinking)
         except ModelError:
+            pass
+        try:
+            return self._after_calls(count, thinking)
+        except ModelError:
             results = "\n".join(f"<tool_response>\n{marker(i)}\n</tool_response>" for i in range(count))
             return self._after_answer([{"role": "user", "content": results}], count, thinking)
+
+    def _after_calls(self, count: int, thinking: bool) -> tuple[Part, ...]:
+        """Render results for a template that takes them only after calls; MiniMax-M2's does."""
+        ids = [f"call{i:05d}" for i in range(count)]
+        function = {"name": "tool", "arguments": {"x": ANSWER}}
+        calls = [{"id": i, "type": "function", "function": function} for i in ids]
+        results = [
+            {"role": "tool", "content": marker(n), "name": "tool", "tool_call_id": i}
+            for n, i in enumerate(ids)
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        rendered = self._render([{"role": "user", "content": "?"}, turn, *results], [], thinking)
+        rest = rendered.rpartition(ANSWER)[2]
+        ends = [rest.find(token) for token, i in self.codec.controls.items() if i in self.stop_token_ids]
+        begin = min((end for end in ends if end >= 0), default=-1)
+        if begin < 0:
+            raise ModelError("the chat template does not end a turn that calls tools")
+        return parts_of(rest[begin:], count)
 
 
 def _mistral_calls(text: str) -> AssistantMessage:

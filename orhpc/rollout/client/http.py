@@ -11,6 +11,7 @@ import aiohttp
 import orjson
 
 from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
+from orhpc.process.pacing import pace
 from orhpc.rollout.client.connections import (
     CONTROL_BYTES,
     HEALTH_BYTES,
@@ -106,6 +107,7 @@ class EngineClient:
         """
         if routes_start is not None and self.route_shape is None:
             raise ConfigError("expert routes were requested without the model's route_shape")
+        await pace()
         body = generate_body(prompt_ids, sampling, rid=rid, routes_start=routes_start)
         try:
             headers = None if routing_key is None else {ROUTING_KEY: routing_key}
@@ -127,7 +129,10 @@ class EngineClient:
                 vocabulary=self._vocabulary,
             )
 
-        return read() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(read)
+        if len(data) > _INLINE_BYTES:
+            return await asyncio.to_thread(read)
+        await pace()
+        return read()
 
     async def _abort_quietly(self, rid: str) -> None:
         """Abort a timed-out request; errors are only logged, because the timeout is being raised."""
@@ -354,6 +359,10 @@ class EngineClient:
                 method, self.url + path, data=body, timeout=timeout, headers=headers, allow_redirects=False
             ) as response:
                 data = await read_answer(response, limit, f"engine {self.url}: {path}")
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineUnavailable(
+                f"engine {self.url}: no connection within {timeout.sock_connect:g} s"
+            ) from error
         except TimeoutError as error:
             raise _TimedOut(f"engine {self.url}: {path} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -30,18 +30,23 @@ _MAX_AFFINITY_KEYS = 1 << 16
 class _Member:
     client: EngineClient
     load: int = 0
-    """Requests in flight from this pool to this engine."""
+    """Tokens of the requests in flight from this pool to this engine."""
     down: str | None = None
     """Why the engine receives no requests; None while it does."""
     probe: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
+def spread(place: int) -> float:
+    """Return the element of van der Corput's sequence, in [0, 1): any first places lie far apart."""
+    return int(f"{place:b}"[::-1], 2) / (1 << max(1, place.bit_length()))
+
+
 class EnginePool:
     """The engines of a run, as used by one worker or the driver.
 
-    A request goes to the least loaded engine; all requests of one ``affinity`` key go to the same engine,
-    whose cache holds their prefix, as long as it is up.  A failed engine is marked down at once: its requests
-    are repeated on the others, and it is probed until it is healthy and holds exactly
+    A request goes to the engine with the fewest tokens in flight; all requests of one ``affinity`` key go to
+    the same engine, whose cache holds their prefix, as long as it is up.  A failed engine is marked down at
+    once: its requests are repeated on the others, and it is probed until it is healthy and holds exactly
     ``published_version``.  An answer sampled from weights older than the version published when the request
     was sent is discarded and counts as a failure of its engine.
 
@@ -52,6 +57,8 @@ class EnginePool:
     :meth:`readmit` brings it back.  ``retries``: further attempts of a request.  ``recovery_s``: how long a
     request waits when no engine is up.  ``max_in_flight``: requests that are sent at the same time; the
     others wait, those of the oldest rollout (``affinity`` key) first.  Every wait for an engine is bounded.
+    ``place``: of this pool among those that use the same engines; each knows its own requests only, so each
+    prefers other engines while several have equally few.
     Use the pool within one event loop and :meth:`close` it there.
     """
 
@@ -72,6 +79,7 @@ class EnginePool:
         target_only: bool = False,
         probes: bool = True,
         max_in_flight: int | None = None,
+        place: int = 0,
     ) -> None:
         if not urls:
             raise ConfigError("an engine pool needs at least one engine")
@@ -90,6 +98,9 @@ class EnginePool:
             target_only=target_only,
         )
         self._members = [_Member(self._client(url)) for url in urls]
+        start = int(spread(place) * len(urls))
+        self._preferred = [*self._members[start:], *self._members[:start]]
+        self._sampled_tokens = self._sampled_requests = 0
         self._router = None if router is None else self._client(router)
         self._router_retry_at = 0.0
         self._affinity: OrderedDict[str, _Member] = OrderedDict()
@@ -172,7 +183,8 @@ class EnginePool:
         for attempt in range(self._retries + 1):
             member = await self._choose(affinity, failure)
             expected = self.published_version
-            member.load += 1
+            tokens = len(prompt_ids) + self._expected_tokens
+            member.load += tokens
             try:
                 generation = await member.client.generate(
                     prompt_ids,
@@ -185,7 +197,9 @@ class EnginePool:
                 self._take_down(member, str(error))
                 continue
             finally:
-                member.load -= 1
+                member.load -= tokens
+            self._sampled_tokens += len(generation.tokens_N)
+            self._sampled_requests += 1
             if expected is None:
                 return generation
             if generation.version >= expected:
@@ -218,7 +232,7 @@ class EnginePool:
         while True:
             member = self._affinity.get(affinity)
             if member is None or member.down is not None:
-                up = [m for m in self._members if m.down is None]
+                up = [m for m in self._preferred if m.down is None]
                 member = min(up, key=lambda m: m.load) if up else None
             if member is not None:
                 self._remember(affinity, member)
@@ -231,6 +245,11 @@ class EnginePool:
                 raise EngineUnavailable(
                     f"no engine came back within {self._recovery_s:g} s: {reasons}"
                 ) from failure
+
+    @property
+    def _expected_tokens(self) -> int:
+        """How many tokens a request samples: the mean so far, at least 1."""
+        return max(1, self._sampled_tokens // max(1, self._sampled_requests))
 
     def _remember(self, affinity: str, member: _Member) -> None:
         self._affinity[affinity] = member

@@ -6,6 +6,7 @@ Field names are SGLang's (0.5, ``srt/managers/io_struct.py``).  The sampled ids 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_
     }
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed % _SEEDS
-    ids = np.ascontiguousarray(prompt_ids) if isinstance(prompt_ids, np.ndarray) else list(prompt_ids)
+    is_array = isinstance(prompt_ids, np.ndarray | array)
+    ids = np.ascontiguousarray(prompt_ids) if is_array else list(prompt_ids)
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": ids,
@@ -71,8 +73,9 @@ def read_generation(
         reason = meta["finish_reason"]
         finish = FinishReason(reason["type"])
         sampled = meta.get("output_token_logprobs") or []
-        tokens = np.fromiter((_id(entry[1]) for entry in sampled), dtype=np.int32, count=len(sampled))
-        logprobs = np.fromiter((entry[0] for entry in sampled), dtype=np.float32, count=len(sampled))
+        tokens = _ids([entry[1] for entry in sampled])
+        with np.errstate(over="ignore"):  # what becomes infinite is refused below
+            logprobs = np.array([entry[0] for entry in sampled], dtype=np.float32)
         version = read_version(meta.get("weight_version"), url)
         completion = int(meta["completion_tokens"])
         cached = int(meta.get("cached_tokens") or 0)
@@ -116,10 +119,10 @@ def aborted(prompt_tokens: int, version: int) -> Generation:
     )
 
 
-def _id(value: Any) -> int:
-    if type(value) is not int:  # True would be 1
-        raise TypeError(f"{value!r} is no token's id")
-    return value
+def _ids(values: list[Any]) -> NDArray[np.int32]:
+    if not set(map(type, values)) <= {int}:  # True would be 1
+        raise TypeError("an id of a token is no integer")
+    return np.array(values, dtype=np.int32)
 
 
 def parsed(data: bytes, what: str) -> Any:

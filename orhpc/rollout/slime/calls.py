@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -98,7 +99,7 @@ class Calls:
             pieces.append(await self.context.generate(prompt_ids, given, **more))
             return pieces[-1]
 
-        builder = RolloutBuilder(tokens=list(prompt))
+        builder = RolloutBuilder(tokens=array("i", prompt))
         context = replace(self.context, generate=recorded, sampling=sampling)
         number = len(self.made)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ async def _rollout(
             await open_prompt(context, session, builder)
             calls, sample = _begin(context, request, builder, task, name)
             sample = await _call(function, args, sample, calls)
-            builder.tokens = []
+            builder.tokens = array("i")
             trained = rebuilding.fill(builder, sample, calls)
             builder.waits.engine = calls.engine_seconds
             _describe(builder, context)
@@ -190,7 +191,7 @@ def _begin(
     task: Mapping[str, Any],
     name: str,
 ) -> tuple[Calls, Sample]:
-    text = context.tokenizer.decode(builder.tokens, skip_special_tokens=False)
+    text = context.tokenizer.decode(builder.tokens.tolist(), skip_special_tokens=False)
     calls = Calls(context, request, f"rollout.custom_agent: {name}", {text: list(builder.tokens)})
     sample = Sample(
         group_index=request.group_id,
@@ -233,7 +234,9 @@ def _describe(builder: RolloutBuilder, context: AgentContext) -> None:
     before = 0
     for turn in builder.turns:
         if before:
-            text = context.tokenizer.decode(builder.tokens[before : turn.start], skip_special_tokens=False)
+            text = context.tokenizer.decode(
+                builder.tokens[before : turn.start].tolist(), skip_special_tokens=False
+            )
             builder.add_message("tool", text, name="function")
         message = context.chat.parse(builder.tokens[turn.start : turn.end], thinking=context.rollout.thinking)
         builder.add_assistant(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -225,3 +226,24 @@ def test_tokens_of_too_old_policies_are_not_trained_on() -> None:
     np.testing.assert_array_equal(batch.rollout_logprobs_P, np.float32([0, -2, 0, -3, -4, 0]))
     with pytest.raises(DataError, match="3 sampled tokens, planned as 4"):
         pack([Sample("0.0", 6, 4, 1.0, Location(), min_version=3)], [arrays])
+
+
+@pytest.mark.parametrize("lengths", ["lognormal", "near half the budget", "equal"])
+def test_planning_time_grows_linearly(lengths: str) -> None:
+    def seconds(n: int) -> float:
+        rng = np.random.default_rng(0)
+        drawn = {
+            "lognormal": np.clip(rng.lognormal(7.0, 0.8, n), 16, 8192),
+            "near half the budget": rng.uniform(0.3 * 8192, 0.7 * 8192, n),
+            "equal": np.full(n, 2731),
+        }[lengths]
+        samples = [Sample(str(i), int(k), int(k) // 2, 0.0, Location()) for i, k in enumerate(drawn)]
+        times = []
+        for _ in range(2):
+            before = time.process_time()
+            plan_batches(samples, ranks=8, n_minibatches=1, max_tokens=8192)
+            times.append(time.process_time() - before)
+        return min(times)
+
+    # The floor: small batches may need only the quicker of two packings.
+    assert seconds(32_768) < 8 * max(seconds(8_192), 0.1)

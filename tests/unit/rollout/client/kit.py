@@ -138,5 +138,7 @@ def with_pool(engines: list[FakeEngine], work: Callable[[EnginePool], Any], **op
     return asyncio.run(run())
 
 
-def ask(pool: EnginePool, rid: str = "r", affinity: str = "a", **options: Any) -> Any:
-    return pool.generate([1, 2, 9], SAMPLING, rid=rid, affinity=affinity, **options)
+def ask(
+    pool: EnginePool, rid: str = "r", affinity: str = "a", ids: tuple[int, ...] = (1, 2, 9), **options: Any
+) -> Any:
+    return pool.generate(ids, SAMPLING, rid=rid, affinity=affinity, **options)

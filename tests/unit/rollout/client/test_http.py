@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -234,3 +235,25 @@ def test_a_refused_update_raises_a_failed_sync() -> None:
     engine.refuse = {"/update_weights_from_disk"}
     with pytest.raises(WeightSyncFailed, match="no such parameter"):
         with_client(engine, lambda c: c.update_weights_from_disk("/m"))
+
+
+def test_a_connection_that_is_not_made_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orhpc.rollout.client.http._CONNECT_S", 0.2)
+
+    async def run() -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            address = listener.getsockname()
+            waiting = [socket.socket() for _ in range(3)]  # more than the queue holds
+            for one in waiting:
+                one.setblocking(False)
+                one.connect_ex(address)
+            client = EngineClient(f"http://127.0.0.1:{address[1]}", key="k", request_timeout_s=600)
+            with pytest.raises(EngineUnavailable, match="no connection within"):
+                await client.generate([1], SAMPLING, rid="r")
+            await client.close()
+            for one in waiting:
+                one.close()
+
+    asyncio.run(run())

@@ -10,7 +10,7 @@ import pytest
 
 from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
 from orhpc.rollout.client import EnginePool
-from tests.unit.rollout.client.kit import FakeEngine, ask, with_pool
+from tests.unit.rollout.client.kit import SHAPE, FakeEngine, ask, with_pool
 
 
 def test_load_is_spread_and_affinity_kept() -> None:
@@ -27,6 +27,58 @@ def test_load_is_spread_and_affinity_kept() -> None:
         assert len(engine.requests) == 30
         rollouts = Counter(r["rid"].split(".")[0] for r in engine.requests)
         assert set(rollouts.values()) == {3}, "all turns of a rollout stay on one engine"
+
+
+@pytest.mark.parametrize(("workers", "groups"), [(16, 16), (16, 4), (2, 16), (3, 5)])
+def test_workers_spread_their_rollouts_over_all_engines(workers: int, groups: int) -> None:
+    """Groups of 16 on 32 engines; each worker knows its own requests only, and routes are asked for."""
+    engines = [FakeEngine() for _ in range(32)]
+    for engine in engines:
+        engine.hold = asyncio.Event()
+
+    def pool_at(place: int) -> EnginePool:
+        urls = [engine.url for engine in engines]
+        return EnginePool(urls, key="k", request_timeout_s=60.0, route_shape=SHAPE, place=place)
+
+    async def run(first: EnginePool) -> None:
+        others = [pool_at(place) for place in range(1, workers)]
+        pools = [first, *others]
+        asked = [
+            asyncio.create_task(ask(pools[group % workers], f"{group}.{i}", f"{group}.{i}", routes_start=0))
+            for group in range(groups)
+            for i in range(16)
+        ]
+        while sum(engine.running for engine in engines) < len(asked):
+            await asyncio.sleep(0.01)
+        for engine in engines:
+            assert engine.hold is not None
+            engine.hold.set()
+        await asyncio.gather(*asked)
+        await asyncio.gather(*(pool.close() for pool in others))
+
+    with_pool(engines, run, route_shape=SHAPE)
+    assert max(len(engine.requests) for engine in engines) <= groups * 16 // len(engines) + 1
+
+
+def test_tokens_in_flight_decide_and_not_requests() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    for engine in engines:
+        engine.hold = asyncio.Event()
+
+    async def run(pool: EnginePool) -> None:
+        long = asyncio.create_task(ask(pool, "long", "long", ids=(1,) * 1000))
+        while not engines[0].running:
+            await asyncio.sleep(0.01)
+        short = [asyncio.create_task(ask(pool, f"short{i}", f"short{i}")) for i in range(6)]
+        while engines[1].running < len(short):
+            await asyncio.sleep(0.01)
+        for engine in engines:
+            assert engine.hold is not None
+            engine.hold.set()
+        await asyncio.gather(long, *short)
+
+    with_pool(engines, run)
+    assert [len(engine.requests) for engine in engines] == [1, 6]
 
 
 def test_a_failed_request_goes_to_another_engine_with_the_same_seed() -> None:
