@@ -148,9 +148,8 @@ def finished_groups(
     for path in sorted(rundir.buffer.glob("*_*.h5")):
         finished = path.name.startswith("group_")
         group = _read_group(path)
-        if group is None or not _is_wanted(group, position, version):
-            path.unlink()
-        elif finished and is_stale(group, version, settings):
+        stale = finished and group is not None and is_stale(group, version, settings)
+        if group is None or stale or not _is_wanted(group, position, version):
             path.unlink()
         elif finished:
             found.append(group)
