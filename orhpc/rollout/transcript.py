@@ -105,7 +105,7 @@ class RolloutBuilder:
         prompt, tokens = len(self.tokens), begun.tokens_T
         if [turn.finish_reason for turn in begun.turns] != [FinishReason.ABORT] or len(tokens) <= prompt:
             return False
-        if tokens[:prompt].tolist() != self.tokens or not begun.loss_mask_T[prompt:].all():
+        if tokens[:prompt].tolist() != self.tokens.tolist() or not begun.loss_mask_T[prompt:].all():
             return False
         versions = begun.versions_T[prompt:]
         parts = np.split(np.arange(prompt, len(tokens)), np.flatnonzero(np.diff(versions)) + 1)

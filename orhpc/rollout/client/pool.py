@@ -8,13 +8,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError
 from orhpc.rollout.client.admission import Admission
 from orhpc.rollout.client.connections import Connections
 from orhpc.rollout.client.http import EngineClient
+from orhpc.rollout.client.member import Member, spread
 from orhpc.rollout.client.wire import TokenIds, aborted
 from orhpc.types import Generation, Sampling
 from orhpc.wire.routes import RouteShape
@@ -24,21 +25,6 @@ log = logging.getLogger(__name__)
 _ROUTER_BACKOFF_S = 10.0
 _MAX_AFFINITY_KEYS = 1 << 16
 """Number of affinity keys remembered, least recently used first out; far above the rollouts in flight."""
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    client: EngineClient
-    load: int = 0
-    """Tokens of the requests in flight from this pool to this engine."""
-    down: str | None = None
-    """Why the engine receives no requests; None while it does."""
-    probe: asyncio.Task[None] | None = field(default=None, repr=False)
-
-
-def spread(place: int) -> float:
-    """Return the element of van der Corput's sequence, in [0, 1): any first places lie far apart."""
-    return int(f"{place:b}"[::-1], 2) / (1 << max(1, place.bit_length()))
 
 
 class EnginePool:
@@ -97,13 +83,13 @@ class EnginePool:
             connections=self._connections,
             target_only=target_only,
         )
-        self._members = [_Member(self._client(url)) for url in urls]
+        self._members = [Member(self._client(url)) for url in urls]
         start = int(spread(place) * len(urls))
         self._preferred = [*self._members[start:], *self._members[:start]]
         self._sampled_tokens = self._sampled_requests = 0
         self._router = None if router is None else self._client(router)
         self._router_retry_at = 0.0
-        self._affinity: OrderedDict[str, _Member] = OrderedDict()
+        self._affinity: OrderedDict[str, Member] = OrderedDict()
         self._retries = retries
         self._recovery_s = recovery_s
         self._probe_interval_s = probe_interval_s
@@ -227,7 +213,7 @@ class EnginePool:
             )
         return replace(generation, version=expected)
 
-    async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> _Member:
+    async def _choose(self, affinity: str, failure: EngineUnavailable | None) -> Member:
         end = time.monotonic() + self._recovery_s
         while True:
             member = self._affinity.get(affinity)
@@ -251,7 +237,7 @@ class EnginePool:
         """How many tokens a request samples: the mean so far, at least 1."""
         return max(1, self._sampled_tokens // max(1, self._sampled_requests))
 
-    def _remember(self, affinity: str, member: _Member) -> None:
+    def _remember(self, affinity: str, member: Member) -> None:
         self._affinity[affinity] = member
         self._affinity.move_to_end(affinity)
         if len(self._affinity) > _MAX_AFFINITY_KEYS:
@@ -278,25 +264,25 @@ class EnginePool:
         await self._check(member)
         self._bring_up(member)
 
-    def _member(self, url: str) -> _Member:
+    def _member(self, url: str) -> Member:
         for member in self._members:
             if member.client.url == url.rstrip("/"):
                 return member
         raise ConfigError(f"{url} is not an engine of this pool")
 
-    def _take_down(self, member: _Member, why: str) -> None:
+    def _take_down(self, member: Member, why: str) -> None:
         if member.down is None:
             log.warning("engine %s receives no more requests: %s", member.client.url, why)
         member.down = why
         if self._probes and (member.probe is None or member.probe.done()):
             member.probe = asyncio.ensure_future(self._probe(member))
 
-    def _bring_up(self, member: _Member) -> None:
+    def _bring_up(self, member: Member) -> None:
         log.info("engine %s receives requests again", member.client.url)
         member.down = None
         self._came_up.set()
 
-    async def _probe(self, member: _Member) -> None:
+    async def _probe(self, member: Member) -> None:
         while member.down is not None:
             await asyncio.sleep(self._probe_interval_s)
             try:
@@ -310,7 +296,7 @@ class EnginePool:
             else:
                 self._bring_up(member)
 
-    async def _check(self, member: _Member) -> None:
+    async def _check(self, member: Member) -> None:
         await member.client.health()
         expected = self.published_version
         if expected is None:

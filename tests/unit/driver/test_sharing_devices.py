@@ -37,7 +37,7 @@ def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
     async def rollouts() -> None:
         calls.append("rollouts")
 
-    runtime = Runtime(config, anything, trainers, engines, workers, anything, print, anything, anything)
+    runtime = Runtime(config, anything, trainers, engines, workers, *[anything] * 5)
     asyncio.run(runtime.while_serving(rollouts))
     return calls
 
