@@ -93,6 +93,9 @@ class StateCopies:
         The copy of the step before is kept.  Raises CheckpointError if the previous copy failed.
         """
         self.wait()
+        for other, path in self.held().items():
+            if other >= step:  # of steps that the run has gone back before
+                path.unlink()
         complete = self.held()
         kept = complete.get(max(complete, default=-1))
         slot = next(s for s in self._slots if s.description != kept)

@@ -58,6 +58,26 @@ def test_a_new_rank_continues_from_each_of_the_last_two_steps_to_the_bit(make: M
     assert make().copied_steps() == [3, 4]
 
 
+def test_a_step_that_is_made_again_replaces_the_copy_of_the_first_time(make: Make) -> None:
+    """The run goes back, because the first copy was never reported, and trains on other rollouts."""
+    rank = make()
+    for step in (1, 2, 3):
+        rank.step(plan(step), step=step)
+        rank.copy_state(step)
+    rank = make()
+    rank.restore_copy(2)
+    kept = state_of(rank)
+    rank.step(plan(9), step=3)
+    again = state_of(rank)
+    rank.copy_state(3)
+    rank = make()
+    assert rank.copied_steps() == [2, 3]
+    rank.restore_copy(3)
+    assert same(state_of(rank), again)
+    rank.restore_copy(2)
+    assert same(state_of(rank), kept)
+
+
 def test_a_copy_that_fails_or_is_cut_short_leaves_the_one_before(
     make: Make, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
