@@ -12,7 +12,7 @@ Three runs of SmolLM2-135M (configs/gpu-smollm2.yaml), whose only commit is the 
   the copies cost.
 
 Then the copies alone, of a larger state (``--layers`` of Qwen3-30B-A3B's shapes under FSDP): seconds and
-bytes per second, and how much longer a step takes beside a copy.  DIR gets ``recovery.json`` and the events.
+bytes per second, and seconds of a restore.  DIR gets ``recovery.json`` and the events.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OTHERS = ("EngineProcess", "RolloutWorker", "sglang")
 
 
 class Run:
-    """A run of the suite in a process of its own."""
+    """A run of the suite, in a separate process."""
 
     def __init__(self, name: str, options: argparse.Namespace, *settings: str) -> None:
         self.rundir = RunDir(options.work / name)

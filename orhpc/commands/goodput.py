@@ -26,11 +26,11 @@ STORAGE = "waiting for storage"
 STARTS = "starts"
 AGAIN = "steps lost or not finished"
 QUEUE = "waiting in the queue"
-NOBODY = "nobody running it"
+NO_ATTEMPT = "no attempt running"
 OTHER = "between steps"
-CAUSES = (TRAINING, SYNC, COMMITS, RECORDS, EVALUATIONS, STORAGE, STARTS, AGAIN, QUEUE, NOBODY, OTHER)
+CAUSES = (TRAINING, SYNC, COMMITS, RECORDS, EVALUATIONS, STORAGE, STARTS, AGAIN, QUEUE, NO_ATTEMPT, OTHER)
 """Everything that a run's time is spent on; only the first trains it."""
-OVERHEAD = (STORAGE, STARTS, AGAIN, QUEUE, NOBODY)
+OVERHEAD = (STORAGE, STARTS, AGAIN, QUEUE, NO_ATTEMPT)
 """Causes of which an undisturbed run has only its first start."""
 
 
@@ -68,7 +68,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class AttemptTimes:
-    """What is known about an attempt besides its events."""
+    """What is known about an attempt in addition to its events."""
 
     began: float | None = None
     """When its batch script or its command started, in seconds since the epoch."""
@@ -175,7 +175,7 @@ class _Clock:
             ended = self.times.get(self._attempt, AttemptTimes()).ended
             if ended is not None:
                 self._spend(min(ended, began), {}, rest=AGAIN)
-            self._spend(began, {}, rest=QUEUE if known.requeued else NOBODY)
+            self._spend(began, {}, rest=QUEUE if known.requeued else NO_ATTEMPT)
         self._attempt = number
 
     def _parts_of(self, step: Event) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Packages that a command needs beside those of ``pip install orhpc``."""
+"""Packages that a command needs in addition to those of ``pip install orhpc``."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import ray
@@ -24,7 +24,7 @@ from orhpc.errors import RayLost, RecordError
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.plan.placement import Placement
-from orhpc.rollout.group_filter import load_filter
+from orhpc.rollout.group_filter import GroupFilter, load_filter
 from orhpc.rollout.producer import Position, Producer, is_stale
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
@@ -97,17 +97,7 @@ async def bring_up(
             await trainers.build()
     urls, router = engines.urls, engines.router_url
     await asyncio.gather(*(w.call(RolloutWorker.connect, urls, key, router) for w in workers))
-    position, version = start.state.position, start.state.step
-    producer = Producer(
-        config.rollout,
-        await task_sequence(config, workers[0]),
-        workers,
-        seed=config.run.seed,
-        per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
-        position=position,
-        finished=await asyncio.to_thread(finished_groups, rundir, position, version, config.rollout),
-        keep=group_filter,
-    )
+    producer = await _producer(run, start, workers, group_filter)
     return Runtime(
         config,
         rundir,
@@ -120,6 +110,26 @@ async def bring_up(
         estimator,
         start,
         unchecked=config.model.check,
+    )
+
+
+async def _producer(
+    run: Run, start: Start, workers: Sequence[WorkerHandle], group_filter: GroupFilter | None
+) -> Producer:
+    """Make the producer, at the position in the data from which the attempt continues."""
+    config, position = run.config, start.state.position
+    finished = await asyncio.to_thread(
+        finished_groups, run.rundir, position, start.state.step, config.rollout
+    )
+    return Producer(
+        config.rollout,
+        await task_sequence(config, workers[0]),
+        workers,
+        seed=config.run.seed,
+        per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
+        position=position,
+        finished=finished,
+        keep=group_filter,
     )
 
 

@@ -30,7 +30,7 @@ class Pacer:
         """When the current iteration admitted its first piece; None if it has admitted none."""
 
     async def admit(self) -> None:
-        """Return at once if this iteration has time left and nobody waits; otherwise in a later one."""
+        """Return at once if this iteration has time left and no task waits; otherwise in a later one."""
         queue = self._waiting if self._waiting or self._late else None
         while queue is not None or self._is_used_up():
             admitted: asyncio.Future[None] = self._loop.create_future()

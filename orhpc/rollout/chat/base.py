@@ -202,7 +202,7 @@ class ChatFormat(ABC):
         )
 
     def template_options(self, thinking: bool) -> dict[str, Any]:
-        """Return what the chat template is given beside messages and tools."""
+        """Return what the chat template is given in addition to messages and tools."""
         return {
             # Templates use either name for the switch.
             "enable_thinking": thinking,

@@ -105,7 +105,7 @@ class Simulation:
         requeued = self.random.random() < 0.5
         self.times[number] = AttemptTimes(began, ended, self.times.get(number, AttemptTimes()).requeued)
         if not last:
-            self.spend(goodput.QUEUE if requeued else goodput.NOBODY, 100)
+            self.spend(goodput.QUEUE if requeued else goodput.NO_ATTEMPT, 100)
             self.times[number + 1] = AttemptTimes(requeued=requeued)
 
 

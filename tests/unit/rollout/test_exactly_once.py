@@ -153,7 +153,7 @@ async def attempt(disk: Disk, faults: Faults, of: RolloutSettings, steps: int, *
     finally:
         buffer = dict(disk.buffer)
         await producer.cancel()
-        disk.buffer = buffer  # whoever is killed removes nothing
+        disk.buffer = buffer  # a killed process removes nothing
         ledger.close()
 
 
