@@ -266,7 +266,7 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
 
 
 def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
-    """W&B's own process ends with the attempt, and unwritten rows are lost."""
+    """The next attempt writes every row, whatever the killed one had written before."""
     rundir = RunDir(tmp_path / "tiny")
     with kit.started(tmp_path, "train.steps=200", env={"WANDB_MODE": "offline"}) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit" and e["step"] >= 4)
@@ -274,8 +274,7 @@ def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
     start = rundir.lineage()[0].step
     last = kit.run(tmp_path, f"train.steps={start + 2}", env={"WANDB_MODE": "offline"})
     assert last.returncode == 0, last.stdout + last.stderr
-    killed, newest = sorted((rundir.path / "wandb").glob("offline-run-*/*.wandb"))
-    assert _wandb_rows(killed) < start
+    _, newest = sorted((rundir.path / "wandb").glob("offline-run-*/*.wandb"))
     assert _wandb_rows(newest) >= start + 2
     assert kit.assert_balanced(rundir).step == start + 2
 
