@@ -24,6 +24,7 @@ from orhpc.errors import RayLost, RecordError
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.plan.placement import Placement
+from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.group_filter import GroupFilter, load_filter
 from orhpc.rollout.producer import Position, Producer, is_stale
 from orhpc.rollout.recorded import ReplayProducer
@@ -130,6 +131,7 @@ async def _producer(
         position=position,
         finished=finished,
         keep=group_filter,
+        report_user_error=UserErrorLog(run.folder / USER_ERRORS).add,
     )
 
 

@@ -6,14 +6,20 @@ User code runs in two places: in this process (``rollout.custom_agent``,
 
 from __future__ import annotations
 
+import logging
 import re
 import sysconfig
+import textwrap
 import traceback
+from datetime import datetime
 from pathlib import Path
 
 from orhpc.errors import UserCodeError
 from orhpc.process.secrets import redact
 
+log = logging.getLogger(__name__)
+USER_ERRORS = "user_errors.log"
+"""Name of the file with their tracebacks, in an attempt's folder."""
 _FRAME = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
 _OWN = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -32,6 +38,32 @@ def user_error(what: str, error: BaseException) -> UserCodeError:
     trace = "".join(traceback.format_exception(error))
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return _error(what, "raised", reason, trace)
+
+
+class UserErrorLog:
+    """A file with the tracebacks of the user's code, each once per process; several processes write to it."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: ``attempts/NNN/user_errors.log`` of the run."""
+        self._path = path
+        self._known: set[str] = set()
+
+    def add(self, error: UserCodeError) -> None:
+        """Append an error's line and traceback; if the file cannot be written, log them instead."""
+        text = error.trace or str(error)
+        if text in self._known:
+            return
+        self._known.add(text)
+        when = datetime.now().isoformat(" ", "seconds")
+        entry = f"{when} {error}\n" + (textwrap.indent(error.trace.rstrip(), "    ") + "\n") * bool(
+            error.trace
+        )
+        try:
+            # One append of a few kilobytes: entries of several processes do not mix.
+            with self._path.open("ab", buffering=0) as file:
+                file.write(entry.encode(errors="replace"))
+        except OSError as refused:
+            log.warning("%s cannot be written (%s); it would have: %s", self._path, refused, entry)
 
 
 def server_error(what: str, detail: str, trace: str) -> UserCodeError:

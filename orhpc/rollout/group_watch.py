@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from orhpc.config import RolloutSettings
 from orhpc.errors import EnvironmentUnavailable, OrhpcError, UserCodeError
+from orhpc.rollout.health import USER_ERRORS
 from orhpc.types import PromptGroup, RolloutEnd
 
 SLOW_S = 120.0
@@ -24,8 +25,15 @@ _OF_THE_ENVIRONMENT = ("BadTask", "BadAnswer", "EnvironmentRaised", "UserCodeErr
 class GroupWatch:
     """A circuit breaker per environment, and detection of groups that run much longer than others."""
 
-    def __init__(self, settings: RolloutSettings) -> None:
+    def __init__(
+        self, settings: RolloutSettings, report: Callable[[UserCodeError], None] = lambda error: None
+    ) -> None:
+        """``report``: is called with each error of the group filter."""
         self._settings = settings
+        self._report = report
+        self._user_errors = 0
+        self._filter_works = False
+        self._filter_error: UserCodeError | None = None
         self.notices: list[str] = []
         """Lines for the run's events; the driver reads and clears them."""
         self.excluded: set[str] = set()
@@ -72,6 +80,9 @@ class GroupWatch:
         failed = [r for r in group.rollouts if r.end is RolloutEnd.FAILED]
         self._in_a_row[name] += len(failed)
         self._errors.setdefault(name, Counter()).update(r.error or "no reason given" for r in failed)
+        raised = [r.error for r in failed if r.error and r.error.startswith(UserCodeError.__name__)]
+        if raised and (error := self._count_user_errors(len(raised), raised[-1].partition(": ")[2])):
+            return error
         if self._in_a_row[name] < self._settings.failing_environment_after or name in self.excluded:
             return None
         error = self.failure(name)
@@ -81,6 +92,27 @@ class GroupWatch:
             return None
         return error
 
+    def _count_user_errors(self, count: int, newest: str) -> UserCodeError | None:
+        self._user_errors += count
+        if self._user_errors <= self._settings.max_user_errors:
+            return None
+        return UserCodeError(
+            f"your code raised in {self._user_errors} rollouts or groups since the last start, more than "
+            f"rollout.max_user_errors ({self._settings.max_user_errors}); the newest error: {newest}"
+        )
+
+    def filtered(self) -> None:
+        """Record that the group filter has judged a group."""
+        self._filter_works = True
+
+    def filter_raised(self, error: UserCodeError) -> UserCodeError | None:
+        """Record that the group filter raised; returns the error that ends the run, if it does."""
+        self._report(error)
+        self.notice(str(error))
+        self._filter_error = error
+        over = self._count_user_errors(1, str(error))
+        return error if not self._filter_works and self._user_errors >= USER_ERRORS else over
+
     def failure(self, name: str) -> OrhpcError:
         """Return the error for an environment whose rollouts fail.
 
@@ -88,6 +120,8 @@ class GroupWatch:
         otherwise EnvironmentUnavailable, which may be transient.
         """
         errors = self._errors.get(name, Counter())
+        if not errors and self._filter_error is not None:
+            return self._filter_error
         most, count = errors.most_common(1)[0] if errors else ("no reason given", 0)
         failed = f"the last {self._in_a_row[name]} rollouts failed"
         line = f"environment {name!r}: {failed}, {count} of them with: {most}"

@@ -83,6 +83,7 @@ class Producer:
         finished: Sequence[PromptGroup] = (),
         per_environment: Mapping[str, RolloutSettings] | None = None,
         keep: GroupFilter | None = None,
+        report_user_error: Callable[[UserCodeError], None] = lambda error: None,
     ) -> None:
         """Args:
         settings: batch size, samples, filters, staleness.
@@ -93,6 +94,7 @@ class Producer:
         finished: groups that an earlier attempt finished and no step has trained on.
         per_environment: rollout settings of environments that override the run's.
         keep: says of a finished group whether it is trained on; None: it always is.
+        report_user_error: is called with each error that ``keep`` raises.
         """
         position = position or Position()
         self._settings = settings
@@ -123,7 +125,7 @@ class Producer:
         self._wanted = self._budget = 0
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._watch = GroupWatch(settings)
+        self._watch = GroupWatch(settings, report_user_error)
         self._keep = keep
 
     @property
@@ -279,10 +281,7 @@ class Producer:
         self._started_at.pop(request.id, None)
         self._load[worker] -= 1
         self._failure = self._watch.finished(group, len(self._tasks.environments)) or self._failure
-        try:
-            self._accept_or_drop(group)
-        except UserCodeError as error:
-            self._failure = error
+        self._accept_or_drop(group)
         self._fill()
         self._changed.set()
 
@@ -300,8 +299,15 @@ class Producer:
             return "failed"
         if self._settings.filter == "equal_rewards" and len(set(group.rewards)) == 1:
             return "equal_rewards"
-        if self._keep is not None and not self._keep(group):
-            return "filtered"
+        if self._keep is not None:
+            try:
+                kept = self._keep(group)
+            except UserCodeError as error:
+                self._failure = self._watch.filter_raised(error) or self._failure
+                return "failed"
+            self._watch.filtered()
+            if not kept:
+                return "filtered"
         return "stale" if self._is_stale(group) else None
 
     def _is_stale(self, group: PromptGroup) -> bool:

@@ -24,6 +24,7 @@ from orhpc.errors import BadTask, InfraError, OrhpcError, UserCodeError
 from orhpc.plan.layout import route_layers
 from orhpc.process.garbage import collect_rarely, freeze_garbage
 from orhpc.process.secrets import resolve_secrets
+from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.buffer import Buffer, read_group
 from orhpc.rollout.client import EnginePool
@@ -66,6 +67,7 @@ class RolloutWorker:
         """
         self._config, self._index, self._attempt = config, index, attempt
         self._model_dir = model_dir
+        self._user_errors = UserErrorLog(RunDir(rundir).attempt(attempt) / USER_ERRORS)
         self._buffer = Buffer(RunDir(rundir), attempt, routes=config.rollout.record_routes)
         self._environment_urls = environment_urls
         self._environment_key = environment_key
@@ -244,9 +246,7 @@ class RolloutWorker:
                 except (InfraError, BadTask, UserCodeError) as error:
                     log.warning("rollout %d.%d: %s", request.id, sample, error)
                     if isinstance(error, UserCodeError):
-                        self._environments[request.task.environment].notices.report_once(
-                            ("user code", error.trace), str(error)
-                        )
+                        self._report_user_error(self._environments[request.task.environment], error)
                     if not health.should_retry(error, retry, self._config.rollout.retries):
                         return failed_rollout(request, sample, error, retries=retry)
                     await asyncio.sleep(_BACKOFF_S * 2**retry)
@@ -296,7 +296,7 @@ class RolloutWorker:
             rewards = await function.of_group(environment, finished, settings)
         except (InfraError, BadTask, UserCodeError) as error:
             if isinstance(error, UserCodeError):
-                environment.notices.report_once(("user code", error.trace), str(error))
+                self._report_user_error(environment, error)
             health.should_retry(error, 0, 0)
             for rollout in finished:
                 _fail(rollout, error)
@@ -304,6 +304,10 @@ class RolloutWorker:
         health.succeeded()
         for rollout, reward in zip(finished, rewards, strict=True):
             rollout.reward = reward
+
+    def _report_user_error(self, environment: Environment, error: UserCodeError) -> None:
+        self._user_errors.add(error)
+        environment.notices.report_once(("user code", error.trace), str(error))
 
     def _summary(self, rollout: Rollout) -> RolloutSummary:
         versions = rollout.versions_T[rollout.loss_mask_T]

@@ -53,6 +53,11 @@ class Partly(Broken):
             raise RuntimeError("verifier of task %s" % self.task_spec["i"])
         return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(len(answer.text)), finished=True)
 
+def sometimes(rollout):
+    if rollout.sample == 1:
+        raise LookupError("no answer of sample %d" % rollout.sample)
+    return float(rollout.sample)
+
 def score(rollout):
     raise TimeoutError("the judge did not answer")
 
@@ -88,7 +93,7 @@ def test_code_that_raises_sometimes_is_counted_and_the_other_rollouts_are_traine
     (tmp_path / "mine.py").write_text(MODULE)
     result = kit.run(
         tmp_path, "environments={p: {serve: 'mine:Partly'}}", "wandb.enabled=false", "train.steps=3",
-        "rollout.retries=0",
+        "rollout.retries=0", "rollout.custom_reward=mine:sometimes",
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -99,3 +104,6 @@ def test_code_that_raises_sometimes_is_counted_and_the_other_rollouts_are_traine
     assert all(e["groups"] >= 1 for e in steps.values())
     assert "failed_share" in {e["metric"] for e in events if e["event"] == "alarm"}
     assert "  failed " in result.stdout
+    traces = (RunDir(tmp_path / "tiny").attempt(1) / "user_errors.log").read_text()
+    assert 'raise LookupError("no answer of sample %d" % rollout.sample)' in traces
+    assert traces.count("Traceback") <= 4  # once per worker

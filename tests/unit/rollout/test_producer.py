@@ -163,6 +163,43 @@ def test_a_filter_that_raises_ends_the_step_with_the_users_error(
             collect_step(producer)
 
 
+def test_groups_for_which_the_filter_raises_fail_until_the_budget_is_used_up() -> None:
+    reported: list[str] = []
+
+    def keep(group: PromptGroup) -> bool:
+        if group.id % 4 == 3:
+            raise UserCodeError(f"filter: {group.id}")
+        return True
+
+    def producer(budget: int) -> Producer:
+        chosen = settings_of(max_user_errors=budget)
+        of = [ScriptedWorker(both_rewards)]
+        return Producer(
+            chosen, TASKS, of, seed=0, keep=keep, report_user_error=lambda e: reported.append(str(e))
+        )
+
+    groups = steps_with(producer(3), 2)
+    assert [g.id for step in groups for g in step.groups] == [0, 1, 2, 4, 5, 6, 8, 9]
+    assert sum((step.reasons for step in groups), Counter()) == Counter(failed=2)
+    assert reported == ["filter: 3", "filter: 7"]
+    with pytest.raises(UserCodeError, match=r"in [4-9] rollouts or groups.*max_user_errors \(3\)"):
+        steps_with(producer(3), 9)
+
+
+def test_rollouts_in_which_the_users_code_raises_fail_until_the_budget_is_used_up() -> None:
+    def outcome(request: GroupRequest) -> Made:
+        return ([None, None], RolloutEnd.FAILED, 0) if request.id % 4 == 3 else both_rewards(request)
+
+    outcome.error = "UserCodeError: reward: KeyError"  # type: ignore[attr-defined]
+    with pytest.raises(
+        UserCodeError, match=r"in \d+ rollouts or groups.*\(6\); the newest error: reward: KeyE"
+    ):
+        steps_with(Producer(settings_of(max_user_errors=6), TASKS, [ScriptedWorker(outcome)], seed=0), 9)
+    outcome.error = "EnvironmentRaised: KeyError"  # type: ignore[attr-defined]
+    steps = steps_with(Producer(settings_of(max_user_errors=6), TASKS, [ScriptedWorker(outcome)], seed=0), 9)
+    assert [len(step.groups) for step in steps] == [4] * 9
+
+
 def test_a_step_with_only_equal_rewards_is_empty() -> None:
     worker = ScriptedWorker(lambda r: ([1.0, 1.0], RolloutEnd.TERMINAL, 0))
     step_groups = collect_step(
