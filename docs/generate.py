@@ -27,7 +27,7 @@ from orhpc.config.reference import default_of
 from orhpc.rundir.metrics import METRICS
 
 COMMANDS = (
-    *("launch", "check", "plan", "try-env", "init", "doctor", "fetch", "files", "sweep"),
+    *("launch", "check", "plan", "try-env", "prepare-tasks", "init", "doctor", "fetch", "files", "sweep"),
     *("runs", "status", "report", "view", "logs", "sync", "cancel", "export", "chat", "serve"),
     *("completion", "clean"),
 )
@@ -202,10 +202,10 @@ def _help(command: str) -> str:
     os.environ["COLUMNS"] = "100"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        if command == "try-env":  # runs as a separate process, whose output is not redirected
-            from orhpc.rollout.try_environment import main as try_environment
+        if command in ("try-env", "prepare-tasks"):  # separate processes, whose output is not redirected
+            from orhpc.rollout import prepare_tasks, try_environment
 
-            try_environment(["--help"])
+            {"try-env": try_environment, "prepare-tasks": prepare_tasks}[command].main(["--help"])
         else:
             main([command, "--help"])
     text = printed.getvalue().strip()

@@ -38,7 +38,7 @@ from orhpc.launch.__main__ import add_launch
 from orhpc.launch.__main__ import main as launch
 from orhpc.launch.command_line import engine_options, own_options, without_flags
 from orhpc.process.terminal import guarded_output
-from orhpc.rollout.try_options import add_try_env
+from orhpc.rollout.try_options import add_prepare_tasks, add_try_env
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,8 +65,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         return plan(arguments[1:])
     with guarded_output():
         try:
-            if arguments[:1] == ["try-env"]:
-                return _try_env(arguments[1:])
+            if arguments[:1] in (["try-env"], ["prepare-tasks"]):
+                return _with_environments(arguments[0], arguments[1:])
             options = _options(parser_of_all(), [*arguments[:1], *_converted(arguments[:1], arguments[1:])])
             run: Callable[[argparse.Namespace], int] = options.run
             return run(options)
@@ -75,10 +75,11 @@ def _main(arguments: Sequence[str] | None) -> int:
             return policy_of(error).exit_code
 
 
-def _try_env(arguments: Sequence[str]) -> int:
-    """Run in a separate process: this one must not import the SDK."""
+def _with_environments(command: str, arguments: Sequence[str]) -> int:
+    """Run a command in a separate process: this one must not import the SDK."""
     need("aiohttp", "numpy", "openreward")
-    return subprocess.run([sys.executable, "-m", "orhpc.rollout.try_environment", *arguments]).returncode
+    module = {"try-env": "try_environment", "prepare-tasks": "prepare_tasks"}[command]
+    return subprocess.run([sys.executable, "-m", f"orhpc.rollout.{module}", *arguments]).returncode
 
 
 def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -114,9 +115,10 @@ def parser_of_all() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_arguments(command)
 
-    # launch, plan and try-env have parsers of their own: see _main.
+    # launch, plan, try-env and prepare-tasks have parsers of their own: see _main.
     add("init", init.add_init, "create an example project for your own task")
     add("try-env", add_try_env, "play one session of an environment yourself")
+    add("prepare-tasks", add_prepare_tasks, "write the tasks of a config's environments as a task file")
     add("doctor", doctor.add_doctor, "show what is installed here and what is missing")
     add("files", files.add_files, "list the packaged configs, batch scripts and GPU pins")
     add("fetch", jobs.add_fetch, "download a model into the Hugging Face cache")

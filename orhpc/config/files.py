@@ -50,6 +50,7 @@ MAY_CHANGE_ON_RESUME = (
     "rollout.workers_per_node",
     "rollout.retries",
     "rollout.max_failing_rollouts",
+    "rollout.max_user_errors",
     "rollout.failing_environment*",
     "rollout.*_timeout_s",
     "rollout.openreward_upload",

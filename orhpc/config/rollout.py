@@ -74,6 +74,10 @@ class RolloutSettings(Section):
     trained on too, so ``max_staleness`` only limits how many groups are started ahead. ``regenerate``: the
     group is generated again, once; long rollouts are then trained on less often than short ones. A group
     that has only older tokens is generated again in any case."""
+    task_file: str | None = None
+    """Task file that lists the tasks to train on, with their environments and splits, as ``orhpc
+    prepare-tasks`` and OpenReward's ``prepare_tasks.py`` write it. The run keeps a copy. Null: all tasks of
+    the environments' ``splits``."""
     workers_per_node: Machines = 4
     """Rollout worker processes per node."""
     max_concurrent: Positive = 512

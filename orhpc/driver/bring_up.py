@@ -12,6 +12,7 @@ from pathlib import Path
 import ray
 
 from orhpc.config import Config, RolloutSettings
+from orhpc.data.prepared_tasks import listed_tasks
 from orhpc.driver.concurrently import gather_two, timed
 from orhpc.driver.estimator import Estimator
 from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
@@ -124,7 +125,7 @@ async def _producer(
     )
     return Producer(
         config.rollout,
-        await task_sequence(config, workers[0]),
+        await task_sequence(config, workers[0], run.rundir.task_file),
         workers,
         seed=config.run.seed,
         per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
@@ -135,15 +136,21 @@ async def _producer(
     )
 
 
-async def task_sequence(config: Config, worker: WorkerHandle) -> TaskSequence:
-    """Count the tasks of every training split and lay out the run's sequence."""
+async def task_sequence(config: Config, worker: WorkerHandle, task_file: Path) -> TaskSequence:
+    """Lay out the run's sequence of the tasks of every training split, or of those of its task file."""
     counts: dict[tuple[str, str], int] = {}
     training = {name: settings for name, settings in config.environments.items() if settings.trains}
+    weights = {name: s.weight for name, s in training.items()}
+    easy_first = [name for name, s in training.items() if s.order == "easy_first"]
+    if config.rollout.task_file is not None:
+        listed: dict[tuple[str, str], list[int]] = {}
+        for (name, split), hashes in listed_tasks(config, task_file).items():
+            listed[name, split] = await worker.call(RolloutWorker.find_tasks, name, split, hashes)
+        counts = {key: len(indices) for key, indices in listed.items()}
+        return TaskSequence(streams(counts, weights, easy_first, listed), config.run.seed)
     for name, settings in training.items():
         for split in settings.splits:
             counts[name, split] = await worker.call(RolloutWorker.num_tasks, name, split)
-    weights = {name: s.weight for name, s in training.items()}
-    easy_first = [name for name, s in training.items() if s.order == "easy_first"]
     return TaskSequence(streams(counts, weights, easy_first), config.run.seed)
 
 

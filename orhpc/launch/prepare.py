@@ -18,13 +18,14 @@ from packaging.version import Version
 
 from orhpc.config import Config
 from orhpc.config.files import changes_on_resume, differences, dump_config, load_config
+from orhpc.data.prepared_tasks import listed_tasks
 from orhpc.errors import CheckpointError, ConfigError, PreflightError
 from orhpc.launch.provenance import write_provenance
 from orhpc.process.access import use_access
 from orhpc.process.secrets import resolve_secrets
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.commits import read_manifest
-from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.events import has_begun, read_events
 
 SERVICE_KEY = "OPENREWARD_API_KEY"
 _LEAST = {"ray": "2.60", "starlette": "1.0.1"}
@@ -52,7 +53,7 @@ def check_paths(config: Config) -> str:
     """Check that the data named in the config exists on this machine; return the checked paths.
 
     Raises:
-        ConfigError: a record or checkpoint does not exist.
+        ConfigError: a record, checkpoint or task file does not exist or cannot be used.
     """
     checked: list[str] = []
     if config.train.replay_rollouts is not None:
@@ -63,7 +64,12 @@ def check_paths(config: Config) -> str:
         if not any((Path(load) / inside).exists() for inside in ("manifest.json", "attempts")):
             raise ConfigError(f"checkpoint.load: {load} is neither a checkpoint folder nor a run directory")
         checked.append(load)
-    return ", ".join(checked) or "no record and no checkpoint is named"
+    if config.rollout.task_file is not None:
+        copy = run_directory(config).task_file
+        path = copy if copy.exists() else Path(config.rollout.task_file)
+        listed = listed_tasks(config, path)
+        checked.append(f"{sum(map(len, listed.values()))} tasks of {path}")
+    return ", ".join(checked) or "no record, checkpoint or task file is named"
 
 
 def _check_record(folder: Path, steps: int) -> None:
@@ -108,11 +114,6 @@ def write_config(rundir: RunDir, config: Config) -> list[str]:
     if changes or before is config:
         write_atomic(rundir.config, dump_config(config))
     return changes
-
-
-def has_begun(rundir: RunDir) -> bool:
-    """Whether the run has finished a step, committed or not."""
-    return bool(rundir.lineage()) or any(step > 0 for step in steps_of(read_events(rundir.events)))
 
 
 def committed_step(rundir: RunDir) -> int:

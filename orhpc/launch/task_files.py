@@ -1,13 +1,20 @@
-"""The task files of a run's ``data`` environments: written once, before the first attempt."""
+"""The task files of a run: those of its ``data`` environments and the copy of ``rollout.task_file``.
+
+Both are written once, before the first step: a resumed run has the same tasks, whatever happens to their
+sources.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 from orhpc.config import Config
+from orhpc.data.prepared_tasks import listed_tasks
 from orhpc.launch.model import make_folder
-from orhpc.rundir import RunDir
+from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir.events import has_begun
 
 
 def ensure(config: Config, rundir: RunDir, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -24,6 +31,10 @@ def ensure(config: Config, rundir: RunDir, stopped: Callable[[], bool] = lambda:
         PreflightError: a package is missing here, or the hub keeps failing.
         StopRequested: ``stopped`` returned True.
     """
+    if config.rollout.task_file is not None and not (rundir.task_file.exists() and has_begun(rundir)):
+        copy = Path(config.rollout.task_file)
+        listed_tasks(config, copy)
+        write_atomic(rundir.task_file, copy.read_text(encoding="utf-8"))
     for name, settings in config.environments.items():
         if settings.data is None:
             continue

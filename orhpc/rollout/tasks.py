@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +32,23 @@ class TaskStream:
     """Relative frequency of groups drawn from this stream."""
     easy_first: bool = False
     """Whether the first epoch goes roughly from the first task to the last."""
+    indices: tuple[int, ...] | None = None
+    """Indices in the split of the ``count`` tasks, in their order; None: the first ones."""
 
 
 def streams(
-    counts: Mapping[tuple[str, str], int], weights: Mapping[str, float], easy_first: Collection[str] = ()
+    counts: Mapping[tuple[str, str], int],
+    weights: Mapping[str, float],
+    easy_first: Collection[str] = (),
+    listed: Mapping[tuple[str, str], Sequence[int]] | None = None,
 ) -> list[TaskStream]:
     """One stream per ``(environment, split)``; splits share an environment's weight by task count.
 
-    ``easy_first``: environments whose first epoch goes from the first task to the last.
+    Args:
+        counts: number of tasks.
+        weights: of the environments.
+        easy_first: environments whose first epoch goes from the first task to the last.
+        listed: the indices of the tasks, where they are not the first ones.
 
     Raises:
         ConfigError: a split is empty.
@@ -56,6 +65,7 @@ def streams(
             count,
             weights[environment] * count / totals[environment],
             environment in easy_first,
+            tuple(listed[environment, split]) if listed else None,
         )
         for (environment, split), count in sorted(counts.items())
     ]
@@ -88,7 +98,10 @@ class TaskSequence:
         while len(self._stream_of) <= group_id:
             self._pick()
         stream = self._streams[self._stream_of[group_id]]
-        return Task(stream.environment, stream.split, self._index_of[group_id])
+        index = self._index_of[group_id]
+        if stream.indices is not None:
+            index = stream.indices[index]
+        return Task(stream.environment, stream.split, index)
 
     def _pick(self) -> None:
         due, chosen, furthest = len(self._stream_of) + 1, 0, -math.inf

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import inspect
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from orhpc.config import Config, EnvironmentSettings
 from orhpc.config.files import load_config
-from orhpc.data.task_file import write_tasks
 from orhpc.errors import (
     EXIT_FAILED,
     EXIT_OK,
@@ -41,16 +38,15 @@ from orhpc.errors import (
     UserCodeError,
     policy_of,
 )
-from orhpc.process.secrets import resolve_secrets
 from orhpc.process.terminal import guarded_output
 from orhpc.process.user_code import user_error, user_frames
 from orhpc.rollout.chat.messages import load_json
-from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.own_server import OwnServer
 from orhpc.rollout.environment.rewards import check_custom_reward, reduce_rewards
 from orhpc.rollout.environment.session import Session
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.functions import load_function
+from orhpc.rollout.opened import opened
 from orhpc.rollout.slime import is_for_slime
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rollout.try_options import add_try_env
@@ -147,12 +143,7 @@ async def play(config: Config, name: str | None, split: str | None, index: int, 
     """
     name, settings = _chosen(config, name)
     split = split or _first_split(config, name, settings)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orhpc-try-")))
-        if settings.data is not None:
-            write_tasks(settings.data, folder, f"environments.{name}.data")
-        own = stack.enter_context(OwnServer(name, settings, folder)) if settings.is_served else None
-        environment = await _open(config, name, settings, own)
+    async with opened(config, name) as (environment, own):
         try:
             count = await environment.num_tasks(split)
             if not 0 <= index < count:
@@ -169,8 +160,6 @@ async def play(config: Config, name: str | None, split: str | None, index: int, 
         except (BadTask, EnvironmentUnavailable) as error:
             _explain(error, own)
             return EXIT_FAILED
-        finally:
-            await environment.close()
 
 
 def _chosen(config: Config, name: str | None) -> tuple[str, EnvironmentSettings]:
@@ -194,30 +183,6 @@ def _first_split(config: Config, name: str, settings: EnvironmentSettings) -> st
     if not splits:
         raise ConfigError(f"--split: environments.{name} has no splits; choose one with --split")
     return splits[0]
-
-
-async def _open(
-    config: Config, name: str, settings: EnvironmentSettings, own: OwnServer | None
-) -> Environment:
-    opening = asyncio.ensure_future(
-        Environment.open(
-            name,
-            settings,
-            secrets=resolve_secrets(config.secrets, settings.secrets),
-            rollout=settings.apply_to(config.rollout),
-            url=own.url if own else None,
-            key=own.key if own else None,
-        )
-    )
-    while not (await asyncio.wait([opening], timeout=0.2))[0]:
-        if own is not None:
-            try:
-                own.check()
-            except OrhpcError:
-                opening.cancel()
-                await asyncio.gather(opening, return_exceptions=True)
-                raise
-    return await opening
 
 
 def _explain(error: OrhpcError, own: OwnServer | None) -> None:

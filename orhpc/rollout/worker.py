@@ -28,6 +28,7 @@ from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.buffer import Buffer, read_group
 from orhpc.rollout.client import EnginePool
+from orhpc.rollout.environment.descriptions import find_tasks
 from orhpc.rollout.environment.rewards import with_group_score
 from orhpc.rollout.health import Health
 from orhpc.rollout.producer import has_enough
@@ -123,6 +124,10 @@ class RolloutWorker:
     async def num_tasks(self, environment: str, split: str) -> int:
         """Number of tasks of a split, at most ``num_samples``."""
         return await self._environments[environment].num_tasks(split)
+
+    async def find_tasks(self, environment: str, split: str, hashes: Sequence[str]) -> list[int]:
+        """Indices of the tasks whose specifications have these hashes."""
+        return await find_tasks(self._environments[environment], split, hashes)
 
     async def published(self, version: int) -> None:
         """Require this policy version, which the engines now hold, of all further generations."""

@@ -17,6 +17,7 @@ from typing import Any
 from orhpc.process.secrets import redact
 from orhpc.process.terminal import safe
 from orhpc.rundir.appended import AppendedFile
+from orhpc.rundir.paths import RunDir
 from orhpc.rundir.storage import REFUSALS
 
 log = logging.getLogger(__name__)
@@ -187,3 +188,8 @@ class Tail:
 def steps_of(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the step events by step; of a step repeated after a resume, the last one."""
     return {e["step"]: e for e in events if e["event"] == "step"}
+
+
+def has_begun(rundir: RunDir) -> bool:
+    """Whether a run has finished a step, committed or not."""
+    return bool(rundir.lineage()) or any(step > 0 for step in steps_of(read_events(rundir.events)))

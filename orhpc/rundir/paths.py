@@ -102,6 +102,11 @@ class RunDir:
         """Folder of the task files of an environment with ``data``."""
         return self.path / "data" / environment.replace("/", "_")
 
+    @property
+    def task_file(self) -> Path:
+        """The run's copy of ``rollout.task_file``."""
+        return self.path / "tasks.jsonl"
+
     def rollouts_of(self, step: int) -> Path:
         return self.rollouts / f"step_{step}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,19 @@ pytestmark = pytest.mark.slow
 OTHER = "environments.t={serve: arithmetic, splits: [], max_turns: 3}"
 
 
-def test_an_environment_without_training_splits_is_evaluated(tmp_path: Path) -> None:
+def test_the_listed_tasks_are_trained_on_and_an_environment_without_training_splits_is_evaluated(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    command = ["prepare-tasks", "configs/tiny.yaml", "--max-tasks", "5", "-o", str(file)]
+    written = subprocess.run(
+        [sys.executable, "-m", "orhpc.commands.cli", *command],
+        cwd=kit.ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (written.returncode, written.stdout) == (0, f"5 tasks: {file}\n"), written.stderr
+    listed = [json.loads(json.loads(line)["metadata"]) for line in file.read_text().splitlines()]
     overrides = [OTHER, "evaluation.splits={t: [test]}", "evaluation.num_samples=3", "evaluation.interval=2"]
+    overrides.append(f"rollout.task_file={file}")
     result = kit.run(tmp_path, *overrides, "train.steps=2", "wandb.enabled=false")
     assert result.returncode == 0, result.stdout + result.stderr
     rundir = RunDir(tmp_path / "tiny")
@@ -28,6 +40,9 @@ def test_an_environment_without_training_splits_is_evaluated(tmp_path: Path) -> 
     assert [e["step"] for e in events if e["event"] == "evaluation"] == [0, 2]
     trained = {r.task.environment for step in steps_of(events) for r in read_step(rundir.rollouts_of(step))}
     assert trained == {"orhpc/letters"}
+    tasks = {r.task.index for step in steps_of(events) for r in read_step(rundir.rollouts_of(step))}
+    assert tasks == {metadata["task_spec"]["index"] for metadata in listed}
+    assert rundir.task_file.read_text() == file.read_text()
 
 
 def test_a_run_without_steps_evaluates_once_and_finishes(tmp_path: Path) -> None:

@@ -40,11 +40,6 @@ def _named(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 NO_EFFECT: tuple[Flag, ...] = (
-    *no_effect(
-        "--task-data",
-        why="Tasks are read from the environments of the config, which the file of `prepare_tasks.py` lists. "
-        "To train on a part, write `environments.NAME.splits` and `num_samples`.",
-    ),
     *no_effect("--model-args", why="The model's `config.json` has its shape."),
     *no_effect("--slime-path", "--megatron-path", why="Neither package is used from a folder."),
     *no_effect("--rollout-shuffle", why="Tasks are always shuffled, by `run.seed`.", arity="none"),

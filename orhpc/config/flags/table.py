@@ -80,6 +80,7 @@ _MODEL: tuple[Flag, ...] = (
 
 _ROLLOUT: tuple[Flag, ...] = (
     sets("--num-rollout", "train.steps", "integer"),
+    sets("--task-data", "rollout.task_file", "text", "Such a file is written by `orhpc prepare-tasks` too."),
     joint(
         "--rollout-batch-size", ("rollout.batch_size", *_BATCHES), by.batches,
         "Prompts per step. `train.global_batch_size` follows unless it is given.",

@@ -106,6 +106,16 @@ def test_tasks_depend_on_the_seed_and_follow_the_environments_weights(
             assert sorted(own[epoch * s.count : (epoch + 1) * s.count]) == list(range(s.count))
 
 
+def test_only_listed_tasks_are_drawn_each_once_an_epoch() -> None:
+    listed = {("a", "train"): [7, 3, 5], ("b", "test"): [0]}
+    of = streams({key: len(found) for key, found in listed.items()}, {"a": 3.0, "b": 1.0}, ["a"], listed)
+    tasks = [TaskSequence(of, seed=1).task(group) for group in range(8)]
+    drawn = [task.index for task in tasks if task.environment == "a"]
+    assert drawn[:3] == [7, 3, 5]
+    assert sorted(drawn[3:6]) == [3, 5, 7]
+    assert {(task.split, task.index) for task in tasks if task.environment == "b"} == {("test", 0)}
+
+
 def test_the_error_for_an_empty_split_names_it() -> None:
     with pytest.raises(ConfigError, match=r"environments\.e\.splits: 'train' has no tasks"):
         streams({("e", "train"): 0}, {"e": 1.0})

@@ -1,4 +1,4 @@
-"""Playing an environment by hand, with the project's example environments."""
+"""Playing an environment by hand and listing its tasks, with the project's example environments."""
 
 from __future__ import annotations
 
