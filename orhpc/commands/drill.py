@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from orhpc.commands.drill_table import recoveries, table
@@ -108,7 +107,8 @@ def drill(options: argparse.Namespace) -> int:
     write_atomic(run.path / "drill.json", json.dumps({"within_s": options.within}))
     if options.local:
         code = _run_here(path, words, run)
-        return code if code == EXIT_REQUEUE else show(run)
+        has_begun = run.events.is_file()  # otherwise its own message says why not
+        return show(run) if has_begun and code != EXIT_REQUEUE else code
     submit(config, path, words)
     if options.no_wait:
         print(f"  orhpc drill --table {shlex.quote(str(run.path))}")
@@ -189,31 +189,40 @@ def _run_here(path: str, words: Sequence[str], run: RunDir) -> int:
     """Start the run again whenever it ends as SLURM would requeue it; returns the last exit code."""
     command = [sys.executable, "-m", "orhpc.launch", "--local", path, *words]
     idle = 0
-    with _interruptible() as interrupted:
-        while True:
-            before = _reached(run)
-            code = subprocess.run(command, check=False).returncode
-            idle = 0 if _reached(run) > before else idle + 1
-            if interrupted:
-                return EXIT_REQUEUE
-            if code not in (EXIT_FAILED, EXIT_REQUEUE) and code >= 0:
-                return code
-            if idle >= _NO_PROGRESS:
-                return EXIT_FAILED
-            ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            print(f"drill: the run ended {ended}; starting it again, as SLURM would", flush=True)
-            time.sleep(1.0)  # its processes end with it, and the kernel needs a moment for that
+    while True:
+        before = _reached(run)
+        code, stopped = _run_once(command)
+        idle = 0 if _reached(run) > before else idle + 1
+        if stopped:
+            return EXIT_REQUEUE
+        if code not in (EXIT_FAILED, EXIT_REQUEUE) and code >= 0:
+            return code
+        if idle >= _NO_PROGRESS:
+            return EXIT_FAILED
+        ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        print(f"drill: the run ended {ended}; starting it again, as SLURM would", flush=True)
+        time.sleep(1.0)  # its processes end with it, and the kernel needs a moment for that
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Yield the signals of Ctrl-C: the run, which gets them too, ends by itself."""
+def _run_once(command: Sequence[str]) -> tuple[int, bool]:
+    """Run a command; returns its exit status, and whether a person has ended it.
+
+    A terminal's Ctrl-C reaches the command as well, and SIGTERM is forwarded: it commits and exits.
+    """
     received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with subprocess.Popen(command) as child:
+
+        def forward(number: int, frame: object) -> None:
+            received.append(number)
+            if number == signal.SIGTERM:
+                child.send_signal(number)
+
+        handlers = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return child.wait(), bool(received)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def _reached(run: RunDir) -> int:
@@ -257,6 +266,9 @@ def show(run: RunDir) -> int:
             + ("; ".join(balance.problems) or "each trained once or dropped for a reason"),
         ]
     )
-    write_atomic(run.path / "drill.md", text + "\n")
     print(text)
+    try:
+        write_atomic(run.path / "drill.md", text + "\n")
+    except PermissionError:  # a run that its owner shares with the group
+        print(f"orhpc: {run.path} cannot be written by you: drill.md stays as it is", file=sys.stderr)
     return EXIT_OK if back == len(rows) and not balance.problems else EXIT_FAILED

@@ -128,8 +128,8 @@ class FaultInjector:
             case FaultKind.DISK_FULL:
                 await _fill_disk(runtime, self._settings.disk_full_s)
             case _:
-                arming = getattr(runtime.trainers.ranks[index], "arm").remote(str(fault.kind))  # noqa: B009
-                await call(arming, "trainer arm", _ANSWER_S)
+                rank = runtime.trainers.ranks[index]
+                await call(rank.arm.remote(str(fault.kind)), "trainer arm", _ANSWER_S)
 
     def _preempt(self) -> None:
         """Send the signal that SLURM sends ahead of a preemption to whom SLURM sends it."""
