@@ -19,8 +19,8 @@ HEAD = """\
 
 What a run is expected to survive, how each fault is made in the tests, and which tests they are. "Measured"
 has figures that are written down elsewhere: L steps lost, T seconds from the fault (of a preemption: from the
-requeue) to the first new step. They are of a tiny model on four SLURM nodes that share two cores, unless a
-GPU is named. A kind in the column "drill" can be rehearsed on your own cluster with
+requeue) to the first new step. They are of a tiny model on four SLURM nodes that share two cores, unless
+another machine is named. A kind in the column "drill" can be rehearsed on your own cluster with
 [`orhpc drill`](guide/drill.md). What no test covers is in [its own list](#not-covered).
 """
 
