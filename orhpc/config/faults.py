@@ -60,49 +60,29 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """How a kind is injected."""
+    """What a kind is aimed at, and when; ``docs/guide/drill.md`` says how each is done."""
 
     target: Target
     phase: Phase
-    how: str
-    """One sentence for the documentation."""
 
 
 _ROLLOUTS, _UPDATE = Phase.ROLLOUTS, Phase.UPDATE
 KINDS: dict[FaultKind, Injection] = {
-    FaultKind.PREEMPTION: Injection(
-        Target.NOTHING, _ROLLOUTS,
-        "The job's batch shell, or the local command, gets the signal that SLURM sends ahead of a "
-        "preemption and of the time limit (USR2).",
-    ),
-    FaultKind.TRAINER_KILLED: Injection(Target.RANK, _UPDATE, "The rank's process gets SIGKILL."),
-    FaultKind.TRAINER_HANG: Injection(Target.RANK, _UPDATE, "The rank's process gets SIGSTOP."),
-    FaultKind.TRAINER_OOM: Injection(
-        Target.RANK, _UPDATE,
-        "The rank allocates twice the memory of its GPU; on a CPU it raises what torch would.",
-    ),
-    FaultKind.NAN_GRADIENT: Injection(
-        Target.RANK, _UPDATE, "The advantages of the rank's samples become NaN, and so do its gradients."
-    ),
-    FaultKind.ENGINE_KILLED: Injection(Target.ENGINE, _ROLLOUTS, "The engine's processes get SIGKILL."),
-    FaultKind.ENGINE_HANG: Injection(Target.ENGINE, _ROLLOUTS, "The engine's processes get SIGSTOP."),
-    FaultKind.WORKER_KILLED: Injection(Target.WORKER, _ROLLOUTS, "The worker's process is killed."),
-    FaultKind.ENVIRONMENT_KILLED: Injection(
-        Target.NODE, _ROLLOUTS, "An environment server that the job runs on the node gets SIGKILL."
-    ),
-    FaultKind.RAYLET_KILLED: Injection(Target.NODE, _ROLLOUTS, "The node's raylet gets SIGKILL."),
-    FaultKind.RAY_HEAD_KILLED: Injection(
-        Target.NOTHING, _ROLLOUTS, "Ray's GCS on the first node gets SIGKILL."
-    ),
-    FaultKind.DRIVER_KILLED: Injection(Target.NOTHING, _ROLLOUTS, "The driver gets SIGKILL."),
-    FaultKind.NODE_LOST: Injection(
-        Target.NODE, _ROLLOUTS, "All of the run's processes on the node get SIGKILL, the launcher first."
-    ),
-    FaultKind.DISK_FULL: Injection(
-        Target.NOTHING, _ROLLOUTS,
-        "Driver, trainers and workers find no space on the run's filesystem for `faults.disk_full_s`.",
-    ),
-}  # fmt: skip
+    FaultKind.PREEMPTION: Injection(Target.NOTHING, _ROLLOUTS),
+    FaultKind.TRAINER_KILLED: Injection(Target.RANK, _UPDATE),
+    FaultKind.TRAINER_HANG: Injection(Target.RANK, _UPDATE),
+    FaultKind.TRAINER_OOM: Injection(Target.RANK, _UPDATE),
+    FaultKind.NAN_GRADIENT: Injection(Target.RANK, _UPDATE),
+    FaultKind.ENGINE_KILLED: Injection(Target.ENGINE, _ROLLOUTS),
+    FaultKind.ENGINE_HANG: Injection(Target.ENGINE, _ROLLOUTS),
+    FaultKind.WORKER_KILLED: Injection(Target.WORKER, _ROLLOUTS),
+    FaultKind.ENVIRONMENT_KILLED: Injection(Target.NODE, _ROLLOUTS),
+    FaultKind.RAYLET_KILLED: Injection(Target.NODE, _ROLLOUTS),
+    FaultKind.RAY_HEAD_KILLED: Injection(Target.NOTHING, _ROLLOUTS),
+    FaultKind.DRIVER_KILLED: Injection(Target.NOTHING, _ROLLOUTS),
+    FaultKind.NODE_LOST: Injection(Target.NODE, _ROLLOUTS),
+    FaultKind.DISK_FULL: Injection(Target.NOTHING, _ROLLOUTS),
+}
 """Every kind; the driver injects them."""
 
 _TEXT = re.compile(r"([A-Za-z_]+)@([0-9]{1,9})(?::([0-9]{1,6}))?")

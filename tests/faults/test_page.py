@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orhpc.config.faults import FaultKind
+from orhpc.config.faults import KINDS, FaultKind, Target
 from tests.faults.page import Row, page, rows
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +50,12 @@ def test_every_kind_of_a_drill_has_a_row() -> None:
     """But for those that are no fault of their own in the list: a worker's and the driver's end."""
     without = {FaultKind.WORKER_KILLED, FaultKind.DRIVER_KILLED}
     assert {row.drill for row in ALL if row.drill} == set(FaultKind) - without
+
+
+def test_the_guide_explains_every_kind_with_what_its_index_counts() -> None:
+    guide = (ROOT / "docs/guide/drill.md").read_text()
+    lines = [line for line in guide.partition("## The faults")[2].splitlines() if line.startswith("| `")]
+    for kind, injection in KINDS.items():
+        (index,) = [line.split("|")[3] for line in lines if f"`{kind}`" in line.split("|")[1]]
+        counted = "" if injection.target is Target.NOTHING else injection.target.value
+        assert index.strip() == counted, kind
