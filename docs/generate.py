@@ -27,7 +27,8 @@ from orhpc.config.reference import default_of
 from orhpc.rundir.metrics import METRICS
 
 COMMANDS = (
-    *("launch", "check", "plan", "try-env", "prepare-tasks", "init", "doctor", "fetch", "files", "sweep"),
+    *("launch", "check", "plan", "try-env", "prepare-tasks", "init", "doctor", "fetch", "files"),
+    *("sweep", "drill"),
     *("runs", "status", "report", "view", "logs", "sync", "cancel", "export", "chat", "serve"),
     *("completion", "clean"),
 )

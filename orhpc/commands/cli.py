@@ -17,6 +17,7 @@ from orhpc.commands import (
     clean,
     completion,
     doctor,
+    drill,
     export,
     files,
     init,
@@ -96,7 +97,7 @@ def _converted(command: list[str], arguments: list[str]) -> list[str]:
     """The arguments of a command, without flags of other projects where it reads settings."""
     if command == ["serve"]:
         return engine_options(arguments)
-    reads = {"check": jobs.add_check, "sweep": sweep.add_sweep}
+    reads = {"check": jobs.add_check, "sweep": sweep.add_sweep, "drill": drill.add_drill}
     add_arguments = reads.get("".join(command))
     return arguments if add_arguments is None else without_flags(arguments, own_options(add_arguments))
 
@@ -126,6 +127,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     add("check", jobs.add_check, "check whether a config can run, without using a GPU")
     add("launch", add_launch, "start or resume a run, as a SLURM job or here")
     add("sweep", sweep.add_sweep, "start or resume runs with different values of some settings")
+    add("drill", drill.add_drill, "rehearse failures with a short run of a config")
     add("runs", runs.add_runs, "list the runs of a folder with their state")
     add("status", status.add_status, "show what a run is doing, its progress and its jobs")
     add("logs", logs.add_logs, "print what a run's processes have written")

@@ -40,6 +40,7 @@ MAY_CHANGE_ON_RESUME = (
     "notify.*",
     "alarms.*",
     "slurm.*",
+    "faults.*",
     "environments.*.url",
     "environments.*.replicas",
     "environments.*.max_opening",

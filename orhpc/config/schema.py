@@ -19,6 +19,7 @@ from orhpc.config.algorithm import AlgorithmSettings
 from orhpc.config.base import Name, NonNegative, Positive, Seconds, Section
 from orhpc.config.engine import EngineSettings, SamplingSettings
 from orhpc.config.environment import EnvironmentSettings, check_secret_sources
+from orhpc.config.faults import FaultSettings, fault_problems
 from orhpc.config.megatron import MegatronSettings
 from orhpc.config.notify import NotifySettings
 from orhpc.config.placement import PlacementSettings
@@ -207,6 +208,7 @@ class Config(Section):
     mlflow: MlflowSettings = MlflowSettings()
     notify: NotifySettings = NotifySettings()
     slurm: SlurmSettings = SlurmSettings()
+    faults: FaultSettings = FaultSettings()
 
     @property
     def data_ranks(self) -> int:
@@ -304,6 +306,7 @@ def _contradictions(c: Config) -> list[str]:
     elif c.megatron != MegatronSettings():
         problems.append("megatron: has settings, but train.backend is not megatron")
     problems += precision_problems(c)
+    problems += fault_problems(c)
     if c.engine.deterministic and c.evaluation.sampling.min_p:
         problems.append("evaluation.sampling.min_p: SGLang does not support it with engine.deterministic")
     return problems

@@ -80,7 +80,10 @@ async def bring_up(
         producer = ReplayProducer(str(config.train.replay_rollouts))
         start, trainers = await gather_two(verified, start_trainers())
         producer.position = start.state.position
-        return Runtime(config, rundir, trainers, None, [], producer, run.notice, gpus, estimator, start)
+        report = run.events.write
+        return Runtime(
+            config, rundir, trainers, None, [], producer, run.notice, gpus, estimator, start, report
+        )
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
@@ -111,6 +114,7 @@ async def bring_up(
         gpus,
         estimator,
         start,
+        run.events.write,
         unchecked=config.model.check,
     )
 

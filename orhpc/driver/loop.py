@@ -46,10 +46,12 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         state, phases = saver.state, Phases()
         # Rollouts
         with phases.timed("rollout"):
-            step_groups, sharing = await runtime.collect(state.step, run.stop_requested)
+            async with run.faults.during_rollouts(runtime, state.step + 1):
+                step_groups, sharing = await runtime.collect(state.step, run.stop_requested)
         # Advantages
         advantages = runtime.estimator.advantages(step_groups.groups)
         # Update
+        await run.faults.before_update(runtime, state.step + 1)
         batch = partial(train_on, run, runtime, step_groups.groups, advantages)
         with phases.timed("update"):
             metrics, state = await repeat_with_new_trainers(run, runtime, state, batch, during="update")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.driver.copies import Copies
+from orhpc.driver.fault_injection import FaultInjector
 from orhpc.driver.step_report import CompletedStep, report
 from orhpc.errors import NodeLost, StopRequested
 from orhpc.plan.placement import Placement
@@ -54,6 +55,8 @@ class Run:
         self.storage = StorageRetry(self.config.run.storage_wait_s, self._refused, self.stop_requested)
         self.copies = Copies(state_folder(), self.notice)
         """Copies of the state in memory, from which a restart in place continues."""
+        self.faults = FaultInjector(self.config.faults, rundir, attempt, self.placement.nodes, self.events)
+        """Failures that the config asks for; none unless a recovery is rehearsed."""
         self._stop_file = stop_file
         self._alerted = -_STORAGE_ALERT_S
 

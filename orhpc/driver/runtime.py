@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,12 @@ class Runtime:
     estimator: Estimator
     start: Start
     """What the attempt continued from."""
+    report: Callable[..., object]
+    """Writes an event: its name, then its fields."""
     unchecked: bool = False
     """Whether the engines still have to be compared with the trainer (:mod:`orhpc.driver.engine_check`)."""
+    _reported_down: set[int] = field(default_factory=set)
+    """Engines whose end has been reported since they were last restarted."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the engines; returns metrics such as ``sync_bytes``.
@@ -95,8 +100,13 @@ class Runtime:
 
     async def _restart_failed_engines(self) -> None:
         assert self.engines is not None
-        for index in await self.engines.restart_failed():
+        began = time.monotonic()
+        restarted = await self.engines.restart_failed()
+        for index in restarted:
             log.error("engine %d had failed and was restarted", index)
+        if restarted:
+            self._reported_down.difference_update(restarted)
+            self.report("engines_restarted", engines=restarted, seconds=time.monotonic() - began)
 
     async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
         """Collect the groups of the next step; returns them and the metrics of :meth:`while_serving`.
@@ -112,13 +122,21 @@ class Runtime:
         waiting = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([waiting], timeout=_WATCH_S))[0]:
-                if self.engines is not None:
-                    await self.engines.watch()
+                await self._watch_engines()
                 self._forward_notices()
             return await waiting
         finally:
             waiting.cancel()
             self._forward_notices()
+
+    async def _watch_engines(self) -> None:
+        """Raises EngineUnavailable if no engine is left; reports each that has ended once."""
+        if self.engines is None:
+            return
+        new = set(await self.engines.watch()) - self._reported_down
+        if new:
+            self._reported_down |= new
+            self.report("engines_ended", engines=sorted(new))
 
     def _forward_notices(self) -> None:
         for line in self.producer.notices:
@@ -147,7 +165,7 @@ class Runtime:
             await self._workers_generate(True)
         answers = await self._engine_samples()
         result = await work()
-        await self.engines.watch()
+        await self._watch_engines()
         with phases.timed("release"):
             await self._workers_generate(False)
             await self.engines.release()

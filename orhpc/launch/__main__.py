@@ -13,7 +13,14 @@ from orhpc.config.files import dump_config, load_config
 from orhpc.errors import EXIT_OK, HubUnreachable, OrhpcError, PreflightError, policy_of
 from orhpc.launch import model, prepare, task_files
 from orhpc.launch.checks import checklist
-from orhpc.launch.command_line import HELP, own_options, split_command_line, without_flags
+from orhpc.launch.command_line import (
+    HELP,
+    faults_of_environment,
+    own_options,
+    show_faults,
+    split_command_line,
+    without_flags,
+)
 from orhpc.launch.slurm import holder, submission
 from orhpc.plan.placement import Node, local_node, plan
 from orhpc.process.terminal import safe
@@ -49,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path, overrides = split_command_line(options.arguments)
         if options.nodes is not None:
             overrides.append(f"placement.nodes={options.nodes}")
+        overrides += faults_of_environment()
         config = load_config(path, overrides)
+        show_faults(config, lambda line: print(f"orhpc: {line}", file=sys.stderr))
         if options.local:
             return show_local(config) if options.dry_run else _run_local(config)
         if options.dry_run:

@@ -7,10 +7,14 @@ Flags are those of slime, miles and OpenReward's ``run.sh`` (:mod:`orhpc.config.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orhpc.config import Config
+from orhpc.config.faults import VARIABLE
 from orhpc.config.files import setting_of
 from orhpc.config.flags import ENGINE_FLAG, engine_option, settings_of, take
 from orhpc.errors import ConfigError
@@ -76,6 +80,19 @@ def split_command_line(arguments: Sequence[str]) -> tuple[str, list[str]]:
         ConfigError: more than one config file, or a flag as in :func:`without_flags`.
     """
     return _split(without_flags(arguments))
+
+
+def faults_of_environment() -> list[str]:
+    """Return the override that ``ORHPC_FAULT`` stands for; none if the variable is not set."""
+    text = os.environ.get(VARIABLE, "").strip()
+    return [f"faults.inject={json.dumps(text)}"] if text else []
+
+
+def show_faults(config: Config, say: Callable[[str], object]) -> None:
+    """Say which faults a run will cause itself, so that nobody takes them for real ones."""
+    if config.faults.inject:
+        listed = ", ".join(config.faults.inject)
+        say(f"FAULTS ARE INJECTED INTO THIS RUN, each once (faults.inject, {VARIABLE}): {listed}")
 
 
 def _split(arguments: Sequence[str]) -> tuple[str, list[str]]:

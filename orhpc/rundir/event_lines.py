@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 Event = dict[str, Any]
@@ -9,6 +10,19 @@ Event = dict[str, Any]
 
 BUDGETS = ("bring_up", "trainers_restarted")
 """Events with the token budget of a micro-batch."""
+
+
+_OF_PARTS: dict[str, Callable[[Event], str]] = {
+    "fault_injected": lambda event: f"injected the fault {event.get('fault')}",
+    "engines_ended": lambda event: f"engines have ended: {_list(event.get('engines'))}",
+    "engines_restarted": lambda event: f"restarted engines: {_list(event.get('engines'))}",
+    "environment_restarted": lambda event: f"restarted environment server {event.get('server')}",
+}
+"""Lines about single parts of a run."""
+
+
+def _list(numbers: object) -> str:
+    return ", ".join(map(str, numbers)) if isinstance(numbers, list) else "-"
 
 
 def line_of(event: Event) -> str | None:
@@ -31,6 +45,8 @@ def line_of(event: Event) -> str | None:
         took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in event["phases"].items())
         about = f"{event.get('parameters', 0) / 1e6:.1f} M parameters, step {event['step']}"
         return f"ready after {event['seconds']:.0f} s ({took}): {about}"
+    if kind in _OF_PARTS:
+        return _OF_PARTS[kind](event)
     if kind in ("finished", "stopped"):
         return f"{kind} after step {event['step']}"
     return None

@@ -37,6 +37,8 @@ _PAUSE_S = 5.0
 _PROBE_BYTES = 1 << 20
 """More than an attempt writes at its start."""
 _STOP_POLL_S = 0.2
+_no_space_until = 0.0
+"""Monotonic time in seconds until which :func:`refusals` rehearses a full disk in this process."""
 
 
 def is_refusal(error: OSError, below: Path | None = None) -> bool:
@@ -53,12 +55,20 @@ def is_refusal(error: OSError, below: Path | None = None) -> bool:
 def refusals(what: str, below: Path | None = None) -> Iterator[None]:
     """Raise StorageRefused in place of an OSError that :func:`is_refusal` accepts; others pass through."""
     try:
+        if time.monotonic() < _no_space_until:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected)")
         yield
     except OSError as error:
         if not is_refusal(error, below):
             raise
         where = f"{error.filename}: " if error.filename else ""
         raise StorageRefused(f"{what}: {where}{error.strerror}") from error
+
+
+def rehearse_full_disk(seconds: float) -> None:
+    """Have :func:`refusals` find no space left in this process for that long, whatever it wraps."""
+    global _no_space_until
+    _no_space_until = time.monotonic() + seconds
 
 
 def probe(folder: Path) -> None:

@@ -198,6 +198,10 @@ class Engines:
                 self._without_weights.add(engine.url)
         return broken
 
+    def hosts_of(self, index: int) -> list[ActorHandle[Any]]:
+        """The actors that own the processes of one engine; empty while it is down for good."""
+        return list(self._engines[index].hosts)
+
     async def leave_group(self) -> None:
         """Have the engines leave the broadcast group, because its members change or it failed."""
         group, self.group_name = self.group_name, None
@@ -291,6 +295,11 @@ def _engine(
     ports: Ports,
 ) -> Engine:
     """The engine at a place, with a function per node that starts its actor."""
+    process_class: type[EngineProcess] = EngineProcess
+    if config.faults.inject:
+        from orhpc.rollout.fault_injection import FaultyEngineProcess
+
+        process_class = FaultyEngineProcess
     per_node = len(place.devices) // len(place.nodes)
     first = placement.nodes[place.node].address
     starters: list[Callable[[], ActorHandle[Any]]] = []
@@ -305,7 +314,7 @@ def _engine(
         log = logs / f"engine_{place.index:03d}{f'_{rank}' if rank else ''}.log"
         address, port = placement.nodes[node].address, ports[place.index, node][0]
         arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads, part)
-        starters.append(partial(spawn, EngineProcess, ids[node], config.secret_sources, *arguments))
+        starters.append(partial(spawn, process_class, ids[node], config.secret_sources, *arguments))
     return Engine(place, f"http://{first}:{ports[place.index, place.node][0]}", starters)
 
 

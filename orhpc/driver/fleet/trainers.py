@@ -58,11 +58,16 @@ class Trainers:
         This uses hardly any device memory, so engines that share the devices may start concurrently.
         """
         world = len(placement.trainers)
+        rank_class: type[TrainerRank] = TrainerRank
+        if config.faults.inject:
+            from orhpc.train.fault_injection import FaultyTrainerRank
+
+            rank_class = FaultyTrainerRank
 
         def start_ranks() -> list[ActorHandle[Any]]:
             return [
                 spawn(
-                    TrainerRank, ids[t.node], config.secret_sources, config, model_dir, t.rank, world,
+                    rank_class, ids[t.node], config.secret_sources, config, model_dir, t.rank, world,
                     t.threads, t.device if config.placement.device == "cuda" else None,
                     # Training runs on one thread, to which torch's thread count applies; this group lets a
                     # stop request run while that thread is busy.

@@ -70,12 +70,17 @@ async def start_workers(
         ConfigError: an environment or the model's chat format does not match the config.
     """
     handles: list[WorkerHandle] = []
+    worker_class: type[RolloutWorker] = RolloutWorker
+    if config.faults.inject:
+        from orhpc.rollout.fault_injection import FaultyRolloutWorker
+
+        worker_class = FaultyRolloutWorker
     for w in placement.workers:
         urls = placement.environments_of(w.index)
         arguments = (config, model_dir, w.index, str(rundir.path), attempt, urls, environment_key)
         concurrency = config.rollout.max_concurrent + 8
         actor = spawn(
-            RolloutWorker, ids[w.node], config.secret_sources, *arguments, max_concurrency=concurrency
+            worker_class, ids[w.node], config.secret_sources, *arguments, max_concurrency=concurrency
         )
         handles.append(WorkerHandle(actor, w.index))
     await asyncio.gather(*(h.call(RolloutWorker.open) for h in handles))

@@ -22,6 +22,7 @@ from orhpc.launch.node.replicas import replicas_of
 from orhpc.plan.placement import Node
 from orhpc.process.ports import hold_port, stop_listening
 from orhpc.rundir import RunDir
+from orhpc.rundir.events import EventLog
 
 _MIN_LIFE_S = 30.0
 """A server that ends within this time after its start, without being killed, is considered broken."""
@@ -93,6 +94,9 @@ class ServedEnvironments:
                         f"{processes.last_line(log)} ({log})"
                     )
                 self._spawn(label)
+                events = EventLog(self._rundir.events, int(self._folder.name))
+                events.write("environment_restarted", server=label, status=process.returncode)
+                events.close()
 
     def stop(self) -> None:
         for process in self._running.values():

@@ -24,7 +24,7 @@ from orhpc.errors import (
 )
 from orhpc.launch import model, prepare, task_files
 from orhpc.launch.checks import checklist, preflight
-from orhpc.launch.command_line import split_command_line
+from orhpc.launch.command_line import faults_of_environment, show_faults, split_command_line
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.first_node import SECRETS
 from orhpc.launch.node.job_attempt import JobAttempt, Superseded
@@ -54,9 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hold is not None:
             fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script checks the lock
         path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
-        words = [*overrides, f"placement.nodes={job.nodes}"]
+        words = [*overrides, f"placement.nodes={job.nodes}", *faults_of_environment()]
         config = retry_write(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
         use_access(config.run.access)
+        if job.rank == 0:
+            show_faults(config, say)
         with refusals("the run directory refuses", below=prepare.run_directory(config).path):
             if job.rank:
                 return other_node(job, config)

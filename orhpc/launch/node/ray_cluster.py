@@ -24,7 +24,7 @@ from orhpc.launch.node.compiled_caches import kept_caches
 from orhpc.launch.node.network_variables import NO_PROXY
 from orhpc.launch.node.ray_start import accepts
 from orhpc.launch.node.scratch import Scratch
-from orhpc.process import state_folder
+from orhpc.process import run_processes, state_folder
 from orhpc.process.ports import free_ports
 
 log = logging.getLogger(__name__)
@@ -186,6 +186,7 @@ class RayNode:
             "TMPDIR": str(self._scratch.temporary),
             **kept_caches(os.environ),
             state_folder.VARIABLE: str(self._state_folder or ""),
+            run_processes.LAUNCHER: str(os.getpid()),
             # The GCS keeps its state on disk, because it is restarted if it ends (:mod:`ray_start`).
             "RAY_gcs_storage": "rocksdb",
             "RAY_gcs_storage_path": str(self._scratch.path / "gcs"),

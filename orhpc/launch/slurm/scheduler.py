@@ -136,6 +136,17 @@ def cancel(job_id: str) -> None:
         raise PreflightError(f"scancel {job_id}: {' '.join(result.stderr.split())}")
 
 
+def signal_batch_shell(job_id: str, name: str) -> None:
+    """Send a signal to a job's batch shell only, as ``--signal=B:`` does.
+
+    Raises:
+        PreflightError: SLURM refuses.
+    """
+    result = query("scancel", "--batch", f"--signal={name}", job_id)
+    if result.returncode:
+        raise PreflightError(f"scancel --signal={name} {job_id}: {' '.join(result.stderr.split())}")
+
+
 def nodes_down() -> list[str]:
     """Nodes of this job that SLURM shows as down, failed or not responding."""
     listed = os.environ.get("SLURM_JOB_NODELIST")

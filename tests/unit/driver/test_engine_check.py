@@ -136,7 +136,7 @@ def test_engines_are_compared_once_and_again_only_if_they_could_not_answer(
             engines: Any = SimpleNamespace(urls=[engine], pool=pool, shared=[])
             run_dir = RunDir(Path(folder).parent)
             anything: Any = None
-            runtime = Runtime(config, run_dir, trainers, engines, [], *[anything] * 5, unchecked=True)
+            runtime = Runtime(config, run_dir, trainers, engines, [], *[anything] * 6, unchecked=True)
 
             async def failing(*_: Any) -> Any:
                 raise EngineUnavailable("away")

@@ -13,12 +13,14 @@ from orhpc.config.files import load_config
 from orhpc.driver.concurrently import all_of
 from orhpc.driver.copies import Copies
 from orhpc.driver.estimator import Estimator
+from orhpc.driver.fault_injection import FaultInjector
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.loop import train
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep, report
 from orhpc.errors import OrhpcError, StopRequested, StorageRefused, WeightSyncFailed
 from orhpc.rollout.producer import Position, StepGroups
+from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog, read_events
 from orhpc.rundir.prompt_ledger import PromptLedger, read_lineage
 from orhpc.rundir.storage import StorageRetry, Store
@@ -82,6 +84,7 @@ class Run:
         self.unreported: CompletedStep | None = None
         self.last_step_skipped = False
         self.copies = Copies(None, self.notice)
+        self.faults = FaultInjector(self.config.faults, RunDir(folder), 1, (), self.events)
 
     def log(self, event: dict[str, Any]) -> None: ...
 

@@ -12,16 +12,17 @@ from orhpc.driver.runtime import Runtime
 
 
 class Recorded:
-    """Records the names of the methods that are called; each returns nothing."""
+    """Records the names of the methods that are called; each returns an empty list."""
 
     def __init__(self, who: str, calls: list[str], **attributes: Any) -> None:
         self.__dict__ |= attributes
         self._who, self._calls = who, calls
 
     def __getattr__(self, name: str) -> Any:
-        async def method(*arguments: Any) -> None:
+        async def method(*arguments: Any) -> list[Any]:
             called = arguments[0].__name__ if name == "call" else name
             self._calls.append(f"{self._who} {called}")
+            return []
 
         return method
 
@@ -37,7 +38,7 @@ def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
     async def rollouts() -> None:
         calls.append("rollouts")
 
-    runtime = Runtime(config, anything, trainers, engines, workers, *[anything] * 5)
+    runtime = Runtime(config, anything, trainers, engines, workers, *[anything] * 6)
     asyncio.run(runtime.while_serving(rollouts))
     return calls
 

@@ -28,6 +28,7 @@ from orhpc.launch.slurm.preempt import Signals
 from orhpc.plan.placement import Node, Placement
 from orhpc.process.ports import free_ports, is_free
 from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir.events import read_events
 from orhpc.rundir.storage import StorageRetry
 
 HOST = "127.0.0.1"
@@ -72,8 +73,11 @@ def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
 
 
 def test_a_server_killed_soon_after_its_start_is_restarted_in_the_attempt(tmp_path: Path) -> None:
-    (tmp_path / "environment.key").write_text("key")
-    servers = ServedEnvironments(config_of(), NODE, RunDir(tmp_path), tmp_path)
+    rundir = RunDir(tmp_path)
+    folder = rundir.attempt(1)
+    folder.mkdir(parents=True)
+    (folder / "environment.key").write_text("key")
+    servers = ServedEnvironments(config_of(), NODE, rundir, folder)
     servers.reserve()
     servers.start()
 
@@ -93,6 +97,8 @@ def test_a_server_killed_soon_after_its_start_is_restarted_in_the_attempt(tmp_pa
             servers.keep_up()
     finally:
         servers.stop()
+    told = [(e["event"], e["server"], e["status"]) for e in read_events(rundir.events)]
+    assert told == [("environment_restarted", "orhpc_letters_0", -9)] * 2
 
 
 def test_nodes_count_the_raylets_that_have_joined(tmp_path: Path) -> None:

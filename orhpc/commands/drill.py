@@ -1,0 +1,274 @@
+"""``orhpc drill``: a short run of a config in which parts fail on purpose, and a table of what that cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from orhpc.commands.drill_table import recoveries, table
+from orhpc.commands.jobs import Standing
+from orhpc.commands.run_state import existing_run
+from orhpc.config import Config
+from orhpc.config.faults import KINDS, VARIABLE, Fault, FaultKind, Target, serves, targets
+from orhpc.config.files import load_config
+from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
+from orhpc.launch import prepare
+from orhpc.launch.__main__ import submit
+from orhpc.launch.command_line import HELP, show_faults, split_command_line
+from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir.event_lines import line_of
+from orhpc.rundir.events import read_events, steps_of
+from orhpc.rundir.prompt_ledger import balance_of, read_lineage
+
+USUAL = (
+    FaultKind.TRAINER_KILLED,
+    FaultKind.TRAINER_OOM,
+    FaultKind.ENGINE_KILLED,
+    FaultKind.ENVIRONMENT_KILLED,
+    FaultKind.DISK_FULL,
+    FaultKind.PREEMPTION,
+    FaultKind.DRIVER_KILLED,
+    FaultKind.NODE_LOST,
+)
+"""Faults of a drill that names none; those that do not apply to the config are left out.
+
+Hangs are not among them: a trainer that hangs is found by the collectives' timeout, after 15 minutes.
+"""
+_FIRST = 3
+"""Step of the first fault: some steps are made before."""
+_SAVE_INTERVAL = 2
+_POLL_S = 5.0
+_NO_PROGRESS = 3
+"""Starts of a local drill in a row without a new step, after which it ends."""
+_QUIET = (
+    "evaluation.interval=0", "wandb.enabled=false", "tensorboard.enabled=false", "mlflow.enabled=false",
+    "notify.events=[]", "rollout.openreward_upload=false",
+)  # fmt: skip
+"""A drill is no experiment: it reports to nobody."""
+
+
+def add_drill(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = HELP
+    parser.add_argument(
+        "arguments", nargs="*", metavar="CONFIG | key=value | RUN",
+        help="a YAML file, then overrides; with --table, the run directory of a drill",
+    )  # fmt: skip
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
+    parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
+    parser.add_argument(
+        "--faults", metavar="A,B", help=f"kinds, or kind:index; of {', '.join(FaultKind)}; default: the usual"
+    )
+    parser.add_argument(
+        "--every", type=int, default=3, metavar="STEPS", help="from fault to fault; default: 3"
+    )
+    parser.add_argument(
+        "--within", type=float, default=1800.0, metavar="SECONDS",
+        help="until the first new step after each fault; more is a failure; default: 1800",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-wait", action="store_true", help="submit the job, and leave the table for later"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would fail when; start nothing")
+    parser.add_argument("--table", action="store_true", help="print the table of a drill again")
+    parser.set_defaults(run=drill)
+
+
+def drill(options: argparse.Namespace) -> int:
+    """Rehearse faults; returns 0 only if the run came back after every one of them."""
+    if options.table:
+        if len(options.arguments) != 1:
+            raise ConfigError("--table: name one run directory")
+        return show(existing_run(Path(options.arguments[0])))
+    _check_options(options)
+    path, overrides = split_command_line(options.arguments)
+    if options.nodes is not None:
+        overrides.append(f"placement.nodes={options.nodes}")
+    words = drill_overrides(path, overrides, options.faults, options.every)
+    config = load_config(path, words)
+    show_faults(config, print)
+    print(f"the run {config.run.name} makes {config.train.steps} steps and commits every second one")
+    if options.dry_run:
+        return EXIT_OK
+    run = prepare.run_directory(config)
+    if run.config.is_file() and prepare.is_finished(run, config):
+        raise ConfigError(
+            f"run.name: {run.path} holds a finished drill (orhpc drill --table prints it); remove the folder "
+            "to repeat it"
+        )
+    prepare.create_directory(config)
+    write_atomic(run.path / "drill.json", json.dumps({"within_s": options.within}))
+    if options.local:
+        code = _run_here(path, words, run)
+        has_begun = run.events.is_file()  # otherwise its own message says why not
+        return show(run) if has_begun and code != EXIT_REQUEUE else code
+    submit(config, path, words)
+    if options.no_wait:
+        print(f"  orhpc drill --table {shlex.quote(str(run.path))}")
+        return EXIT_OK
+    _wait(run)
+    return show(run)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if os.environ.get(VARIABLE):
+        raise ConfigError(f"{VARIABLE}: a drill injects what --faults names; unset the variable")
+    if options.every < 1:
+        raise ConfigError(f"--every: {options.every} is not a positive number of steps")
+    if options.within <= 0:
+        raise ConfigError(f"--within: {options.within:g} is not a positive number of seconds")
+    if options.local and options.no_wait:
+        raise ConfigError("--no-wait: --local runs in the foreground")
+
+
+def drill_overrides(path: str, overrides: Sequence[str], faults: str | None, every: int) -> list[str]:
+    """Return the overrides that turn a run into its drill.
+
+    Args:
+        path: the config file.
+        overrides: the user's own.
+        faults: kinds, separated by commas, each perhaps with ``:index``; None: those of :data:`USUAL`.
+        every: steps from one fault to the next.
+
+    Raises:
+        ConfigError: the config is wrong, or a fault is unknown or cannot happen in this run.
+    """
+    config = load_config(path, overrides)
+    chosen = _named(faults) if faults else [(kind, None) for kind in USUAL if _applies(config, kind)]
+    schedule = [
+        str(Fault(kind, _FIRST + every * n, _index(config, kind, index)))
+        for n, (kind, index) in enumerate(chosen)
+    ]
+    interval = min(config.checkpoint.save_interval or _SAVE_INTERVAL, _SAVE_INTERVAL)
+    words = [
+        *overrides, *_QUIET, f"run.name={config.run.name}-drill",
+        f"train.steps={_FIRST + every * len(schedule)}", f"checkpoint.save_interval={interval}",
+        f"faults.inject={json.dumps(schedule)}",
+    ]  # fmt: skip
+    return words + (["algorithm.critic.warmup_steps=0"] if config.algorithm.critic.warmup_steps else [])
+
+
+def _named(faults: str) -> list[tuple[FaultKind, int | None]]:
+    found: list[tuple[FaultKind, int | None]] = []
+    for text in filter(None, (word.strip() for word in faults.split(","))):
+        kind, _, index = text.partition(":")
+        try:
+            parsed = Fault.parse(f"{kind}@1:{index}" if index else f"{kind}@1")
+        except ValueError as error:
+            raise ConfigError(f"--faults: {str(error).replace('@1', '')}") from None
+        found.append((parsed.kind, parsed.index if index else None))
+    if not found:
+        raise ConfigError("--faults: names no fault")
+    return found
+
+
+def _applies(config: Config, kind: FaultKind) -> bool:
+    if kind is FaultKind.ENVIRONMENT_KILLED:
+        return serves(config)
+    return targets(config).get(KINDS[kind].target, 1) > 0
+
+
+def _index(config: Config, kind: FaultKind, index: int | None) -> int | None:
+    """The named index, or the last: the first rank and node have more to do, and fail no more often."""
+    target = KINDS[kind].target
+    if target is Target.NOTHING:
+        return None
+    if index is None and kind is FaultKind.ENVIRONMENT_KILLED:
+        return 0
+    return max(0, targets(config)[target] - 1) if index is None else index
+
+
+def _run_here(path: str, words: Sequence[str], run: RunDir) -> int:
+    """Start the run again whenever it ends as SLURM would requeue it; returns the last exit code."""
+    command = [sys.executable, "-m", "orhpc.launch", "--local", path, *words]
+    idle = 0
+    while True:
+        before = _reached(run)
+        code, stopped = _run_once(command)
+        idle = 0 if _reached(run) > before else idle + 1
+        if stopped:
+            return EXIT_REQUEUE
+        if code not in (EXIT_FAILED, EXIT_REQUEUE) and code >= 0:
+            return code
+        if idle >= _NO_PROGRESS:
+            return EXIT_FAILED
+        ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        print(f"drill: the run ended {ended}; starting it again, as SLURM would", flush=True)
+        time.sleep(1.0)  # its processes end with it, and the kernel needs a moment for that
+
+
+def _run_once(command: Sequence[str]) -> tuple[int, bool]:
+    """Run a command; returns its exit status, and whether a person has ended it.
+
+    A terminal's Ctrl-C reaches the command as well, and SIGTERM is forwarded: it commits and exits.
+    """
+    received: list[int] = []
+    with subprocess.Popen(command) as child:
+
+        def forward(number: int, frame: object) -> None:
+            received.append(number)
+            if number == signal.SIGTERM:
+                child.send_signal(number)
+
+        handlers = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return child.wait(), bool(received)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _reached(run: RunDir) -> int:
+    return max(steps_of(read_events(run.events)), default=0)
+
+
+def _wait(run: RunDir) -> None:
+    """Print what happens until no job of the run is left."""
+    shown = 0
+    while True:
+        ended = Standing.of(run).ended
+        events = read_events(run.events)
+        for event in events[shown:]:
+            line = event.get("reason") if event["event"] == "notice" else line_of(event)
+            if line is not None:
+                print(line, flush=True)
+        shown = len(events)
+        if ended:
+            return
+        time.sleep(_POLL_S)
+
+
+def show(run: RunDir) -> int:
+    """Print and write the table of a drill; returns 0 only if the run came back after every fault."""
+    config = load_config(run.config)
+    if not config.faults.inject:
+        raise ConfigError(f"{run.path}: no faults were injected into this run (faults.inject)")
+    try:
+        within_s = float(json.loads((run.path / "drill.json").read_text())["within_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        within_s = float("inf")  # a run with faults, but no drill: it has no limit
+    rows = recoveries(run, config, within_s)
+    back = sum(row.recovered for row in rows)
+    balance = balance_of(read_lineage(run.prompts))
+    lost = max((row.steps_lost for row in rows), default=0)
+    text = "\n".join(
+        [
+            table(rows),
+            "",
+            f"{run.path}: came back after {back} of {len(rows)} faults, at most {lost} steps lost; prompts: "
+            + ("; ".join(balance.problems) or "each trained once or dropped for a reason"),
+        ]
+    )
+    print(text)
+    try:
+        write_atomic(run.path / "drill.md", text + "\n")
+    except PermissionError:  # a run that its owner shares with the group
+        print(f"orhpc: {run.path} cannot be written by you: drill.md stays as it is", file=sys.stderr)
+    return EXIT_OK if back == len(rows) and not balance.problems else EXIT_FAILED
