@@ -241,7 +241,11 @@ def plot(curves: dict[Run, Curve], file: Path) -> None:
             if own:
                 steps = zip(*own, strict=False)
                 middle = [tuple(statistics.mean(v) for v in zip(*step, strict=True)) for step in steps]
-                axis.plot(*zip(*middle, strict=True), color=color, label=f"{side}, {len(own)} seeds")
+                axis.plot(
+                    *zip(*middle, strict=True),
+                    color=color,
+                    label=f"{side} ({len(own)} seed{'s' * (len(own) > 1)})",
+                )
         axis.set(title=algorithm.upper(), xlabel="sampled tokens", ylabel="mean reward")
         axis.grid(alpha=0.3)
         axis.legend(loc="lower right")
