@@ -180,6 +180,10 @@ class BadAnswer(BadTask):
     """An environment server's answer violates the protocol."""
 
 
+class ReplayDiffers(DataError):
+    """A new session gave other answers than the recorded ones of an interrupted rollout."""
+
+
 class EnvironmentRaised(BadTask):
     """The environment's code raised an exception; the rollout can be retried in a new session."""
 

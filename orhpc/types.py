@@ -193,6 +193,11 @@ class Rollout:
     """Seconds spent waiting; None if not measured, for example for rollouts read from a record."""
     retries: int = 0
     """Number of restarts after failures of the environment or an engine; not recorded."""
+    replayed_turns: int = 0
+    """Turns of an earlier attempt whose tool calls were made again in a new session, with equal answers."""
+    replay_mismatch: str | None = None
+    """What differed when the turns of an earlier attempt were replayed, so that the rollout was generated
+    again from the start; None: nothing."""
 
     @property
     def length(self) -> int:
@@ -248,6 +253,10 @@ class RolloutSummary:
     version_tokens: tuple[tuple[int, int], ...] = ()
     """Policy versions, oldest first, with the number of tokens that each sampled; empty: all are of
     ``min_version``."""
+    replayed_turns: int = 0
+    """Turns whose tool calls were made again in a new session after a stop, with equal answers."""
+    replay_mismatch: str | None = None
+    """What differed in a replay, so that the rollout was generated again; None: nothing."""
 
     def tokens_since(self, version: int) -> int:
         """Return the number of tokens that this policy version or a newer one sampled."""

@@ -94,6 +94,12 @@ class EnvironmentSettings(Section):
     """Maximum number of tool calls of one turn that run concurrently. 1: sequentially. The model reads their
     results in the order of its calls. An OpenReward server still runs calls of the same tool sequentially
     unless the tool is declared ``concurrent``; the waiting time counts toward the timeout of a call."""
+    replay_calls: bool = True
+    """After a restart of the run, repeat the tool calls of an unfinished rollout in a new session, so that it
+    goes on from its own tokens; if an answer differs from the recorded one, the rollout is generated again.
+    Takes effect with ``rollout.partial`` or ``rollout.max_staleness`` above 0. Set it to false if calls must
+    not be repeated, because they change something outside of their session, or if their answers differ each
+    time, as those of a web search."""
     nudge: str | None = None
     """User message that is sent after an answer without a tool call, so that the model continues. Null: such
     an answer ends the rollout."""

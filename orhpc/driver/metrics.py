@@ -79,23 +79,28 @@ def failure_metrics(step_groups: StepGroups) -> dict[str, float]:
     """Failures of the step's rollouts, including those of groups that are not trained on.
 
     ``failed_rollouts``, ``retried_rollouts`` (repeated in a new session) and ``failed_groups`` (dropped
-    groups with failed rollouts) are counts; ``failed_share`` is the share of failed rollouts in the
+    groups with failed rollouts) are counts, as are ``replayed_rollouts`` and ``replay_mismatches`` after a
+    stop of the run (:mod:`orhpc.rollout.replay`); ``failed_share`` is the share of failed rollouts in the
     environment where it is highest.  ``.../ENVIRONMENT`` is the same for one environment, if it is not 0.
     """
     groups = [*step_groups.groups, *step_groups.dropped]
-    rollouts, failed, retried, lost = (Counter[str]() for _ in range(4))
+    rollouts, failed, retried, lost, replayed, mismatched = (Counter[str]() for _ in range(6))
     for group in groups:
         name = group.task.environment
         failures = sum(r.end is RolloutEnd.FAILED for r in group.rollouts)
         rollouts[name] += len(group.rollouts)
         failed[name] += failures
         retried[name] += sum(r.retries > 0 for r in group.rollouts)
+        replayed[name] += sum(r.replayed_turns > 0 for r in group.rollouts)
+        mismatched[name] += sum(r.replay_mismatch is not None for r in group.rollouts)
     for group in step_groups.dropped:
         lost[group.task.environment] += any(r.end is RolloutEnd.FAILED for r in group.rollouts)
     metrics = {
         "failed_share": max((failed[n] / total for n, total in rollouts.items() if total), default=0.0)
     }
     counts = {"failed_rollouts": failed, "retried_rollouts": retried, "failed_groups": lost}
+    if replayed.total() or mismatched.total():
+        counts |= {"replayed_rollouts": replayed, "replay_mismatches": mismatched}
     for what, by_name in counts.items():
         metrics[what] = float(by_name.total())
         metrics |= {f"{what}/{name}": float(n) for name, n in by_name.items() if n}

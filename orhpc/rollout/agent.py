@@ -5,7 +5,8 @@ plus the tokens of the environment's response.  The finish reason of a turn dete
 
 * ``stop``: its tool calls are executed (:mod:`orhpc.rollout.turn_calls`), or its text is the answer;
 * ``length``: the rollout ends as LENGTH; a truncated call is not executed, and no tokens are added;
-* ``abort``: sampling continues from the partial turn, unless the run is stopping (ABORTED).
+* ``abort``: sampling continues from the partial turn, unless the run is stopping (ABORTED).  The next attempt
+  goes on from there (:mod:`orhpc.rollout.replay`).
 
 A mistake of the model, or a tool that raised, is shown to the model as the call's result.  BadTask ends the
 rollout as FAILED.  Infrastructure failures and EnvironmentRaised are raised with the transcript so far, and
@@ -23,12 +24,13 @@ reward.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +42,7 @@ from orhpc.errors import (
     ModelError,
     OrhpcError,
     PromptTooLong,
+    ReplayDiffers,
 )
 from orhpc.models import vocabulary_of
 from orhpc.process.pacing import pace
@@ -49,6 +52,7 @@ from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.environment.rewards import call_custom_reward, reduce_rewards
 from orhpc.rollout.fitting import fit_results, longest_text
 from orhpc.rollout.functions import load_function
+from orhpc.rollout.replay import Replay
 from orhpc.rollout.slime import SlimeReward, is_for_slime, load_generate, load_reward
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rollout.turn_sampling import open_prompt, sample_turn, turn_seed
@@ -246,7 +250,9 @@ def load_agent(config: Config, model_dir: str) -> Agent:
 
 
 async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout:
-    """Generate one rollout.
+    """Generate one rollout, or go on with ``request.begun``.
+
+    If it is canceled while the run is stopping, it returns what there is of the rollout (ABORTED).
 
     Raises:
         EnvironmentUnavailable, EngineUnavailable, RoutesMissing: infrastructure failed; there is no
@@ -255,14 +261,34 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
         UserCodeError: the reward function raised or did not return a finite number, or the environment
             raises on every task.
     """
+    try:
+        return await _generate(context, request)
+    except ReplayDiffers as difference:
+        rollout = await _generate(context, replace(request, begun=None))
+        rollout.replay_mismatch = str(difference)
+        return rollout
+
+
+async def _generate(context: AgentContext, request: RolloutRequest) -> Rollout:
+    """Generate one rollout in one session.
+
+    Raises the errors of :func:`run_rollout`, and ReplayDiffers: ``request.begun`` cannot be continued.
+    """
     began = time.monotonic()
     await pace()
     builder, error = RolloutBuilder(), None
+    replay = Replay(request.begun)
     try:
         async with AsyncExitStack() as stack:
             with builder.waiting("opening"):
                 session = await stack.enter_async_context(context.environment.session(request.task))
-            end = await _converse(context, request, session, builder)
+            end = await _converse(context, request, session, builder, replay)
+    except asyncio.CancelledError:
+        if not context.stopping() or not replay.is_done:
+            raise
+        end = RolloutEnd.ABORTED  # a stop does not wait for tool calls; the next attempt goes on from here
+    except ReplayDiffers:
+        raise
     except PromptTooLong as failure:
         end, error = RolloutEnd.PROMPT_TOO_LONG, str(failure)
     except OrhpcError as failure:
@@ -286,6 +312,7 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
         seconds=time.monotonic() - began,
         limit=context.rollout.max_total_tokens,
     )
+    rollout.replayed_turns = replay.repeated
     if context.reward is not None and end.trainable:
         custom = str(context.rollout.custom_reward)
         rollout.reward = await call_custom_reward(context.reward, rollout, custom, context.settings)
@@ -293,13 +320,21 @@ async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout
 
 
 async def _converse(
-    context: AgentContext, request: RolloutRequest, session: AgentSession, builder: RolloutBuilder
+    context: AgentContext,
+    request: RolloutRequest,
+    session: AgentSession,
+    builder: RolloutBuilder,
+    replay: Replay,
 ) -> RolloutEnd:
     """Fill the builder turn by turn; returns why the rollout ended."""
     await open_prompt(context, session, builder)
-    begun, nudges = _restored(context, request, builder), 0
+    replay.begin(builder, routes=context.record_routes)
+    nudges = 0
     for number in range(context.settings.max_turns):
-        finish = await sample_turn(context, request, builder, number, begun=begun and number == 0)
+        finish = replay.restore(builder, number)
+        if finish is not FinishReason.STOP:
+            begun = finish is not None
+            finish = await sample_turn(context, request, builder, number, begun=begun)
         if finish is not FinishReason.STOP:
             return RolloutEnd.LENGTH if finish is FinishReason.LENGTH else RolloutEnd.ABORTED
         await pace()
@@ -310,7 +345,7 @@ async def _converse(
                 return RolloutEnd.ANSWERED
             nudges += 1
             continue
-        with builder.waiting("tools"):
+        with builder.waiting("tools"), replay.expecting(builder, number):
             results = await turn_calls.execute(
                 session,
                 message,
@@ -319,6 +354,7 @@ async def _converse(
                 longest=longest_text(context.rollout),
             )
         if results is None:
+            replay.require_unfinished(number)
             return RolloutEnd.TERMINAL
         if number + 1 == context.settings.max_turns:
             return RolloutEnd.MAX_TURNS
@@ -327,14 +363,6 @@ async def _converse(
             return RolloutEnd.LENGTH
         builder.add_context(delta)
     raise AssertionError("max_turns is positive")
-
-
-def _restored(context: AgentContext, request: RolloutRequest, builder: RolloutBuilder) -> bool:
-    """Restore what a stop has left of the first turn; returns whether there is anything."""
-    begun = request.begun
-    if begun is None or (context.record_routes and begun.routes is None):
-        return False
-    return builder.restore(begun)
 
 
 def _nudge(context: AgentContext, builder: RolloutBuilder, number: int) -> bool:

@@ -1,7 +1,8 @@
 """The run's buffer: groups that no step has trained on yet, so that they survive the end of the process.
 
 ``group_7.h5`` is a finished group.  ``begun_7.h5`` is what a stop has left of an unfinished one: rollouts
-that have finished, and those that the stop has aborted, with the tokens that they have.
+that have finished, and those that the stop has aborted, with the tokens that they have.  Of a rollout that
+was waiting for its tools, these are the tokens up to its calls.
 """
 
 from __future__ import annotations
@@ -71,8 +72,13 @@ class Buffer:
 
 
 def is_continuable(rollout: Rollout) -> bool:
-    """Whether a rollout was aborted in its first turn, so that a new session can continue it."""
-    return rollout.end is RolloutEnd.ABORTED and len(rollout.turns) == 1 and rollout.response_tokens > 0
+    """Whether a stop has aborted a rollout that has tokens, from which a new session can go on."""
+    return rollout.end is RolloutEnd.ABORTED and rollout.response_tokens > 0
+
+
+def has_called(rollout: Rollout) -> bool:
+    """Whether a rollout is beyond its first turn, so that a new session has to repeat its tool calls."""
+    return len(rollout.turns) > 1
 
 
 def read_group(file: str | Path) -> list[Rollout]:

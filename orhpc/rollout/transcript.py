@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from orhpc.errors import EngineUnavailable, MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage
 from orhpc.rollout.environment.tools import ToolResult
-from orhpc.types import FinishReason, Generation, Rollout, RolloutEnd, Task, Turn, Waits
+from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn, Waits
 from orhpc.wire.routes import RouteLog
 
 _MAX_METADATA_CHARACTERS = 4000
@@ -40,7 +41,7 @@ class RolloutRequest:
     attempt: int = 0
     """Number of retries after infrastructure failures; the seeds stay the same."""
     begun: Rollout | None = None
-    """What a stop has left of this rollout in an earlier attempt; see :meth:`RolloutBuilder.restore`."""
+    """What a stop has left of this rollout in an earlier attempt; see :mod:`orhpc.rollout.replay`."""
 
 
 @dataclass(slots=True)
@@ -96,30 +97,25 @@ class RolloutBuilder:
         if len(ids):
             turn.version = generation.version if is_empty else min(turn.version, generation.version)
 
-    def restore(self, begun: Rollout) -> bool:
-        """Continue the first turn of a rollout that a stop has aborted; returns whether that is possible.
+    def restore_turn(self, begun: Rollout, number: int) -> None:
+        """Append the sampled tokens of one turn of an earlier attempt, each with its policy version.
 
-        No tool has been called in a first turn, so a new session is in the same state if its prompt, which
-        must be all that the builder has, is the same.  A later turn depends on results of the old session.
+        The builder must have exactly the tokens that were before them.
         """
-        prompt, tokens = len(self.tokens), begun.tokens_T
-        if [turn.finish_reason for turn in begun.turns] != [FinishReason.ABORT] or len(tokens) <= prompt:
-            return False
-        if tokens[:prompt].tolist() != self.tokens.tolist() or not begun.loss_mask_T[prompt:].all():
-            return False
-        versions = begun.versions_T[prompt:]
-        parts = np.split(np.arange(prompt, len(tokens)), np.flatnonzero(np.diff(versions)) + 1)
-        for number, part in enumerate(parts):
+        turn = begun.turns[number]
+        changes = np.flatnonzero(np.diff(begun.versions_T[turn.start : turn.end])) + 1 + turn.start
+        for start, end in pairwise([turn.start, *changes.tolist(), turn.end]):
+            rows = self.routes.rows
             generation = Generation(
-                tokens_N=tokens[part],
-                logprobs_N=begun.logprobs_T[part],
-                finish_reason=FinishReason.ABORT,
-                version=int(begun.versions_T[part[0]]),
-                prompt_tokens=int(part[0]),
-                routes=begun.routes if number == 0 else None,
+                tokens_N=begun.tokens_T[start:end],
+                logprobs_N=begun.logprobs_T[start:end],
+                finish_reason=turn.finish_reason,
+                version=int(begun.versions_T[start]),
+                prompt_tokens=start,
+                routes=None if begun.routes is None else begun.routes[rows : end - 1],
+                routes_start=rows,
             )
-            self.add_sampled(generation, limit=len(part), first=number == 0)
-        return True
+            self.add_sampled(generation, limit=end - start, first=start == turn.start)
 
     @property
     def sampled(self) -> list[int]:
@@ -174,6 +170,8 @@ class RolloutBuilder:
         Tokens after the last sampled token are omitted, since nothing depends on them; of a prompt that was
         too long, only ``limit`` tokens are kept.
         """
+        if end is RolloutEnd.ABORTED and self.turns and not self.sampled:
+            self.turns.pop()
         tokens = np.array(self.tokens[: self.turns[-1].end if self.turns else limit], dtype=np.int32)
         mask = np.zeros(len(tokens), dtype=np.bool_)
         logprobs = np.zeros(len(tokens), dtype=np.float32)

@@ -26,16 +26,16 @@ from orhpc.process.garbage import collect_rarely, freeze_garbage
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.agent import Agent, load_agent
-from orhpc.rollout.buffer import Buffer, read_group
+from orhpc.rollout.buffer import Buffer, has_called, read_group
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment.descriptions import find_tasks
-from orhpc.rollout.environment.rewards import with_group_score
+from orhpc.rollout.group_scores import score_group
 from orhpc.rollout.health import Health
 from orhpc.rollout.producer import has_enough
 from orhpc.rollout.upload import Uploader
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import count_versions, record_path, write_rollouts
-from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary, Task
+from orhpc.types import GroupRequest, Location, PromptGroup, Rollout, RolloutEnd, RolloutSummary
 
 if TYPE_CHECKING:
     from orhpc.rollout.environment.environment import Environment
@@ -76,6 +76,8 @@ class RolloutWorker:
         self._held: dict[int, list[Rollout]] = {}
         self._running: dict[int, asyncio.Task[PromptGroup]] = {}
         self._health: dict[str, Health] = {}
+        self._not_replayable: set[str] = set()
+        """Environments in whose sessions repeated calls have given other answers."""
         self._gate = asyncio.Semaphore(config.rollout.max_concurrent)
         self._stopping = False
 
@@ -207,12 +209,19 @@ class RolloutWorker:
         if self._stopping and any(rollout.end is RolloutEnd.ABORTED for rollout in rollouts):
             await self._keep_begun(request, samples)
             return PromptGroup(request.id, request.task, ())
-        await self._score_group(request.task, rollouts)
+        environment = self._environments[request.task.environment]
+        await score_group(
+            self._config,
+            self._agent.group_reward,
+            environment,
+            rollouts,
+            self._health,
+            self._report_user_error,
+        )
         self._held[request.id] = rollouts
         # In a thread: with routes it copies many megabytes.
         summaries = await asyncio.to_thread(lambda: tuple(map(self._summary, rollouts)))
-        own = self._environments[request.task.environment].notices.drain()
-        notices = (*own, *self._uploader.notices.drain())
+        notices = (*environment.notices.drain(), *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)
         if not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
             await asyncio.to_thread(self._buffer.write, request.id, rollouts)
@@ -236,6 +245,15 @@ class RolloutWorker:
         """
         if begun is not None and begun.end.trainable:
             return begun
+        try:
+            return await self._generate(request, sample, begun)
+        except asyncio.CancelledError:
+            if begun is None or not self._stopping:
+                raise
+            return begun  # another stop, before the rollout was where this has left it
+
+    async def _generate(self, request: GroupRequest, sample: int, begun: Rollout | None) -> Rollout:
+        """Generate one rollout, with retries, or go on with ``begun`` if its environment allows that."""
         async with self._gate:
             health = self._health.setdefault(request.task.environment, Health())
             for retry in itertools.count():
@@ -246,7 +264,7 @@ class RolloutWorker:
                         environment=self._environments[request.task.environment],
                         generate=self._pool.generate,
                         stopping=lambda: self._stopping,
-                        begun=begun,
+                        begun=begun if begun is not None and self._can_replay(begun) else None,
                     )
                 except (InfraError, BadTask, UserCodeError) as error:
                     log.warning("rollout %d.%d: %s", request.id, sample, error)
@@ -257,58 +275,29 @@ class RolloutWorker:
                     await asyncio.sleep(_BACKOFF_S * 2**retry)
                     continue
                 rollout.retries = retry
+                if rollout.replay_mismatch is not None:
+                    self._report_mismatch(rollout)
                 if rollout.end is not RolloutEnd.FAILED:
                     health.succeeded()
                 return rollout
             raise AssertionError
 
-    async def _score_group(self, task: Task, rollouts: list[Rollout]) -> None:
-        """Add the environment's group scores to the finished rollouts, if it supports them."""
-        environment = self._environments[task.environment]
-        finished = [i for i, r in enumerate(rollouts) if r.end.trainable]
-        if not finished:
-            return
-        if self._config.rollout.custom_reward is not None:  # it replaces the environment's rewards
-            await self._reward_group(environment, [rollouts[i] for i in finished])
-            return
-        if not environment.supports_score_group:
-            return
-        try:
-            scores = await environment.score_group(task, [rollouts[i].messages for i in finished])
-        except (InfraError, BadTask) as error:
-            for i in finished:
-                _fail(rollouts[i], error)
-            return
-        settings = self._config.environments[task.environment]
-        for i, score in zip(finished, scores, strict=True):
-            try:
-                rollouts[i] = with_group_score(rollouts[i], score, settings)
-            except BadTask as error:
-                _fail(rollouts[i], error)
+    def _can_replay(self, begun: Rollout) -> bool:
+        name = begun.task.environment
+        allowed = self._config.environments[name].replay_calls and name not in self._not_replayable
+        return allowed or not has_called(begun)
 
-    async def _reward_group(self, environment: Environment, finished: list[Rollout]) -> None:
-        """Let ``rollout.custom_reward`` judge a whole group, if it is a function of groups.
-
-        Raises:
-            UserCodeError: the function has raised for every group so far.
-        """
-        function = self._agent.group_reward
-        if function is None:
-            return
-        settings = self._config.environments[finished[0].task.environment]
-        health = self._health.setdefault(function.name, Health())
-        try:
-            rewards = await function.of_group(environment, finished, settings)
-        except (InfraError, BadTask, UserCodeError) as error:
-            if isinstance(error, UserCodeError):
-                self._report_user_error(environment, error)
-            health.should_retry(error, 0, 0)
-            for rollout in finished:
-                _fail(rollout, error)
-            return
-        health.succeeded()
-        for rollout, reward in zip(finished, rewards, strict=True):
-            rollout.reward = reward
+    def _report_mismatch(self, rollout: Rollout) -> None:
+        """Log a rollout that could not be replayed; its environment's are no longer tried."""
+        name = rollout.task.environment
+        log.warning("rollout %s is generated again: %s", rollout.id, rollout.replay_mismatch)
+        self._not_replayable.add(name)
+        self._environments[name].notices.report_once(
+            "replay",
+            f"environment {name!r}: a new session answers the recorded tool calls of a rollout otherwise, so "
+            "rollouts that the stop has interrupted after their first turn are generated again (counted by "
+            f"the metric replay_mismatches); environments.{name}.replay_calls: false does not try it",
+        )
 
     def _report_user_error(self, environment: Environment, error: UserCodeError) -> None:
         self._user_errors.add(error)
@@ -347,6 +336,8 @@ class RolloutWorker:
             retries=rollout.retries,
             raised=sum(t.raised for t in rollout.turns),
             version_tokens=count_versions(versions),
+            replayed_turns=rollout.replayed_turns,
+            replay_mismatch=rollout.replay_mismatch,
         )
 
     def _put_routes(self, routes: np.ndarray[Any, Any]) -> tuple[Any, ...]:
@@ -371,10 +362,6 @@ class RolloutWorker:
     def _release(self, group_id: int) -> None:
         self._held.pop(group_id, None)
         self._buffer.remove(group_id)
-
-
-def _fail(rollout: Rollout, error: OrhpcError) -> None:
-    rollout.end, rollout.reward, rollout.error = RolloutEnd.FAILED, None, f"{type(error).__name__}: {error}"
 
 
 def max_in_flight(config: Config, engines: int) -> int:

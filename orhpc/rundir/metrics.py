@@ -92,6 +92,12 @@ METRICS: dict[str, Metric] = {
     ),
     "failed_rollouts": Metric("rollout", "rollouts that failed and have no reward", "per step"),
     "retried_rollouts": Metric("rollout", "rollouts that were repeated in a new session", "per step"),
+    "replayed_rollouts": Metric(
+        "rollout", "rollouts that went on after a stop, whose tool calls were repeated", "per step"
+    ),
+    "replay_mismatches": Metric(
+        "rollout", "rollouts generated again because repeated tool calls gave other answers", "per step"
+    ),
     "failed_groups": Metric("rollout", "prompt groups dropped for failures", "per step"),
     "failed_share": Metric("rollout", "fraction of failed rollouts in the environment where it is highest"),
     "dropped_equal_rewards": Metric(

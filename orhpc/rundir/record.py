@@ -48,9 +48,12 @@ _INDEX = np.dtype(
         ("seconds", "f8"),
         ("trained", "?"),
         ("finished", "f8"),  # seconds since the epoch; missing in files of earlier releases
+        ("replayed_turns", "i4"),  # missing in files of earlier releases
     ]
 )
-_TEXTS = ("id", "environment", "split", "error", "turns", "messages")
+_TEXTS = ("id", "environment", "split", "error", "turns", "messages", "replay_mismatch")
+_NEW_TEXTS = ("replay_mismatch",)
+"""Missing in files of earlier releases."""
 _FLAT = {"tokens": "i4", "loss_mask": "?", "logprobs": "f4", "versions": "i4"}
 
 
@@ -91,11 +94,13 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
         row["min_version"] = int(versions.min()) if versions.size else -1
         row["max_version"] = int(versions.max()) if versions.size else -1
         row["seconds"], row["trained"], row["finished"] = r.seconds, r.id in trained, r.finished
+        row["replayed_turns"] = r.replayed_turns
         offset += r.length
         rows += len(r.routes) if with_routes and r.routes is not None else 0
         turns = json.dumps([asdict(t) for t in r.turns])
         error, messages = safe(redact(r.error or "")), json.dumps(redact_strings(r.messages))
-        values = (r.id, r.task.environment, r.task.split, error, turns, messages)
+        mismatch = safe(redact(r.replay_mismatch or ""))
+        values = (r.id, r.task.environment, r.task.split, error, turns, messages, mismatch)
         for name, value in zip(_TEXTS, values, strict=True):
             texts[name].append(value)
     file.create_dataset("index", data=index)
@@ -179,6 +184,8 @@ class RolloutFile:
             location=Location(file=str(self.path), row=row),
             error=self._text("error", row) or None,
             version_tokens=self._version_tokens(row),
+            replayed_turns=self._replayed_turns(row),
+            replay_mismatch=self._text("replay_mismatch", row) or None,
         )
 
     def rollout(self, row: int) -> Rollout:
@@ -202,6 +209,8 @@ class RolloutFile:
             routes=self.routes(row),
             seconds=float(entry["seconds"]),
             finished=float(entry["finished"]) if "finished" in self._index.dtype.names else 0.0,
+            replayed_turns=self._replayed_turns(row),
+            replay_mismatch=self._text("replay_mismatch", row) or None,
         )
 
     def messages(self, row: int) -> str:
@@ -225,11 +234,17 @@ class RolloutFile:
         turns = json.loads(self._text("turns", row))
         return [Turn(**{**t, "finish_reason": FinishReason(t["finish_reason"])}) for t in turns]
 
+    def _replayed_turns(self, row: int) -> int:
+        known = "replayed_turns" in self._index.dtype.names
+        return int(self._index[row]["replayed_turns"]) if known else 0
+
     def _reward(self, row: int) -> float | None:
         reward = float(self._index[row]["reward"])
         return None if math.isnan(reward) else reward
 
     def _text(self, name: str, row: int) -> str:
+        if name in _NEW_TEXTS and name not in self._file:
+            return ""
         if name == "messages":  # as large as all the rest together
             value = self._read(name, row)
         else:  # a read of all rows takes hardly longer than one of a single row

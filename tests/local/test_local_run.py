@@ -224,10 +224,12 @@ def test_a_corrupt_commit_is_skipped_on_resume(finished: RunDir, tmp_path: Path)
 
 
 def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
-    """Steps leave unfinished rollouts to the next ones: those of one environment are long."""
+    """Steps leave unfinished rollouts to the next ones: those of one environment have several long turns."""
     rundir = RunDir(tmp_path / "tiny")
     partial = ["rollout.partial=true", "rollout.oversample=2", "rollout.stale_tokens=train"]
-    partial += ["environments.t={serve: treasure, max_turns: 2, max_response_tokens: 400}"]
+    partial.append("rollout.max_total_tokens=1000")
+    several_turns = "nudge: Go on., max_nudges: 4, max_turns: 5, max_response_tokens: 200"
+    partial += [f"environments.t={{serve: treasure, {several_turns}}}"]
     with kit.started(tmp_path, *partial, "checkpoint.save_interval=1000", "train.steps=200") as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 2)
         process.send_signal(signal.SIGINT)
@@ -245,6 +247,7 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     steps = [e["step"] for e in read_events(rundir.events) if e["event"] == "step" and e["attempt"] == 2]
     assert steps == [stopped_at + n for n in (1, 2, 3, 4)]
     continued = several = 0
+    replayed: dict[str, int] = {}
     for step in range(1, steps[-1] + 1):
         for rollout in _recorded(rundir.rollouts_of(step)):
             versions = rollout.versions_T[rollout.loss_mask_T]
@@ -253,10 +256,15 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
             if (old := begun.get(rollout.id)) is not None:
                 assert rollout.tokens_T[: old.length].tolist() == old.tokens_T.tolist()
                 continued += rollout.length > old.length
+                replayed[rollout.id] = rollout.replayed_turns
+                assert rollout.replayed_turns == (0 if old.end.trainable else len(old.turns) - 1)
     assert continued
+    assert any(replayed.values()), [(old.id, old.end, len(old.turns)) for old in begun.values()]
     assert several  # of one rollout, tokens of several policies
     events = steps_of(read_events(rundir.events)).values()
     assert sum(event["carried_tokens"] for event in events) > 0
+    assert sum(event.get("replayed_rollouts", 0) for event in events) >= sum(map(bool, replayed.values()))
+    assert sum(event.get("replay_mismatches", 0) for event in events) == 0
     assert all(event["logprob_diff_max"] < 1e-4 for event in events if not event["carried_tokens"])
     assert unexplained(rundir) == set()
     offline = [p.name for p in (rundir.path / "wandb").glob("offline-run-*")]

@@ -218,6 +218,8 @@ def _row(summary: RolloutSummary, trained: TrainedRollout | None, version: int |
         "age": version - summary.min_version if known and version is not None else None,
         "seconds": summary.seconds,
         "error": summary.error or "",
+        "replayed_turns": summary.replayed_turns,
+        "replay_mismatch": summary.replay_mismatch or "",
     }
 
 

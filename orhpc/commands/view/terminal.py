@@ -290,7 +290,10 @@ def _summary(rollout: dict[str, Any]) -> str:
     advantage = "" if rollout["advantage"] is None else f", advantage {rollout['advantage']:.2f}"
     tokens = f"{rollout['response_tokens']} of {rollout['length']} tokens sampled"
     error = f", {rollout['error']}" if rollout["error"] else ""
-    return f"reward {_number(rollout['reward'])}{advantage}, {rollout['end']}, {tokens}{error}"
+    replay = f", {rollout['replayed_turns']} turns replayed after a stop" if rollout["replayed_turns"] else ""
+    if rollout["replay_mismatch"]:
+        replay = f", generated again after a stop: {rollout['replay_mismatch']}"
+    return f"reward {_number(rollout['reward'])}{advantage}, {rollout['end']}, {tokens}{replay}{error}"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,7 @@ def test_failures_are_counted_per_environment_and_excluded_from_means() -> None:
         1,
     )
     assert "failed_rollouts/b" not in numbers
+    assert "replayed_rollouts" not in numbers
     assert numbers["failed_share"] == 0.5
     assert numbers["reward_mean"] == numbers["reward_mean/a"] == 1.0
     assert numbers["staleness_mean"] == 0
@@ -100,3 +102,16 @@ def test_the_share_of_stale_tokens_counts_tokens_and_not_rollouts() -> None:
     assert rollout_metrics(step_groups, 3, 1)["stale_tokens"] == pytest.approx(0.4)
     assert rollout_metrics(step_groups, 3, 3)["stale_tokens"] == 0
     assert "stale_tokens" not in rollout_metrics(step_groups, 3, 0)
+
+
+def test_replays_after_a_stop_are_counted_per_environment() -> None:
+    replayed, again = group(1, "a", DONE, DONE), group(2, "b", DONE, DONE)
+    changes: list[dict[str, Any]] = [{"replayed_turns": 2}, {"replay_mismatch": "the prompt differs"}]
+    groups = [
+        replace(g, rollouts=(replace(g.rollouts[0], **change), g.rollouts[1]))
+        for g, change in zip((replayed, again), changes, strict=True)
+    ]
+    numbers = rollout_metrics(StepGroups(groups), 3, 0)
+    assert {name: numbers[name] for name in numbers if "replay" in name} == {
+        "replayed_rollouts": 1, "replayed_rollouts/a": 1, "replay_mismatches": 1, "replay_mismatches/b": 1,
+    }  # fmt: skip
