@@ -144,6 +144,14 @@ class ImageProcessor:
         return Image(out.getvalue(), 1, 1)
 
 
+def image_processor(folder: str) -> ImageProcessor | None:
+    """Return the processor of a model that sees images; None for others.  Raises ModelError."""
+    path = Path(folder, "config.json")
+    if not path.is_file() or not sees_images(json.loads(path.read_text(encoding="utf-8"))):
+        return None
+    return ImageProcessor(folder)
+
+
 def fitting_size(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
