@@ -144,12 +144,29 @@ class ImageProcessor:
         return Image(out.getvalue(), 1, 1)
 
 
+def folder_sees(folder: str) -> bool:
+    """Whether the model of a folder sees images; False if the folder has no ``config.json``."""
+    path = Path(folder, "config.json")
+    return path.is_file() and sees_images(json.loads(path.read_text(encoding="utf-8")))
+
+
 def image_processor(folder: str) -> ImageProcessor | None:
     """Return the processor of a model that sees images; None for others.  Raises ModelError."""
-    path = Path(folder, "config.json")
-    if not path.is_file() or not sees_images(json.loads(path.read_text(encoding="utf-8"))):
+    return ImageProcessor(folder) if folder_sees(folder) else None
+
+
+def processor_template(folder: str) -> str | None:
+    """Return the chat template of a folder's processor, which renders images; the tokenizer's may not.
+
+    Newer folders have one template for both (``chat_template.jinja``), which the tokenizer loads.
+    """
+    try:
+        content = json.loads(Path(folder, "chat_template.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return None
-    return ImageProcessor(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {folder}/chat_template.json cannot be read: {error}") from None
+    return content.get("chat_template") if isinstance(content, dict) else None
 
 
 def fitting_size(

@@ -6,10 +6,11 @@ may sample that id too, and because an engine computes an image in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -52,6 +53,12 @@ class ImageFeatures:
         """
         found = body.visual(pixel_values.to(body.visual.dtype), grid_thw=grids, return_dict=True)
         return cls(found.pooler_output, tuple(getattr(found, "deepstack_features", None) or ()))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
+        """Return the rows of all parts, in order."""
+        deepstack = zip(*(part.deepstack for part in parts), strict=True)
+        return cls(torch.cat([part.embeddings_VH for part in parts]), tuple(map(torch.cat, deepstack)))
 
     def rows(self, first: int, last: int) -> ImageFeatures:
         """Return those of some tokens."""
