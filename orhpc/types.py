@@ -100,6 +100,35 @@ class Generation:
     """Context position of the first row of ``routes``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One image, at the size at which the model sees it."""
+
+    png: bytes
+    """RGB, 8 bits, lossless: engines and trainers compute the same pixel values from it."""
+    rows: int
+    """Rows of tokens: patches, merged as the model merges them."""
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image and its place in a rollout's tokens."""
+
+    image: Image
+    start: int
+    """Position of its first token."""
+
+    @property
+    def end(self) -> int:
+        """One past its last token."""
+        return self.start + self.image.tokens
+
+
 class RolloutEnd(StrEnum):
     """Why a rollout ended."""
 
@@ -109,7 +138,8 @@ class RolloutEnd(StrEnum):
     """The model answered without a tool call, and the environment has no terminal tool for answers."""
     MAX_TURNS = "max_turns"
     LENGTH = "length"
-    """The response or the total length cap was reached."""
+    """The response or the total length cap was reached, or the model sampled an image's placeholder, after
+    which engines accept no further turn."""
     PROMPT_TOO_LONG = "prompt_too_long"
     FAILED = "failed"
     """Infrastructure failed; there is no reward and the rollout is never trained on."""
@@ -185,6 +215,8 @@ class Rollout:
     routes: NDArray[Any] | None = None
     """uint8 or uint16 ``[T - 1, layers, topk]``: experts chosen for each position when the next token
     was sampled or prefilled; None if not recorded."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images that the model saw, in the order of their tokens."""
     seconds: float = 0.0
     """Wall-clock seconds from session start to end."""
     finished: float = 0.0
@@ -217,7 +249,8 @@ class Location:
     row: int = 0
     """Row in that record's index."""
     arrays: Any = None
-    """Ray reference to the dict of ``tokens_T``, ``loss_mask_T``, ``logprobs_T``."""
+    """Ray reference to the dict of ``tokens_T``, ``loss_mask_T``, ``logprobs_T``, ``versions_T`` and
+    ``images``."""
     routes: tuple[Any, ...] | None = None
     """Ray references to the routes, one per pipeline stage, so that a rank receives only its own layers'."""
 

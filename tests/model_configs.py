@@ -188,3 +188,50 @@ TINY: dict[str, Content] = {
     "minimax-m2": _of("minimax_m2", 64, 48, 3, 4, 128, head_dim=24, **_GQA, **_EXPERTS),
     "llama4": _LLAMA4_TEXT,
 }
+
+_TINY_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+_IMAGE_TOKENS = {
+    "vision_start_token_id": 124,
+    "vision_end_token_id": 125,
+    "image_token_id": 126,
+    "video_token_id": 127,
+}
+
+
+def _rotary(**more: Any) -> Content:
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], **more}
+    }
+
+
+_NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
+
+SEEING: dict[str, Content] = {
+    "qwen2.5-vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": _of("qwen2_5_vl_text", 64, 96, 3, 4, 128, **_GQA, **_NO_ENDS, **_rotary()),
+        "vision_config": {
+            **_TINY_VISION,
+            "depth": 2,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "patch_size": 14,
+        },
+        **_IMAGE_TOKENS,
+    },
+    "qwen3-vl": {
+        "model_type": "qwen3_vl",
+        "text_config": _of(
+            "qwen3_vl_text", 64, 96, 3, 4, 128, head_dim=16, **_GQA, **_rotary(mrope_interleaved=True)
+        ),
+        "vision_config": {
+            **_TINY_VISION,
+            "depth": 3,
+            "deepstack_visual_indexes": [0, 1],
+            "num_position_embeddings": 64,
+            "patch_size": 16,
+        },
+        **_IMAGE_TOKENS,
+    },
+}
+"""Tiny models that see images, a family each."""

@@ -18,7 +18,7 @@ from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.rollout.transcript import RolloutRequest
-from orhpc.types import FinishReason, Generation, Rollout, Sampling, Task
+from orhpc.types import FinishReason, Generation, PlacedImage, Rollout, Sampling, Task
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN = (*CHATML, "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -83,6 +83,10 @@ def chat(controls: Sequence[str] = CHATML, template: str | None = None) -> ChatF
     return chat_format(ModelSettings(), tokenizer(controls, template))
 
 
+OWN = ("sampling", "stopping", "record_routes", "reward", "images")
+"""Options of :func:`context` that are fields of it."""
+
+
 class Policy:
     """Answers each request with the next of its lines, as ids of a chat format.
 
@@ -106,6 +110,7 @@ class Policy:
         rid: str,
         affinity: str,
         routes_start: int | None,
+        images: Sequence[PlacedImage] = (),
     ) -> Generation:
         self.prompts.append(list(prompt_ids))
         self.samplings.append(sampling)
@@ -189,7 +194,7 @@ def context(
     room: Any, policy: Any, chat: ChatFormat, *, settings: dict[str, Any] | None = None, **options: Any
 ) -> AgentContext:
     """An agent's context; options of :class:`RolloutSettings`, ``sampling`` and other fields of it."""
-    own = {k: options.pop(k) for k in ("sampling", "stopping", "record_routes", "reward") if k in options}
+    own = {k: options.pop(k) for k in OWN if k in options}
     own.setdefault("sampling", Sampling(max_new_tokens=options.get("max_response_tokens", 1000)))
     options.setdefault("max_total_tokens", 100_000)
     options.setdefault("max_response_tokens", min(1000, options["max_total_tokens"] - 1))

@@ -39,6 +39,12 @@ class RolloutSettings(Section):
     """Maximum number of tokens sampled in one generation call (one assistant turn)."""
     max_total_tokens: Positive = 32768
     """Maximum number of tokens of one rollout, including the prompt and the environment's text."""
+    max_images: NonNegative = 16
+    """Maximum number of images of one rollout that the model is shown, if it sees images; a text takes the
+    place of further ones. 0: none, as for models that do not see."""
+    max_image_pixels: Positive = 1_003_520
+    """Maximum number of pixels of an image as the model sees it; larger images are resized. An image has one
+    token per 28 x 28 pixels (Qwen2.5-VL) or 32 x 32 (Qwen3-VL), which ``max_total_tokens`` includes."""
     thinking: bool = False
     """Use the chat format's thinking mode."""
     system_prompt_template: str | None = None

@@ -115,6 +115,8 @@ class TrainSettings(Section):
     """Samples per micro-batch and rank if ``dynamic_batch`` is false."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, more compute."""
+    freeze_vision: bool = False
+    """Do not train the vision tower of a model that sees images; the decoder is trained in any case."""
     routing_replay: bool = False
     """Route every token to the experts that the engine chose for it (MoE models only). Needs
     ``rollout.record_routes``."""

@@ -11,8 +11,8 @@ Everything is derived from the tensors of a checkpoint and their shapes, which
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from orhpc.errors import ModelError
 from orhpc.models.families import FAMILIES, Family, Layer
 
 Part = Literal[
-    "embedding", "head", "norm", "attention", "latent", "mlp", "router", "expert", "shared", "bias"
+    "embedding", "head", "norm", "attention", "latent", "mlp", "router", "expert", "shared", "bias", "vision"
 ]
 """Kind of a tensor, which decides how it is divided: ``latent`` is the part of latent attention
 that all heads share, ``bias`` a router's correction bias, which is not a parameter."""
@@ -53,7 +53,7 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's dimensions, in elements; of a multimodal model only the language part."""
+    """A decoder's dimensions, in elements, and the vision tower if the model sees images."""
 
     family: Family
     vocabulary: int
@@ -88,6 +88,8 @@ class ModelShape:
     """Width of all shared experts together."""
     mtp_layers: int = 0
     """Layers for multi-token prediction in the checkpoint; not part of the trained model."""
+    vision: tuple[HfTensor, ...] = ()
+    """The vision tower; empty: the model does not see images."""
 
     # --- tensors ------------------------------------------------------------------------------
 
@@ -113,6 +115,7 @@ class ModelShape:
     def tensors(self) -> Iterator[HfTensor]:
         """Yield all tensors of the trained model's checkpoint."""
         yield from self.outer_tensors()
+        yield from self.vision
         for index in range(len(self.layers)):
             yield from self.layer_tensors(index)
 
@@ -218,13 +221,13 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """Trained parameters; a tied matrix counts once."""
-        return _parameters(self.outer_tensors()) + sum(self._by_layer)
+        return _parameters([*self.outer_tensors(), *self.vision]) + sum(self._by_layer)
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters used for one token, embedding and head included."""
+        """Parameters used for one token of text, embedding and head included."""
         idle = sum(self._idle(i) for i, layer in enumerate(self.layers) if layer.experts)
-        return self.parameters - idle
+        return self.parameters - _parameters(self.vision) - idle
 
     def _idle(self, index: int) -> int:
         total = _parameters([t for t in self.layer_tensors(index) if t.part == "expert"])
@@ -246,7 +249,9 @@ class ModelShape:
     def linear_flops(self) -> int:
         """Floating-point operations per token of the forward pass's matrix products, without attention."""
         embedding = 0 if self.tied else self.vocabulary * self.hidden
-        vectors = sum(t.elements for t in self.tensors() if len(t.shape) == 1 and t.part != "bias")
+        vectors = sum(
+            t.elements for t in self.tensors() if len(t.shape) == 1 and t.part not in ("bias", "vision")
+        )
         return 2 * (self.active_parameters - embedding - vectors)
 
     def attention_flops(self, context: float) -> float:
@@ -282,7 +287,7 @@ class ModelShape:
         return len(self.layers) * width * element_bytes
 
 
-def _parameters(tensors: list[HfTensor]) -> int:
+def _parameters(tensors: Sequence[HfTensor]) -> int:
     return sum(t.elements * t.copies for t in tensors if t.part != "bias")
 
 
@@ -326,9 +331,13 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     if not family.nested:
         return _shape(family, config)
     inner = config.get("text_config")
+    if inner is None and family.vision is not None:
+        inner = config  # the hub's Qwen2.5-VL has the keys of its language part beside vision_config
     if not isinstance(inner, Mapping):
         raise ModelError(f"model.path: family {kind!r} needs text_config in config.json, which is {inner!r}")
-    return _shape(family, {"tie_word_embeddings": config.get("tie_word_embeddings"), **inner})
+    shape = _shape(family, {"tie_word_embeddings": config.get("tie_word_embeddings"), **inner})
+    tower = () if family.vision is None else family.vision.named(config)
+    return replace(shape, vision=tuple(HfTensor(name, size, "vision") for name, size in tower))
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:

@@ -107,10 +107,14 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     """Compute a config's layout and memory; :mod:`orhpc.launch.checks.fit` decides whether it can run.
 
     Raises:
-        ConfigError: an impossible placement or layout.
+        ConfigError: an impossible placement or layout, or settings that a model with images does not allow.
     """
     p = config.placement
     shape = read_shape(find_model(config.model.path, config.model.revision))
+    if shape.vision and config.train.backend == "megatron":
+        raise ConfigError("train.backend: megatron cannot train a model that sees images; set it to fsdp")
+    if shape.vision and config.precision != "bf16":
+        raise ConfigError(f"precision: {config.precision} is not for models that see images; set it to bf16")
     layout = trainer_layout(config)
     _check_layout(shape, layout, p.devices_per_node)
     demand = trainer_demand(config)

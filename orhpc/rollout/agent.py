@@ -45,6 +45,7 @@ from orhpc.errors import (
     ReplayDiffers,
 )
 from orhpc.models import vocabulary_of
+from orhpc.models.images import processor_template, sees_images
 from orhpc.process.pacing import pace
 from orhpc.process.user_code import user_error
 from orhpc.rollout import turn_calls
@@ -52,11 +53,21 @@ from orhpc.rollout.chat import ChatFormat, chat_format
 from orhpc.rollout.environment.rewards import call_custom_reward, reduce_rewards
 from orhpc.rollout.fitting import fit_results, longest_text
 from orhpc.rollout.functions import load_function
+from orhpc.rollout.images import ImageReader
 from orhpc.rollout.replay import Replay
 from orhpc.rollout.slime import SlimeReward, is_for_slime, load_generate, load_reward
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rollout.turn_sampling import open_prompt, sample_turn, turn_seed
-from orhpc.types import FinishReason, Generation, GroupRequest, Rollout, RolloutEnd, Sampling, Task
+from orhpc.types import (
+    FinishReason,
+    Generation,
+    GroupRequest,
+    PlacedImage,
+    Rollout,
+    RolloutEnd,
+    Sampling,
+    Task,
+)
 from orhpc.wire.routes import RouteShape
 
 
@@ -71,6 +82,7 @@ class Generate(Protocol):
         rid: str,
         affinity: str,
         routes_start: int | None,
+        images: Sequence[PlacedImage] = (),
     ) -> Generation: ...
 
 
@@ -113,6 +125,9 @@ class AgentContext:
     tokenizer: Any = None
     """transformers' tokenizer from the policy's folder."""
     evaluation: bool = False
+    images: ImageReader | None = None
+    """Shows the environment's images to the model; None: placeholders replace them, because the model does
+    not see, or a ``rollout.custom_agent`` writes the conversation."""
 
 
 AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
@@ -132,6 +147,7 @@ class Agent:
     reward: Callable[[Rollout], float | Awaitable[float]] | SlimeReward | None
     _attempts: Iterator[int]
     tokenizer: Any = None
+    images: ImageReader | None = None
 
     async def run(
         self,
@@ -160,6 +176,7 @@ class Agent:
             reward=self._reward_in(environment),
             tokenizer=self.tokenizer,
             evaluation=request.evaluation,
+            images=self.images,
         )
         which = RolloutRequest(
             id=f"{request.id}.{sample}",
@@ -237,9 +254,17 @@ def load_agent(config: Config, model_dir: str) -> Agent:
             if is_for_slime(reward)
             else load_function(reward, "rollout.custom_reward")
         )
+    images = None
+    if custom is None and settings.max_images and sees_images(model):
+        images = ImageReader.of(model_dir, settings)
+        tokenizer.chat_template = processor_template(model_dir) or tokenizer.chat_template
+    chat = chat_format(config.model, tokenizer, required=custom is None or is_for_slime(custom))
+    if images is not None:
+        chat.image_text = images.text
     return Agent(
         config=config,
-        chat=chat_format(config.model, tokenizer, required=custom is None or is_for_slime(custom)),
+        chat=chat,
+        images=images,
         route_shape=routes,
         vocabulary=vocabulary_of(model),
         function=function,
@@ -352,6 +377,7 @@ async def _converse(
                 builder,
                 at_once=context.settings.parallel_calls,
                 longest=longest_text(context.rollout),
+                images=context.images,
             )
         if results is None:
             replay.require_unfinished(number)

@@ -47,8 +47,7 @@ class Replay:
         begun, self._compared = self._begun, True
         if begun is None or (routes and begun.routes is None):
             return
-        prompt = builder.tokens.tolist()
-        if begun.turns[0].start != len(prompt) or begun.tokens_T[: len(prompt)].tolist() != prompt:
+        if not _is_at(builder, begun, begun.turns[0].start):
             if len(begun.turns) == 1:
                 return  # there is nothing to call again: this session is as good as another
             raise ReplayDiffers("the prompt differs")
@@ -63,8 +62,8 @@ class Replay:
         if number >= len(self._turns) or self._begun is None:
             return None
         turn = self._turns[number]
-        if builder.tokens.tolist() != self._begun.tokens_T[: turn.start].tolist():
-            raise ReplayDiffers(f"the text after turn {number} differs")
+        if not _is_at(builder, self._begun, turn.start):
+            raise ReplayDiffers(f"the answer to turn {number} differs")
         self._next = number + 1
         self.repeated = number
         builder.restore_turn(self._begun, number)
@@ -94,3 +93,10 @@ class Replay:
         """Raise ReplayDiffers if the task, which a turn has just ended, went on when it was recorded."""
         if number + 1 < len(self._turns):
             raise ReplayDiffers(f"turn {number + 1} ends the task")
+
+
+def _is_at(builder: RolloutBuilder, begun: Rollout, length: int) -> bool:
+    """Whether the builder has exactly the first tokens of a rollout, and the images among them."""
+    if builder.tokens.tolist() != begun.tokens_T[:length].tolist():
+        return False
+    return builder.images == [placed for placed in begun.images if placed.start < length]

@@ -16,7 +16,17 @@ import numpy as np
 from orhpc.errors import EngineUnavailable, MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage
 from orhpc.rollout.environment.tools import ToolResult
-from orhpc.types import Generation, Rollout, RolloutEnd, Task, Turn, Waits
+from orhpc.rollout.images import described
+from orhpc.types import (
+    Generation,
+    Image,
+    PlacedImage,
+    Rollout,
+    RolloutEnd,
+    Task,
+    Turn,
+    Waits,
+)
 from orhpc.wire.routes import RouteLog
 
 _MAX_METADATA_CHARACTERS = 4000
@@ -57,6 +67,9 @@ class RolloutBuilder:
     """Step rewards; calls without a reward are omitted."""
     routes: RouteLog = field(default_factory=RouteLog)
     waits: Waits = field(default_factory=Waits)
+    images: list[PlacedImage] = field(default_factory=list)
+    unplaced: list[Image] = field(default_factory=list)
+    """Images of the newest tool results, until these are added to ``tokens``."""
     _generations: list[tuple[int, Generation]] = field(default_factory=list)
     """Start position in ``tokens`` of each generation, and the generation."""
 
@@ -153,7 +166,8 @@ class RolloutBuilder:
             more["reward"] = result.reward
         if result.metadata:
             more["metadata"] = recordable(result.metadata)
-        self.add_message("tool", result.text, name=name, **more)
+        self.unplaced += result.shown
+        self.add_message("tool", described(result.text, result.shown), name=name, **more)
 
     def rollout(
         self,
@@ -197,6 +211,7 @@ class RolloutBuilder:
             messages=self.messages,
             error=error,
             routes=self._routes(len(tokens)),
+            images=tuple(placed for placed in self.images if placed.end <= len(tokens)),
             seconds=seconds,
             finished=time.time(),
             waits=self.waits,

@@ -10,6 +10,7 @@ from orhpc.errors import MalformedToolCall
 from orhpc.rollout.chat.messages import AssistantMessage, ToolCall
 from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.rollout.fitting import truncated
+from orhpc.rollout.images import ImageReader
 from orhpc.rollout.transcript import RolloutBuilder
 
 
@@ -29,6 +30,7 @@ async def execute(
     *,
     at_once: int,
     longest: int,
+    images: ImageReader | None = None,
 ) -> list[str] | None:
     """Execute a turn; returns the texts for the model, or None when the task is finished.
 
@@ -41,16 +43,21 @@ async def execute(
         builder: receives the results in the order of the calls, not of their completion.
         at_once: maximum number of concurrent calls.
         longest: maximum characters of a result; longer results are truncated with a notice.
+        images: decodes images of results; None if the model does not see them.
 
     Raises the error of the first failing call and cancels the calls still running.
     """
     if not message.tool_calls:
         result = truncated(await session.answer(message.text), longest)
+        if images is not None:
+            result = await images.shown(result, seen=len(builder.images), what="answer")
         builder.add_tool_result("answer", result, is_call=False)
         return [result.text] if result.error is not None and not result.finished else None
     results: dict[int, ToolResult] = {}
     try:
         await _run_calls(session, message.tool_calls, results, at_once, longest)
+        if images is not None and not _finished(results):
+            await _show(images, results, len(builder.images))
     finally:
         for number in sorted(results):
             if results[number].error == "episode_finished" and _finished(results):
@@ -60,6 +67,14 @@ async def execute(
     if _finished(results):
         return None
     return [results[number].text for number in sorted(results)]
+
+
+async def _show(images: ImageReader, results: dict[int, ToolResult], seen: int) -> None:
+    """Decode the images of all results, in the order of the calls."""
+    for number in sorted(results):
+        what = f"result of call {number + 1}"
+        results[number] = await images.shown(results[number], seen=seen, what=what)
+        seen += len(results[number].shown)
 
 
 def _finished(results: Mapping[int, ToolResult]) -> bool:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from orhpc.errors import PromptTooLong
 from orhpc.process.pacing import pace
+from orhpc.rollout.environment.tools import IMAGE_MARK
 from orhpc.rollout.fitting import OFF_LOOP_CHARACTERS, longest_text
+from orhpc.rollout.images import described
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
-from orhpc.types import FinishReason
+from orhpc.types import FinishReason, Image, PlacedImage
 
 if TYPE_CHECKING:
     from orhpc.rollout.agent import AgentContext, AgentSession
@@ -31,23 +33,32 @@ async def open_prompt(context: AgentContext, session: AgentSession, builder: Rol
     rollout = context.rollout
     full = tuple(getattr(session, "conversation", ())) or (("user", session.prompt),)
     conversation = tuple((role, text[: longest_text(rollout)]) for role, text in full)
+    shown, images = await _shown(context, session, conversation)
+    placed: list[PlacedImage] = []
 
     def render() -> list[int]:
-        return context.chat.prompt_ids(
-            conversation,
+        nonlocal placed
+        ids = context.chat.prompt_ids(
+            shown,
             system=rollout.system_prompt_template,
             tools=session.tools,
             thinking=rollout.thinking,
         )
+        if context.images is not None:
+            ids, placed = context.images.placed(ids, images, at=0)
+        return ids
 
     await pace()
     long = sum(len(text) for _, text in conversation) > OFF_LOOP_CHARACTERS
     ids = await asyncio.to_thread(render) if long else render()
     builder.add_context(ids)
+    builder.images += placed
     if rollout.system_prompt_template is not None:
         builder.add_message("system", rollout.system_prompt_template)
-    for role, text in conversation:
-        builder.add_message(role, text)
+    for role, text in shown:
+        count = text.count(IMAGE_MARK) if images else 0
+        builder.add_message(role, described(text, images[:count]))
+        images = images[count:]
     if conversation != full:
         size = sum(len(text) for _, text in full)
         raise PromptTooLong(f"the prompt has {size} characters, too many for rollout.max_total_tokens")
@@ -55,6 +66,24 @@ async def open_prompt(context: AgentContext, session: AgentSession, builder: Rol
         raise PromptTooLong(
             f"the prompt has {len(ids)} tokens, rollout.max_total_tokens is {rollout.max_total_tokens}"
         )
+
+
+async def _shown(
+    context: AgentContext, session: AgentSession, conversation: tuple[tuple[str, str], ...]
+) -> tuple[tuple[tuple[str, str], ...], list[Image]]:
+    """Decode the prompt's images; the texts get notices in place of those that are too many."""
+    data: tuple[str, ...] = tuple(getattr(session, "images", ()))
+    if context.images is None or not data:
+        return conversation, []
+    shown: list[tuple[str, str]] = []
+    images: list[Image] = []
+    for role, text in conversation:
+        count = text.count(IMAGE_MARK)
+        told, found = await context.images.read(text, data[:count], seen=len(images), what="the prompt")
+        data = data[count:]
+        shown.append((role, told))
+        images += found
+    return tuple(shown), images
 
 
 async def sample_turn(
@@ -81,7 +110,8 @@ async def sample_turn(
     before = len(builder.sampled) if begun else 0
     most = context.sampling.max_new_tokens - before
     wanted = min(most, context.rollout.max_total_tokens - len(builder.tokens))
-    stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids)))
+    seen = () if context.images is None else context.images.stops
+    stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids, *seen)))
     resumed, pause_s = before, 0.02
     while True:
         sampling = replace(
@@ -98,6 +128,7 @@ async def sample_turn(
                     rid=f"{request.id}.{request.attempt}.{number}.{resumed}",
                     affinity=request.id,
                     routes_start=builder.routes.rows if context.record_routes else None,
+                    images=tuple(builder.images),
                 )
         except PromptTooLong:
             if not builder.turns:
@@ -115,6 +146,8 @@ async def sample_turn(
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             resumed += 1
             continue
+        if finish is FinishReason.STOP and builder.tokens[-1] in seen:
+            finish = builder.turns[-1].finish_reason = FinishReason.LENGTH  # no turn can follow
         if finish is not FinishReason.STOP:
             builder.add_message(
                 "assistant", context.chat.codec.decode(builder.sampled), unfinished=str(finish)

@@ -106,6 +106,7 @@ class RolloutWorker:
                 rollout=settings.apply_to(self._config.rollout),
                 url=self._environment_urls.get(name),
                 key=self._environment_key,
+                images=self._agent.images is not None,
             )
         freeze_garbage()
         collect_rarely()
@@ -310,6 +311,7 @@ class RolloutWorker:
             "loss_mask_T": rollout.loss_mask_T,
             "logprobs_T": rollout.logprobs_T,
             "versions_T": rollout.versions_T,
+            "images": rollout.images,
         }
         held = rollout.end.trainable
         return RolloutSummary(

@@ -26,7 +26,17 @@ from orhpc.errors import RecordError
 from orhpc.process.secrets import redact, redact_strings
 from orhpc.process.terminal import safe
 from orhpc.rundir.sealed_hdf5 import open_hdf5, read_dataset, write_dataset, write_hdf5
-from orhpc.types import FinishReason, Location, Rollout, RolloutEnd, RolloutSummary, Task, Turn
+from orhpc.types import (
+    FinishReason,
+    Image,
+    Location,
+    PlacedImage,
+    Rollout,
+    RolloutEnd,
+    RolloutSummary,
+    Task,
+    Turn,
+)
 from orhpc.wire.routes import RouteShare
 
 FORMAT = "orhpc-rollouts-2"
@@ -55,6 +65,18 @@ _TEXTS = ("id", "environment", "split", "error", "turns", "messages", "replay_mi
 _NEW_TEXTS = ("replay_mismatch",)
 """Missing in files of earlier releases."""
 _FLAT = {"tokens": "i4", "loss_mask": "?", "logprobs": "f4", "versions": "i4"}
+
+
+_IMAGES = np.dtype(
+    [
+        ("rollout", "i8"),  # row in `index`
+        ("start", "i8"),  # position of the first token
+        ("rows", "i4"),
+        ("columns", "i4"),
+        ("offset", "i8"),  # in `image_bytes`; rollouts of one prompt share its images
+        ("size", "i8"),
+    ]
+)
 
 
 def write_rollouts(
@@ -110,9 +132,26 @@ def _write(file: h5py.File, rollouts: Sequence[Rollout], trained: frozenset[str]
         arrays = [getattr(r, f"{name}_T") for r in rollouts]
         flat = np.concatenate(arrays).astype(kind) if arrays else np.zeros(0, kind)
         write_dataset(file, name, flat)
+    _write_images(file, rollouts)
     recorded = [r.routes for r in rollouts if routes and r.routes is not None]
     if recorded:
         write_dataset(file, "routes", np.concatenate(recorded))
+
+
+def _write_images(file: h5py.File, rollouts: Sequence[Rollout]) -> None:
+    """Write ``images`` and ``image_bytes``; neither, if no rollout has any."""
+    offsets: dict[bytes, int] = {}
+    rows: list[tuple[int, ...]] = []
+    end = 0
+    for row, rollout in enumerate(rollouts):
+        for placed in rollout.images:
+            image, size = placed.image, len(placed.image.png)
+            offset = offsets.setdefault(image.png, end)
+            end = max(end, offset + size)
+            rows.append((row, placed.start, image.rows, image.columns, offset, size))
+    if rows:
+        file.create_dataset("images", data=np.array(rows, _IMAGES))
+        write_dataset(file, "image_bytes", np.frombuffer(b"".join(offsets), np.uint8))
 
 
 class RolloutFile:
@@ -152,6 +191,19 @@ class RolloutFile:
         start = int(self._index[row]["offset"])
         span = slice(start, start + int(self._index[row]["length"]))
         return {f"{name}_T": self._read(name, span) for name in _FLAT}
+
+    def images(self, row: int) -> tuple[PlacedImage, ...]:
+        """The images of one rollout.  Raises RecordError if the data changed since they were written."""
+        if "images" not in self._file:
+            return ()
+        if "images" not in self._columns:
+            self._columns["images"] = self._read("images", slice(None))
+        listed = self._columns["images"]
+        found: list[PlacedImage] = []
+        for _, start, rows, columns, offset, size in listed[listed["rollout"] == row].tolist():
+            png = self._read("image_bytes", slice(offset, offset + size)).tobytes()
+            found.append(PlacedImage(Image(png, rows, columns), start))
+        return tuple(found)
 
     def routes(self, row: int, layers: Sequence[int] | None = None) -> np.ndarray[Any, Any] | None:
         """Expert routes ``[T - 1, layers, topk]``, optionally of some layers; None if not recorded."""
@@ -207,6 +259,7 @@ class RolloutFile:
             messages=json.loads(self._text("messages", row)),
             error=self._text("error", row) or None,
             routes=self.routes(row),
+            images=self.images(row),
             seconds=float(entry["seconds"]),
             finished=float(entry["finished"]) if "finished" in self._index.dtype.names else 0.0,
             replayed_turns=self._replayed_turns(row),
@@ -263,15 +316,13 @@ def count_versions(versions_N: np.ndarray[Any, Any]) -> tuple[tuple[int, int], .
     return tuple((int(version), int(count)) for version, count in zip(versions, counts, strict=True))
 
 
-def read_arrays(
-    file: str, row: int, *, routes: RouteShare | None = None
-) -> dict[str, np.ndarray[Any, Any] | None]:
-    """Open a file and read the arrays of one rollout; called by trainer ranks.
+def read_arrays(file: str, row: int, *, routes: RouteShare | None = None) -> dict[str, Any]:
+    """Open a file and read the arrays and images of one rollout; called by trainer ranks.
 
     ``routes`` adds a pipeline stage's expert routes, None if they were not recorded.
     """
     with RolloutFile(file) as record:
-        arrays: dict[str, np.ndarray[Any, Any] | None] = {**record.arrays(row)}
+        arrays: dict[str, Any] = {**record.arrays(row), "images": record.images(row)}
         return {**arrays, "routes": record.routes(row, routes.layers)} if routes else arrays
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from orhpc.config import Config
 from orhpc.errors import CheckpointError, NonFinite
+from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
@@ -81,7 +82,8 @@ class TrainerRank:
         self._offload = OffloadManager(self.device)
         self._backend: Backend | None = None
         routes = route_share(config, model_dir, rank, world_size)
-        self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes)
+        images = image_processor(model_dir)
+        self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes, images=images)
         self._saves = RankSaves(config.checkpoint, self.device, rank, world_size)
         folder = state_folder()
         self._copies = None if folder is None else StateCopies(folder, rank, self.device)

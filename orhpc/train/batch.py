@@ -11,13 +11,14 @@ import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orhpc.errors import DataError, RoutesMissing
-from orhpc.types import BatchPlan, MicroBatch, MiniBatch, Sample
+from orhpc.types import BatchPlan, Image, MicroBatch, MiniBatch, PlacedImage, Sample
+from orhpc.wire.images import rotary_positions
 
 Bins = list[list[int]]
 """Indices into the mini-batch's samples, one list per micro-batch."""
@@ -187,6 +188,28 @@ def _longest_first(lengths: Sequence[int], items: Sequence[int]) -> list[int]:
     return sorted(items, key=lambda i: (-lengths[i], i))
 
 
+class ReadsImages(Protocol):
+    """The part of :class:`orhpc.models.images.ImageProcessor` that is used here."""
+
+    def pixel_values(self, images: Sequence[Image]) -> tuple[NDArray[np.float32], NDArray[np.int64]]: ...
+    def smallest(self) -> Image: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedImages:
+    """The images of a packed batch, one after another."""
+
+    pixel_values: NDArray[np.float32]
+    """``[patches, values]``."""
+    grids: NDArray[np.int64]
+    """``[images, 3]``: each image's patches in time, rows and columns."""
+    slots_V: NDArray[np.int64]
+    """Ascending slots of the images' tokens.  Empty: the batch has no image, and the one in
+    ``pixel_values`` only keeps the vision tower's collectives in step with the other ranks."""
+    positions_3P: NDArray[np.int64]
+    """Rotary positions: time, row and column."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Samples one after another.  Slot ``i`` predicts token ``i + 1`` of the same sample, so the
@@ -211,6 +234,8 @@ class PackedBatch:
     routes_PLK: NDArray[Any] | None = None
     """uint8 or uint16 ``[P, layers, topk]``: the experts that the engine chose for each token, in the layers
     of this rank's pipeline stage; None when they were not requested, and in a batch without samples."""
+    images: PackedImages | None = None
+    """None: the model does not see images, or nothing is trained on them."""
 
     @property
     def routes_known_P(self) -> NDArray[np.bool_]:
@@ -226,17 +251,23 @@ class PackedBatch:
 
 
 def pack(
-    samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]], *, routes: bool = False
+    samples: Sequence[Sample],
+    arrays: Sequence[Mapping[str, Any]],
+    *,
+    routes: bool = False,
+    images: ReadsImages | None = None,
 ) -> PackedBatch:
     """Pack one micro-batch; ``arrays[s]`` holds ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, for
-    samples with a ``min_version``, ``versions_T``.
+    samples with a ``min_version``, ``versions_T``; for samples with images ``images``.
 
-    With ``routes`` also ``routes``, ``[T - 1, layers, topk]``.  Without samples the batch is one masked
-    sequence, so that this rank takes part in every collective.  Raises
-    :class:`~orhpc.errors.DataError` when arrays and plan disagree, and RoutesMissing.
+    With ``routes`` also ``routes``, ``[T - 1, layers, topk]``.  ``images``: of a model that sees them.
+    Without samples the batch is one masked sequence, so that this rank takes part in every collective.
+    Raises :class:`~orhpc.errors.DataError` when arrays and plan disagree, or for images and a model that does
+    not see them, and RoutesMissing.
     """
     if not samples:
-        return _batch((), [np.zeros(2, np.int64)], [np.zeros(2, np.bool_)], [np.zeros(2, np.float32)], [0.0])
+        batch = _batch((), [np.zeros(2, np.int64)], [np.zeros(2, np.bool_)], [np.zeros(2, np.float32)], [0.0])
+        return batch if images is None else replace(batch, images=_packed_images([((), 2)], images))
     tokens: list[NDArray[np.int64]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
@@ -252,7 +283,28 @@ def pack(
         logprobs.append(logprobs_T)
     ids = tuple(s.rollout_id for s in samples)
     batch = _batch(ids, tokens, masks, logprobs, [s.advantage for s in samples])
+    placed = [tuple(payload.get("images") or ()) for payload in arrays]
+    if images is not None:
+        found = list(zip(placed, map(len, tokens), strict=True))
+        batch = replace(batch, images=_packed_images(found, images))
+    elif seen := next((s.rollout_id for s, of in zip(samples, placed, strict=True) if of), None):
+        raise DataError(f"rollout {seen} has images, which this model does not see")
     return replace(batch, routes_PLK=_packed_routes(samples, arrays)) if routes else batch
+
+
+def _packed_images(
+    samples: Sequence[tuple[Sequence[PlacedImage], int]], processor: ReadsImages
+) -> PackedImages:
+    """``samples``: each one's images, and its number of tokens."""
+    slots: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    begin = 0
+    for placed, length in samples:
+        slots += [np.arange(begin + p.start, begin + p.end) for p in placed]
+        begin += length
+    seen = [p.image for placed, _ in samples for p in placed]
+    pixels, grids = processor.pixel_values(seen or [processor.smallest()])
+    positions = [rotary_positions(length, placed) for placed, length in samples]
+    return PackedImages(pixels, grids, np.concatenate(slots), np.concatenate(positions, axis=1))
 
 
 def _packed_routes(samples: Sequence[Sample], arrays: Sequence[Mapping[str, Any]]) -> NDArray[Any]:

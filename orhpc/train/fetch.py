@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from orhpc.errors import GroupDamaged, RayLost, RecordError
 from orhpc.rundir import BUFFER
-from orhpc.train.batch import PackedBatch, pack
+from orhpc.train.batch import PackedBatch, ReadsImages, pack
 from orhpc.types import Location, MicroBatch
 from orhpc.wire.routes import RouteShare
 
@@ -23,7 +23,8 @@ Arrays = Mapping[str, Any]
 
 
 def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arrays:
-    """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T`` and, if requested, ``routes`` of one rollout.
+    """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T``, ``images`` and, if requested, ``routes`` of one
+    rollout.
 
     They come from Ray's object store if it still holds them, else from the record file; routes that were not
     recorded are None.  Raises RayLost when the only copy was in a lost object store, GroupDamaged
@@ -60,11 +61,16 @@ def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arr
 
 
 def load_batch(
-    micro_batch: MicroBatch, fetch: Callable[..., Arrays] = fetch_arrays, *, routes: RouteShare | None = None
+    micro_batch: MicroBatch,
+    fetch: Callable[..., Arrays] = fetch_arrays,
+    *,
+    routes: RouteShare | None = None,
+    images: ReadsImages | None = None,
 ) -> PackedBatch:
-    """Fetch and pack one micro-batch, with this rank's share of its expert routes if requested."""
+    """Fetch and pack one micro-batch, with this rank's share of its expert routes if requested, and with
+    ``images`` of a model that sees."""
     arrays = [fetch(sample.location, routes=routes) for sample in micro_batch.samples]
-    return pack(micro_batch.samples, arrays, routes=routes is not None)
+    return pack(micro_batch.samples, arrays, routes=routes is not None, images=images)
 
 
 def prefetched(load: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

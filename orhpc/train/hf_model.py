@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.errors import ModelError
+from orhpc.models.images import sees_images
+from orhpc.models.seeing import attention_of, auto_class
 from orhpc.train.attention import adapters
 from orhpc.train.attention import packed as packed_attention
 from orhpc.train.loss.head import LogitScaling
@@ -55,10 +57,10 @@ def empty_model(
     attention, for names and shapes.
     """
     packed_attention.register()
-    attention = {"attn_implementation": packed_attention.NAME} if packed else {}
+    attention = {"attn_implementation": attention_of(config, packed_attention.NAME)} if packed else {}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(config).from_config(
                 config, dtype=dtype, trust_remote_code=settings.trust_remote_code, **attention
             )
     except (ValueError, KeyError) as error:
@@ -78,11 +80,11 @@ def load_model(
     """
     packed_attention.register()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             model_dir,
             config=config,
             dtype=dtype,
-            attn_implementation=packed_attention.NAME,
+            attn_implementation=attention_of(config, packed_attention.NAME),
             trust_remote_code=settings.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
@@ -138,6 +140,13 @@ def logit_scaling_of(config: Any, temperature: float) -> LogitScaling:
     if factor := getattr(config, "lm_head_multiplier", None):  # Falcon-H1
         scale *= factor
     return LogitScaling(scale, getattr(config, "final_logit_softcapping", None), temperature)
+
+
+def vision_tower(model: PreTrainedModel) -> nn.Module | None:
+    """Return the part of the model that sees; None: it has none, or is trained with text only."""
+    if not sees_images({"model_type": model.config.model_type}):
+        return None
+    return model.base_model.get_submodule("visual")
 
 
 def model_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:

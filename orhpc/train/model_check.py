@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from orhpc.errors import ModelError
 from orhpc.models.families import FAMILIES
@@ -33,6 +33,7 @@ from orhpc.models.forward_check import (
     samples_for,
     with_likely_tokens,
 )
+from orhpc.models.seeing import auto_class
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
 from orhpc.train.hf_model import DTYPES
@@ -204,13 +205,17 @@ def _computed(config: Config, plain: Any, model_dir: str, samples: Samples) -> _
     """Compute it with the family's class in float32, and measure the rounding error of the model's type."""
     # Some releases of transformers select by default an attention that ignores the soft cap.
     capped = getattr(plain.get_text_config(), "attn_logit_softcapping", None)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=torch.float32,
-        attn_implementation="eager" if capped else None,
-        trust_remote_code=config.model.trust_remote_code,
-        local_files_only=True,
-    ).eval()
+    model: Any = (
+        auto_class(plain)
+        .from_pretrained(
+            model_dir,
+            dtype=torch.float32,
+            attn_implementation="eager" if capped else None,
+            trust_remote_code=config.model.trust_remote_code,
+            local_files_only=True,
+        )
+        .eval()
+    )
     dtype, temperature = DTYPES[config.model.dtype], config.rollout.temperature
     if dtype == torch.float32:
         return _Reference(samples, plain_logprobs(model, samples, temperature), BOUNDS[dtype])

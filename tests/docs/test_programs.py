@@ -49,6 +49,17 @@ def check_questions(environment: Any) -> None:
     assert (answered.reward, answered.finished) == (0.0, True)
 
 
+def check_cats(environment: Any) -> None:
+    Path("photos").mkdir()
+    Path("photos/garden-3.png").write_bytes(b"pixels")
+    (task,) = environment.tasks("train")
+    session = environment(task.model_dump())
+    image, text = asyncio.run(session.get_prompt())
+    assert (image.data, image.type, text.type) == ("cGl4ZWxz", "image", "text")
+    answered = asyncio.run(session.answer(sys.modules[environment.__module__].Answer(text="3")))
+    assert (answered.reward, answered.finished) == (1.0, True)
+
+
 def check_brief(reward: Callable[..., float]) -> None:
     rollout = make_rollout(0, 0, 12, reward=1.0)
     assert reward(rollout) == 1.0 - 0.001 * rollout.response_tokens
@@ -74,6 +85,7 @@ def is_defined(function: Callable[..., Any]) -> None:
 USES: dict[str, Callable[[Any], None]] = {
     "Sums": check_sums,
     "Questions": check_questions,
+    "Cats": check_cats,
     "brief": check_brief,
     "close": check_close,
     "ranks": check_ranks,

@@ -16,6 +16,9 @@ To add a family:
    ``orhpc/train/attention`` and add it to ``ADAPTERS`` in ``adapters.py`` there.
    ``tests/unit/models/test_forward_check.py`` compares packed samples with transformers.
 
+6. If it sees images, describe its tower (``vision``, :mod:`orhpc.models.families.vision`).
+   ``tests/unit/models/test_images.py`` compares rendering, pixels and positions with its processor.
+
 Other modules read fields of a row and never compare a family's name
 (``tests/unit/models/test_family_names.py``).  Chat formats are independent of families
 (:mod:`orhpc.models.chat_formats`).
@@ -31,7 +34,7 @@ from orhpc.models.families.llama import LLAMA
 from orhpc.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from orhpc.models.families.minimax import MINIMAX_M2
 from orhpc.models.families.mistral import MISTRAL, MIXTRAL
-from orhpc.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from orhpc.models.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL
 
 __all__ = ["FAMILIES", "Family", "Layer", "MegatronTraits"]
 
@@ -53,9 +56,11 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         MIXTRAL,
         QWEN2,
+        QWEN2_5_VL,
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
+        QWEN3_VL,
     )
 }
 """By ``model_type``."""

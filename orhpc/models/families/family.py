@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from orhpc.errors import ModelError
 from orhpc.models.families.layer_rules import every_layer, no_shared_experts, unlimited
+from orhpc.models.families.vision import VisionTower
 
 UNTIED: Mapping[str, Any] = {"tie_word_embeddings": False}
 """Default of most families: the head is not the embedding."""
@@ -79,6 +80,9 @@ class Family:
     """Defaults of the family's class for keys missing in ``config.json``."""
     nested: bool = False
     """Whether it is multimodal: the config of its language part is under ``text_config``."""
+    vision: VisionTower | None = None
+    """How it sees images; None: its rollouts have text only, and of a multimodal model only the language part
+    is trained."""
     prefix: str = "model."
     head: str = "lm_head.weight"
     norms: Mapping[str, NormRole] = field(default_factory=lambda: PRE_NORMS)

@@ -1,4 +1,5 @@
-"""Qwen2 and 2.5 (arXiv 2407.10671, 2412.15115), Qwen3 (arXiv 2505.09388), and their models with experts."""
+"""Qwen2 and 2.5 (arXiv 2407.10671, 2412.15115), Qwen3 (arXiv 2505.09388), their models with experts, and
+those that see images (Qwen2.5-VL, arXiv 2502.13923, and Qwen3-VL)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from orhpc.models.families.family import UNTIED, Family
+from orhpc.models.families.family import UNTIED, Family, MegatronTraits
 from orhpc.models.families.layer_rules import window_if
+from orhpc.models.families.vision import VisionTower, deepstack_tower, windowed_tower
 
 
 def _window_in_upper_layers(values: Mapping[str, Any], index: int) -> int | None:
@@ -82,4 +84,43 @@ QWEN3_MOE = replace(
     sparse=_every_nth,
     span=_window_if_enabled,
     sglang_ignores_dense_layers=True,
+)
+
+_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_VISION = {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584}
+_FSDP_ONLY = MegatronTraits(not_built="it sees images, which only train.backend: fsdp trains")
+
+QWEN2_5_VL = replace(
+    QWEN2,
+    name="qwen2_5_vl",
+    nested=True,
+    vision=VisionTower(
+        "visual.",
+        {**_VISION, "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
+        windowed_tower,
+        _IMAGE,
+    ),
+    megatron=_FSDP_ONLY,
+)
+
+QWEN3_VL = replace(
+    QWEN3,
+    name="qwen3_vl",
+    nested=True,
+    prefix="model.language_model.",
+    vision=VisionTower(
+        "model.visual.",
+        {
+            **_VISION,
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "patch_size": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": (8, 16, 24),
+        },
+        deepstack_tower,
+        _IMAGE,
+    ),
+    megatron=_FSDP_ONLY,
 )

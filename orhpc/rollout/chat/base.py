@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from orhpc.errors import BadAnswer, ModelError
 from orhpc.rollout.chat.codec import Codec, Foreign
 from orhpc.rollout.chat.messages import AssistantMessage, limit_calls, split_reasoning
-from orhpc.rollout.environment.tools import ToolSpec
+from orhpc.rollout.environment.tools import IMAGE_MARK, ToolSpec
 from orhpc.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,9 @@ class ChatFormat(ABC):
 
     def __init__(self, tokenizer: Any) -> None:
         self.codec = Codec(tokenizer)
+        self.image_text: str | None = None
+        """An image in the chat template, with one placeholder, for models that see; in texts
+        :data:`~orhpc.rollout.environment.tools.IMAGE_MARK` stands for it."""
         self._tokenizer = tokenizer
         self._template: str | None = getattr(tokenizer, "chat_template", None) or None
         self._dated = self._template
@@ -218,7 +221,14 @@ class ChatFormat(ABC):
 
     def _fill(self, parts: tuple[Part, ...], texts: Sequence[str]) -> list[int]:
         safe = [self._plain_markers.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) for text in texts]
-        return self.codec.encode([p if isinstance(p, str) else p.fill(safe[p.index]) for p in parts])
+        filled = [p if isinstance(p, str) else p.fill(safe[p.index]) for p in parts]
+        return self.codec.encode([piece for part in filled for piece in self._with_images(part)])
+
+    def _with_images(self, part: str | Foreign) -> list[str | Foreign]:
+        if self.image_text is None or isinstance(part, str):
+            return [part]
+        first, *rest = part.text.split(IMAGE_MARK)
+        return [Foreign(first), *(p for text in rest for p in (self.image_text, Foreign(text)))]
 
     def _make_skeleton(
         self, system: str | None, tools: str, thinking: bool, roles: tuple[str, ...] = ("user",)

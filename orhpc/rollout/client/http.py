@@ -35,7 +35,7 @@ from orhpc.rollout.client.wire import (
     read_generation,
     read_version,
 )  # fmt: skip
-from orhpc.types import Generation, Sampling
+from orhpc.types import Generation, PlacedImage, Sampling
 from orhpc.wire.routes import RouteShape
 
 log = logging.getLogger(__name__)
@@ -98,8 +98,9 @@ class EngineClient:
         rid: str,
         routes_start: int | None = None,
         routing_key: str | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        """Sample one continuation of ``prompt_ids``.
+        """Sample one continuation of ``prompt_ids``, which contain the tokens of ``images``.
 
         ``routes_start`` requests the expert routes from that context position on.  A router sends requests
         with the same ``routing_key`` to the same engine.  Raises PromptTooLong when prompt and
@@ -108,7 +109,7 @@ class EngineClient:
         if routes_start is not None and self.route_shape is None:
             raise ConfigError("expert routes were requested without the model's route_shape")
         await pace()
-        body = generate_body(prompt_ids, sampling, rid=rid, routes_start=routes_start)
+        body = generate_body(prompt_ids, sampling, rid=rid, routes_start=routes_start, images=images)
         try:
             headers = None if routing_key is None else {ROUTING_KEY: routing_key}
             limit = generation_bytes(
@@ -127,6 +128,7 @@ class EngineClient:
                 routes_start=routes_start,
                 route_shape=self.route_shape,
                 vocabulary=self._vocabulary,
+                images=bool(images),
             )
 
         if len(data) > _INLINE_BYTES:

@@ -17,7 +17,7 @@ from orhpc.rollout.client.connections import Connections
 from orhpc.rollout.client.http import EngineClient
 from orhpc.rollout.client.member import Member, spread
 from orhpc.rollout.client.wire import TokenIds, aborted
-from orhpc.types import Generation, Sampling
+from orhpc.types import Generation, PlacedImage, Sampling
 from orhpc.wire.routes import RouteShape
 
 log = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ class EnginePool:
         rid: str,
         affinity: str,
         routes_start: int | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Generation:
         """Sample one continuation; see :meth:`EngineClient.generate`.
 
@@ -130,11 +131,11 @@ class EnginePool:
         attempts failed; PromptTooLong, ConfigError and RoutesMissing at once.
         """
         if self._admission is None:
-            return await self._generate(prompt_ids, sampling, rid, affinity, routes_start)
+            return await self._generate(prompt_ids, sampling, rid, affinity, routes_start, images)
         async with self._admission.place(affinity):
             if self._aborting:
                 return aborted(len(prompt_ids), self.published_version or 0)
-            return await self._generate(prompt_ids, sampling, rid, affinity, routes_start)
+            return await self._generate(prompt_ids, sampling, rid, affinity, routes_start, images)
 
     def pause(self) -> None:
         """Send no further requests until :meth:`resume`; needs ``max_in_flight``."""
@@ -157,12 +158,18 @@ class EnginePool:
             await asyncio.wait_for(self.pause_generation(), timeout_s)
 
     async def _generate(
-        self, prompt_ids: TokenIds, sampling: Sampling, rid: str, affinity: str, routes_start: int | None
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        rid: str,
+        affinity: str,
+        routes_start: int | None,
+        images: Sequence[PlacedImage],
     ) -> Generation:
         failure: EngineUnavailable | None = None
         if self._router is not None and routes_start is None and time.monotonic() > self._router_retry_at:
             try:
-                return await self._through(self._router, prompt_ids, sampling, rid, affinity)
+                return await self._through(self._router, prompt_ids, sampling, rid, affinity, images)
             except EngineUnavailable as error:
                 log.info("%s; calling the engines directly", error)
                 rid = f"{rid}-direct"
@@ -177,6 +184,7 @@ class EnginePool:
                     sampling,
                     rid=rid if attempt == 0 else f"{rid}-retry{attempt}",
                     routes_start=routes_start,
+                    images=images,
                 )
             except EngineUnavailable as error:
                 failure = error
@@ -196,12 +204,20 @@ class EnginePool:
         raise EngineUnavailable(f"request {rid} failed {self._retries + 1} times; last error: {failure}")
 
     async def _through(
-        self, router: EngineClient, prompt_ids: TokenIds, sampling: Sampling, rid: str, affinity: str
+        self,
+        router: EngineClient,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        rid: str,
+        affinity: str,
+        images: Sequence[PlacedImage],
     ) -> Generation:
         """Call the router; after a failure, it is bypassed for a while."""
         expected = self.published_version
         try:
-            generation = await router.generate(prompt_ids, sampling, rid=rid, routing_key=affinity)
+            generation = await router.generate(
+                prompt_ids, sampling, rid=rid, routing_key=affinity, images=images
+            )
         except EngineUnavailable:
             self._router_retry_at = time.monotonic() + _ROUTER_BACKOFF_S
             raise

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pybase64
 from numpy.typing import NDArray
 
 from orhpc.errors import EngineUnavailable
-from orhpc.types import FinishReason, Generation, Sampling
+from orhpc.types import FinishReason, Generation, PlacedImage, Sampling
+from orhpc.wire.images import collapsed
 from orhpc.wire.routes import RouteShape, decode_routes
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -26,8 +28,18 @@ _SEEDS = 1 << 31
 """Some SGLang releases store seeds as int32."""
 
 
-def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_start: int | None) -> bytes:
-    """Encode a request; ``routes_start`` requests expert routes from that context position on."""
+def generate_body(
+    prompt_ids: TokenIds,
+    sampling: Sampling,
+    *,
+    rid: str,
+    routes_start: int | None,
+    images: Sequence[PlacedImage] = (),
+) -> bytes:
+    """Encode a request; ``routes_start`` requests expert routes from that context position on.
+
+    The engine expands one placeholder per image of ``images`` to all of its tokens.
+    """
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -40,6 +52,8 @@ def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_
         parameters["sampling_seed"] = sampling.seed % _SEEDS
     is_array = isinstance(prompt_ids, np.ndarray | array)
     ids = np.ascontiguousarray(prompt_ids) if is_array else list(prompt_ids)
+    if images:
+        ids = collapsed(np.asarray(ids, np.int32), images)
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": ids,
@@ -48,6 +62,8 @@ def generate_body(prompt_ids: TokenIds, sampling: Sampling, *, rid: str, routes_
         "logprob_start_len": -1,
         "stream": False,
     }
+    if images:
+        body["image_data"] = [pybase64.b64encode(p.image.png).decode() for p in images]
     if routes_start is not None:
         body["return_routed_experts"] = True
         body["routed_experts_start_len"] = routes_start
@@ -62,9 +78,11 @@ def read_generation(
     routes_start: int | None,
     route_shape: RouteShape | None,
     vocabulary: int | None,
+    images: bool = False,
 ) -> Generation:
     """Decode an answer to :func:`generate_body`; ``vocabulary``: number of token ids, if known.
 
+    ``images``: the request had some, so the engine must have expanded it to ``prompt_tokens``.
     Raises EngineUnavailable for an answer that is not SGLang's, and RoutesMissing for missing or
     impossible routes.
     """
@@ -78,6 +96,7 @@ def read_generation(
             logprobs = np.array([entry[0] for entry in sampled], dtype=np.float32)
         version = read_version(meta.get("weight_version"), url)
         completion = int(meta["completion_tokens"])
+        read_tokens = int(meta["prompt_tokens"]) if images and len(tokens) else prompt_tokens
         cached = int(meta.get("cached_tokens") or 0)
     except _MALFORMED as error:
         reason = " ".join(repr(error).split())[:200]
@@ -88,6 +107,11 @@ def read_generation(
         raise EngineUnavailable(f"engine {url}: sampled token id {bad[0]} is outside 0 .. {limit - 1}")
     if not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"engine {url}: a sampled token has no finite log-probability")
+    if read_tokens != prompt_tokens:
+        raise EngineUnavailable(
+            f"engine {url}: it read {read_tokens} tokens where a prompt with images has {prompt_tokens}: it "
+            "tokenizes the prompt again, or its image processor is not the model folder's"
+        )
     if completion != len(tokens):
         raise EngineUnavailable(
             f"engine {url}: {completion} tokens were sampled but {len(tokens)} came with log-probabilities"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orhpc.config import Config
+from orhpc.models.images import folder_sees
 
 FP8_BLOCK = 128
 """Rows and columns per scale (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3)."""
@@ -54,8 +55,9 @@ def sglang_options(
         "mem_fraction_static": engine.memory_fraction,
         "max_running_requests": engine.max_running,
         "context_length": engine.context_length or config.rollout.max_total_tokens,
-        # The engine receives and returns token ids; only the workers tokenize.
-        "skip_tokenizer_init": True,
+        # The engine receives and returns token ids; only the workers tokenize.  For images SGLang's processor
+        # needs its tokenizer, but keeps the ids that it was sent (SGLANG_MM_AVOID_RETOKENIZE, its default).
+        "skip_tokenizer_init": not folder_sees(model_dir),
         # The access log would have one line per turn of every rollout.
         "log_level_http": "warning",
         "random_seed": (config.run.seed + index) % (1 << 31),

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from orhpc.errors import BadAnswer
-from orhpc.rollout.environment.tools import ToolResult, ToolSpec
+from orhpc.rollout.environment.tools import IMAGE_MARK, ToolResult, ToolSpec
 
 IMAGE_PLACEHOLDER = "[an image ({kind}) was left out: this model is given text only]"
 """Placeholder text for an image block."""
@@ -84,6 +84,8 @@ class TextBlock(_Answer):
 
 class ImageBlock(_Answer):
     type: Literal["image"]
+    data: Annotated[str, _null_to("")] = ""
+    """Base64."""
     media: Annotated[str, _null_to("unknown type"), Field(alias="mimeType")] = "unknown type"
 
 
@@ -220,29 +222,48 @@ def read(schema: TypeAdapter[T], answer: Any, what: str) -> T:
 _TAGS = frozenset(("True", "False"))
 
 
-def text_of(blocks: Any, what: str, on_image: Callable[[str], None] = lambda kind: None) -> str:
+class AnswerImages:
+    """Takes the images out of one answer's blocks."""
+
+    def __init__(self, report: Callable[[str], None], *, kept: bool) -> None:
+        """``kept``: the model sees images; otherwise a placeholder replaces each, and ``report`` is called
+        with its media type."""
+        self._report = report
+        self.kept = kept
+        self.data: list[str] = []
+        """The images in order, base64, one for each mark in the answer's texts."""
+
+    def join(self, blocks: Sequence[TextBlock | ImageBlock]) -> str:
+        """Join texts with line breaks; as in chat templates, there are none beside an image."""
+        text, after_text = "", False
+        for block in blocks:
+            if isinstance(block, ImageBlock) and self.kept:
+                self.data.append(block.data)
+                text, after_text = text + IMAGE_MARK, False
+                continue
+            text += "\n" * after_text + self._text(block)
+            after_text = True
+        return text
+
+    def _text(self, block: TextBlock | ImageBlock) -> str:
+        if isinstance(block, ImageBlock):
+            self._report(block.media[:60])
+            return IMAGE_PLACEHOLDER.format(kind=block.media[:60])
+        return block.text.replace(IMAGE_MARK, "\ufffd") if self.kept else block.text
+
+
+def text_of(blocks: Any, what: str, images: AnswerImages) -> str:
     """Join text blocks with line breaks.
 
     Args:
         blocks: as the server sent them.
         what: the origin of the blocks, for messages.
-        on_image: called with the media type of each image; a placeholder replaces the image.
+        images: takes the images out.
 
     Raises:
         BadAnswer: the blocks are invalid.
     """
-    return _joined(read(_BLOCKS, blocks, what), on_image)
-
-
-def _joined(blocks: Sequence[TextBlock | ImageBlock], on_image: Callable[[str], None]) -> str:
-    texts: list[str] = []
-    for block in blocks:
-        if isinstance(block, ImageBlock):
-            on_image(block.media[:60])
-            texts.append(IMAGE_PLACEHOLDER.format(kind=block.media[:60]))
-        else:
-            texts.append(block.text)
-    return "\n".join(texts)
+    return images.join(read(_BLOCKS, blocks, what))
 
 
 def is_conversation(blocks: Any) -> bool:
@@ -255,7 +276,7 @@ def is_conversation(blocks: Any) -> bool:
     return any(isinstance(detail, Mapping) and "role" in detail for detail in marked)
 
 
-def conversation(messages: Any, what: str, on_image: Callable[[str], None]) -> tuple[tuple[str, str], ...]:
+def conversation(messages: Any, what: str, images: AnswerImages) -> tuple[tuple[str, str], ...]:
     """Read a conversation as (role, text) pairs; earlier tool calls and their results become text.
 
     Returns an empty tuple for a conversation that chat templates do not support: a system message after the
@@ -264,7 +285,7 @@ def conversation(messages: Any, what: str, on_image: Callable[[str], None]) -> t
     turns: list[tuple[str, str]] = []
     for message in read(_MESSAGES, messages, what):
         plain = [part for block in message.blocks for part in _plain(block)]
-        turns.append((message.role, _joined(plain, on_image)))
+        turns.append((message.role, images.join(plain)))
     roles = [role for role, _ in turns]
     return tuple(turns) if roles and "system" not in roles[1:] and roles[-1] == "user" else ()
 
@@ -289,14 +310,16 @@ def tools_of(answer: Any, what: str) -> Tools:
     return read(TOOLS, answer, what)
 
 
-def tool_result(answer: Any, what: str, on_image: Callable[[str], None]) -> ToolResult:
+def tool_result(answer: Any, what: str, images: AnswerImages) -> ToolResult:
     """Read the answer to a tool call; raises BadAnswer."""
     result = read(_RESULT, answer, what)
     if isinstance(result, Failed):
         return ToolResult(result.error, finished=result.reason == "episode_finished", error=result.reason)
     output = result.output
+    text = images.join(output.blocks)
     return ToolResult(
-        text=_joined(output.blocks, on_image),
+        text=text,
+        images=tuple(images.data),
         reward=output.reward,
         finished=output.finished,
         metadata=output.metadata if isinstance(output.metadata, dict) else None,

@@ -84,8 +84,11 @@ class Environment:
         *,
         direct: bool = False,
         key: str | None = None,
+        images: bool = False,
     ) -> None:
-        """``direct``, ``key``: for a server that the job runs; see :class:`GuardedSession`."""
+        """``direct``, ``key``: for a server that the job runs; see :class:`GuardedSession`.  ``images``: the
+        model sees images."""
+        self._sees = images
         self._direct = direct
         self._key = key
         self._own_http: aiohttp.ClientSession | None = None
@@ -115,6 +118,7 @@ class Environment:
         rollout: RolloutSettings,
         url: str | None = None,
         key: str | None = None,
+        images: bool = False,
     ) -> Environment:
         """Connect to a server, wait until it answers, and choose the variant.
 
@@ -125,6 +129,7 @@ class Environment:
             rollout: the timeouts.
             url: address of a server that the job runs; default ``settings.url``, then OpenReward's service.
             key: bearer token sent to the server at ``url`` and to no other server.
+            images: keep images, for a model that sees; otherwise placeholders replace them.
 
         Raises:
             EnvironmentUnavailable: no answer within ``rollout.environment_start_timeout_s``.
@@ -148,7 +153,7 @@ class Environment:
         else:
             # Do not send OpenReward's key to other servers; one that needs it lists it as a secret.
             handle.api_key = None
-        environment = cls(name, settings, rollout, client, handle, direct=direct, key=own_key)
+        environment = cls(name, settings, rollout, client, handle, direct=direct, key=own_key, images=images)
         if direct or is_private(host):
             environment._connect_directly(url or client.session_base_url)
         try:
@@ -324,13 +329,17 @@ class Environment:
             async with self._deadline(f"{task.id}: opening the session") as deadline:
                 await wire.begin(deadline)
                 blocks = await wire.fetch("GET", self.path("/prompt"), deadline)
+                images, told = self._images(), self._images()
                 conversation = (
-                    await self._conversation(wire, deadline) if answers.is_conversation(blocks) else ()
+                    await self._conversation(wire, deadline, told) if answers.is_conversation(blocks) else ()
                 )
                 tools = await self._tools(wire, deadline)
             offered = answers.tools_of(tools, f"{task.id}: tools")
+            prompt = answers.text_of(blocks, f"{task.id}: the prompt", images)
             return Session(
-                prompt=answers.text_of(blocks, f"{task.id}: the prompt", self._report_image),
+                prompt=prompt,
+                images=tuple((told if conversation else images).data),
+                sees=self._sees,
                 tools=offered.specs,
                 conversation=conversation,
                 terminal=offered.terminal is not None,
@@ -348,9 +357,14 @@ class Environment:
             self._deletions.add(wire)
             raise
 
-    async def _conversation(self, wire: GuardedSession, deadline: Deadline) -> tuple[tuple[str, str], ...]:
+    async def _conversation(
+        self, wire: GuardedSession, deadline: Deadline, images: answers.AnswerImages
+    ) -> tuple[tuple[str, str], ...]:
         messages = await wire.fetch("GET", self.path("/messages"), deadline)
-        return answers.conversation(messages, f"{wire.label}: the conversation", self._report_image)
+        return answers.conversation(messages, f"{wire.label}: the conversation", images)
+
+    def _images(self) -> answers.AnswerImages:
+        return answers.AnswerImages(self._report_image, kept=self._sees)
 
     def _report_image(self, kind: str) -> None:
         self.notices.report_once("image", image_notice(self.name, kind))

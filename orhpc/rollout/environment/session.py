@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orhpc.errors import BadTask, EnvironmentRaised, EnvironmentUnavailable, PreflightError, ToolTimeout
-from orhpc.rollout.environment.answers import tool_result
+from orhpc.rollout.environment.answers import AnswerImages, tool_result
 from orhpc.rollout.environment.call_history import CallHistory
 from orhpc.rollout.environment.deadline import Deadline
 from orhpc.rollout.environment.notices import Notices
@@ -37,6 +37,10 @@ class Session:
     _terminal_tool: tuple[str, str | None] | None
     conversation: tuple[tuple[str, str], ...] = ()
     """The prompt as (role, text) pairs if it is a conversation of several messages; otherwise empty."""
+    images: tuple[str, ...] = ()
+    """Images of the prompt or conversation (base64), one for each mark in its texts."""
+    sees: bool = False
+    """Whether the model sees images; otherwise placeholders replace them."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a tool once; it never runs twice, even if the connection breaks.
@@ -97,7 +101,7 @@ class Session:
             )
             raise
         self._history.note(name, time.monotonic() - began)
-        return tool_result(answer, what, self.report_image)
+        return tool_result(answer, what, AnswerImages(self.report_image, kept=self.sees))
 
     def report_image(self, kind: str) -> None:
         """Report that an image of this media type was replaced by a placeholder."""

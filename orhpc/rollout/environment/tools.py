@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from orhpc.types import Image
+
+IMAGE_MARK = "\ufffc"
+"""Stands for an image in a text that a model is shown: Unicode's object replacement character."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
@@ -32,3 +37,8 @@ class ToolResult:
     raised."""
     metadata: dict[str, Any] | None = None
     """Additional data from the environment; recorded, but never shown to the model."""
+    images: tuple[str, ...] = ()
+    """Images as the environment sent them (base64), one for each mark in ``text``; only for models that
+    see."""
+    shown: tuple[Image, ...] = ()
+    """The same images as the model sees them, once they are decoded."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from orhpc.errors import CheckpointError
+from orhpc.models.seeing import auto_class
 from orhpc.train.checkpoint.commit_weights import CommitWeights
 from orhpc.train.hf_model import model_parameters, saved_buffers
 from orhpc.train.megatron.hf_stream import HfFolder
@@ -41,7 +42,7 @@ class Comparison:
 
     def line(self) -> str:
         """Return the message for users."""
-        way = "as AutoModelForCausalLM loads them" if self.whole else "in the files, one tensor at a time"
+        way = "as transformers loads them" if self.whole else "in the files, one tensor at a time"
         more = f" and {self.buffers} untrained buffers with the original" if self.buffers else ""
         return f"compared {self.parameters} tensors with the commit{more}, bit for bit, {way}"
 
@@ -80,11 +81,13 @@ def _everything(weights: CommitWeights) -> Iterator[tuple[str, Tensor]]:
 def _loaded(folder: Path, weights: CommitWeights, settings: ModelSettings, device: str) -> Any:
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        trusted = settings.trust_remote_code
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted, local_files_only=True)
+        loaded: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=weights.dtype,
             device_map={"": device} if device == "meta" else None,
-            trust_remote_code=settings.trust_remote_code,
+            trust_remote_code=trusted,
             local_files_only=True,
             output_loading_info=True,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,7 @@ from orhpc.train.hf_model import (
     load_model_config,
     model_parameters,
     set_modes,
+    vision_tower,
 )
 
 if TYPE_CHECKING:
@@ -106,12 +108,18 @@ class ModelLoader:
             routers=self._routers(hf) if trained else None,
         )
         set_modes(model)  # once, so that every pass of a step computes the same
-        return model.requires_grad_(trained)
+        return self._frozen(model.requires_grad_(trained))
 
     def _wrap_critic(self, hf: PreTrainedModel) -> ValueModel:
         self._recompute(hf)
         model = ValueModel(hf)
         set_modes(model)
+        return self._frozen(model)
+
+    def _frozen(self, model: Model) -> Model:
+        tower = vision_tower(model.hf)
+        if tower is not None and self.config.train.freeze_vision:
+            tower.requires_grad_(False)
         return model
 
     def _recompute(self, hf: PreTrainedModel) -> None:
@@ -130,9 +138,13 @@ class ModelLoader:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         layers = set(getattr(model.hf, "_no_split_modules", None) or ())
+        # Vision towers rotate in float32: their blocks' inputs must not be cast.
+        uncast = replace(precision, cast_forward_inputs=False)
+        tower = vision_tower(model.hf)
+        seeing = set() if tower is None else set(tower.modules())
         for module in list(model.modules()):
             if type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh, mp_policy=precision)
+                fully_shard(module, mesh=mesh, mp_policy=uncast if module in seeing else precision)
         # By default the root stays gathered after a forward pass without a backward pass; then optimizer,
         # export and save would hold references to memory that is about to be freed.
         fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +12,35 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from orhpc.errors import ModelError
+from orhpc.models.seeing import ImageFeatures, language_inputs
 from orhpc.train.attention.packing import Packing
 from orhpc.train.backend import VALUE_HEAD
-from orhpc.train.batch import PackedBatch
+from orhpc.train.batch import PackedBatch, PackedImages
 from orhpc.train.fsdp.routing_replay import RoutedRows, RouterReplay
 from orhpc.train.hf_model import logit_scaling_of, model_parameters
 from orhpc.train.loss.head import token_logprobs
 from orhpc.train.pinned import to_device
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceImages:
+    """A :class:`~orhpc.train.batch.PackedImages` on the model's device."""
+
+    pixel_values: Tensor
+    grids: Tensor
+    slots_V: Tensor
+    positions_3P: Tensor
+
+    @classmethod
+    def of(cls, images: PackedImages, device: torch.device) -> DeviceImages:
+        return cls(
+            pixel_values=to_device(images.pixel_values, device),
+            grids=to_device(images.grids, device),
+            slots_V=to_device(images.slots_V, device),
+            positions_3P=to_device(images.positions_3P, device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +60,8 @@ class DeviceBatch:
     advantages_P: Tensor
     routed: RoutedRows | None = None
     """Expert routes recorded at sampling time, if they were fetched."""
+    images: DeviceImages | None = None
+    """Of a model that sees images."""
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> DeviceBatch:
@@ -55,6 +78,7 @@ class DeviceBatch:
             rollout_logprobs_P=to_device(batch.rollout_logprobs_P, device),
             advantages_P=to_device(batch.advantages_P, device),
             routed=RoutedRows.of(batch, device),
+            images=None if batch.images is None else DeviceImages.of(batch.images, device),
         )
 
 
@@ -74,9 +98,21 @@ class PackedModel(nn.Module):
         body = self.hf.base_model
         if body is self.hf:  # Llama 4's text model does not set base_model_prefix
             body = self.hf.model
+        if batch.images is not None:
+            return self._seeing(body, batch, batch.images)
         output = body(
             input_ids=batch.input_ids_P[None],
             position_ids=batch.position_ids_P[None],
+            packing=batch.packing,
+            use_cache=False,
+        )
+        return output.last_hidden_state[0]
+
+    def _seeing(self, body: Any, batch: DeviceBatch, images: DeviceImages) -> Tensor:
+        features = ImageFeatures.of(body, images.pixel_values, images.grids)
+        output = body.language_model(
+            **language_inputs(body, batch.input_ids_P, features, images.slots_V),
+            position_ids=images.positions_3P[:, None],
             packing=batch.packing,
             use_cache=False,
         )

@@ -7,18 +7,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.commands.cli import main
+from orhpc.config import Config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREFLIGHT, ConfigError, ModelError
 from orhpc.models import shape_of
 from orhpc.models.folders import find_model
 from orhpc.plan.layout import Layout, check_layout, stages
 from orhpc.plan.memory import Demand, layer_activations, trainer_memory
-from tests.model_configs import REAL, TINY
+from orhpc.plan.run_plan import make_plan
+from tests.model_configs import REAL, SEEING, TINY
+from tests.model_folder import write_model_folder
 
 QWEN = shape_of(REAL["Qwen3-30B-A3B"][0])
 LLAMA = shape_of(REAL["Llama-3.1-8B"][0])
@@ -334,3 +338,22 @@ def test_one_node_of_h200_holds_qwen3_30b(
     arguments = ["plan", str(path), "--device-memory", "139", f"model.path={model}", *overrides]
     assert main(arguments) == EXIT_OK
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ({"train": {"backend": "megatron"}}, "cannot train a model that sees images; set it to fsdp"),
+        ({"precision": "fp8-rollout"}, "is not for models that see images; set it to bf16"),
+    ],
+)
+def test_models_that_see_images_are_for_fsdp_without_fp8(
+    tmp_path: Path, override: dict[str, Any], problem: str
+) -> None:
+    folder = write_model_folder(tmp_path, SEEING["qwen3-vl"])
+    content = {"model": {"path": str(folder)}, "environments": {"local": {"serve": "package.module:Class"}}}
+    with pytest.raises(ConfigError, match=problem):
+        make_plan(Config.model_validate({**content, **override}), 80)
+    seen = make_plan(Config.model_validate(content), 80)
+    assert seen.shape.vision
+    assert seen.trainer.weights * 8 >= 4 * seen.shape.parameters

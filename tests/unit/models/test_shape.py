@@ -128,7 +128,8 @@ def test_a_model_folder_is_read_and_its_errors_are_named(tmp_path: Path) -> None
 
 
 def test_every_family_is_tested_with_a_real_or_a_tiny_model() -> None:
-    from tests.model_configs import TINY
+    from tests.model_configs import SEEING, TINY
 
-    kinds = {c["model_type"] for c in TINY.values()} | {c["model_type"] for c, _, _ in REAL.values()}
+    tiny = [*TINY.values(), *SEEING.values()]
+    kinds = {c["model_type"] for c in tiny} | {c["model_type"] for c, _, _ in REAL.values()}
     assert set(FAMILIES) <= kinds

@@ -118,7 +118,7 @@ def recorded_turns(tmp_path: Path, rollout: Rollout) -> tuple[int, str | None]:
 @pytest.mark.parametrize(
     ("answer", "difference"),
     [
-        (ToolResult("One", reward=0.25), "the text after turn 1 differs"),
+        (ToolResult("One", reward=0.25), "the answer to turn 1 differs"),
         (ToolResult("one", reward=0.5), "reward of turn 1 is 0.5, not 0.25"),
         (ToolResult("one"), "reward of turn 1 is None, not 0.25"),
         (ToolResult("one", reward=0.25, error="tool_raised"), "tool_calls of turn 1 is 0, not 1"),

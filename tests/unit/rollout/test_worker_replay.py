@@ -60,7 +60,7 @@ def run(worker: RolloutWorker, agent: ScriptedAgent, *groups: int) -> list[str]:
 
 def test_an_environment_whose_answers_differ_is_not_replayed_again(tmp_path: Path) -> None:
     worker = [with_begun(tmp_path, group, turns) for group, turns in ((5, 2), (6, 2), (7, 1))][-1]
-    agent = Replaying("the text after turn 1 differs")
+    agent = Replaying("the answer to turn 1 differs")
     notices = run(worker, agent, 5, 6, 7)
     assert [begun is not None for begun in agent.given] == [True, False, True]  # 7 has called nothing
     assert len(notices) == 1

@@ -75,7 +75,7 @@ def test_the_command_line_exports_in_half_precision(
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert "compared 20 tensors with the commit, bit for bit, as AutoModelForCausalLM loads them" in said
+    assert "compared 20 tensors with the commit, bit for bit, as transformers loads them" in said
     assert f"orhpc chat '{out}'" in said
     assert AutoConfig.from_pretrained(out).dtype == torch.bfloat16
     assert all(t.dtype == torch.bfloat16 for t in load_file(out / "model.safetensors").values())

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from orhpc.errors import EXIT_CONFIG, ConfigError
 from orhpc.models.forward_check import refuse_changing_positions
+from orhpc.models.images import image_processor
 from orhpc.process.ports import inherited_socket, start_listening
 from orhpc.process.secrets import read_engine_key
 from orhpc.process.terminal import protect_server
@@ -164,6 +165,7 @@ def _load(args: argparse.Namespace) -> SlotModel:
         args.context_length,
         record_routes=args.enable_return_routed_experts,
         check=not args.no_model_check,
+        images=image_processor(args.model_path),
     )
 
 

@@ -18,8 +18,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from orhpc.models.seeing import ImageFeatures
 from orhpc.rollout.engines.cpu.kv_cache import SlotTable
-from orhpc.rollout.engines.cpu.model import SlotModel
+from orhpc.rollout.engines.cpu.model import SeenRow, SlotModel
 from orhpc.rollout.engines.cpu.protocol import EngineRequest, NotServing
 from orhpc.rollout.engines.cpu.sampling import sample
 
@@ -67,11 +68,12 @@ class Batcher:
                 pieces.append((request, request.computed, end))
         tokens = [r.output[-1] if r.output else r.prompt[-1] for r in decode]
         for request, start, end in pieces:
-            tokens.extend(self._ids[request.slot, start:end].tolist())
+            tokens.extend(request.context[start:end])
         logits = self.model.forward(
             tokens,
             [(r.slot, r.length - 1) for r in decode],
             [(r.slot, start, end) for r, start, end in pieces],
+            self._seen(decode, pieces),
         )
         for request, _, end in pieces:
             self._computed(request, end)
@@ -81,6 +83,31 @@ class Batcher:
         return [
             r for r, token, logprob in zip(decode, *sampled, strict=True) if self._extend(r, token, logprob)
         ]
+
+    def _seen(
+        self, decode: list[EngineRequest], pieces: list[tuple[EngineRequest, int, int]]
+    ) -> SeenRow | None:
+        """The images and positions of a packed row; None if no request of it has images."""
+        parts = [(r, r.length - 1, r.length) for r in decode] + pieces
+        if not any(request.images for request, _, _ in parts):
+            return None
+        positions = np.concatenate([r.positions(start, end) for r, start, end in parts], axis=1)
+        slots: list[np.ndarray] = []
+        features: list[ImageFeatures] = []
+        row = len(decode)
+        for request, start, end in pieces:
+            first = 0
+            for placed in request.images:
+                begin, stop = max(start, placed.start), min(end, placed.end)
+                if begin < stop:
+                    if request.features is None:
+                        request.features = self.model.see([p.image for p in request.images])
+                    at = first - placed.start
+                    features.append(request.features.rows(begin + at, stop + at))
+                    slots.append(np.arange(row + begin - start, row + stop - start))
+                first += placed.image.tokens
+            row += end - start
+        return SeenRow.of(positions, slots, features)
 
     def _computed(self, request: EngineRequest, end: int) -> None:
         request.computed = end
@@ -158,6 +185,7 @@ class Batcher:
             self.table.release(slot)
             request.slot = -1
             request.computed = 0
+            request.features = None  # the weights may change
             self.waiting.appendleft(request)
 
     def flush(self) -> bool:
@@ -172,7 +200,7 @@ class Batcher:
         deferred: deque[EngineRequest] = deque()
         while self.waiting and self.table.idle:
             request = self.waiting.popleft()
-            context = np.asarray(request.context, dtype=np.int32)
+            context = request.keys
             donor, common, promised = self._longest_prefix(context)
             if promised > common + _MIN_SAVED_TOKENS:
                 deferred.append(request)

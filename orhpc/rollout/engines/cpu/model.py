@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models.forward_check import (
@@ -21,7 +22,10 @@ from orhpc.models.forward_check import (
     samples_for,
     target_logprobs,
 )
+from orhpc.models.images import ImageProcessor
+from orhpc.models.seeing import ImageFeatures, attention_of, auto_class, language_inputs
 from orhpc.rollout.engines.cpu.kv_cache import SlotCache, make_plan
+from orhpc.types import Image
 from orhpc.wire.routes import RouteShape
 
 _ROUTER_CLASS = re.compile(r"Top[kK]Router$")
@@ -30,6 +34,23 @@ DECODED = 4
 """Number of tokens per sample that the check at startup decodes one by one."""
 ENGINE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Maximum mean difference in nats; both sides round to the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRow:
+    """What a packed row needs besides its tokens if any of its requests has images."""
+
+    positions_3N: torch.Tensor
+    slots_V: torch.Tensor
+    """Rows of images' tokens, ascending."""
+    features: ImageFeatures | None
+    """None: no image is in this row."""
+
+    @classmethod
+    def of(cls, positions: np.ndarray, slots: list[np.ndarray], features: list[ImageFeatures]) -> SeenRow:
+        found = ImageFeatures.joined(features) if features else None
+        where = np.concatenate([np.zeros(0, np.int64), *slots])
+        return cls(torch.from_numpy(positions), torch.from_numpy(where), found)
 
 
 class SlotModel:
@@ -50,8 +71,11 @@ class SlotModel:
         *,
         record_routes: bool = False,
         check: bool = True,
+        images: ImageProcessor | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.images = images
+        """Of a model that sees images."""
         self.slots = slots
         self.context = context
         self.vocabulary = int(model.config.get_text_config().vocab_size)
@@ -62,7 +86,7 @@ class SlotModel:
         self.routes: RouteRecorder | None = None
         try:
             samples, expected = self._reference(model) if check else (None, [])
-            model.set_attn_implementation(self.cache.attention_name)
+            model.set_attn_implementation(attention_of(model.config, self.cache.attention_name))
             self.routes = RouteRecorder(model, slots, context) if record_routes else None
             if samples is None:
                 self._check_runs()
@@ -74,7 +98,11 @@ class SlotModel:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: list[int], decode: list[tuple[int, int]], prefill: list[tuple[int, int, int]]
+        self,
+        tokens: list[int],
+        decode: list[tuple[int, int]],
+        prefill: list[tuple[int, int, int]],
+        seen: SeenRow | None = None,
     ) -> torch.Tensor:
         """Compute one packed row of tokens; see :func:`make_plan` for ``decode`` and ``prefill``.
 
@@ -84,16 +112,40 @@ class SlotModel:
         self.cache.plan = plan
         if self.routes is not None:
             self.routes.start(plan.flat_N)
-        output = self.model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=(plan.flat_N % self.context)[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=torch.arange(len(decode)),
-        )
+        if seen is not None and seen.features is not None:
+            logits = self._with_images(tokens, len(decode), seen, seen.features)
+        else:
+            positions = plan.flat_N % self.context if seen is None else seen.positions_3N
+            output = self.model(
+                input_ids=torch.tensor([tokens]),
+                position_ids=positions.unsqueeze(-2),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=torch.arange(len(decode)),
+            )
+            logits = output.logits[0]
         if self.routes is not None:
             self.routes.finish()
-        return output.logits[0].float()
+        return logits.float()
+
+    def _with_images(
+        self, tokens: list[int], decoding: int, seen: SeenRow, features: ImageFeatures
+    ) -> torch.Tensor:
+        body: Any = self.model.base_model
+        output = body.language_model(
+            **language_inputs(body, torch.tensor(tokens), features, seen.slots_V),
+            position_ids=seen.positions_3N[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        head: Any = self.model.get_output_embeddings()
+        return head(output.last_hidden_state[0, :decoding])
+
+    def see(self, images: Sequence[Image]) -> ImageFeatures:
+        """Compute images with the vision tower."""
+        assert self.images is not None
+        pixels, grids = self.images.pixel_values(images)
+        return ImageFeatures.of(self.model.base_model, torch.from_numpy(pixels), torch.from_numpy(grids))
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions from ``source`` to ``target``."""
@@ -205,14 +257,12 @@ def load_model(
         raise ModelError(f"{path} is not a model folder: it has no config.json")
     wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if load_format == "dummy":
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=wanted, trust_remote_code=trust_remote_code
-            )
+            model = auto_class(config).from_config(config, dtype=wanted, trust_remote_code=trust_remote_code)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = auto_class(config).from_pretrained(
                 path, dtype=wanted, local_files_only=True, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:

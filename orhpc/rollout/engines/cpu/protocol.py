@@ -8,15 +8,21 @@ ignored.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
+from orhpc.models.images import ImageProcessor
+from orhpc.models.seeing import ImageFeatures
 from orhpc.rollout.engines.cpu.sampling import TOP_K_ALL, SamplingParams
+from orhpc.types import PlacedImage
+from orhpc.wire.images import expanded, rotary_positions
 
 
 class BadRequest(ValueError):
@@ -50,6 +56,22 @@ class EngineRequest:
     kept_routes: NDArray[Any] | None = None
     """Route rows recorded before a retraction; kept when their tokens are recomputed with newer weights."""
     routes: NDArray[Any] | None = None
+    images: tuple[PlacedImage, ...] = ()
+    features: ImageFeatures | None = None
+    """Of all images, once a prompt piece needs them."""
+
+    def positions(self, start: int, end: int) -> NDArray[np.int64]:
+        """Rotary positions ``[3, end - start]`` of a part of the context."""
+        return rotary_positions(self.length, self.images)[:, start:end]
+
+    @property
+    def keys(self) -> NDArray[np.int32]:
+        """The context as the prefix cache compares it: the tokens of different images differ."""
+        keys = np.asarray(self.context, dtype=np.int32)
+        for placed in self.images:
+            digest = hashlib.blake2b(placed.image.png, digest_size=4).digest()
+            keys[placed.start : placed.end] = ~(int.from_bytes(digest) & 0x7FFF_FFFF)
+        return keys
 
     @property
     def context(self) -> list[int]:
@@ -86,7 +108,6 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "text": (None,),
     "input_embeds": (None,),
-    "image_data": (None,),
     "video_data": (None,),
     "audio_data": (None,),
     "stream": (None, False),
@@ -114,6 +135,7 @@ _IGNORED_FIELDS = {
 _USED_FIELDS = {
     "rid",
     "input_ids",
+    "image_data",
     "sampling_params",
     "return_logprob",
     "return_routed_experts",
@@ -129,6 +151,10 @@ class Limits:
     context: int
     routes: bool
     """Whether expert routes are recorded."""
+    images: ImageProcessor | None = None
+    """Of a model that sees."""
+    image_token: int = -1
+    """Placeholder of an image in a prompt."""
 
 
 def parse_generate(body: Any, limits: Limits, default_seed: int) -> tuple[list[EngineRequest], bool]:
@@ -152,11 +178,29 @@ def parse_generate(body: Any, limits: Limits, default_seed: int) -> tuple[list[E
     prompts = [ids] if single else ids
     spread = [_per_request(body, name, len(prompts)) for name in ("rid", "sampling_params", "return_logprob")]
     routes_start = _routes_start(body, limits)
+    images = _images(body.get("image_data"), prompts, limits) if body.get("image_data") else ()
     requests = [
         _request(prompt, rid, params, logprob, routes_start, limits, default_seed + i)
         for i, (prompt, rid, params, logprob) in enumerate(zip(prompts, *spread, strict=True))
     ]
+    for request in requests:
+        request.images = images
     return requests, single
+
+
+def _images(data: Any, prompts: list[Any], limits: Limits) -> tuple[PlacedImage, ...]:
+    """Read the images of a single prompt, and replace its placeholders by the images' tokens, as SGLang does
+    with the prompts of models that see."""
+    if limits.images is None:
+        raise BadRequest("image_data: this model does not see images")
+    if len(prompts) != 1 or not isinstance(data, list):
+        raise BadRequest("image_data must be a list, for one prompt")
+    try:
+        images = [limits.images.read(pybase64.b64decode(one, validate=True)) for one in data]
+        prompts[0], placed = expanded(prompts[0], images, limits.image_token)
+    except (ValueError, TypeError) as error:
+        raise BadRequest(f"image_data: {error}") from None
+    return tuple(placed)
 
 
 def _per_request(body: dict[str, Any], name: str, count: int) -> list[Any]:

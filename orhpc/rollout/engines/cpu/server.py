@@ -78,7 +78,13 @@ class EngineServer:
         self._key = key
         self._next_seed = seed << 32
         model = scheduler.batcher.model
-        self._limits = Limits(model.vocabulary, model.context, model.routes is not None)
+        self._limits = Limits(
+            model.vocabulary,
+            model.context,
+            model.routes is not None,
+            model.images,
+            getattr(model.model.config, "image_token_id", -1),
+        )
 
     def app(self) -> web.Application:
         """The aiohttp application."""
