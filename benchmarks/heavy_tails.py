@@ -6,6 +6,8 @@ Response lengths are lognormal with p99 / p50 = 8, the same for a task in all ro
 gets one token per decoding iteration, which takes ``BASE_S + n * PER_ROLLOUT_S`` with n rollouts (the two
 constants are of a mixture of 30 billion parameters on four H200, benchmarks/RESULTS.md).  An update takes
 ``UPDATE_S`` per token.  In ``colocated`` placement engines stand still during it; in ``split`` they generate.
+In ``mixed`` placement the trainers' devices are lent: as many slots again generate on them, but not during an
+update, for which their rollouts move to the other engines.
 
 Columns: trained tokens per second relative to the ideal, in which every slot of the engines is always used
 and no token is thrown away; share of slots that are empty while engines may generate; share of the generated
@@ -75,6 +77,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "split, staleness 4": ("split", {"max_staleness": 4}),
     "split, staleness 4, all trained": ("split", {"max_staleness": 4, "stale_tokens": "train"}),
     "split, staleness 8": ("split", {"max_staleness": 8}),
+    "mixed, synchronous": ("mixed", {}),
+    "mixed, oversample 2, partial, all trained": (
+        "mixed",
+        {"oversample": 2, "partial": True, "stale_tokens": "train"},
+    ),
+    "mixed, staleness 4": ("mixed", {"max_staleness": 4}),
+    "mixed, staleness 4, all trained": ("mixed", {"max_staleness": 4, "stale_tokens": "train"}),
 }
 
 
@@ -128,8 +137,9 @@ class Engines:
     """``_served`` at the publication of each version."""
     _since: float = 0.0
     _running: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
-    _waiting: list[tuple[int, asyncio.Future[None]]] = field(default_factory=list)
+    _waiting: list[tuple[float, asyncio.Future[None]]] = field(default_factory=list)
     _began: dict[int, float] = field(default_factory=dict)
+    _evicted: dict[int, float] = field(default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -157,7 +167,7 @@ class Engines:
     def _iteration_s(self, n: int) -> float:
         return BASE_S + n * PER_ROLLOUT_S
 
-    def _start(self, length: int, future: asyncio.Future[None]) -> None:
+    def _start(self, length: float, future: asyncio.Future[None]) -> None:
         self._began[id(future)] = self._served
         heapq.heappush(self._running, (self._served + length, next(self._ids), future))
 
@@ -169,8 +179,11 @@ class Engines:
             wait = (self._running[0][0] - self._served) * self._iteration_s(len(self._running))
             self._timer = asyncio.get_running_loop().call_later(max(wait, 1e-6), self.advance)
 
-    async def generate(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Generate one rollout; returns its policy versions, oldest first, with their numbers of tokens."""
+    async def generate(self, length: float) -> list[tuple[int, float]]:
+        """Generate a rollout, or a part of it until :meth:`evict`.
+
+        Returns its policy versions, oldest first, with their numbers of tokens.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((length, future))
         self.advance()
@@ -183,13 +196,26 @@ class Engines:
             self._began.pop(id(future), None)
             self.advance()
             raise
-        began = self._began.pop(id(future))
+        began = self._began.pop(id(future), self._served)
+        end = min(began + length, self._evicted.pop(id(future), math.inf))
         bounds = [*self._published, math.inf]
-        counts = [
-            max(0.0, min(began + length, bounds[v + 1]) - max(began, bounds[v]))
-            for v in range(len(bounds) - 1)
-        ]
-        return tuple((v, round(count)) for v, count in enumerate(counts) if count >= 0.5)
+        counts = [max(0.0, min(end, bounds[v + 1]) - max(began, bounds[v])) for v in range(len(bounds) - 1)]
+        return [(v, count) for v, count in enumerate(counts) if count > 0]
+
+    def evict(self) -> None:
+        """End all generations with what they have so far."""
+        self.advance()
+        for future in [*(entry[2] for entry in self._running), *(entry[1] for entry in self._waiting)]:
+            if not future.done():
+                self._evicted[id(future)] = self._served
+                future.set_result(None)
+        self._running, self._waiting = [], []
+        self._plan_next()
+
+    @property
+    def load(self) -> int:
+        """Rollouts that are in slots or wait for one."""
+        return len(self._running) + len(self._waiting)
 
     def pause(self) -> None:
         self.advance()
@@ -210,12 +236,21 @@ class Engines:
 class EngineWorker:
     """A rollout worker whose rollouts have one turn of a length that belongs to the task and sample."""
 
-    def __init__(self, engines: Engines, seed: int) -> None:
+    def __init__(self, engines: Sequence[Engines], seed: int) -> None:
         self._engines, self._seed = engines, seed
+
+    async def _generate(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Generate on the engines that have least to do; those that stand still get nothing new."""
+        made: dict[int, float] = {}
+        while (left := length - sum(made.values())) > 1e-3:
+            serving = [engines for engines in self._engines if not engines.paused] or self._engines
+            for version, count in await min(serving, key=lambda engines: engines.load).generate(left):
+                made[version] = made.get(version, 0.0) + count
+        return tuple((version, round(count)) for version, count in made.items() if count >= 0.5)
 
     async def run_group(self, request: GroupRequest) -> PromptGroup:
         lengths = lengths_of(request.id, request.n_samples, self._seed)
-        made = await asyncio.gather(*(self._engines.generate(int(length)) for length in lengths))
+        made = await asyncio.gather(*(self._generate(int(length)) for length in lengths))
         rollouts: list[RolloutSummary] = []
         for sample, (length, versions) in enumerate(zip(lengths, made, strict=True)):
             rollouts.append(
@@ -247,6 +282,7 @@ class Row:
 
     variant: str
     of_ideal: float
+    tokens_s: float
     empty_slots: float
     thrown_away: float
     age_mean: float
@@ -262,8 +298,9 @@ async def measure(
         {"batch_size": groups, "n_samples": samples, "max_response_tokens": 64 * MEDIAN_TOKENS,
          "max_total_tokens": 65 * MEDIAN_TOKENS} | changes
     )  # fmt: skip
-    engines = Engines(slots)
-    worker = EngineWorker(engines, seed)
+    fleet = [Engines(slots) for _ in range(2 if placement == "mixed" else 1)]
+    shared = {"colocated": fleet, "split": [], "mixed": fleet[1:]}[placement]
+    worker = EngineWorker(fleet, seed)
     tasks = TaskSequence([TaskStream("simulated", "train", TASKS, 1.0)], seed=seed)
     producer = Producer(settings, tasks, [worker], seed=seed)
     loop = asyncio.get_running_loop()
@@ -274,37 +311,56 @@ async def measure(
     lengths: list[int] = []
     for step in range(steps + warm_up):
         if step == warm_up:
-            began, trained, generated = loop.time(), 0.0, engines.generated
-            slot_seconds, serving = engines.slot_seconds, engines.serving_seconds
+            began, trained = loop.time(), 0.0
+            generated, slot_seconds, serving = _work_of(fleet)
             ages, lengths = [], []
-        engines.resume()
+        for engines in fleet:
+            engines.resume()
         step_groups = await producer.collect(step)
         rollouts = [r for group in step_groups.groups for r in group.trainable]
         tokens = sum(r.response_tokens for r in rollouts)
-        if placement == "colocated":
+        for engines in shared:
             engines.pause()
+            if placement == "mixed":
+                engines.evict()
         await asyncio.sleep(tokens * UPDATE_S)
         oldest = step - settings.max_age if settings.stale_tokens == "mask" else 0
         made = [(step - v, n) for r in rollouts for v, n in r.version_tokens if v >= oldest]
         ages += made
         lengths += [r.response_tokens for r in rollouts]
         trained += sum(n for _, n in made)
-        engines.publish(step + 1)
-    engines.advance()
+        for engines in fleet:
+            engines.publish(step + 1)
+    for engines in fleet:
+        engines.advance()
     seconds = loop.time() - began
     await producer.cancel()
     per_token_s = (BASE_S + slots * PER_ROLLOUT_S) / slots
-    ideal_s = per_token_s + UPDATE_S if placement == "colocated" else max(per_token_s, UPDATE_S)
+    ideal_s = {
+        "colocated": per_token_s + UPDATE_S,
+        "split": max(per_token_s, UPDATE_S),
+        "mixed": max((per_token_s + UPDATE_S) / 2, UPDATE_S),
+    }[placement]
     everyone = np.concatenate([lengths_of(group, samples, seed) for group in range(2000)])
-    used = engines.slot_seconds - slot_seconds
+    end = _work_of(fleet)
     return {
         "of_ideal": trained / seconds * ideal_s,
-        "empty_slots": 1 - used / ((engines.serving_seconds - serving) * slots),
-        "thrown_away": 1 - min(1.0, trained / (engines.generated - generated)),
+        "tokens_s": trained / seconds,
+        "empty_slots": 1 - (end[1] - slot_seconds) / ((end[2] - serving) * slots),
+        "thrown_away": 1 - min(1.0, trained / (end[0] - generated)),
         "age_mean": sum(a * n for a, n in ages) / sum(n for _, n in ages),
         "age_max": max(a for a, _ in ages),
         "length_bias": float(np.mean(lengths) / everyone.mean()),
     }
+
+
+def _work_of(fleet: Sequence[Engines]) -> tuple[float, float, float]:
+    """Tokens, seconds of used slots and seconds of serving so far."""
+    return (
+        sum(engines.generated for engines in fleet),
+        sum(engines.slot_seconds for engines in fleet),
+        sum(engines.serving_seconds for engines in fleet),
+    )
 
 
 def main() -> None:
@@ -318,7 +374,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the rows as CSV")
     options = parser.parse_args()
     rows: list[Row] = []
-    print(f"{'':46} of ideal  empty slots  thrown away  age: mean  largest  length/mean")
+    print(f"{'':46} of ideal  tokens/s  empty slots  thrown away  age: mean  largest  length/mean")
     for name, (placement, changes) in VARIANTS.items():
         if options.only not in name:
             continue
@@ -331,8 +387,8 @@ def main() -> None:
         row = Row(variant=name, **found)  # pyright: ignore[reportArgumentType]
         rows.append(row)
         print(
-            f"{name:46} {row.of_ideal:8.1%} {row.empty_slots:12.1%} {row.thrown_away:12.1%} "
-            f"{row.age_mean:10.2f} {row.age_max:8} {row.length_bias:12.2f}",
+            f"{name:46} {row.of_ideal:8.1%} {row.tokens_s:9,.0f} {row.empty_slots:12.1%} "
+            f"{row.thrown_away:12.1%} {row.age_mean:10.2f} {row.age_max:8} {row.length_bias:12.2f}",
             flush=True,
         )
     if options.out is not None:

@@ -129,6 +129,14 @@ class RayLost(InfraError):
     """Ray's head, a raylet or an actor died."""
 
 
+class TrainerHangs(InfraError):
+    """An update of the trainers takes much longer than it should; ``stacks``: what every rank does."""
+
+    def __init__(self, message: str, *, stacks: str = "") -> None:
+        super().__init__(message)
+        self.stacks = stacks
+
+
 class EngineUnavailable(InfraError):
     """An inference engine does not answer, or answers with a server error."""
 
@@ -233,6 +241,7 @@ POLICY: dict[type[OrhpcError], Policy] = {
     EndedFromOutside: Policy(Action.END, EXIT_REQUEUE),
     StorageRefused: Policy(Action.END, EXIT_REQUEUE),
     InfraError: Policy(Action.RESTART, EXIT_REQUEUE, budget=3),
+    TrainerHangs: Policy(Action.RESTART, EXIT_REQUEUE, budget=2),
     OutOfMemory: Policy(Action.RESTART_SMALLER, EXIT_REQUEUE, budget=3),
     NonFinite: Policy(Action.RESTART, EXIT_REQUEUE, budget=1),
     OrhpcError: Policy(Action.END, EXIT_FAILED),

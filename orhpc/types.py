@@ -386,3 +386,9 @@ class BatchPlan:
     minibatches: tuple[MiniBatch, ...]
     padding: float
     """Share of planned token slots without a token."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        ranks = (rank for minibatch in self.minibatches for rank in minibatch.ranks)
+        return sum(microbatch.tokens for rank in ranks for microbatch in rank)

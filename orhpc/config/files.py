@@ -60,6 +60,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.lr",
     "train.lr_min",
     "train.threads",
+    "train.update_timeout_s",
     "train.max_tokens_per_gpu",
     "train.gradient_checkpointing",
     "train.logprob_chunk_tokens",

@@ -130,6 +130,10 @@ class TrainSettings(Section):
     rollouts."""
     deterministic: bool = False
     """Use only deterministic kernels; an operation without one is an error."""
+    update_timeout_s: Seconds | None = None
+    """Timeout of one update, in seconds. Then every rank's stack is written to ``attempts/NNN/stacks.log``,
+    those that hang are named, and the trainers start again and repeat the step. Null: ten times the longest
+    update so far, at least 300 s, and an hour for the first one after a start, which compiles kernels."""
     profile_steps: list[Positive] = Field(default_factory=list)
     """Steps whose update is traced by torch's profiler into ``RUN/profiles/step_N``. Tracing slows them
     down."""

@@ -22,7 +22,7 @@ from orhpc.driver.saver import Saver
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep
 from orhpc.driver.trainer_recovery import repeat_with_new_trainers
-from orhpc.errors import NonFinite
+from orhpc.errors import NonFinite, TrainerHangs
 from orhpc.rollout.producer import StepGroups
 from orhpc.train.batch import plan_batches
 from orhpc.types import BatchPlan, Float64Array, PromptGroup, RolloutEnd, Sample
@@ -54,7 +54,9 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         await run.faults.before_update(runtime, state.step + 1)
         batch = partial(train_on, run, runtime, step_groups.groups, advantages)
         with phases.timed("update"):
-            metrics, state = await repeat_with_new_trainers(run, runtime, state, batch, during="update")
+            metrics, state = await repeat_with_new_trainers(
+                run, runtime, state, batch, during="update", restarted=saver.begin_again
+            )
         # The trainers hold the next step now: a commit made after a later failure contains this step.
         state = replace(state, step=state.step + 1, position=runtime.producer.position)
         saver.state = state
@@ -69,7 +71,12 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
             await runtime.record(state.step, step_groups, saver.store)
         with phases.timed("sync"):
             sent, state = await repeat_with_new_trainers(
-                run, runtime, state, lambda held: runtime.publish(held.step), during="sync"
+                run,
+                runtime,
+                state,
+                lambda held: runtime.publish(held.step),
+                during="sync",
+                restarted=saver.begin_again,
             )
         metrics |= sent
         with phases.timed("checkpoint"):
@@ -179,11 +186,23 @@ async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> d
         number = state.step + 1
         traces = run.rundir.profile_of(number) if number in run.config.train.profile_steps else None
         return await runtime.trainers.step(plan, state.step, run.stop_requested, traces)
+    except TrainerHangs as error:
+        note_stacks(run, error)
+        raise
     except NonFinite as error:
         if run.last_step_skipped:
             raise
         log.error("step %d is skipped: %s", state.step + 1, error)
         return {"skipped": 1.0, "non_finite": 1.0}
+
+
+def note_stacks(run: Run, error: TrainerHangs) -> None:
+    """Append what the ranks did when an update hung to ``stacks.log`` of the attempt."""
+    try:
+        with (run.folder / "stacks.log").open("a") as file:
+            file.write(error.stacks)
+    except OSError as refused:
+        log.warning("stacks.log cannot be written (%s); it would have:\n%s", refused, error.stacks)
 
 
 async def evaluate(run: Run, runtime: Runtime, saver: Saver) -> None:

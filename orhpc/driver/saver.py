@@ -85,6 +85,14 @@ class Saver:
         if interval is not None and state.step % interval == 0:
             await self._begin(state)
 
+    async def begin_again(self) -> None:
+        """Begin a save of the current state if one was pending: the ranks that wrote it were restarted."""
+        async with self._lock:
+            save, self._pending = self._pending, None
+        if save is not None:
+            commits.discard(self._rundir, save.name)
+            await self._begin(self.state)
+
     async def poll(self) -> None:
         """Finalize the pending save if all shards are durable; never waits for them."""
         async with self._lock:

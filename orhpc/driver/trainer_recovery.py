@@ -16,16 +16,22 @@ from orhpc.driver.resume import restore
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.state import State
-from orhpc.errors import InfraError, OrhpcError, OutOfMemory, RayLost, policy_of
+from orhpc.errors import InfraError, OrhpcError, OutOfMemory, RayLost, TrainerHangs, policy_of
 
 log = logging.getLogger("orhpc.driver")
 T = TypeVar("T")
-_TRIES = {RayLost: 1, InfraError: 1, OutOfMemory: policy_of(OutOfMemory).budget}
+_TRIES = {RayLost: 1, InfraError: 1, TrainerHangs: 1, OutOfMemory: policy_of(OutOfMemory).budget}
 """How often the trainers start again within one step, by failure: a lost rank, or a collective without it."""
 
 
 async def repeat_with_new_trainers(
-    run: Run, runtime: Runtime, state: State, work: Callable[[State], Awaitable[T]], *, during: str
+    run: Run,
+    runtime: Runtime,
+    state: State,
+    work: Callable[[State], Awaitable[T]],
+    *,
+    during: str,
+    restarted: Callable[[], Awaitable[None]],
 ) -> tuple[T, State]:
     """Do work of the trainers that can be repeated; if they fail, restart them in ``state`` and repeat it.
 
@@ -35,6 +41,7 @@ async def repeat_with_new_trainers(
         state: that the trainers hold.
         work: gets the state, of which the token budget is halved each time the trainers run out of memory.
         during: phase of the step, for the event.
+        restarted: is called when the trainers have been restarted, in ``state``.
 
     Returns the result, and the state with the budget that sufficed.
 
@@ -53,6 +60,7 @@ async def repeat_with_new_trainers(
                 state = replace(state, max_tokens=max(1, state.max_tokens // 2))
             if not await _restart(run, runtime, state, error, during):
                 raise
+            await restarted()
 
 
 async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError, during: str) -> bool:

@@ -25,50 +25,38 @@ reward.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
-from orhpc.config import Config, EnvironmentSettings, RolloutSettings
+from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import (
     BadTask,
-    ConfigError,
     EnvironmentRaised,
-    ModelError,
     OrhpcError,
     PromptTooLong,
     ReplayDiffers,
 )
-from orhpc.models import vocabulary_of
-from orhpc.models.images import processor_template, sees_images
 from orhpc.process.pacing import pace
-from orhpc.process.user_code import user_error
 from orhpc.rollout import turn_calls
-from orhpc.rollout.chat import ChatFormat, chat_format
+from orhpc.rollout.chat import ChatFormat
 from orhpc.rollout.environment.rewards import call_custom_reward, reduce_rewards
 from orhpc.rollout.fitting import fit_results, longest_text
-from orhpc.rollout.functions import load_function
 from orhpc.rollout.images import ImageReader
 from orhpc.rollout.replay import Replay
-from orhpc.rollout.slime import SlimeReward, is_for_slime, load_generate, load_reward
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
-from orhpc.rollout.turn_sampling import open_prompt, sample_turn, turn_seed
+from orhpc.rollout.turn_sampling import open_prompt, sample_turn
 from orhpc.types import (
     FinishReason,
     Generation,
-    GroupRequest,
     PlacedImage,
     Rollout,
     RolloutEnd,
     Sampling,
     Task,
 )
-from orhpc.wire.routes import RouteShape
 
 
 class Generate(Protocol):
@@ -101,7 +89,7 @@ class AgentEnvironment(Protocol):
     def session(self, task: Task) -> AbstractAsyncContextManager[AgentSession]: ...
 
 
-def _never() -> bool:
+def never() -> bool:
     return False
 
 
@@ -118,7 +106,7 @@ class AgentContext:
     generate: Generate
     sampling: Sampling
     """``max_new_tokens`` limits each turn; the loop adds stop tokens and seeds."""
-    stopping: Callable[[], bool] = _never
+    stopping: Callable[[], bool] = never
     """Whether the run is stopping; if so, aborted generations are not resumed."""
     record_routes: bool = False
     reward: Callable[[Rollout], float | Awaitable[float]] | None = None
@@ -131,147 +119,6 @@ class AgentContext:
 
 
 AgentFunction = Callable[[AgentContext, RolloutRequest], Awaitable[Rollout]]
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """Everything shared by the rollouts of a run; created by :func:`load_agent`."""
-
-    config: Config
-    chat: ChatFormat
-    route_shape: RouteShape | None
-    """Shape of the model's expert routes; None for a dense model."""
-    vocabulary: int | None
-    """Number of token ids that the model has; None: its config does not say."""
-    function: AgentFunction
-    reward: Callable[[Rollout], float | Awaitable[float]] | SlimeReward | None
-    _attempts: Iterator[int]
-    tokenizer: Any = None
-    images: ImageReader | None = None
-
-    async def run(
-        self,
-        request: GroupRequest,
-        sample: int,
-        *,
-        environment: AgentEnvironment,
-        generate: Generate,
-        stopping: Callable[[], bool] = _never,
-        begun: Rollout | None = None,
-    ) -> Rollout:
-        """Generate one rollout of a group, or continue one that a stop has aborted (``begun``).
-
-        Raises the same errors as :func:`run_rollout`.
-        """
-        settings = self.config.environments[request.task.environment]
-        context = AgentContext(
-            environment=environment,
-            settings=settings,
-            rollout=settings.apply_to(self.config.rollout),
-            chat=self.chat,
-            generate=generate,
-            sampling=request.sampling,
-            stopping=stopping,
-            record_routes=self.config.rollout.record_routes and not request.evaluation,
-            reward=self._reward_in(environment),
-            tokenizer=self.tokenizer,
-            evaluation=request.evaluation,
-            images=self.images,
-        )
-        which = RolloutRequest(
-            id=f"{request.id}.{sample}",
-            group_id=request.id,
-            sample=sample,
-            task=request.task,
-            seed=turn_seed(turn_seed(request.seed, request.id), sample),
-            attempt=next(self._attempts),
-            begun=begun,
-        )
-        try:
-            return await self.function(context, which)
-        except OrhpcError:
-            raise
-        except Exception as error:
-            if self.config.rollout.custom_agent is None:
-                raise
-            raise user_error(f"rollout.custom_agent: {self.config.rollout.custom_agent}", error) from error
-
-    @property
-    def group_reward(self) -> SlimeReward | None:
-        """The reward function, if it takes the rollouts of a whole group."""
-        return self.reward if isinstance(self.reward, SlimeReward) and self.reward.takes_group else None
-
-    def _reward_in(
-        self, environment: AgentEnvironment
-    ) -> Callable[[Rollout], float | Awaitable[float]] | None:
-        """The reward function of one rollout."""
-        if not isinstance(self.reward, SlimeReward):
-            return self.reward
-        return zero if self.reward.takes_group else self.reward.of(environment)
-
-
-def zero(rollout: Rollout) -> float:
-    """The reward of a rollout until ``rollout.custom_reward`` has judged its group."""
-    return 0.0
-
-
-def load_agent(config: Config, model_dir: str) -> Agent:
-    """Load tokenizer, chat format and the user's functions.
-
-    Args:
-        config: of the run.
-        model_dir: Hugging Face folder of the policy model.
-
-    Raises:
-        ModelError: the folder has no tokenizer, or no chat format and there is no ``rollout.custom_agent``.
-        ConfigError: a function named in the config cannot be loaded, or ``rollout.record_routes`` is set
-            for a dense model.
-    """
-    from transformers import AutoTokenizer
-
-    settings, trusted = config.rollout, config.model.trust_remote_code
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trusted)
-        model = json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"model.path: {model_dir}: no tokenizer or no config.json: {reason}") from None
-    routes = RouteShape.of_config(model)
-    if settings.record_routes and routes is None:
-        raise ConfigError("rollout.record_routes: the model is dense, it has no expert routes")
-    custom, reward = settings.custom_agent, settings.custom_reward
-    function: AgentFunction = run_rollout
-    if custom is not None:
-        function = (
-            load_generate(custom, config, model_dir)
-            if is_for_slime(custom)
-            else load_function(custom, "rollout.custom_agent")
-        )
-    judge = None
-    if reward is not None:
-        judge = (
-            load_reward(reward, config, model_dir, tokenizer)
-            if is_for_slime(reward)
-            else load_function(reward, "rollout.custom_reward")
-        )
-    images = None
-    if custom is None and settings.max_images and sees_images(model):
-        images = ImageReader.of(model_dir, settings)
-        tokenizer.chat_template = processor_template(model_dir) or tokenizer.chat_template
-    chat = chat_format(config.model, tokenizer, required=custom is None or is_for_slime(custom))
-    if images is not None:
-        chat.image_text = images.text
-    return Agent(
-        config=config,
-        chat=chat,
-        images=images,
-        route_shape=routes,
-        vocabulary=vocabulary_of(model),
-        function=function,
-        reward=judge,
-        _attempts=itertools.count(),
-        tokenizer=tokenizer,
-    )
 
 
 async def run_rollout(context: AgentContext, request: RolloutRequest) -> Rollout:

@@ -25,12 +25,12 @@ from orhpc.plan.layout import route_layers
 from orhpc.process.garbage import collect_rarely, freeze_garbage
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
-from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.buffer import Buffer, has_called, read_group
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment.descriptions import find_tasks
 from orhpc.rollout.group_scores import score_group
 from orhpc.rollout.health import Health
+from orhpc.rollout.loaded_agent import Agent, load_agent
 from orhpc.rollout.producer import has_enough
 from orhpc.rollout.upload import Uploader
 from orhpc.rundir import RunDir

@@ -40,6 +40,7 @@ from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.profile import traced
 from orhpc.train.sleep.residence import OffloadManager, asleep_bytes, memory
+from orhpc.train.stacks import stacks
 from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
@@ -54,8 +55,8 @@ class TrainerRank:
     """One rank: its model and optimizer state, and its side of weight sync and checkpoints.
 
     Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a time,
-    except :meth:`save_poll`, :meth:`request_stop` and :meth:`abandon_collectives`, which may be called at
-    any time.
+    except :meth:`save_poll`, :meth:`request_stop`, :meth:`stacks` and :meth:`abandon_collectives`, which may
+    be called at any time.
     """
 
     def __init__(
@@ -280,6 +281,10 @@ class TrainerRank:
     def abandon_collectives(self) -> None:
         """Stop waiting for other ranks: one has failed, and the attempt is over."""
         abandon_collectives()
+
+    def stacks(self) -> str:
+        """See :func:`orhpc.train.stacks.stacks`."""
+        return stacks()
 
     def request_stop(self) -> None:
         """Abandon the current step at the next micro-batch, if it has taken no optimizer step yet.

@@ -37,14 +37,23 @@ def test_one_non_finite_step_is_skipped_and_two_in_a_row_are_rolled_back(tmp_pat
     assert events[-1]["event"] == "finished"
 
 
-def test_out_of_memory_costs_no_step_and_halves_the_token_budget(tmp_path: Path) -> None:
+def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
     """Only the trainers start again, and repeat the step; engines and workers go on."""
-    rundir, events = failing_run(tmp_path, "trainer_oom@3:1", "train.steps=4", "checkpoint.save_interval=100")
-    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4]
+    faults, settings = "trainer_oom@3:1,trainer_hang@4:1", ["train.steps=5", "train.update_timeout_s=20"]
+    rundir, events = failing_run(tmp_path, faults, *settings, "checkpoint.save_interval=100")
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5]
     assert not [e for e in events if e["event"] == "restart"]
-    (restart,) = [e for e in events if e["event"] == "trainers_restarted"]
-    assert (restart["kind"], restart["step"]) == ("OutOfMemory", 2)
-    assert "out of memory (injected)" in restart["error"]
+    first, second = [e for e in events if e["event"] == "trainers_restarted"]
+    assert (first["kind"], first["step"]) == ("OutOfMemory", 2)
+    assert "out of memory (injected)" in first["error"]
+    assert (second["kind"], second["step"]) == ("TrainerHangs", 3)
+    assert (
+        "step 4 has not ended in time (20 s, train.update_timeout_s): no answer from rank 1"
+        in second["error"]
+    )
+    found = (rundir.attempt(1) / "stacks.log").read_text()
+    assert "--- rank 1\ndoes not answer" in found
+    assert "orhpc/train/step_passes.py" in found  # rank 0 waits in the middle of its step
     assert len([e for e in events if e["event"] == "bring_up"]) == 1
     state = commits.read_manifest(rundir.checkpoints / str(rundir.lineage()[0])).state
     assert state["max_tokens"] == 512

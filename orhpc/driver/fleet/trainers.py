@@ -13,8 +13,9 @@ import ray
 from ray.actor import ActorHandle
 
 from orhpc.config import Config
+from orhpc.driver.fleet import hang
 from orhpc.driver.fleet.actors import POLL_S, call, call_all, spawn
-from orhpc.errors import CheckpointError, OrhpcError
+from orhpc.errors import CheckpointError, OrhpcError, TrainerHangs
 from orhpc.plan.placement import Placement
 from orhpc.rundir.commits import ShardFile
 from orhpc.rundir.storage import Store
@@ -36,14 +37,21 @@ class Trainers:
     """All ranks of the trainer: consumes batch plans, produces metrics, weights and shards."""
 
     def __init__(
-        self, start_ranks: Callable[[], list[ActorHandle[Any]]], host: str, *, one_node: bool
+        self,
+        start_ranks: Callable[[], list[ActorHandle[Any]]],
+        host: str,
+        limit: hang.UpdateLimit,
+        *,
+        one_node: bool,
     ) -> None:
         """Args:
         start_ranks: starts an actor for each rank.
         host: address of rank 0's node.
+        limit: of an update.
         one_node: whether all ranks are on that node.
         """
         self._start_ranks, self.host, self._one_node = start_ranks, host, one_node
+        self._limit = limit
         self.ranks: list[ActorHandle[Any]] = []
         self.info: dict[str, Any] = {}
         self.copies_problem: str | None = None
@@ -77,11 +85,13 @@ class Trainers:
             ]  # fmt: skip
 
         host = placement.nodes[placement.trainers[0].node].address
-        self = cls(start_ranks, host, one_node=len({t.node for t in placement.trainers}) == 1)
+        limit = hang.UpdateLimit(config.train.update_timeout_s)
+        self = cls(start_ranks, host, limit, one_node=len({t.node for t in placement.trainers}) == 1)
         await self._connect()
         return self
 
     async def _connect(self) -> None:
+        self._limit.started()
         self.ranks = self._start_ranks()
         if self._one_node:
             rendezvous = await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file")
@@ -163,8 +173,10 @@ class Trainers:
 
         Raises:
             StopRequested: ``stop`` became true before the first optimizer step.
+            TrainerHangs: the update takes too long.
         """
-        folder = str(traces or "")
+        folder, tokens, began = str(traces or ""), plan.tokens, time.monotonic()
+        limit = float("inf") if folder else self._limit.seconds(tokens)  # tracing slows an update down
         # Ray passes every rank the list itself, from one copy in its object store.
         minibatches = cast(list[MiniBatch], ray.put(plan.minibatches))
         stepping = asyncio.ensure_future(self.all(TrainerRank.step, minibatches, step=step, traces=folder))
@@ -173,7 +185,17 @@ class Trainers:
                 control = self.ranks[0].request_stop.options(concurrency_group=_CONTROL)
                 await call(control.remote(), "trainer request_stop", 30.0)
                 break
-        return (await stepping)[0]
+            if time.monotonic() > began + limit:
+                stepping.cancel()
+                raise await self._hang(f"step {step + 1}", self._limit.why(tokens))
+        metrics = (await stepping)[0]
+        self._limit.note(tokens, time.monotonic() - began)
+        return metrics
+
+    async def _hang(self, step: str, limit: str) -> TrainerHangs:
+        found = await hang.report(self.ranks, _CONTROL)
+        message = f"the update of {step} has not ended in time ({limit}): {found.line}"
+        return TrainerHangs(message, stacks=found.text(message))
 
     async def record(self, folder: Path, store: Store) -> None:
         """Write what the last step computed for its rollouts to the folder of their record.

@@ -68,6 +68,9 @@ class Saver:
     async def store(self, write: Callable[[], Awaitable[Any]]) -> Any:
         return await write()
 
+    async def begin_again(self) -> None:
+        raise AssertionError("no trainer was restarted")
+
     async def after_step(self) -> None:
         self.due.append(self.state.step)
 

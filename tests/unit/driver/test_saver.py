@@ -110,6 +110,28 @@ def test_a_failed_commit_gives_an_event_and_an_alert_and_the_next_one_is_made(tm
     assert alerts == ["commit step_2.a001 failed, training continues: no memory"]
 
 
+def test_a_save_that_restarted_ranks_were_writing_is_begun_again(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    trainers: Any = Trainers()
+    events = EventLog(rundir.events, attempt=1)
+
+    async def steps() -> None:
+        saver = make_saver(rundir, CheckpointSettings(save_interval=2), trainers, events, State())
+        await saver.begin_again()
+        assert trainers.begun == 0  # no save was pending
+        saver.state = State(step=2)
+        await saver.after_step()
+        (rundir.checkpoints / ".step_2.a001.partial" / "half a shard").write_text("x")
+        saver.state = State(step=3)
+        await saver.begin_again()
+        await saver.poll()
+
+    asyncio.run(steps())
+    assert [(e["event"], e["step"]) for e in read_events(rundir.events)] == [("commit", 3)]
+    assert [path.name for path in rundir.checkpoints.iterdir()] == ["step_3.a001"]
+
+
 def test_no_commit_is_begun_before_the_ledger_of_prompt_groups_is_written(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()

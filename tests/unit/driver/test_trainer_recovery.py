@@ -79,7 +79,11 @@ def repeated(
             raise left.pop(0)
         return "metrics"
 
-    result, state = asyncio.run(repeat_with_new_trainers(run, runtime, STATE, work, during="update"))
+    async def restarted() -> None:
+        trainers.calls.append("restarted")
+
+    again = repeat_with_new_trainers(run, runtime, STATE, work, during="update", restarted=restarted)
+    result, state = asyncio.run(again)
     assert result == "metrics"
     return budgets, state
 
@@ -88,7 +92,7 @@ def repeated(
 def test_a_lost_trainer_repeats_the_step_from_the_copies_once(run: Run, error: OrhpcError) -> None:
     trainers = Trainers({4, 5})
     assert repeated(run, trainers, [error]) == ([1000, 1000], STATE)
-    assert trainers.calls == ["restart", "copy 5"]
+    assert trainers.calls == ["restart", "copy 5", "restarted"]
     kinds = [e["event"] for e in read_events(run.rundir.events)]
     assert kinds == ["trainers_restarted", "notice"]
     with pytest.raises(type(error)):
@@ -108,7 +112,7 @@ def test_out_of_memory_halves_the_budget_as_often_as_the_policy_allows(run: Run)
 def test_before_the_first_step_the_start_is_restored_again(run: Run, tmp_path: Path) -> None:
     trainers = Trainers(set())
     repeated(run, trainers, [RayLost("x")], Start(None, tmp_path, STATE))
-    assert trainers.calls == ["restart", f"folder {tmp_path}"]
+    assert trainers.calls == ["restart", f"folder {tmp_path}", "restarted"]
 
 
 @pytest.mark.parametrize(

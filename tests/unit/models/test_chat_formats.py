@@ -15,8 +15,8 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_PREFLIGHT, ModelError
 from orhpc.launch.local import run_local
 from orhpc.models import chat_formats
-from orhpc.rollout.agent import load_agent
 from orhpc.rollout.chat import CHAT_FORMATS, chat_format
+from orhpc.rollout.loaded_agent import load_agent
 from orhpc.types import GroupRequest, Sampling, Task
 from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, tokenizer
 

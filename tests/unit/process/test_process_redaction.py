@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -103,11 +104,13 @@ def test_actors_reveal_no_secret(head: tuple[RayNode, str, Path], config: Path, 
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdout is not None
-        output = driver.stdout.read(1) + driver.stdout.readline()
+        # On a busy machine Ray shows the actors' output before the last line.
+        output = list(itertools.takewhile(lambda line: line != "done\n", iter(driver.stdout.readline, "")))
         logs = node._scratch.ray / "session_latest" / "logs"
         found = "".join(p.read_text(errors="replace") for p in logs.glob("worker-*"))
         driver.communicate("\n", timeout=60)
-    assert output == "done\n"
+    assert driver.returncode == 0
+    assert "hunter2" not in "".join(output)
     for how in ("printed", "to standard error", "logged"):
         assert found.count(f"{how} {REDACTED}") == 6, (
             how

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from orhpc.errors import BadTask, EngineUnavailable, EnvironmentRaised, EnvironmentUnavailable
-from orhpc.rollout.agent import run_rollout, turn_seed
+from orhpc.rollout.agent import run_rollout
 from orhpc.rollout.environment.tools import ToolResult
+from orhpc.rollout.turn_sampling import turn_seed
 from orhpc.rundir.record import RolloutFile, write_rollouts
 from orhpc.types import FinishReason, Rollout, RolloutEnd, Task
 from tests.scripted import CHATML, DEEPSEEK, GLM, LLAMA, QWEN, Policy, Room, chat, context, request

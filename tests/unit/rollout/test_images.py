@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from orhpc.config import Config, ModelSettings, RolloutSettings
 from orhpc.errors import EngineUnavailable
 from orhpc.models.images import ImageProcessor
-from orhpc.rollout.agent import load_agent, run_rollout
+from orhpc.rollout.agent import run_rollout
 from orhpc.rollout.buffer import read_group
 from orhpc.rollout.chat import chat_format
 from orhpc.rollout.client.wire import generate_body, read_generation
@@ -32,6 +32,7 @@ from orhpc.rollout.engines.cpu.server import _answer
 from orhpc.rollout.environment import answers
 from orhpc.rollout.environment.tools import IMAGE_MARK, ToolResult
 from orhpc.rollout.images import LEFT_OUT, ImageReader
+from orhpc.rollout.loaded_agent import load_agent
 from orhpc.rundir.record import RolloutFile, read_arrays, write_rollouts
 from orhpc.types import FinishReason, Generation, Image, PlacedImage, Rollout, RolloutEnd, Sampling
 from orhpc.wire.images import expanded

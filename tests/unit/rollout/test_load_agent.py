@@ -10,7 +10,8 @@ import pytest
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError
-from orhpc.rollout.agent import load_agent, run_rollout
+from orhpc.rollout.agent import run_rollout
+from orhpc.rollout.loaded_agent import load_agent
 from orhpc.types import GroupRequest, Rollout, Sampling, Task
 from tests.scripted import CHATML, Policy, Room, tokenizer
 

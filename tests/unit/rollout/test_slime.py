@@ -11,8 +11,8 @@ import pytest
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError, EngineUnavailable, UserCodeError
-from orhpc.rollout.agent import Agent, load_agent
 from orhpc.rollout.environment.tools import ToolResult
+from orhpc.rollout.loaded_agent import Agent, load_agent
 from orhpc.rollout.slime.arguments import Arguments
 from orhpc.types import FinishReason, GroupRequest, Rollout, RolloutEnd, Sampling, Task
 from tests.scripted import CHATML, Policy, Room, tokenizer

@@ -315,6 +315,14 @@ class Interrupted(ScriptedAgent):
         return rollout
 
 
+async def until(done: Callable[[], bool]) -> None:
+    """Wait for a condition, and a moment longer for what follows from it at once."""
+    async with asyncio.timeout(30):
+        while not done():
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_stop_keeps_what_there_is_of_an_unfinished_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
@@ -328,7 +336,7 @@ def test_a_stop_keeps_what_there_is_of_an_unfinished_group(
         parts._pool = Pool()
         parts._agent = Interrupted(parts._pool)
         running = asyncio.ensure_future(worker.run_group(request))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(parts._agent.begun) == 4)
         await worker.close()
         assert (await running).rollouts == ()
         return parts._agent.begun
@@ -343,7 +351,7 @@ def test_a_stop_keeps_what_there_is_of_an_unfinished_group(
         parts: Any = again
         parts._pool, parts._agent = agent.pool, agent
         running = asyncio.ensure_future(again.run_group(request))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(agent.begun) == (3 if partial else 4))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 

@@ -8,7 +8,7 @@ import pytest
 from openreward.environments.types import Message, ToolCallBlock, ToolResultBlock
 
 from orhpc.errors import BadAnswer
-from orhpc.rollout.environment.answers import conversation, tool_result, wire_messages
+from orhpc.rollout.environment.answers import AnswerImages, conversation, tool_result, wire_messages
 from orhpc.rollout.environment.environment import Environment
 from tests.served import Served
 from tests.unit.rollout.environment.kit import task, within
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
 )
 def test_a_malformed_conversation_is_a_bad_answer(messages: Any) -> None:
     with pytest.raises(BadAnswer):
-        conversation(messages, "a task", lambda kind: None)
+        conversation(messages, "a task", AnswerImages(print, kept=False))
 
 
 @pytest.mark.parametrize("roles", [[], ["user", "assistant"], ["user", "system", "user"]])
 def test_a_conversation_that_no_template_can_render_stays_one_prompt(roles: list[str]) -> None:
     messages = [{"role": role, "blocks": [{"text": "x"}]} for role in roles]
-    assert conversation(messages, "a task", lambda kind: None) == ()
+    assert conversation(messages, "a task", AnswerImages(print, kept=False)) == ()
 
 
 TRANSCRIPT = [
@@ -101,4 +101,4 @@ def test_a_malformed_answer_fails_the_rollout(served: Served, path: str, documen
 )  # fmt: skip
 def test_a_malformed_result_is_a_bad_answer(answer: Any) -> None:
     with pytest.raises(BadAnswer, match="tool 'x'"):
-        tool_result(answer, "tool 'x'", lambda kind: None)
+        tool_result(answer, "tool 'x'", AnswerImages(print, kept=False))

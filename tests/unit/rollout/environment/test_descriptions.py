@@ -9,12 +9,15 @@ from orhpc.errors import ConfigError
 from orhpc.rollout.environment import descriptions
 from orhpc.rollout.environment.descriptions import describe_tasks, find_tasks
 from orhpc.rollout.environment.environment import Environment
-from tests.served import Served, serve
+from tests.served import Served, TrainSplit, serve
 from tests.unit.rollout.environment.kit import Plain, within
 
 
-class Many(Plain):
+class Many(TrainSplit):
+    """Not a subclass of one that is served: the server keeps the numbers of tasks in the class."""
+
     TASKS = [{"a": i} for i in range(2 * descriptions._RANGE + 1)]  # noqa: RUF012
+    submit = Plain.submit
 
 
 def test_all_tasks_of_a_split_are_described_by_index() -> None:
