@@ -40,7 +40,7 @@ USUAL = (
 )
 """Faults of a drill that names none; those that do not apply to the config are left out.
 
-Hangs are not among them: a trainer that hangs is found by the collectives' timeout, after 15 minutes.
+Hangs are not among them: the limit of an update is learned from more steps than a drill has.
 """
 _FIRST = 3
 """Step of the first fault: some steps are made before."""

@@ -299,6 +299,8 @@ def _first_problem(error: ValidationError) -> str:
     given = problem.get("input")
     simple = isinstance(given, (str, int, float, bool, type(None)))
     shown = f", not {_shortened(given)}" if simple and where and problem["type"] != "value_error" else ""
+    if problem["type"] == "string_type" and isinstance(given, bool | int | float):
+        shown += ", as YAML reads it: write the text in quotes"
     return f"{where}: {message}{shown}" if where else message
 
 

@@ -50,6 +50,17 @@ def test_defaults_match_common_training_examples() -> None:
     assert c.placement.device == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [("off", "False"), ("12", "12"), ("1e3.5", None), ('"off"', None)]
+)
+def test_a_text_that_yaml_reads_otherwise_needs_quotes(tmp_path: Path, value: str, shown: str | None) -> None:
+    if shown is None:
+        assert load_config(write(tmp_path, ENVIRONMENT), [f"run.name={value}"]).run.name == value.strip('"')
+        return
+    message = refusal(tmp_path, ENVIRONMENT, f"run.name={value}")
+    assert message.endswith(f", not {shown}, as YAML reads it: write the text in quotes")
+
+
 def test_base_yaml_matches_the_schema() -> None:
     """It lists every setting with default and description, including those of an environment."""
     text = (ROOT / "configs/base.yaml").read_text()
