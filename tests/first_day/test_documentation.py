@@ -26,6 +26,8 @@ NOT_RUN = {
     "check --nodes 2 gpu.yaml": "without SLURM and SGLang it exits with 3, as the page shows",
     "orhpc cancel": "tests/slurm cancels jobs",
     "rsync": "not ours",
+    "orhpc drill": "runs of minutes; tests/local and tests/slurm have some",
+    "ORHPC_FAULT": "the same",
     "train_config.yaml": "tests/unit/launch/test_command_line.py reads these flags",
     "--hf-checkpoint": "the same",
     "glm-4.5-air.yaml": "tests/unit/commands/test_recipes.py plans the recipes",

@@ -282,9 +282,11 @@ class Cluster:
         return found
 
     def clear_files(self, i: int) -> None:
-        """Clear a node's /tmp, as an administrator does after a power failure."""
-        for folder in (self.root / f"tmp/n{i}").glob("orhpc-[!s]*"):
-            shutil.rmtree(folder)
+        """Clear a node's /tmp and shared memory, as an administrator does after a power failure."""
+        shared = [Path(f"/proc/{init}/root/dev/shm") for node, (_, init) in self._nodes.items() if node == i]
+        for place in (self.root / f"tmp/n{i}", *shared):
+            for folder in place.glob("orhpc-[!s]*" if place not in shared else "orhpc-*"):
+                shutil.rmtree(folder)
 
     def files(self) -> list[str]:
         """Files of jobs in the nodes' own temporary folders and shared memory."""
