@@ -45,20 +45,16 @@ UPDATE_S = 5e-5
 MEDIAN_TOKENS = 400
 SIGMA = math.log(8) / 2.3263  # of the lognormal distribution: p99 / p50 = 8
 TASKS = 100_000
+ALL = {"stale_tokens": "train"}
+"""Tokens of all ages are trained on."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "colocated, synchronous": ("colocated", {}),
     "colocated, oversample 1.25": ("colocated", {"oversample": 1.25}),
     "colocated, oversample 1.5": ("colocated", {"oversample": 1.5}),
     "colocated, oversample 1.5, partial": ("colocated", {"oversample": 1.5, "partial": True}),
     "colocated, oversample 2, partial": ("colocated", {"oversample": 2, "partial": True}),
-    "colocated, oversample 2, partial, all trained": (
-        "colocated",
-        {"oversample": 2, "partial": True, "stale_tokens": "train"},
-    ),
-    "colocated, oversample 3, partial, all trained": (
-        "colocated",
-        {"oversample": 3, "partial": True, "stale_tokens": "train"},
-    ),
+    "colocated, oversample 2, partial, all trained": ("colocated", {"oversample": 2, "partial": True} | ALL),
+    "colocated, oversample 3, partial, all trained": ("colocated", {"oversample": 3, "partial": True} | ALL),
     "colocated, staleness 1, regenerated": ("colocated", {"max_staleness": 1, "stale_tokens": "regenerate"}),
     "colocated, staleness 4, regenerated": ("colocated", {"max_staleness": 4, "stale_tokens": "regenerate"}),
     "colocated, staleness 1": ("colocated", {"max_staleness": 1}),
@@ -68,20 +64,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "split, synchronous": ("split", {}),
     "split, oversample 1.5": ("split", {"oversample": 1.5}),
     "split, oversample 1.5, partial": ("split", {"oversample": 1.5, "partial": True}),
-    "split, oversample 2, partial, all trained": (
-        "split",
-        {"oversample": 2, "partial": True, "stale_tokens": "train"},
-    ),
+    "split, oversample 2, partial, all trained": ("split", {"oversample": 2, "partial": True} | ALL),
     "split, staleness 4, regenerated": ("split", {"max_staleness": 4, "stale_tokens": "regenerate"}),
     "split, staleness 1": ("split", {"max_staleness": 1}),
     "split, staleness 4": ("split", {"max_staleness": 4}),
     "split, staleness 4, all trained": ("split", {"max_staleness": 4, "stale_tokens": "train"}),
     "split, staleness 8": ("split", {"max_staleness": 8}),
     "mixed, synchronous": ("mixed", {}),
-    "mixed, oversample 2, partial, all trained": (
-        "mixed",
-        {"oversample": 2, "partial": True, "stale_tokens": "train"},
-    ),
+    "mixed, oversample 2, partial, all trained": ("mixed", {"oversample": 2, "partial": True} | ALL),
     "mixed, staleness 4": ("mixed", {"max_staleness": 4}),
     "mixed, staleness 4, all trained": ("mixed", {"max_staleness": 4, "stale_tokens": "train"}),
 }
@@ -335,16 +325,10 @@ async def measure(
         engines.advance()
     seconds = loop.time() - began
     await producer.cancel()
-    per_token_s = (BASE_S + slots * PER_ROLLOUT_S) / slots
-    ideal_s = {
-        "colocated": per_token_s + UPDATE_S,
-        "split": max(per_token_s, UPDATE_S),
-        "mixed": max((per_token_s + UPDATE_S) / 2, UPDATE_S),
-    }[placement]
     everyone = np.concatenate([lengths_of(group, samples, seed) for group in range(2000)])
     end = _work_of(fleet)
     return {
-        "of_ideal": trained / seconds * ideal_s,
+        "of_ideal": trained / seconds * _ideal_s(placement, slots),
         "tokens_s": trained / seconds,
         "empty_slots": 1 - (end[1] - slot_seconds) / ((end[2] - serving) * slots),
         "thrown_away": 1 - min(1.0, trained / (end[0] - generated)),
@@ -352,6 +336,14 @@ async def measure(
         "age_max": max(a for a, _ in ages),
         "length_bias": float(np.mean(lengths) / everyone.mean()),
     }
+
+
+def _ideal_s(placement: str, slots: int) -> float:
+    """Seconds per token if every slot that may generate always does, and every token is trained on."""
+    per_token_s = (BASE_S + slots * PER_ROLLOUT_S) / slots
+    if placement == "colocated":
+        return per_token_s + UPDATE_S
+    return max(UPDATE_S, per_token_s if placement == "split" else (per_token_s + UPDATE_S) / 2)
 
 
 def _work_of(fleet: Sequence[Engines]) -> tuple[float, float, float]:

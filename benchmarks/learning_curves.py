@@ -1,4 +1,4 @@
-"""Learning curves of GRPO, DAPO, RLOO and PPO beside TRL's, at equal numbers of sampled tokens.
+"""Learning curves of GRPO, DAPO, RLOO and PPO, compared with TRL's at equal numbers of sampled tokens.
 
     python -m venv TRL && TRL/bin/pip install torch trl==1.16.0          # GRPO, DAPO, RLOO
     python -m venv PPO && PPO/bin/pip install torch trl==1.12.0          # the newest TRL that has PPO
@@ -113,7 +113,7 @@ def ours(algorithm: str, seed: int, steps: int) -> tuple[str, Curve]:
 
 
 def theirs(python: str, algorithm: str, seed: int, steps: int) -> tuple[str, Curve]:
-    """The same with TRL in an environment of its own; returns its version."""
+    """The same with TRL, in a separate virtual environment; returns its version."""
     job: dict[str, Any] = {
         "algorithm": algorithm,
         "prompts": _prompts(seed, steps * PROMPTS * (SAMPLES if algorithm == "ppo" else 1)),

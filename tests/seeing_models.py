@@ -94,3 +94,10 @@ def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
     out = io.BytesIO()
     Pil.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(out, kind)
     return out.getvalue()
+
+
+def seeing_models(root: Path) -> dict[str, str]:
+    """Write a folder of each model that sees; returns the folders by name."""
+    for name in SEEING:
+        seeing_model(name, root / name)
+    return {name: str(root / name) for name in SEEING}

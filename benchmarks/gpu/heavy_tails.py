@@ -3,7 +3,7 @@
     python benchmarks/gpu/heavy_tails.py --out DIR [--variants synchronous "staleness 4"] [--seconds 560]
 
 One run of ``python -m orhpc.launch --local configs/gpu-smollm2.yaml`` with a random model of Qwen3-0.6B's
-shape, 32 prompts x 8 rollouts, and an agent that ends each rollout after a number of tokens of its own:
+shape, 32 prompts x 8 rollouts, and an agent that ends each rollout after a given number of tokens:
 lognormal, p99 / p50 = 8, the same for a rollout in every run.  The run goes through the variants, each for an
 equal share of the time after the first step: an SGLang start for each would take longer than its steps.
 DIR gets ``heavy_tails.csv`` with a row per step, and the logs; the table at the end leaves out the first

@@ -116,7 +116,7 @@ def parser_of_all() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_arguments(command)
 
-    # launch, plan, try-env and prepare-tasks have parsers of their own: see _main.
+    # launch, plan, try-env and prepare-tasks have separate parsers: see _main.
     add("init", init.add_init, "create an example project for your own task")
     add("try-env", add_try_env, "play one session of an environment yourself")
     add("prepare-tasks", add_prepare_tasks, "write the tasks of a config's environments as a task file")

@@ -52,7 +52,7 @@ _QUIET = (
     "evaluation.interval=0", "wandb.enabled=false", "tensorboard.enabled=false", "mlflow.enabled=false",
     "notify.events=[]", "rollout.openreward_upload=false",
 )  # fmt: skip
-"""A drill is no experiment: it reports to nobody."""
+"""A drill is no experiment: it evaluates nothing and sends no reports."""
 
 
 def add_drill(parser: argparse.ArgumentParser) -> None:

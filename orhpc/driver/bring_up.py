@@ -67,23 +67,12 @@ async def bring_up(
     model_dir = str(model_folder(config, rundir))
     key = (run.folder / "engine.key").read_text().strip()
 
-    async def start_trainers() -> Trainers:
-        trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
-        copied.set_result(await trainers.copied_steps() if run.copies.any() else set())
-        if not placement.engines or not config.placement.shared_devices:
-            await timed(phases, "model", trainers.build())
-        return trainers
-
+    starting_trainers = _start_trainers(run, ids, model_dir, copied, phases)
     verified = timed(phases, "verify", choosing)
     gpus = Gpus.start(config, placement, ids, run.folder / "gpus.jsonl")
     if not placement.engines:
-        producer = ReplayProducer(str(config.train.replay_rollouts))
-        start, trainers = await gather_two(verified, start_trainers())
-        producer.position = start.state.position
-        report = run.events.write
-        return Runtime(
-            config, rundir, trainers, None, [], producer, run.notice, gpus, estimator, start, report
-        )
+        start, trainers = await gather_two(verified, starting_trainers)
+        return _replaying(run, trainers, gpus, estimator, start)
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
@@ -93,7 +82,7 @@ async def bring_up(
         verified,
         gather_two(
             timed(phases, "engines", starting_engines),
-            gather_two(start_trainers(), timed(phases, "workers", starting_workers)),
+            gather_two(starting_trainers, timed(phases, "workers", starting_workers)),
         ),
     )
     if config.placement.shared_devices:
@@ -116,6 +105,37 @@ async def bring_up(
         start,
         run.events.write,
         unchecked=config.model.check,
+    )
+
+
+async def _start_trainers(
+    run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[int]], phases: Phases
+) -> Trainers:
+    """Start the trainers; they load the model at once unless engines share their devices."""
+    config, placement = run.config, run.placement
+    trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
+    copied.set_result(await trainers.copied_steps() if run.copies.any() else set())
+    if not placement.engines or not config.placement.shared_devices:
+        await timed(phases, "model", trainers.build())
+    return trainers
+
+
+def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, start: Start) -> Runtime:
+    """The parts of a run without engines, which trains on recorded rollouts."""
+    producer = ReplayProducer(str(run.config.train.replay_rollouts))
+    producer.position = start.state.position
+    return Runtime(
+        run.config,
+        run.rundir,
+        trainers,
+        None,
+        [],
+        producer,
+        run.notice,
+        gpus,
+        estimator,
+        start,
+        run.events.write,
     )
 
 

@@ -89,7 +89,7 @@ def faults_of_environment() -> list[str]:
 
 
 def show_faults(config: Config, say: Callable[[str], object]) -> None:
-    """Say which faults a run will cause itself, so that nobody takes them for real ones."""
+    """Say which faults a run will cause itself, so that they are not mistaken for real ones."""
     if config.faults.inject:
         listed = ", ".join(config.faults.inject)
         say(f"FAULTS ARE INJECTED INTO THIS RUN, each once (faults.inject, {VARIABLE}): {listed}")

@@ -249,9 +249,8 @@ class ModelShape:
     def linear_flops(self) -> int:
         """Floating-point operations per token of the forward pass's matrix products, without attention."""
         embedding = 0 if self.tied else self.vocabulary * self.hidden
-        vectors = sum(
-            t.elements for t in self.tensors() if len(t.shape) == 1 and t.part not in ("bias", "vision")
-        )
+        others = ("bias", "vision")
+        vectors = sum(t.elements for t in self.tensors() if len(t.shape) == 1 and t.part not in others)
         return 2 * (self.active_parameters - embedding - vectors)
 
     def attention_flops(self, context: float) -> float:
@@ -332,7 +331,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         return _shape(family, config)
     inner = config.get("text_config")
     if inner is None and family.vision is not None:
-        inner = config  # the hub's Qwen2.5-VL has the keys of its language part beside vision_config
+        inner = config  # the hub's Qwen2.5-VL has the keys of its language part next to vision_config
     if not isinstance(inner, Mapping):
         raise ModelError(f"model.path: family {kind!r} needs text_config in config.json, which is {inner!r}")
     shape = _shape(family, {"tie_word_embeddings": config.get("tie_word_embeddings"), **inner})

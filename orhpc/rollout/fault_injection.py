@@ -1,4 +1,4 @@
-"""A worker and an engine that fail when they are told to, to rehearse the recovery of a run.
+"""A worker and an engine that fail on request, to rehearse the recovery of a run.
 
 Used in place of their base classes only if ``faults.inject`` names a fault.
 """

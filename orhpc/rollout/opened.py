@@ -1,19 +1,44 @@
-"""Open an environment of a config outside of a run, for the commands ``try-env`` and ``prepare-tasks``."""
+"""What the commands ``try-env`` and ``prepare-tasks`` share: they open environments outside of a run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from orhpc.config import Config
+from orhpc.config.files import load_config
 from orhpc.data.task_file import write_tasks
-from orhpc.errors import OrhpcError
+from orhpc.errors import ConfigError, OrhpcError, UserCodeError, policy_of
 from orhpc.process.secrets import resolve_secrets
+from orhpc.process.terminal import guarded_output
 from orhpc.rollout.environment.environment import Environment
 from orhpc.rollout.environment.own_server import OwnServer
+
+
+def config_of(arguments: Sequence[str]) -> Config:
+    """Load the one config file of a command line, with its overrides; raises ConfigError."""
+    paths = [word for word in arguments if "=" not in word]
+    if len(paths) != 1:
+        raise ConfigError("pass one config file, and settings as key=value")
+    return load_config(paths[0], [word for word in arguments if "=" in word])
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Run a command; print a failure in one line, after the traceback of the user's code."""
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    with guarded_output():
+        try:
+            return command()
+        except OrhpcError as error:
+            if isinstance(error, UserCodeError):
+                print(error.trace.rstrip(), file=sys.stderr)
+            print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
+            return policy_of(error).exit_code
 
 
 @contextlib.asynccontextmanager

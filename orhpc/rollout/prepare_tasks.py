@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import random
 import sys
 from collections.abc import Sequence
 
 from orhpc.config import Config
-from orhpc.config.files import load_config
 from orhpc.data.prepared_tasks import PreparedTask
-from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, UserCodeError, policy_of
-from orhpc.process.terminal import guarded_output
+from orhpc.errors import EXIT_OK, ConfigError
 from orhpc.rollout.environment.descriptions import describe_tasks, prepared
-from orhpc.rollout.opened import opened
+from orhpc.rollout.opened import config_of, exit_code_of, opened
 from orhpc.rollout.try_options import add_prepare_tasks
 from orhpc.rundir import write_atomic
 
@@ -33,27 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="orhpc prepare-tasks", description=description)
     add_prepare_tasks(parser)
     options = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    with guarded_output():
-        try:
-            return _main(options)
-        except UserCodeError as error:
-            print(error.trace.rstrip(), file=sys.stderr)
-            print(f"orhpc: {error}", file=sys.stderr)
-            return policy_of(error).exit_code
-        except OrhpcError as error:
-            print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
-            return policy_of(error).exit_code
+    return exit_code_of(lambda: _main(options))
 
 
 def _main(options: argparse.Namespace) -> int:
-    paths = [word for word in options.arguments if "=" not in word]
-    if len(paths) != 1:
-        raise ConfigError("pass one config file, and settings as key=value")
     if options.max_tasks is not None and options.max_tasks < 1:
         raise ConfigError(f"--max-tasks {options.max_tasks}: must be at least 1")
-    config = load_config(paths[0], [word for word in options.arguments if "=" in word])
-    tasks = asyncio.run(prepared_tasks(config, options.max_tasks, options.seed))
+    tasks = asyncio.run(prepared_tasks(config_of(options.arguments), options.max_tasks, options.seed))
     try:
         write_atomic(options.output, "".join(f"{task.line()}\n" for task in tasks))
     except OSError as error:

@@ -17,13 +17,11 @@ import argparse
 import asyncio
 import inspect
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from orhpc.config import Config, EnvironmentSettings
-from orhpc.config.files import load_config
 from orhpc.errors import (
     EXIT_FAILED,
     EXIT_OK,
@@ -35,10 +33,7 @@ from orhpc.errors import (
     MalformedToolCall,
     OrhpcError,
     ToolTimeout,
-    UserCodeError,
-    policy_of,
 )
-from orhpc.process.terminal import guarded_output
 from orhpc.process.user_code import user_error, user_frames
 from orhpc.rollout.chat.messages import load_json
 from orhpc.rollout.environment.own_server import OwnServer
@@ -46,7 +41,7 @@ from orhpc.rollout.environment.rewards import check_custom_reward, reduce_reward
 from orhpc.rollout.environment.session import Session
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.functions import load_function
-from orhpc.rollout.opened import opened
+from orhpc.rollout.opened import config_of, exit_code_of, opened
 from orhpc.rollout.slime import is_for_slime
 from orhpc.rollout.transcript import RolloutBuilder, RolloutRequest
 from orhpc.rollout.try_options import add_try_env
@@ -77,26 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="orhpc try-env", description=(__doc__ or "").split("\n\n")[0])
     add_try_env(parser)
     options = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    with guarded_output():
-        return _main(options)
+    return exit_code_of(lambda: _main(options))
 
 
 def _main(options: argparse.Namespace) -> int:
+    config = config_of(options.arguments)
+    turns = _script(options.script) if options.script else _typed()
     try:
-        paths = [word for word in options.arguments if "=" not in word]
-        if len(paths) != 1:
-            raise ConfigError("pass one config file, and settings as key=value")
-        config = load_config(paths[0], [word for word in options.arguments if "=" in word])
-        turns = _script(options.script) if options.script else _typed()
         return asyncio.run(play(config, options.env, options.split, options.task, turns))
-    except UserCodeError as error:
-        print(error.trace.rstrip(), file=sys.stderr)
-        print(f"orhpc: {error}", file=sys.stderr)
-        return policy_of(error).exit_code
-    except OrhpcError as error:
-        print(f"orhpc: {' '.join(str(error).split())}", file=sys.stderr)
-        return policy_of(error).exit_code
     except KeyboardInterrupt:
         return EXIT_OK
 

@@ -108,8 +108,8 @@ async def sample_turn(
         PromptTooLong: the first prompt does not fit into the engine's context.
     """
     before = len(builder.sampled) if begun else 0
-    most = context.sampling.max_new_tokens - before
-    wanted = min(most, context.rollout.max_total_tokens - len(builder.tokens))
+    room = context.rollout.max_total_tokens - len(builder.tokens)
+    wanted = min(context.sampling.max_new_tokens - before, room)
     seen = () if context.images is None else context.images.stops
     stops = tuple(dict.fromkeys((*context.sampling.stop_token_ids, *context.chat.stop_token_ids, *seen)))
     resumed, pause_s = before, 0.02
@@ -146,10 +146,16 @@ async def sample_turn(
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             resumed += 1
             continue
-        if finish is FinishReason.STOP and builder.tokens[-1] in seen:
-            finish = builder.turns[-1].finish_reason = FinishReason.LENGTH  # no turn can follow
-        if finish is not FinishReason.STOP:
-            builder.add_message(
-                "assistant", context.chat.codec.decode(builder.sampled), unfinished=str(finish)
-            )
-        return finish
+        return _ended(context, builder, finish, images=seen)
+
+
+def _ended(
+    context: AgentContext, builder: RolloutBuilder, finish: FinishReason, *, images: tuple[int, ...]
+) -> FinishReason:
+    """Finish a turn; one that ends with an image's placeholder (``images``) can have no other after it."""
+    if finish is FinishReason.STOP and builder.tokens[-1] in images:
+        finish = builder.turns[-1].finish_reason = FinishReason.LENGTH
+    if finish is not FinishReason.STOP:
+        text = context.chat.codec.decode(builder.sampled)
+        builder.add_message("assistant", text, unfinished=str(finish))
+    return finish

@@ -54,7 +54,7 @@ def read_marks(rundir: RunDir, key: str, target: str) -> Marks:
         if found.pop("target") == target:
             return Marks(int(found["step"]), int(found["evaluation"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
+        return Marks()
     return Marks()
 
 

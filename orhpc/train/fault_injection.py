@@ -1,4 +1,4 @@
-"""A trainer rank that fails when it is told to, to rehearse the recovery of a run.
+"""A trainer rank that fails on request, to rehearse the recovery of a run.
 
 Used in place of :class:`~orhpc.train.actor.TrainerRank` only if ``faults.inject`` names a fault.
 """

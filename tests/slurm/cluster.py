@@ -283,10 +283,9 @@ class Cluster:
 
     def clear_files(self, i: int) -> None:
         """Clear a node's /tmp and shared memory, as an administrator does after a power failure."""
-        shared = [Path(f"/proc/{init}/root/dev/shm") for node, (_, init) in self._nodes.items() if node == i]
-        for place in (self.root / f"tmp/n{i}", *shared):
-            for folder in place.glob("orhpc-[!s]*" if place not in shared else "orhpc-*"):
-                shutil.rmtree(folder)
+        memory = Path(f"/proc/{self._nodes[i][1]}/root/dev/shm")
+        for folder in (*(self.root / f"tmp/n{i}").glob("orhpc-[!s]*"), *memory.glob("orhpc-state-*")):
+            shutil.rmtree(folder)
 
     def files(self) -> list[str]:
         """Files of jobs in the nodes' own temporary folders and shared memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -125,11 +126,9 @@ class Library:
         # The evaluation after a step is newer than the step.
         parts.sort(key=lambda part: (step_of(part), part.startswith(_EVALUATION)), reverse=True)
         for searched, part in enumerate(parts, 1):
-            try:
+            with contextlib.suppress(RecordError):  # damaged, or being written
                 for row, snippet in self._matches(part, wanted):
                     yield {"part": part, "row": row, "snippet": snippet}
-            except RecordError:
-                pass
             yield {"searched": searched, "of": len(parts)}
 
     def _matches(self, part: str, wanted: Filter) -> Iterator[tuple[dict[str, Any], str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -81,10 +82,8 @@ class Template(ChatFormat):
             return False
 
     def _make_results_skeleton(self, count: int, thinking: bool) -> tuple[Part, ...]:
-        try:
+        with contextlib.suppress(ModelError):  # then the template takes results only after calls
             return super()._make_results_skeleton(count, thinking)
-        except ModelError:
-            pass
         try:
             return self._after_calls(count, thinking)
         except ModelError:

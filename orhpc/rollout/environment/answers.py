@@ -234,7 +234,7 @@ class AnswerImages:
         """The images in order, base64, one for each mark in the answer's texts."""
 
     def join(self, blocks: Sequence[TextBlock | ImageBlock]) -> str:
-        """Join texts with line breaks; as in chat templates, there are none beside an image."""
+        """Join texts with line breaks; as in chat templates, there is none next to an image."""
         text, after_text = "", False
         for block in blocks:
             if isinstance(block, ImageBlock) and self.kept:

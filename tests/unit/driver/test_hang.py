@@ -1,4 +1,4 @@
-"""The limit of an update, and what is told of ranks that hang."""
+"""The limit of an update, and the report of ranks that hang."""
 
 from __future__ import annotations
 

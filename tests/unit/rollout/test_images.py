@@ -38,7 +38,7 @@ from orhpc.types import FinishReason, Generation, Image, PlacedImage, Rollout, R
 from orhpc.wire.images import expanded
 from tests.model_configs import SEEING
 from tests.scripted import Policy, Room, context, request
-from tests.seeing_models import picture, seeing_model
+from tests.seeing_models import picture, seeing_models
 from tests.unit.rollout.kit import call
 
 NAMES = sorted(SEEING)
@@ -47,10 +47,7 @@ M = IMAGE_MARK
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("seeing")
-    for name in NAMES:
-        seeing_model(name, root / name)
-    return {name: str(root / name) for name in NAMES}
+    return seeing_models(tmp_path_factory.mktemp("seeing"))
 
 
 def encoded(*data: bytes) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ ENGINE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 @dataclass(frozen=True, slots=True)
 class SeenRow:
-    """What a packed row needs besides its tokens if any of its requests has images."""
+    """What a packed row needs in addition to its tokens if any of its requests has images."""
 
     positions_3N: torch.Tensor
     slots_V: torch.Tensor

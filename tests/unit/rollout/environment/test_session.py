@@ -155,8 +155,7 @@ def test_consecutive_sessions_share_connections(
             await asyncio.gather(*(rollout() for _ in range(8)))
 
     within(served.url, body, configured=configured)
-    # One more queries the environment, and on a busy machine the server closes some that it calls idle.
-    assert len(served.connections) <= 2 * 8
+    assert len(served.connections) <= 8 + 1  # plus the one used to query the environment
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf"])

@@ -21,7 +21,7 @@ from orhpc.train.process_groups import join_default_group
 from orhpc.types import Location, Sample
 from orhpc.wire.images import collapsed, expanded
 from tests.model_configs import SEEING
-from tests.seeing_models import picture, seeing_model
+from tests.seeing_models import picture, seeing_models
 from tests.trainer_kit import fsdp_backend, make_config, run_ranks
 
 NAMES = sorted(SEEING)
@@ -29,10 +29,7 @@ NAMES = sorted(SEEING)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("seeing")
-    for name in NAMES:
-        seeing_model(name, root / name)
-    return {name: str(root / name) for name in NAMES}
+    return seeing_models(tmp_path_factory.mktemp("seeing"))
 
 
 def image_samples(folder: str, counts: tuple[int, ...] = (2, 0, 1, 3)) -> list[Sample]:
