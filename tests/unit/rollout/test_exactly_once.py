@@ -76,7 +76,7 @@ class FaultyWorker(EngineWorker):
     """Writes finished groups to the buffer; loses some, and lets some fail."""
 
     def __init__(self, engines: Engines, disk: Disk, faults: Faults) -> None:
-        super().__init__(engines, seed=3)
+        super().__init__([engines], seed=3)
         self._disk, self._faults = disk, faults
 
     async def run_group(self, request: GroupRequest) -> PromptGroup:
