@@ -41,9 +41,11 @@ WRONG = [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, {"
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[ServedEnvironments]:
-    write_secret(tmp_path / "environment.key")
+    rundir = RunDir(tmp_path)
+    rundir.attempt(1).mkdir(parents=True)
+    write_secret(rundir.attempt(1) / "environment.key")
     config = load_config(Path("configs/tiny.yaml"), ())
-    servers = ServedEnvironments(config, Node("n0", "127.0.0.1", cpus=1), RunDir(tmp_path), tmp_path)
+    servers = ServedEnvironments(config, Node("n0", "127.0.0.1", cpus=1), rundir, 1)
     yield servers
     servers.stop()
 
@@ -71,7 +73,7 @@ def test_only_requests_with_the_key_are_answered(
     port = int(url.rpartition(":")[2])
     assert stranger("take", "127.0.0.1", port) and stranger("take", "0.0.0.0", port)
     served.start()
-    key = (tmp_path / "environment.key").read_text()
+    key = (RunDir(tmp_path).attempt(1) / "environment.key").read_text()
     assert reward_of(url, key) is not None
     for method, path in ROUTES:
         for headers in WRONG:
@@ -79,11 +81,11 @@ def test_only_requests_with_the_key_are_answered(
             status, text = stranger("request", method, url + path, headers, body)
             assert (status, text) == (401, '{"detail":"Unauthorized"}'), (method, path, headers)
     with pytest.raises(OSError, match="Permission"):
-        stranger("opened", str(tmp_path / "environment.key"))
+        stranger("opened", str(RunDir(tmp_path).attempt(1) / "environment.key"))
     (process,) = served._running.values()
     for file in ("cmdline", "environ"):
         assert key.encode() not in Path(f"/proc/{process.pid}/{file}").read_bytes()
-    assert key not in next(tmp_path.glob("*.log")).read_text()
+    assert key not in next(RunDir(tmp_path).attempt(1).glob("*.log")).read_text()
 
 
 def test_the_port_of_an_ended_server_cannot_be_bound(
@@ -92,7 +94,7 @@ def test_the_port_of_an_ended_server_cannot_be_bound(
     (url,) = served.reserve()[NAME]
     port = int(url.rpartition(":")[2])
     served.start()
-    key = (tmp_path / "environment.key").read_text()
+    key = (RunDir(tmp_path).attempt(1) / "environment.key").read_text()
     reward_of(url, key)
     (process,) = served._running.values()
     served._started = {label: at - 3600 for label, at in served._started.items()}

@@ -33,9 +33,10 @@ _EARLY_KILLS = 2
 class ServedEnvironments:
     """The environment servers that the job runs itself on this node."""
 
-    def __init__(self, config: Config, node: Node, rundir: RunDir, folder: Path) -> None:
-        """``folder``: the attempt's folder, with the servers' key (read at their start) and their logs."""
-        self._config, self._node, self._rundir, self._folder = config, node, rundir, folder
+    def __init__(self, config: Config, node: Node, rundir: RunDir, attempt: int) -> None:
+        """``attempt``: its folder has the servers' key, which is read at their start, and gets their logs."""
+        self._config, self._node, self._rundir, self._attempt = config, node, rundir, attempt
+        self._folder = rundir.attempt(attempt)
         self._address, self._key = node.address, ""
         self._commands: dict[str, tuple[list[str], Path]] = {}
         self._held: dict[str, socket.socket] = {}
@@ -94,7 +95,7 @@ class ServedEnvironments:
                         f"{processes.last_line(log)} ({log})"
                     )
                 self._spawn(label)
-                events = EventLog(self._rundir.events, int(self._folder.name))
+                events = EventLog(self._rundir.events, self._attempt)
                 events.write("environment_restarted", server=label, status=process.returncode)
                 events.close()
 

@@ -65,7 +65,7 @@ class Attempt:
         self.stop_file = stop_file
         self._max_tokens = max_tokens
         self._folder = rundir.attempt(number)
-        self._environments = ServedEnvironments(config, node, rundir, self._folder)
+        self._environments = ServedEnvironments(config, node, rundir, number)
         self._placement: Placement | None = None
         self._ray: RayNode | None = None
         self._driver: Popen[bytes] | None = None

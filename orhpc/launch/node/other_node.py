@@ -67,7 +67,7 @@ def other_node(job: Job, config: Config) -> int:
 
 def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Node, signals: Signals) -> int:
     folder = rundir.attempt(attempt)
-    environments = ServedEnvironments(config, node, rundir, folder)
+    environments = ServedEnvironments(config, node, rundir, attempt)
     ray_node: RayNode | None = None
     state = state_folder_of(config)
     try:

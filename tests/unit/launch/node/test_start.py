@@ -39,9 +39,17 @@ def config_of(*overrides: str) -> Config:
     return load_config(Path("configs/tiny.yaml"), overrides)
 
 
+def rundir_with_key(path: Path) -> RunDir:
+    """A run directory with a first attempt, whose folder has the servers' key."""
+    rundir = RunDir(path)
+    rundir.attempt(1).mkdir(parents=True)
+    (rundir.attempt(1) / "environment.key").write_text("key")
+    return rundir
+
+
 def test_server_ports_are_held_until_the_servers_start(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.replicas=3", "rollout.workers_per_node=3")
-    servers = ServedEnvironments(config, NODE, RunDir(tmp_path), tmp_path)
+    servers = ServedEnvironments(config, NODE, RunDir(tmp_path), 1)
     (urls,) = servers.reserve().values()
     ports = [int(url.rpartition(":")[2]) for url in urls]
     assert len(set(ports)) == 3
@@ -56,8 +64,7 @@ def test_server_ports_are_held_until_the_servers_start(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
     config = config_of("environments.orhpc/letters.serve=no_such_module:Environment")
-    (tmp_path / "environment.key").write_text("key")
-    servers = ServedEnvironments(config, NODE, RunDir(tmp_path), tmp_path)
+    servers = ServedEnvironments(config, NODE, rundir_with_key(tmp_path), 1)
     (url,) = servers.reserve()["orhpc/letters"]
     servers.start()
     try:
@@ -73,11 +80,8 @@ def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
 
 
 def test_a_server_killed_soon_after_its_start_is_restarted_in_the_attempt(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    folder = rundir.attempt(1)
-    folder.mkdir(parents=True)
-    (folder / "environment.key").write_text("key")
-    servers = ServedEnvironments(config_of(), NODE, rundir, folder)
+    rundir = rundir_with_key(tmp_path)
+    servers = ServedEnvironments(config_of(), NODE, rundir, 1)
     servers.reserve()
     servers.start()
 
@@ -198,7 +202,7 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     ray_node._process = subprocess.Popen(["sleep", "60"])
     placed = tmp_path / "placement.yaml"
     placed.write_text(Placement((), (), (), (), {}, ray_address=address).to_yaml())
-    servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), RunDir(tmp_path), tmp_path)
+    servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), rundir, attempt)
     command_line = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
 
     def keep_up() -> None:
