@@ -232,7 +232,8 @@ async def crowd(options: argparse.Namespace, chat: Any, call: list[int], answer:
 
     freeze_garbage()
     collect_rarely()
-    engine = Engine(*(3 * seconds for seconds in options.latency), call, answer)
+    low, high = options.latency
+    engine = Engine(3 * low, 3 * high, call, answer)
     try:
         await engine.ready()
         watching = asyncio.create_task(watch())

@@ -13,6 +13,7 @@ machines are noisy; the result is the median of completion tokens per second.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -64,7 +65,7 @@ def trl_child(steps: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from orhpc.environments.arithmetic import Arithmetic
     from orhpc.models.bundled import ensure
@@ -72,7 +73,7 @@ def trl_child(steps: int) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = str(ensure("bundled:smollm2-135m-instruct"))
     tasks = [Arithmetic({"split": "train", "index": i}, {}) for i in range(PROMPTS * steps)]
-    prompts = [[{"role": "user", "content": t.get_prompt()[0].text}] for t in tasks]
+    prompts = [[{"role": "user", "content": asyncio.run(t.get_prompt())[0].text}] for t in tasks]
     counts: list[float] = []
 
     def reward(completions: Any, completion_ids: Any, **_: Any) -> list[float]:

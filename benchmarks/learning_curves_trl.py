@@ -126,15 +126,15 @@ def grouped(job: dict[str, Any], tokenizer: Any, judge: Judge, out: str) -> Any:
 
     functions = [reward]
     if job["algorithm"] == "rloo":
-        from trl import RLOOConfig, RLOOTrainer
+        from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportMissingImports]
 
         trainer, config = RLOOTrainer, RLOOConfig(**shared)
     else:
-        from trl import GRPOConfig, GRPOTrainer
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
         loss: dict[str, Any] = {"loss_type": "grpo"}
         if job["algorithm"] == "dapo":
-            from trl.rewards import get_soft_overlong_punishment
+            from trl.rewards import get_soft_overlong_punishment  # pyright: ignore[reportMissingImports]
 
             loss = {"loss_type": "dapo", "epsilon_high": 0.28}
             functions.append(get_soft_overlong_punishment(job["max_tokens"], OVERLONG_BUFFER))
@@ -150,7 +150,7 @@ def grouped(job: dict[str, Any], tokenizer: Any, judge: Judge, out: str) -> Any:
 
 def ppo(job: dict[str, Any], tokenizer: Any, judge: Judge, out: str) -> Any:
     """Return the trainer of PPO, with the reward function in the form of a reward model."""
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer  # pyright: ignore[reportMissingImports]
 
     batch = job["prompts_per_step"] * job["samples"]
     config = PPOConfig(

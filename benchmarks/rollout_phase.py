@@ -39,6 +39,7 @@ from aiohttp import web
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.process.ports import free_ports
+from orhpc.rollout.worker import RolloutWorker
 
 LAYERS, TOPK, EXPERTS = 2, 8, 128
 PROMPTS = range(8, 200)
@@ -153,6 +154,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
 
     from orhpc.driver.fleet import start_workers
     from orhpc.launch.node.environment_servers import ServedEnvironments
+    from orhpc.launch.node.first_node import write_secret
     from orhpc.plan.placement import local_node, plan
     from orhpc.rollout.producer import Producer
     from orhpc.rollout.tasks import TaskSequence, TaskStream
@@ -163,9 +165,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     ids = answer_ids(tokenizer, options.tokens, tokenizer.eos_token_id)
     config = config_of(options)
     run = RunDir(folder / "run")
-    run.buffer.mkdir(parents=True)
+    run.create()
+    attempt = run.begin_attempt(kind="local")
+    write_secret(run.attempt(attempt) / "environment.key")
+    key = (run.attempt(attempt) / "environment.key").read_text()
     node = local_node()
-    served = ServedEnvironments(config, node.address, folder, node.name)
+    served = ServedEnvironments(config, node, run, attempt)
     placement = replace(plan(config, (node,)), environments=served.reserve())
     (port,) = free_ports(1, node.address)
     url = f"http://{node.address}:{port}"
@@ -176,8 +181,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         os.environ |= {"RAY_worker_niceness": "0"}  # as in a run
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         node_id = ray.nodes()[0]["NodeID"]
-        workers = await start_workers(config, placement, [node_id], str(model), run, 0)
-        await asyncio.gather(*(w.call("connect", [url], "") for w in workers))
+        workers = await start_workers(config, placement, [node_id], str(model), run, attempt, key)
+        await asyncio.gather(*(w.call(RolloutWorker.connect, [url], "") for w in workers))
         pids = {
             "engine": [engine.pid],
             "servers": [p.pid for p in served._running.values()],
@@ -186,7 +191,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         }
         assert len(pids["workers"]) == options.workers
         for worker in workers:
-            await worker.call("published", 0)
+            await worker.call(RolloutWorker.published, 0)
         tasks = TaskSequence([TaskStream("orhpc/arithmetic", "train", 1000, 1.0)], seed=0)
         producer = Producer(config.rollout, tasks, workers, seed=0)
         rows = [await one_phase(options, producer, workers, pids, folder, n) for n in range(options.phases)]
@@ -227,7 +232,7 @@ async def one_phase(
     for worker in workers:
         own = [(g.id, None, True) for g in step_groups.groups if g.rollouts[0].worker == worker.index]
         if own:
-            await worker.call("record", str(record), own)
+            await worker.call(RolloutWorker.record, str(record), own)
 
     def mean(values: Any) -> float:
         return statistics.fmean(values)

@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 import pybase64
 import torch
-from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -72,7 +71,7 @@ def model(folder: Path) -> str:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, moe_intermediate_size=256,
-        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
         num_experts=EXPERTS, num_experts_per_tok=TOPK, decoder_sparse_step=1, tie_word_embeddings=False,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
@@ -167,28 +166,28 @@ def _with_own_routes(trainer: TrainerRank, minibatch: MiniBatch) -> MiniBatch:
     return replace(minibatch, ranks=(tuple(routed),))
 
 
-class _OneRouter(nn.Module):
-    """Named as in a model, because replay finds routers by their names."""
-
-    def __init__(self, config: Qwen3MoeConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Qwen3MoeTopKRouter(config)])
+def router_of(model: Qwen3MoeForCausalLM) -> Qwen3MoeTopKRouter:
+    """Return the router of the model's first layer."""
+    found = model.model.get_submodule("layers.0.mlp.gate")
+    assert isinstance(found, Qwen3MoeTopKRouter)
+    return found
 
 
 def router(tokens: int, hidden: int, experts: int, topk: int, repeats: int) -> dict[str, float]:
     """Median seconds of a router's forward and backward pass, with its own choice and replayed."""
     config = Qwen3MoeConfig(
-        hidden_size=hidden, num_experts=experts, num_experts_per_tok=topk, norm_topk_prob=True
-    )
+        vocab_size=16, hidden_size=hidden, moe_intermediate_size=16, num_hidden_layers=1,
+        num_experts=experts, num_experts_per_tok=topk, norm_topk_prob=True,
+    )  # fmt: skip
     torch.manual_seed(0)
-    routers = {side: _OneRouter(config) for side in SIDES}
-    nn.init.normal_(routers[OWN].layers[0].weight, std=0.02)
-    routers[REPLAYED].load_state_dict(routers[OWN].state_dict())
+    models = {side: Qwen3MoeForCausalLM(config) for side in SIDES}
+    models[REPLAYED].load_state_dict(models[OWN].state_dict())
+    routers = {side: router_of(model) for side, model in models.items()}
     inputs_NH = torch.randn(tokens, hidden, requires_grad=True)
     gradient_NK = torch.randn(tokens, topk)
-    chosen_NK = routers[OWN].layers[0](inputs_NH)[2]
+    chosen_NK = routers[OWN](inputs_NH)[2]
     rows = RoutedRows(chosen_NK[:, None].to(torch.uint8), torch.ones(tokens, dtype=torch.bool), tokens)
-    replay = RouterReplay(routers[REPLAYED], replay=True)
+    replay = RouterReplay(models[REPLAYED], replay=True)
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(repeats):
         for side, found in seconds.items():
@@ -196,7 +195,7 @@ def router(tokens: int, hidden: int, experts: int, topk: int, repeats: int) -> d
             replay.start(rows if side == REPLAYED else None)
             routers[side].zero_grad()
             inputs_NH.grad = None
-            _, weights, _ = routers[side].layers[0](inputs_NH)
+            _, weights, _ = routers[side](inputs_NH)
             weights.backward(gradient_NK)
             replay.start(None)
             found.append(time.perf_counter() - start)

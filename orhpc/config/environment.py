@@ -59,7 +59,7 @@ class EnvironmentSettings(Section):
     weight: Annotated[float, Field(ge=0)] = 1.0
     """Relative share of training tasks that are drawn from this environment. 0: it is used for evaluation
     only."""
-    splits: Annotated[list[str], Field(default_factory=lambda: ["train"])]
+    splits: list[str] = Field(default_factory=lambda: ["train"])
     """Task splits to draw training tasks from. ``[]``: the environment is used for evaluation only."""
     num_samples: Positive | None = None
     """Maximum number of tasks per split. Null: all."""
