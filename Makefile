@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OPENREWARD_DISABLE_UPDATE_CHECK = 1
 
-.PHONY: help install demo test test-fast lint docs format clean
+.PHONY: help install demo test test-fast soak lint docs format clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -35,6 +35,9 @@ test: $(STAMP)   ## every test, lint and type check
 
 test-fast: $(STAMP)  ## the quick ones, under a minute
 	bash tests/run.sh fast
+
+soak: $(STAMP)   ## 200 steps with 24 random faults at a fixed seed, about half an hour on two cores
+	$(BIN)/python -m benchmarks.soak
 
 lint: $(STAMP)   ## ruff, pyright, import contracts
 	bash tests/run.sh lint

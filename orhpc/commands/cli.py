@@ -25,6 +25,7 @@ from orhpc.commands import (
     logs,
     runs,
     serve,
+    simulate,
     status,
     sweep,
     sync,
@@ -128,6 +129,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     add("launch", add_launch, "start or resume a run, as a SLURM job or here")
     add("sweep", sweep.add_sweep, "start or resume runs with different values of some settings")
     add("drill", drill.add_drill, "rehearse failures with a short run of a config")
+    add("simulate", simulate.add_simulate, "say what failures would cost a run on more nodes")
     add("runs", runs.add_runs, "list the runs of a folder with their state")
     add("status", status.add_status, "show what a run is doing, its progress and its jobs")
     add("logs", logs.add_logs, "print what a run's processes have written")

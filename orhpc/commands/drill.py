@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -45,6 +46,7 @@ Hangs are not among them: the limit of an update is learned from more steps than
 _FIRST = 3
 """Step of the first fault: some steps are made before."""
 _SAVE_INTERVAL = 2
+_RANDOM_STEPS = 200
 _POLL_S = 5.0
 _NO_PROGRESS = 3
 """Starts of a local drill in a row without a new step, after which it ends."""
@@ -70,6 +72,14 @@ def add_drill(parser: argparse.ArgumentParser) -> None:
         "--every", type=int, default=3, metavar="STEPS", help="from fault to fault; default: 3"
     )
     parser.add_argument(
+        "--random", type=int, metavar="COUNT",
+        help="this many faults of random kinds at random steps, in place of one of each kind",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="with --random: steps of the run; default: 200"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="with --random: of the faults; default: 0")
+    parser.add_argument(
         "--within", type=float, default=1800.0, metavar="SECONDS",
         help="until the first new step after each fault; more is a failure; default: 1800",
     )  # fmt: skip
@@ -91,10 +101,16 @@ def drill(options: argparse.Namespace) -> int:
     path, overrides = split_command_line(options.arguments)
     if options.nodes is not None:
         overrides.append(f"placement.nodes={options.nodes}")
-    words = drill_overrides(path, overrides, options.faults, options.every)
+    if options.random is None:
+        words = drill_overrides(path, overrides, options.faults, options.every)
+    else:
+        seed, steps = options.seed or 0, options.steps or _RANDOM_STEPS
+        words = random_overrides(path, overrides, options.faults, options.random, steps, seed)
     config = load_config(path, words)
     show_faults(config, print)
-    print(f"the run {config.run.name} makes {config.train.steps} steps and commits every second one")
+    interval = config.checkpoint.save_interval
+    commits = "makes no commits" if interval is None else f"commits every {interval} steps"
+    print(f"the run {config.run.name} makes {config.train.steps} steps and {commits}")
     if options.dry_run:
         return EXIT_OK
     run = prepare.run_directory(config)
@@ -122,6 +138,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"{VARIABLE}: a drill injects what --faults names; unset the variable")
     if options.every < 1:
         raise ConfigError(f"--every: {options.every} is not a positive number of steps")
+    if options.random is None and (options.steps, options.seed) != (None, None):
+        raise ConfigError("--steps and --seed belong to --random COUNT")
     if options.within <= 0:
         raise ConfigError(f"--within: {options.within:g} is not a positive number of seconds")
     if options.local and options.no_wait:
@@ -141,16 +159,56 @@ def drill_overrides(path: str, overrides: Sequence[str], faults: str | None, eve
         ConfigError: the config is wrong, or a fault is unknown or cannot happen in this run.
     """
     config = load_config(path, overrides)
-    chosen = _named(faults) if faults else [(kind, None) for kind in USUAL if _applies(config, kind)]
+    chosen = _chosen(config, faults)
     schedule = [
-        str(Fault(kind, _FIRST + every * n, _index(config, kind, index)))
-        for n, (kind, index) in enumerate(chosen)
+        Fault(kind, _FIRST + every * n, _index(config, kind, index)) for n, (kind, index) in enumerate(chosen)
     ]
     interval = min(config.checkpoint.save_interval or _SAVE_INTERVAL, _SAVE_INTERVAL)
+    words = _with_faults(config, overrides, schedule, _FIRST + every * len(schedule))
+    return [*words, f"checkpoint.save_interval={interval}"]
+
+
+def random_overrides(
+    path: str, overrides: Sequence[str], faults: str | None, count: int, steps: int, seed: int
+) -> list[str]:
+    """Return the overrides that turn a run into a drill with random faults; it commits as the config says.
+
+    Args:
+        path: the config file.
+        overrides: the user's own.
+        faults: kinds to draw from, separated by commas, each perhaps with ``:index``; None: those of
+            :data:`USUAL`.
+        count: of faults; no two are in one step.
+        steps: of the run.
+        seed: the same seed gives the same faults.
+
+    Raises:
+        ConfigError: the config is wrong, a fault cannot happen in this run, or the steps are too few.
+    """
+    config = load_config(path, overrides)
+    chosen, generator = _chosen(config, faults), random.Random(seed)
+    if not 1 <= count <= steps - _FIRST:
+        raise ConfigError(f"--random: {count} faults need a run of at least {count + _FIRST} steps (--steps)")
+    schedule: list[Fault] = []
+    for step in sorted(generator.sample(range(_FIRST, steps), count)):
+        kind, index = generator.choice(chosen)
+        number = _index(config, kind, index)
+        if number and index is None:
+            number = generator.randrange(number + 1)
+        schedule.append(Fault(kind, step, number))
+    return _with_faults(config, overrides, schedule, steps)
+
+
+def _chosen(config: Config, faults: str | None) -> list[tuple[FaultKind, int | None]]:
+    return _named(faults) if faults else [(kind, None) for kind in USUAL if _applies(config, kind)]
+
+
+def _with_faults(
+    config: Config, overrides: Sequence[str], schedule: Sequence[Fault], steps: int
+) -> list[str]:
     words = [
-        *overrides, *_QUIET, f"run.name={config.run.name}-drill",
-        f"train.steps={_FIRST + every * len(schedule)}", f"checkpoint.save_interval={interval}",
-        f"faults.inject={json.dumps(schedule)}",
+        *overrides, *_QUIET, f"run.name={config.run.name}-drill", f"train.steps={steps}",
+        f"faults.inject={json.dumps([str(fault) for fault in schedule])}",
     ]  # fmt: skip
     return words + (["algorithm.critic.warmup_steps=0"] if config.algorithm.critic.warmup_steps else [])
 

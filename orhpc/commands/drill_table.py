@@ -160,8 +160,13 @@ def _verdict(back_s: float | None, lost: int, within_s: float, interval: int | N
 
 def table(rows: Sequence[Recovery]) -> str:
     """Format rows as a Markdown table with aligned columns."""
-    cells = [HEAD, *(row.cells() for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
+    return columns(HEAD, [row.cells() for row in rows])
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format cells as a Markdown table with aligned columns."""
+    cells = [head, *rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     lines = [
         "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orhpc.commands.cli import main
-from orhpc.commands.drill import drill_overrides
+from orhpc.commands.drill import USUAL, drill_overrides, random_overrides
 from orhpc.commands.drill_table import BACK, Recovery, recoveries, table
 from orhpc.config import Config
 from orhpc.config.files import dump_config, load_config
@@ -135,3 +135,22 @@ def test_a_drill_starts_nothing_while_faults_are_in_the_environment(
     monkeypatch.delenv("ORHPC_FAULT")
     assert main(["drill", TINY, "--local", "--dry-run", "--faults", "disk_full"]) == 0
     assert "disk_full@3" in capsys.readouterr().out
+
+
+def test_random_faults_are_those_of_their_seed_and_in_steps_of_their_own() -> None:
+    def drawn(seed: int, faults: str | None = None) -> Config:
+        return load_config(
+            TINY, random_overrides(TINY, ["checkpoint.save_interval=5"], faults, 40, 200, seed)
+        )
+
+    config = drawn(7)
+    assert config.faults.inject == drawn(7).faults.inject != drawn(8).faults.inject
+    assert (config.train.steps, config.checkpoint.save_interval) == (200, 5)
+    steps = [fault.step for fault in config.faults.parsed]
+    assert len(set(steps)) == 40 and min(steps) >= 3 and max(steps) < 200
+    assert {fault.kind for fault in config.faults.parsed} == set(USUAL)
+    ranks = {fault.index for fault in drawn(1, "trainer_killed").faults.parsed}
+    assert ranks == {0, 1}
+    assert {fault.index for fault in drawn(1, "trainer_killed:1").faults.parsed} == {1}
+    with pytest.raises(ConfigError, match="at least 43 steps"):
+        random_overrides(TINY, [], None, 40, 42, 0)
