@@ -58,6 +58,7 @@ class Scenario:
     node_share: float
     engine_share: float
     engines_per_node: float
+    engines_share_devices: bool
     spares: int
     days: float
     seed: int
@@ -158,6 +159,7 @@ def _scenario(options: argparse.Namespace, measured: Measured, config: Config) -
         node_share=options.node_share,
         engine_share=rollout / max(1, rollout + train),
         engines_per_node=engines / placement.nodes,
+        engines_share_devices=placement.mode == "colocated",
         spares=options.spares,
         days=options.days,
         seed=options.seed,
@@ -176,8 +178,9 @@ def outcome_of(scenario: Scenario, nodes: int, recovery: Recovery, *, costs: Cos
     """Simulate a number of nodes long enough for a steady share."""
     engines = max(1, round(nodes * scenario.engines_per_node))
     cluster = Cluster(
-        nodes, scenario.per_node_day, scenario.node_share, scenario.engine_share, engines, spares
-    )
+        nodes, scenario.per_node_day, scenario.node_share, scenario.engine_share, engines, spares,
+        scenario.engines_share_devices,
+    )  # fmt: skip
     rate = nodes * scenario.per_node_day
     days = max(scenario.days, min(_FAILURES / _TRIALS / rate, 1e5)) if rate else scenario.days
     total = Outcome()

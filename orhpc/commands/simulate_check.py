@@ -74,7 +74,8 @@ def simulated_time(costs: Costs, config: Config, steps: int) -> Outcome:
     if unknown := sorted({fault.kind for fault in faults} - SCOPES.keys()):
         raise ConfigError(f"--check: {', '.join(unknown)}: simulated are {', '.join(SCOPES)}")
     rollout = targets(config)[KINDS[FaultKind.ENGINE_KILLED].target]
-    cluster = Cluster(config.placement.nodes, 0.0, 1.0, 0.0, max(1, rollout))
+    shares = config.placement.mode == "colocated"
+    cluster = Cluster(config.placement.nodes, 0.0, 1.0, 0.0, max(1, rollout), engines_share_devices=shares)
     return replay(costs, cluster, [planned(fault) for fault in faults if fault.step <= steps], steps)
 
 

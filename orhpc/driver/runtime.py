@@ -101,12 +101,15 @@ class Runtime:
     async def _restart_failed_engines(self) -> None:
         assert self.engines is not None
         began = time.monotonic()
+        await self._watch_engines()
         restarted = await self.engines.restart_failed()
         for index in restarted:
             log.error("engine %d had failed and was restarted", index)
         if restarted:
             self._reported_down.difference_update(restarted)
-            self.report("engines_restarted", engines=restarted, seconds=time.monotonic() - began)
+            waited = time.monotonic() - began
+            seconds = max(self.engines.restart_seconds[index] for index in restarted)
+            self.report("engines_restarted", engines=restarted, seconds=seconds, waited=waited)
 
     async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
         """Collect the groups of the next step; returns them and the metrics of :meth:`while_serving`.
@@ -130,13 +133,15 @@ class Runtime:
             self._forward_notices()
 
     async def _watch_engines(self) -> None:
-        """Raises EngineUnavailable if no engine is left; reports each that has ended once."""
+        """Raises EngineUnavailable if no engine is left; reports and restarts each that has ended."""
         if self.engines is None:
             return
-        new = set(await self.engines.watch()) - self._reported_down
+        await self.engines.watch()
+        new = set(self.engines.down) - self._reported_down
         if new:
             self._reported_down |= new
             self.report("engines_ended", engines=sorted(new))
+            self.engines.begin_restarts()
 
     def _forward_notices(self) -> None:
         for line in self.producer.notices:
@@ -168,6 +173,7 @@ class Runtime:
         await self._watch_engines()
         with phases.timed("release"):
             await self._workers_generate(False)
+            await self.engines.await_shared()
             await self.engines.release()
         reloaded = await self._wake_trainers()
         numbers = await self._compare_engines(answers)

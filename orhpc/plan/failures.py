@@ -94,6 +94,8 @@ class Cluster:
     """Engines of the run."""
     spares: int = 0
     """Nodes in addition that wait for a failure."""
+    engines_share_devices: bool = False
+    """Whether an engine must be back before the update, because it shares its devices with trainers."""
 
 
 @dataclass(slots=True)
@@ -265,8 +267,7 @@ class _Run:
         """Let a failure of a known scope happen now."""
         self.outcome.failures += 1
         if scope is Scope.ENGINE:
-            if self.recovering is None:
-                self.engines_s = self.costs.engine_s
+            self._lose_engine()
             return
         self._lose(scope)
         if scope is Scope.JOB:
@@ -274,6 +275,17 @@ class _Run:
             self.spares = self.cluster.spares
         self.recovering = scope if self.recovering is None else max(scope, self.recovering)
         self.left_s, self.engines_s = self.costs.delay(self.recovering), 0.0
+
+    def _lose_engine(self) -> None:
+        if self.recovering is not None:
+            return
+        if not self.cluster.engines_share_devices:
+            self.engines_s = self.costs.engine_s
+            return
+        rollout_s = self.costs.step_s - self.costs.update_s
+        left_s = max(0.0, rollout_s - self.since_commit_s % self.costs.step_s)
+        self.left_s = max(0.0, self.costs.notice_s + self.costs.engine_s - left_s)
+        self.recovering = Scope.ENGINE if self.left_s else None
 
     def _scope(self, draw: Callable[[], float]) -> Scope:
         takes_node, of_engine = draw() < self.cluster.node_share, draw() < self.cluster.engine_share

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orhpc.errors import EXIT_REQUEUE
 from orhpc.rollout.buffer import read_group
 from orhpc.rundir import CommitName, RunDir, commits
 from orhpc.rundir.events import read_events, steps_of
@@ -316,6 +317,30 @@ def test_killed_engines_are_restarted_and_no_step_is_lost(tmp_path: Path, how_ma
         assert restarts in ([], ["WeightSyncFailed"])  # the latter if it ended during a sync
     else:
         assert len(restarts) == 1
+
+
+def test_steps_go_on_while_an_engine_with_dedicated_devices_starts_again(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "tiny")
+    settings = ["train.steps=1000", "wandb.enabled=false", "checkpoint.save_interval=1000"]
+    settings += ["placement.mode=split", "placement.devices_per_node=3", "placement.trainer_devices=1"]
+    settings += ["placement.engine_devices=2"]
+    with kit.started(tmp_path, *settings) as process:
+        kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 3)
+        engines = [p for p in _processes("orhpc.rollout.engines.cpu") if _descends(p, tmp_path)]
+        assert len(engines) == 2
+        os.kill(engines[1], signal.SIGKILL)
+        back = kit.wait_for(process, rundir, lambda e: e["event"] == "engines_restarted")
+        kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["time"] > back["time"] + 2.0)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == EXIT_REQUEUE, output
+    events = read_events(rundir.events)
+    kinds = [e["event"] for e in events]
+    ended, restarted = kinds.index("engines_ended"), kinds.index("engines_restarted")
+    assert kinds[ended:restarted].count("step") >= 2, "steps waited for the engine"
+    assert back["waited"] < back["seconds"] / 2
+    assert "restart" not in kinds
+    assert all(e["logprob_diff_max"] < 1e-4 for e in steps_of(events).values())  # never old weights
 
 
 def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_path: Path) -> None:

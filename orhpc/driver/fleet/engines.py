@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,14 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
-from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.driver.fleet.actors import call, call_all, spawn
+from orhpc.driver.fleet.engine_places import Engine, engine_at, ports_of_engines, transports
 from orhpc.errors import EngineUnavailable, InfraError, RayLost
 from orhpc.models import vocabulary_of
-from orhpc.plan.placement import EnginePlace, Placement
+from orhpc.plan.placement import Placement
 from orhpc.process.ports import free_ports
 from orhpc.rollout.client import EngineClient, EnginePool
-from orhpc.rollout.engines.process import EngineProcess
-from orhpc.rollout.engines.sglang_command import EnginePart
 from orhpc.rollout.engines.sglang_router import RouterProcess, router_wanted
-from orhpc.wire.weights import SHARED_MEMORY
 
 log = logging.getLogger(__name__)
 SLEEP_TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -35,43 +30,8 @@ SLEEP_TAGS = ("kv_cache", "weights", "cuda_graph")
 SERVE_TAGS = ("kv_cache", "cuda_graph")
 """Memory that an engine allocates again once it has its weights."""
 
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """One engine: an actor on each node it spans, each owning that node's processes."""
-
-    place: EnginePlace
-    url: str
-    starters: list[Callable[[], ActorHandle[Any]]]
-    hosts: list[ActorHandle[Any]] = field(default_factory=list)
-
-
-Ports = dict[tuple[int, int], tuple[int, int]]
-"""(server, rendezvous) by (engine, node)."""
-PORTS_OF_ENGINE = 8
-"""Consecutive ports: the server's, the rendezvous', and six that SGLang's DP attention derives from it.  An
-engine on one node uses seven ports from 233 above its server's instead, which do not overlap with other
-engines' ports."""
-
-
-async def ports_of_engines(placement: Placement, ids: Sequence[str]) -> Ports:
-    """Find free ports for each engine on each of its nodes.
-
-    Raises:
-        RayLost: a node does not answer.
-        PreflightError: a node has no free ports.
-    """
-    chosen: Ports = {}
-    wanted = [(e.index, node) for e in placement.engines for node in e.nodes]
-    for node in sorted({node for _, node in wanted}):
-        own = [key for key in wanted if key[1] == node]
-        find: Any = ray.remote(num_cpus=0, max_retries=0)(free_ports)
-        there = find.options(scheduling_strategy=NodeAffinitySchedulingStrategy(ids[node], soft=False))
-        address, count = placement.nodes[node].address, PORTS_OF_ENGINE * len(own)
-        found = await call(there.remote(count, address, consecutive=True), "ports", 60.0)
-        firsts = found[::PORTS_OF_ENGINE]
-        chosen |= {key: (first, first + 1) for key, first in zip(own, firsts, strict=True)}
-    return chosen
+_FAILED_STARTS = 2
+"""How often in a row an engine may fail to start while others are up."""
 
 
 class Engines:
@@ -103,13 +63,33 @@ class Engines:
         self._router: ActorHandle[Any] | None = None
         self.group_name: str | None = None
         """Name of the broadcast group, once formed."""
+        self._group_members: set[str] = set()
+        """URLs of its engines."""
         self.group_backend = "gloo" if config.placement.device == "cpu" else "nccl"
-        self.by_handle, self.by_broadcast = transports(placement, config, self._engines)
+        self.by_handle, self._by_broadcast = transports(placement, config, self._engines)
         self.shared = [e.url for e in engines if e.place.shared]
         """URLs of engines that share devices with trainers."""
         self.dedicated = [e.url for e in engines if not e.place.shared]
         self._without_weights: set[str] = set()
         """URLs of engines on shared devices that have released the memory of their weights."""
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        """Restarts of engines that are down, by index; kept until the engine takes part in a sync."""
+        self._failed_starts: dict[int, int] = {}
+        """How often in a row a restart has failed, by index."""
+        self.restart_seconds: dict[int, float] = {}
+        """How long the last restart of an engine took, by index."""
+
+    @property
+    def down(self) -> list[int]:
+        """Indices of the engines that receive no calls: they have ended, or have failed in one."""
+        return sorted(self.urls.index(url) for url in self.pool.down())
+
+    @property
+    def by_broadcast(self) -> dict[str, int]:
+        """First rank in the broadcast group of the engines that are up and receive broadcasts, by URL."""
+        down = self.pool.down()
+        up = [url for url in self._by_broadcast if url not in down]
+        return {url: 1 + n * self.config.engine.tp for n, url in enumerate(up)}
 
     @property
     def receivers(self) -> int:
@@ -122,7 +102,10 @@ class Engines:
     ) -> Engines:
         """Start every server and wait until all answer."""
         ports = await ports_of_engines(placement, ids)
-        engines = [_engine(config, placement, ids, model_dir, logs, key, p, ports) for p in placement.engines]
+        engines = [
+            engine_at(config, placement, ids, model_dir, logs, key, place, ports)
+            for place in placement.engines
+        ]
         model = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
         self = cls(engines, placement, config, key, vocabulary_of(model))
         await self._bring_up(self._engines)
@@ -175,32 +158,83 @@ class Engines:
             return False
         return bool(answers) and all(answers)
 
-    async def restart_failed(self) -> list[int]:
-        """Restart dead engines, and all others that are down, on their ports; returns their indices.
+    def begin_restarts(self) -> None:
+        """Start dead engines, and all others that are down, again on their ports, in the background.
 
         An engine that is down has missed calls, so its weights are unknown even if its process is alive.
-        Restarted engines hold the base model's weights, and workers send them no requests until a sync has
-        given them the published version.
         """
-        await self.watch()
-        broken = sorted(self.urls.index(url) for url in self.pool.down())
-        if not broken:
+        for index in self.down:
+            if index not in self._starting:
+                self._starting[index] = asyncio.ensure_future(self._restart(self._engines[index]))
+
+    async def _restart(self, engine: Engine) -> None:
+        """Restart an engine; on shared devices it then releases their memory for the trainers."""
+        began = time.monotonic()
+        await self._stop(engine)
+        await self._bring_up([engine])
+        if engine.place.shared:
+            await self.pool.client(engine.url).release_memory_occupation(SLEEP_TAGS)
+            self._without_weights.add(engine.url)
+        self.restart_seconds[self._engines.index(engine)] = time.monotonic() - began
+
+    async def await_shared(self) -> None:
+        """Wait for restarts of engines on shared devices, before the trainers take their memory again."""
+        starting = [task for i, task in self._starting.items() if self._engines[i].place.shared]
+        await asyncio.gather(*starting, return_exceptions=True)  # restart_failed looks at the failures
+
+    async def restart_failed(self) -> list[int]:
+        """Let engines that are down take part again, if a sync follows; returns their indices.
+
+        Restarted engines hold the base model's weights, and workers send them no requests until a sync has
+        given them the published version.  While another engine is up, nothing waits for one with dedicated
+        devices: it stays down until a later sync.
+
+        Raises:
+            InfraError: an engine has failed to start too often, or no other one is up.
+        """
+        dead = await self.watch()
+        serves = len(self.pool.down()) < len(self.urls)
+        for index, task in list(self._starting.items()):
+            if task.done() and (task.exception() is not None or index in dead):
+                del self._starting[index]
+                self._note_failed_start(index, task.exception(), serves)
+        self.begin_restarts()
+        if self.group_name is not None and self._group_members != self.by_broadcast.keys():
+            await self.leave_group()
+        ready = sorted(
+            index
+            for index, task in self._starting.items()
+            if task.done() or not serves or self._engines[index].place.shared
+        )
+        if not ready:
             return []
-        engines = [self._engines[i] for i in broken]
-        await asyncio.gather(*(self._stop(e) for e in engines))
-        await self._bring_up(engines)
-        await self.leave_group()
+        try:
+            await asyncio.gather(*(self._starting[index] for index in ready))
+        finally:
+            for index in ready:
+                self._starting.pop(index).cancel()
+        await self.leave_group()  # its members change
         self.pool.published_version = None  # no version is required yet: the sync follows
-        for engine in engines:
-            await self.pool.readmit(engine.url)
-            if engine.place.shared:
-                await self.pool.each(lambda c: c.release_memory_occupation(SLEEP_TAGS), [engine.url])
-                self._without_weights.add(engine.url)
-        return broken
+        for index in ready:
+            await self.pool.readmit(self.urls[index])
+            self._failed_starts.pop(index, None)
+        return ready
+
+    def _note_failed_start(self, index: int, error: BaseException | None, serves: bool) -> None:
+        """Count a restart in the background after which an engine is down; raise its failure if it is due."""
+        count = self._failed_starts[index] = self._failed_starts.get(index, 0) + 1
+        failure = error or EngineUnavailable(f"engine {index} has ended again soon after its restart")
+        if count > _FAILED_STARTS or not serves or not isinstance(failure, InfraError):
+            raise failure
+        log.error("%s; starting it again while the others generate", failure)
 
     def hosts_of(self, index: int) -> list[ActorHandle[Any]]:
         """The actors that own the processes of one engine; empty while it is down for good."""
         return list(self._engines[index].hosts)
+
+    def enter_group(self, name: str) -> None:
+        """Note that all engines of :attr:`by_broadcast` are members of this broadcast group."""
+        self.group_name, self._group_members = name, set(self.by_broadcast)
 
     async def leave_group(self) -> None:
         """Have the engines leave the broadcast group, because its members change or it failed."""
@@ -273,6 +307,9 @@ class Engines:
         engine.hosts = []
 
     async def close(self) -> None:
+        for task in self._starting.values():
+            task.cancel()
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)
         await self.pool.close()
         if self._router is not None:
             await asyncio.gather(
@@ -282,70 +319,3 @@ class Engines:
         await asyncio.gather(*(self._stop(e) for e in self._engines))
         for engine in self._engines:
             self._kill(engine)
-
-
-def _engine(
-    config: Config,
-    placement: Placement,
-    ids: Sequence[str],
-    model_dir: str,
-    logs: Path,
-    key: str,
-    place: EnginePlace,
-    ports: Ports,
-) -> Engine:
-    """The engine at a place, with a function per node that starts its actor."""
-    process_class: type[EngineProcess] = EngineProcess
-    if config.faults.inject:
-        from orhpc.rollout.fault_injection import FaultyEngineProcess
-
-        process_class = FaultyEngineProcess
-    per_node = len(place.devices) // len(place.nodes)
-    first = placement.nodes[place.node].address
-    starters: list[Callable[[], ActorHandle[Any]]] = []
-    for rank, node in enumerate(place.nodes):
-        part = EnginePart(
-            devices=place.devices[rank * per_node : (rank + 1) * per_node],
-            node_rank=rank,
-            nnodes=len(place.nodes),
-            rendezvous=f"{first}:{ports[place.index, place.node][1]}",
-            shares=place.shared,
-        )
-        log = logs / f"engine_{place.index:03d}{f'_{rank}' if rank else ''}.log"
-        address, port = placement.nodes[node].address, ports[place.index, node][0]
-        arguments = (config, model_dir, address, port, key, str(log), place.index, place.threads, part)
-        starters.append(partial(spawn, process_class, ids[node], config.secret_sources, *arguments))
-    return Engine(place, f"http://{first}:{ports[place.index, place.node][0]}", starters)
-
-
-def transports(
-    placement: Placement, config: Config, engines: Sequence[Engine]
-) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """How each engine receives weights.
-
-    Returns:
-        By URL: the trainer ranks whose memory the engine's ranks map, for engines that map memory; and the
-        engine's first rank in the broadcast group, for the others.
-    """
-    ranks = {(t.node, t.device): t.rank for t in placement.trainers}
-    by_handle: dict[str, list[int]] = {}
-    by_broadcast: dict[str, int] = {}
-    maps = _maps_memory(config, len(ranks))
-    for engine in engines:
-        if engine.place.shared and maps:
-            by_handle[engine.url] = [ranks[slot] for slot in engine.place.slots]
-        else:
-            by_broadcast[engine.url] = 1 + len(by_broadcast) * config.engine.tp
-    return by_handle, by_broadcast
-
-
-def _maps_memory(config: Config, ranks: int) -> bool:
-    """Whether engines on the trainers' devices map their buckets: always on GPUs, else if they fit /dev/shm.
-
-    A container's shared memory may be only some MiB, and writing past its end kills the writer.
-    """
-    engine = config.engine
-    if engine.sync != "auto" or config.placement.device == "cuda":
-        return engine.sync in ("auto", "ipc")
-    room = shutil.disk_usage(SHARED_MEMORY).free
-    return room >= SYNC_BUCKETS * ranks * engine.sync_bucket_mb << 20

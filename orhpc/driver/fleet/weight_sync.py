@@ -39,7 +39,7 @@ class WeightSync:
         self._settings = engines.config.engine
 
     async def send(self, version: int) -> dict[str, float]:
-        """Send this version to all engines; returns ``sync_bytes`` and ``sync_seconds_*``.
+        """Send this version to all engines that are up; returns ``sync_bytes`` and ``sync_seconds_*``.
 
         Before the call, engines on the trainers' devices must have resumed the memory of their weights, and
         the others must be paused.
@@ -130,7 +130,7 @@ class WeightSync:
             world_size=world, group_name=group, backend=engines.group_backend,
         )  # fmt: skip
         await asyncio.wait_for(asyncio.gather(joining, announcing), timeout_s)
-        engines.group_name = group
+        engines.enter_group(group)
 
     async def _from_disk(self) -> dict[str, float]:
         folder, nbytes, seconds = await self._export()

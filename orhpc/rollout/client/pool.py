@@ -280,6 +280,10 @@ class EnginePool:
         await self._check(member)
         self._bring_up(member)
 
+    def client(self, url: str) -> EngineClient:
+        """The client of an engine, whether that is up or not."""
+        return self._member(url).client
+
     def _member(self, url: str) -> Member:
         for member in self._members:
             if member.client.url == url.rstrip("/"):
@@ -355,8 +359,8 @@ class EnginePool:
         group_name: str,
         backend: str,
     ) -> None:
-        """Let the engines of ``rank_offsets`` (URL to first rank) join; requires all engines to be up."""
-        self._all_up("a weight group")
+        """Let the engines of ``rank_offsets`` (URL to first rank) join; requires these to be up."""
+        self._all_up("a weight group", list(rank_offsets))
         offsets = {url.rstrip("/"): rank for url, rank in rank_offsets.items()}
         await self.each(
             lambda c: c.init_weights_update_group(
@@ -383,16 +387,16 @@ class EnginePool:
         **options: Any,
     ) -> None:
         """Receive on every engine of ``urls`` (default all); a broadcast waits for each of them."""
-        self._all_up("a broadcast of weights")
+        self._all_up("a broadcast of weights", urls)
         await self.each(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, **options), urls)
 
     async def update_weights_from_disk(self, model_path: str, **options: Any) -> None:
         await self.each(lambda c: c.update_weights_from_disk(model_path, **options))
 
-    def _all_up(self, what: str) -> None:
-        down = self.down()
-        if down:
-            raise EngineUnavailable(f"{what} needs all engines: {'; '.join(down.values())}")
+    def _all_up(self, what: str, urls: Sequence[str] | None) -> None:
+        wanted = self.urls if urls is None else [url.rstrip("/") for url in urls]
+        if down := [why for url, why in self.down().items() if url in wanted]:
+            raise EngineUnavailable(f"{what} needs all engines: {'; '.join(down)}")
 
     async def each(
         self, call: Callable[[EngineClient], Awaitable[Any]], urls: Sequence[str] | None = None

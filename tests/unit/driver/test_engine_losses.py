@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from orhpc.config import Config
-from orhpc.driver.fleet.engines import Engine, Engines
+from orhpc.driver.fleet.engine_places import Engine
+from orhpc.driver.fleet.engines import Engines
 from orhpc.errors import EngineUnavailable, RayLost
 from orhpc.plan.placement import Node, plan
 
@@ -195,6 +196,131 @@ def test_an_engine_that_is_down_is_restarted_even_if_its_process_is_alive(server
         await engines.pool.close()
 
     asyncio.run(work())
+
+
+class SlowHost(LivingHost):
+    """An actor whose processes end, and are ready again once ``ready`` is set; some starts fail."""
+
+    def __init__(self, reports: list[str], *, failures: int = 0) -> None:
+        super().__init__(reports)
+        self.ready, self.failures, self.living = asyncio.Event(), failures, True
+
+    def __getattr__(self, name: str) -> Any:
+        async def answer(*_: Any) -> bool:
+            self.reports.append(name)
+            if name == "wait_ready":
+                await self.ready.wait()
+                if self.failures:
+                    self.failures -= 1
+                    raise EngineUnavailable("it does not start")
+                self.living = True
+            return self.living
+
+        return SimpleNamespace(remote=answer)
+
+
+SPLIT = {"mode": "split", "devices_per_node": 3, "trainer_devices": 1, "engine_devices": 2}
+
+
+def with_hosts(
+    servers: list[Server], mode: dict[str, Any], host: SlowHost, work: Callable[[Watched], Awaitable[None]]
+) -> None:
+    """Do work with two engines, of which the second has just ended."""
+
+    async def run() -> None:
+        engines = engines_at(servers, mode)
+        engines._engines[0].hosts = [LivingHost([])]  # type: ignore[list-item]
+        engines._engines[1].hosts = [host]  # type: ignore[list-item]
+        host.living = False
+        assert await engines.watch() == [1]
+        await asyncio.wait_for(work(engines), 20)
+        await engines.pool.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_waits_for_an_engine_with_dedicated_devices_while_another_is_up(
+    servers: list[Server],
+) -> None:
+    host = SlowHost([])
+
+    async def work(engines: Watched) -> None:
+        engines._group_members, engines.group_name = set(engines.urls), "group"
+        first, second = engines.urls
+        assert await engines.restart_failed() == []
+        assert engines.ended == [second]
+        assert (engines.by_broadcast, engines.receivers) == ({first: 1}, 1)
+        assert engines.group_name is None, "a broadcast in the old group would wait for the lost engine"
+        assert await engines.restart_failed() == []
+        host.ready.set()
+        await asyncio.sleep(0.05)
+        assert await engines.restart_failed() == [1]
+        assert not engines.pool.down()
+        assert engines.by_broadcast == {first: 1, second: 2}
+        assert host.reports.count("start") == 1
+        assert "/destroy_weights_update_group" in servers[0].calls
+
+    with_hosts(servers, SPLIT, host, work)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_an_engine_may_fail_to_start_twice_while_another_is_up(servers: list[Server], failures: int) -> None:
+    host = SlowHost([], failures=failures)
+    host.ready.set()
+
+    async def work(engines: Watched) -> None:
+        engines.begin_restarts()
+        for _ in range(min(failures, 2)):
+            await asyncio.sleep(0.05)
+            assert await engines.restart_failed() == []
+        await asyncio.sleep(0.05)
+        if failures == 3:
+            with pytest.raises(EngineUnavailable, match="does not start"):
+                await engines.restart_failed()
+        else:
+            assert await engines.restart_failed() == [1]
+            assert engines._failed_starts == {}
+
+    with_hosts(servers, SPLIT, host, work)
+
+
+def test_an_engine_that_ends_again_is_restarted_again(servers: list[Server]) -> None:
+    host = SlowHost([])
+    host.ready.set()
+
+    async def work(engines: Watched) -> None:
+        engines.begin_restarts()
+        await asyncio.sleep(0.05)
+        host.living = False
+        host.ready.clear()
+        assert await engines.restart_failed() == []
+        host.ready.set()
+        await asyncio.sleep(0.05)
+        assert await engines.restart_failed() == [1]
+        assert host.reports.count("start") == 2
+
+    with_hosts(servers, SPLIT, host, work)
+
+
+def test_an_engine_on_shared_devices_frees_their_memory_before_the_trainers_wake(
+    servers: list[Server],
+) -> None:
+    host = SlowHost([], failures=1)
+
+    async def work(engines: Watched) -> None:
+        engines.begin_restarts()
+        waiting = asyncio.ensure_future(engines.await_shared())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        host.ready.set()
+        await waiting  # the start has failed, and is tried again when the weights follow
+        assert await engines.restart_failed() == [1]
+        assert servers[1].calls == ["/release_memory_occupation"]
+        await engines.resume_weights()
+        assert servers[1].calls[1:] == ["/resume_memory_occupation"]
+        assert host.reports.count("start") == 2
+
+    with_hosts(servers, {}, host, work)
 
 
 @pytest.mark.parametrize("lost", [False, True])

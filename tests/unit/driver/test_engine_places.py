@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orhpc.config import Config
-from orhpc.driver.fleet.engines import _engine
+from orhpc.driver.fleet.engine_places import engine_at
 from orhpc.plan.placement import Node, plan
 from orhpc.rollout.engines.process import server_environment
 from orhpc.rollout.engines.sglang_command import EnginePart
@@ -27,7 +27,7 @@ def parts_of(placement: dict[str, Any], tp: int) -> list[tuple[str, list[tuple[A
     ids = [f"id{i}" for i in range(len(HOSTS))]
     found = []
     for place in placed.engines:
-        engine = _engine(config, placed, ids, "/model", Path("/logs"), "key", place, ports)
+        engine = engine_at(config, placed, ids, "/model", Path("/logs"), "key", place, ports)
         started = []
         for starter in engine.starters:
             assert isinstance(starter, partial)

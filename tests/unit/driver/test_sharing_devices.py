@@ -30,7 +30,7 @@ class Recorded:
 def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
     calls: list[str] = []
     config = load_config("configs/tiny.yaml", overrides)
-    engines: Any = Recorded("engines", calls, shared=["http://a"], dedicated=dedicated)
+    engines: Any = Recorded("engines", calls, shared=["http://a"], dedicated=dedicated, down=[])
     trainers: Any = Recorded("trainers", calls)
     workers: Any = [Recorded("worker", calls)]
     anything: Any = None
@@ -47,7 +47,7 @@ def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
 def test_workers_send_nothing_to_engines_that_sleep(carries: str) -> None:
     assert order([carries], dedicated=[]) == [
         "trainers sleep", "engines resume_serving", "worker resume", "rollouts", "engines watch",
-        "worker pause", "engines release", "trainers wake",
+        "worker pause", "engines await_shared", "engines release", "trainers wake",
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orhpc.config.engine import SYNC_BUCKETS
-from orhpc.driver.fleet.engines import transports
+from orhpc.driver.fleet.engine_places import transports
 from tests.trainer_kit import make_config
 
 MIB = 1 << 20

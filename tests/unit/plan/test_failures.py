@@ -62,6 +62,7 @@ seconds = st.floats(0.0, 500.0)
     st.builds(
         Cluster, nodes=st.integers(1, 64), per_node_day=st.floats(0.0, 5.0), node_share=st.floats(0.0, 1.0),
         engine_share=st.floats(0.0, 1.0), engines=st.integers(1, 64), spares=st.integers(0, 3),
+        engines_share_devices=st.booleans(),
     ),
     st.sampled_from(Recovery),
     st.integers(0, 100),
@@ -105,6 +106,9 @@ def test_a_replayed_fault_costs_what_its_scope_costs() -> None:
     )  # two steps and a half since the commit
     assert extra(Scope.JOB, 0.5, commits_first=True) == pytest.approx(5 + 300 + 140 + 50, abs=41)
     assert extra(Scope.ENGINE, 0.5) == pytest.approx(60 * (1 - 100 / 120))  # three of four engines are left
+    cluster = replace(cluster, engines_share_devices=True)
+    assert extra(Scope.ENGINE, 0.5) == pytest.approx(5 + 60 - 10)  # of the rollouts, 10 s are left
+    assert extra(Scope.ENGINE, 0.0) == pytest.approx(5 + 60 - 60)
 
 
 def test_a_run_without_failures_only_commits() -> None:
