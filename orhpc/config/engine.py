@@ -100,6 +100,9 @@ class EngineSettings(Section):
     """Timeout for the start of the engines, in seconds."""
     request_timeout_s: Seconds = 1800.0
     """Timeout of one generation, in seconds. A slower one is aborted and sent to another engine."""
+    health_timeout_s: Seconds = 60.0
+    """An engine that answers no health check for this long, in seconds, is killed and restarted. Other
+    engines repeat its requests."""
     router: bool | None = None
     """Send the requests of all workers through sglang-router, which balances them by engine load. Null: only
     if it is installed, there are several SGLang engines, and ``rollout.record_routes`` is off (the router

@@ -49,6 +49,7 @@ class FaultKind(StrEnum):
     NAN_GRADIENT = "nan_gradient"
     ENGINE_KILLED = "engine_killed"
     ENGINE_HANG = "engine_hang"
+    ENGINE_OOM = "engine_oom"
     WORKER_KILLED = "worker_killed"
     ENVIRONMENT_KILLED = "environment_killed"
     RAYLET_KILLED = "raylet_killed"
@@ -75,6 +76,7 @@ KINDS: dict[FaultKind, Injection] = {
     FaultKind.NAN_GRADIENT: Injection(Target.RANK, _UPDATE),
     FaultKind.ENGINE_KILLED: Injection(Target.ENGINE, _ROLLOUTS),
     FaultKind.ENGINE_HANG: Injection(Target.ENGINE, _ROLLOUTS),
+    FaultKind.ENGINE_OOM: Injection(Target.ENGINE, _ROLLOUTS),
     FaultKind.WORKER_KILLED: Injection(Target.WORKER, _ROLLOUTS),
     FaultKind.ENVIRONMENT_KILLED: Injection(Target.NODE, _ROLLOUTS),
     FaultKind.RAYLET_KILLED: Injection(Target.NODE, _ROLLOUTS),

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config.faults import KINDS, Fault, FaultKind, FaultSettings, Phase
@@ -111,6 +112,9 @@ class FaultInjector:
                 await _signal_engine(runtime, index, signal.SIGKILL)
             case FaultKind.ENGINE_HANG:
                 await _signal_engine(runtime, index, signal.SIGSTOP)
+            case FaultKind.ENGINE_OOM:
+                hosts = _hosts(runtime, index)
+                await call_all([host.end_out_of_memory.remote() for host in hosts], "engine", _ANSWER_S)
             case FaultKind.WORKER_KILLED:
                 ray.kill(runtime.workers[index].actor)
             case FaultKind.PREEMPTION:
@@ -159,9 +163,13 @@ class FaultInjector:
 
 
 async def _signal_engine(runtime: Runtime, index: int, number: signal.Signals) -> None:
-    assert runtime.engines is not None, "the config was checked"
-    hosts = runtime.engines.hosts_of(index)
+    hosts = _hosts(runtime, index)
     await call_all([host.signal.remote(int(number)) for host in hosts], "engine signal", _ANSWER_S)
+
+
+def _hosts(runtime: Runtime, index: int) -> list[ActorHandle[Any]]:
+    assert runtime.engines is not None, "the config was checked"
+    return runtime.engines.hosts_of(index)
 
 
 async def _fill_disk(runtime: Runtime, seconds: float) -> None:

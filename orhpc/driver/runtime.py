@@ -110,6 +110,18 @@ class Runtime:
             waited = time.monotonic() - began
             seconds = max(self.engines.restart_seconds[index] for index in restarted)
             self.report("engines_restarted", engines=restarted, seconds=seconds, waited=waited)
+        self._report_lowered()
+
+    def _report_lowered(self) -> None:
+        """Tell the user which engines have been restarted with lower limits."""
+        assert self.engines is not None
+        lowered, self.engines.lowered = self.engines.lowered, {}
+        for index, (requests, fraction) in lowered.items():
+            self.report("engine_out_of_memory", engine=index, max_running=requests, memory_fraction=fraction)
+            self.notice(
+                f"engine {index} ran out of memory and restarted with at most {requests} requests at once "
+                f"and {fraction:g} of the GPU: start with such engine.max_running and engine.memory_fraction"
+            )
 
     async def collect(self, version: int, stop: Callable[[], bool]) -> tuple[StepGroups, dict[str, float]]:
         """Collect the groups of the next step; returns them and the metrics of :meth:`while_serving`.

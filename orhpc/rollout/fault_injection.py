@@ -24,7 +24,13 @@ class FaultyRolloutWorker(RolloutWorker):
 
 
 class FaultyEngineProcess(EngineProcess):
-    """An engine whose processes can be signaled."""
+    """An engine whose processes can be signaled, or end as if a GPU's memory were used up."""
+
+    def end_out_of_memory(self) -> None:
+        """Log what torch logs, and kill the server and its descendants."""
+        with self._log_path.open("a") as log:
+            log.write("torch.OutOfMemoryError: CUDA out of memory. (injected)\n")
+        self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send a signal to the server and its descendants; to none if it is not running."""

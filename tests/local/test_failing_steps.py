@@ -37,6 +37,21 @@ def test_one_non_finite_step_is_skipped_and_two_in_a_row_are_rolled_back(tmp_pat
     assert events[-1]["event"] == "finished"
 
 
+def test_an_engine_that_hangs_or_runs_out_of_memory_costs_no_step(tmp_path: Path) -> None:
+    faults = "engine_hang@3:1,engine_oom@5:0"
+    _, events = failing_run(tmp_path, faults, "train.steps=7", "engine.health_timeout_s=4")
+    assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, 8))
+    assert not [e for e in events if e["event"] in ("restart", "trainers_restarted")]
+    assert [e["engines"] for e in events if e["event"] == "engines_ended"] == [[1], [0]]
+    assert [e["engines"] for e in events if e["event"] == "engines_restarted"] == [[1], [0]]
+    times = {e["event"]: e["time"] for e in reversed(events)}
+    assert times["engines_ended"] - times["fault_injected"] < 20.0
+    (lowered,) = [e for e in events if e["event"] == "engine_out_of_memory"]
+    assert (lowered["engine"], lowered["max_running"], lowered["memory_fraction"]) == (0, 16, 0.65)
+    assert [e for e in events if e["event"] == "notice" and "engine.max_running" in e["reason"]]
+    assert all(e["logprob_diff_max"] < 1e-4 for e in events if e["event"] == "step")
+
+
 def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
     """Only the trainers start again, and repeat the step; engines and workers go on."""
     faults, settings = "trainer_oom@3:1,trainer_hang@4:1", ["train.steps=5", "train.update_timeout_s=20"]

@@ -76,6 +76,11 @@ class Engines:
         """Restarts of engines that are down, by index; kept until the engine takes part in a sync."""
         self._failed_starts: dict[int, int] = {}
         """How often in a row a restart has failed, by index."""
+        self._health: asyncio.Task[None] | None = None
+        self._silent: dict[int, int] = {}
+        """Health checks in a row that an engine has not answered, by index."""
+        self.lowered: dict[int, tuple[int, float]] = {}
+        """New ``max_running`` and ``memory_fraction`` of engines that ran out of memory, by index."""
         self.restart_seconds: dict[int, float] = {}
         """How long the last restart of an engine took, by index."""
 
@@ -109,6 +114,7 @@ class Engines:
         model = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
         self = cls(engines, placement, config, key, vocabulary_of(model))
         await self._bring_up(self._engines)
+        self._health = asyncio.ensure_future(self._check_health())
         if router_wanted(config, len(engines)):
             await self._start_router(placement, ids, logs, key)
         return self
@@ -151,6 +157,33 @@ class Engines:
             raise EngineUnavailable(f"all {len(dead)} engines have ended; see their logs")
         return dead
 
+    async def _check_health(self) -> None:
+        """Check the health of all engines that are up, whatever else is going on, until cancelled.
+
+        A call to an engine that hangs fails when its processes are killed, long before the call's timeout.
+        """
+        while True:
+            await asyncio.sleep(min(2.0, self.config.engine.health_timeout_s / 4))
+            up = set(range(len(self.urls))) - set(self.down)
+            await asyncio.gather(*(self._probe(index) for index in up))
+
+    async def _probe(self, index: int) -> None:
+        """Check an engine's health; at the second check in a row without an answer kill its processes.
+
+        One is not enough: after a job was suspended, every timeout of the past is over at once.
+        """
+        url, half_s = self.urls[index], self.config.engine.health_timeout_s / 2
+        try:
+            await self.pool.client(url).health(half_s)
+        except InfraError as error:
+            self._silent[index] = self._silent.get(index, 0) + 1
+            log.warning("engine %d: health check: %s", index, error)
+            if self._silent[index] > 1:
+                self.pool.mark_down(url, f"engine {index} has not answered for {2 * half_s:.0f} s")
+                await self._stop(self._engines[index], within_s=1.0)
+        else:
+            self._silent[index] = 0
+
     async def _alive(self, engine: Engine) -> bool:
         try:
             answers = await call_all([h.alive.remote() for h in engine.hosts], "engine alive", 30.0)
@@ -169,13 +202,15 @@ class Engines:
 
     async def _restart(self, engine: Engine) -> None:
         """Restart an engine; on shared devices it then releases their memory for the trainers."""
-        began = time.monotonic()
+        began, index = time.monotonic(), self._engines.index(engine)
         await self._stop(engine)
+        if (limits := await _lowered(engine)) is not None:
+            self.lowered[index] = limits
         await self._bring_up([engine])
         if engine.place.shared:
             await self.pool.client(engine.url).release_memory_occupation(SLEEP_TAGS)
             self._without_weights.add(engine.url)
-        self.restart_seconds[self._engines.index(engine)] = time.monotonic() - began
+        self.restart_seconds[index] = time.monotonic() - began
 
     async def await_shared(self) -> None:
         """Wait for restarts of engines on shared devices, before the trainers take their memory again."""
@@ -217,6 +252,7 @@ class Engines:
         self.pool.published_version = None  # no version is required yet: the sync follows
         for index in ready:
             await self.pool.readmit(self.urls[index])
+            self._silent[index] = 0
             self._failed_starts.pop(index, None)
         return ready
 
@@ -294,9 +330,12 @@ class Engines:
             log.error("%s; the run continues without this engine until the next sync", error)
             await asyncio.gather(*(self._stop(self._engines[self.urls.index(url)]) for url in down - before))
 
-    async def _stop(self, engine: Engine) -> None:
-        """Stop an engine's servers; their actors keep the ports, unless one of them does not answer."""
-        stopping = [call(h.stop.remote(10.0), "engine stop", 20.0) for h in engine.hosts]
+    async def _stop(self, engine: Engine, within_s: float = 10.0) -> None:
+        """Stop an engine's servers; their actors keep the ports, unless one of them does not answer.
+
+        ``within_s``: how long they may take before they are killed.
+        """
+        stopping = [call(h.stop.remote(within_s), "engine stop", 20.0) for h in engine.hosts]
         failures = await asyncio.gather(*stopping, return_exceptions=True)
         if any(failures):
             self._kill(engine)
@@ -307,9 +346,10 @@ class Engines:
         engine.hosts = []
 
     async def close(self) -> None:
-        for task in self._starting.values():
+        tasks = [*self._starting.values(), *([self._health] if self._health is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.pool.close()
         if self._router is not None:
             await asyncio.gather(
@@ -319,3 +359,14 @@ class Engines:
         await asyncio.gather(*(self._stop(e) for e in self._engines))
         for engine in self._engines:
             self._kill(engine)
+
+
+async def _lowered(engine: Engine) -> tuple[int, float] | None:
+    """If an engine's processes ran out of memory: lower its limits for the next start, and return them."""
+    try:
+        ended = await call_all([h.ran_out_of_memory.remote() for h in engine.hosts], "engine log", 30.0)
+        if not any(ended):
+            return None
+        return (await call_all([h.lower_limits.remote() for h in engine.hosts], "engine limits", 30.0))[0]
+    except RayLost:
+        return None  # a new actor starts it with the limits of the config

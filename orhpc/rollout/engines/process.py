@@ -39,6 +39,12 @@ _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)\b")
 """Matches the last line of a Python traceback; servers log more lines after it while shutting down."""
 
 
+_OUT_OF_MEMORY = re.compile(rb"OutOfMemoryError|CUDA out of memory|std::bad_alloc|MemoryError")
+"""Matches what SGLang, torch and Python log when a GPU's or the host's memory is used up."""
+_LOWERED_FRACTION = 0.05
+"""Fraction of GPU memory that an engine leaves to activations after each time that it ran out of memory."""
+
+
 class ServerProcess:
     """Owns one server process; signals only this process and its children.
 
@@ -68,6 +74,8 @@ class ServerProcess:
         self._log_path = Path(log_path)
         self._process: subprocess.Popen[bytes] | None = None
         self._key_file: Path | None = None
+        self._log_start = 0
+        """Size of the log at the last start."""
 
     @property
     def pid(self) -> int | None:
@@ -93,6 +101,7 @@ class ServerProcess:
             argv += ["--api-key-file", name]
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
             # A new session: a terminal's Ctrl-C reaches only the driver, which stops engines in order.
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -201,15 +210,19 @@ class ServerProcess:
     def _last_log_line(self, pattern: re.Pattern[str] | None = None) -> str:
         """The last log line that matches ``pattern``, or else the last line; with the log's path."""
         try:
-            with self._log_path.open("rb") as file:
-                file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
-                text = file.read().decode("utf-8", "replace")
+            text = self._log_tail().decode("utf-8", "replace")
         except OSError as error:
             return f"its log {self._log_path} cannot be read: {error.strerror}"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         matching = [line for line in lines if pattern.match(line)] if pattern is not None else []
         relevant = matching or lines or ["it logged nothing"]
         return f"{relevant[-1]} (log: {self._log_path})"
+
+    def _log_tail(self, first: int = 0) -> bytes:
+        """The end of the log, without what lies before the byte ``first``.  Raises OSError."""
+        with self._log_path.open("rb") as file:
+            file.seek(max(first, self._log_path.stat().st_size - _TAIL_BYTES))
+            return file.read()
 
 
 class EngineProcess(ServerProcess):
@@ -233,12 +246,37 @@ class EngineProcess(ServerProcess):
         part: EnginePart | None = None,
     ) -> None:
         part = part or EnginePart()
-        if config.engine.backend == "cpu":
-            argv = _cpu_command(config, model_dir, host, port, index, threads)
-        else:
+
+        def command(config: Config) -> list[str]:
+            if config.engine.backend == "cpu":
+                return _cpu_command(config, model_dir, host, port, index, threads)
             options = sglang_options(config, model_dir, host, port, index, part)
-            argv = [sys.executable, "-m", "orhpc.rollout.engines.sglang_server", *arguments(options)]
-        super().__init__(host, port, argv, server_environment(config, part), key, log_path)
+            return [sys.executable, "-m", "orhpc.rollout.engines.sglang_server", *arguments(options)]
+
+        self._config, self._command = config, command
+        super().__init__(host, port, command(config), server_environment(config, part), key, log_path)
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the server has ended and its log since its last start says that memory was used up."""
+        if self.alive() or self._process is None:
+            return False
+        try:
+            return _OUT_OF_MEMORY.search(self._log_tail(self._log_start)) is not None
+        except OSError:
+            return False  # then it is restarted as it was
+
+    def lower_limits(self) -> tuple[int, float]:
+        """Let the next start use less memory: half of the requests at once, and a smaller part of the GPU.
+
+        Returns the new ``engine.max_running`` and ``engine.memory_fraction``.
+        """
+        engine = self._config.engine
+        fraction = engine.memory_fraction
+        fraction = max(fraction / 2, fraction - _LOWERED_FRACTION)
+        limits = {"max_running": max(1, engine.max_running // 2), "memory_fraction": round(fraction, 3)}
+        self._config = self._config.model_copy(update={"engine": engine.model_copy(update=limits)})
+        self._argv = self._command(self._config)
+        return self._config.engine.max_running, self._config.engine.memory_fraction
 
 
 def _refuse_after(process: subprocess.Popen[bytes], listener: socket.socket) -> None:

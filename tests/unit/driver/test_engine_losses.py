@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails_at = ""
+        self.answers = Event()
+        """Not set while health checks are not answered."""
+        self.answers.set()
         super().__init__(("127.0.0.1", 0), Handler)
         Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -36,6 +39,8 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        server: Any = self.server
+        server.answers.wait()
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -70,18 +75,18 @@ def servers() -> Iterator[list[Server]]:
 class Watched(Engines):
     """Records which engines were stopped; they have no processes."""
 
-    async def _stop(self, engine: Engine) -> None:
+    async def _stop(self, engine: Engine, within_s: float = 10.0) -> None:
         self.ended.append(engine.url)
 
     ended: list[str]
 
 
 def engines_at(servers: list[Server], mode: dict[str, Any]) -> Watched:
+    mode = dict(mode)
+    engine = {"backend": "cpu", "tp": 1, "health_timeout_s": mode.pop("health_timeout_s", 60.0)}
     placement = {"device": "cpu", "devices_per_node": 2, **mode}
     environments = {"a/b": {"serve": "letters"}}
-    config = Config.model_validate(
-        {"placement": placement, "engine": {"backend": "cpu", "tp": 1}, "environments": environments}
-    )
+    config = Config.model_validate({"placement": placement, "engine": engine, "environments": environments})
     placed = plan(config, (Node("n0", "127.0.0.1", 2),))
     engines = [Engine(place, s.url, []) for place, s in zip(placed.engines, servers, strict=True)]
     found = Watched(engines, placed, config, "key")
@@ -171,7 +176,7 @@ class LivingHost(Host):
     def __getattr__(self, name: str) -> Any:
         async def answer(*_: Any) -> bool:
             self.reports.append(name)
-            return True
+            return name != "ran_out_of_memory"
 
         return SimpleNamespace(remote=answer)
 
@@ -189,7 +194,7 @@ def test_an_engine_that_is_down_is_restarted_even_if_its_process_is_alive(server
         engines.pool.mark_down(servers[1].url, "it did not answer in time")
         assert await engines.restart_failed() == [1]
         assert engines.ended == [servers[1].url]
-        assert hosts[1].reports == ["alive", "alive", "start", "wait_ready"]
+        assert hosts[1].reports == ["alive", "alive", "ran_out_of_memory", "start", "wait_ready"]
         assert hosts[0].reports == ["alive", "alive"]
         assert not engines.pool.down()
         assert servers[1].calls == ["/release_memory_occupation"]
@@ -214,7 +219,7 @@ class SlowHost(LivingHost):
                     self.failures -= 1
                     raise EngineUnavailable("it does not start")
                 self.living = True
-            return self.living
+            return self.living and name != "ran_out_of_memory"
 
         return SimpleNamespace(remote=answer)
 
@@ -300,6 +305,31 @@ def test_an_engine_that_ends_again_is_restarted_again(servers: list[Server]) -> 
         assert host.reports.count("start") == 2
 
     with_hosts(servers, SPLIT, host, work)
+
+
+@pytest.mark.parametrize("checks", [1, 2])
+def test_an_engine_that_answers_no_health_check_is_killed(servers: list[Server], checks: int) -> None:
+    """One that missed a single check is not: every timeout is over at once after a job was suspended."""
+
+    async def run() -> None:
+        engines = engines_at(servers, {"health_timeout_s": 0.4})
+        for engine in engines._engines:
+            engine.hosts = [LivingHost([])]  # type: ignore[list-item]
+        servers[1].answers.clear()
+        for _ in range(checks):
+            await engines._probe(1)
+        assert engines.down == ([1] if checks > 1 else [])
+        assert engines.ended == ([servers[1].url] if checks > 1 else [])
+        servers[1].answers.set()
+        if checks == 1:
+            await engines._probe(1)
+            servers[1].answers.clear()
+            await engines._probe(1)
+            assert engines.down == []
+            servers[1].answers.set()
+        await engines.pool.close()
+
+    asyncio.run(run())
 
 
 def test_an_engine_on_shared_devices_frees_their_memory_before_the_trainers_wake(
