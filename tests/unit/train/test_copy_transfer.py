@@ -190,8 +190,9 @@ def test_a_sender_that_ends_leaves_the_copy_before(
     holder = make_holder("peer")
     target = holder.listen(LOOPBACK)
     copies = StateCopies(folder_of(tmp_path, "own"), 0, CPU)
-    send(copies, CopyId(1, "m"), shards_of(1), target)
-    assert outcome(copies) == SendStatus()
+    for step in (1, 2):
+        send(copies, CopyId(step, "m"), shards_of(step), target)
+        assert outcome(copies) == SendStatus()
 
     def cut(descriptor: int, source: int, at: int, size: int) -> int:
         if at:
@@ -200,10 +201,29 @@ def test_a_sender_that_ends_leaves_the_copy_before(
 
     sendfile = copy_transfer.os.sendfile
     monkeypatch.setattr(copy_transfer.os, "sendfile", cut)
-    send(copies, CopyId(2, "m"), shards_of(2), target)
+    send(copies, CopyId(3, "m"), shards_of(3), target)
     assert "the rank was killed" in str(outcome(copies).error)
     settled(holder)
-    assert holder.held() == [(0, CopyId(1, "m"))]
+    assert holder.held() == [(0, CopyId(2, "m"))]
+    blank = shards_of(0)
+    StateCopies(tmp_path / "peer", 0, CPU).load(CopyId(2, "m"), blank)
+    assert same(blank, shards_of(2))
+
+
+def test_two_receivers_never_write_to_one_file(
+    make_holder: MakeHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder of an earlier start may still be receiving while it is being ended."""
+    held = Held(monkeypatch, after_data=False)
+    earlier, later = (StateCopies(folder_of(tmp_path, name), 0, CPU) for name in ("earlier", "later"))
+    send(earlier, CopyId(1, "a"), shards_of(1), make_holder("peer").listen(LOOPBACK))
+    assert held.reached.wait(20)
+    new = make_holder("peer")
+    send(later, CopyId(1, "b"), shards_of(2), new.listen(LOOPBACK))
+    assert "temporarily unavailable" in str(outcome(later).error)
+    held.release()
+    assert outcome(earlier) == SendStatus()
+    assert new.held() == [(0, CopyId(1, "a"))]
 
 
 def test_a_stopped_peer_is_an_error_of_the_copy_alone(
