@@ -169,7 +169,9 @@ class TrainerRank:
         self._saves.prepare(backend)
         freeze_garbage()
         of_node = min(self.world_size, self.config.placement.devices_per_node)
-        problem = None if self._copies is None else self._copies.problem(backend.shards(), of_node)
+        problem = "a node has no shared memory"
+        if self._copies is not None:
+            problem = self._copies.problem(backend.shards(), of_node)
         return {
             "parameters": backend.parameters,
             "model_check": found,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -24,6 +24,8 @@ from orhpc.train.checkpoint.copy_holder import CopyHolder
 from orhpc.train.checkpoint.copy_transfer import Address
 from orhpc.train.checkpoint.memory import SendStatus
 
+_START_S = 120.0
+"""Seconds for the first answers of a holder, whose process may still be starting."""
 _ANSWER_S = 30.0
 _FUTILE = 3
 """Copies in a row that took longer than two steps, after which no more are sent."""
@@ -108,11 +110,12 @@ class PeerCopies:
             return
         try:
             for node in range(len(self._placement.nodes)):
-                ranks = self.ranks_on(node)
+                if not (ranks := self.ranks_on(node)):
+                    continue
                 wanted = COPIES * sum(sizes[r] for r in ranks)
                 asked = self._holders[node].problem.remote(wanted, ranks)
-                problem = await call(asked, "copy holder problem", _ANSWER_S)
-                if ranks and problem is not None:
+                problem = await call(asked, "copy holder problem", _START_S)
+                if problem is not None:
                     self._end(f"{self._placement.nodes[node].name}: {problem}")
                     return
             addresses = {n: await self._listen(n) for n in set(self._holder_of.values())}
@@ -190,16 +193,13 @@ class PeerCopies:
 
     async def _listen(self, node: int) -> Address:
         host = self._placement.nodes[node].address
-        return await call(self._holders[node].listen.remote(host), "copy holder listen", _ANSWER_S)
+        return await call(self._holders[node].listen.remote(host), "copy holder listen", _START_S)
 
     async def _held_by_node(self) -> list[Held]:
         """Return what each node holds; a holder that does not answer holds nothing."""
-        asked = [call(h.held.remote(), "copy holder held", _ANSWER_S) for h in self._holders]
+        asked = [call(h.held.remote(), "copy holder held", _START_S) for h in self._holders]
         found: list[Held] = []
-        for answer in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                log.warning("%s", answer)
-                answer = []
+        for answer in await _answers(asked, []):
             held: dict[int, set[CopyId]] = {}
             for rank, copy in answer:
                 held.setdefault(rank, set()).add(CopyId(*copy))
@@ -213,9 +213,7 @@ class PeerCopies:
             call(holder.keep_only.remote(self.ranks_on(node)), "copy holder keep_only", _ANSWER_S)
             for node, holder in enumerate(self._holders)
         ]
-        for answer in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                log.warning("%s", answer)
+        await _answers(asked, None)
 
     def _end(self, problem: str) -> None:
         """Send no more copies until the trainers start again."""
@@ -227,3 +225,16 @@ class PeerCopies:
             f"the trainers' state is not copied to other nodes (checkpoint.peer_copies): {problem}; the loss "
             "of a node costs the steps since the last commit"
         )
+
+
+async def _answers(asked: Iterable[Awaitable[Any]], otherwise: Any) -> list[Any]:
+    """Return the answers to calls; ``otherwise`` for one that failed, which is logged."""
+
+    async def answer(one: Awaitable[Any]) -> Any:
+        try:
+            return await one
+        except OrhpcError as error:
+            log.warning("%s", error)
+            return otherwise
+
+    return list(await asyncio.gather(*map(answer, asked)))
