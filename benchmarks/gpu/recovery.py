@@ -197,6 +197,7 @@ def copies_alone(layers: int, work: Path) -> dict[str, float]:
     from orhpc.config import Config
     from orhpc.process import state_folder
     from orhpc.train.actor import TrainerRank
+    from orhpc.train.checkpoint.copy_files import CopyId
     from tests.gpu.random_model import write_model
     from tests.trainer_kit import make_samples, plan_batches
 
@@ -235,7 +236,7 @@ def copies_alone(layers: int, work: Path) -> dict[str, float]:
         copying: list[float] = []
         for n in (5, 6, 7, 8, 9):
             began = time.perf_counter()
-            rank.copy_state(n)
+            rank.copy_state(CopyId(n, ""))
             found["begin_s"] = time.perf_counter() - began
             assert rank._copies is not None
             rank._copies.join()
@@ -246,7 +247,7 @@ def copies_alone(layers: int, work: Path) -> dict[str, float]:
         kept = {s.key: s.tensor[..., :4].clone() for s in rank.backend.shards()}
         step(10)
         began = time.perf_counter()
-        rank.restore_copy(9)
+        rank.restore_copy(CopyId(9, ""))
         torch.cuda.synchronize()
         found["restore_s"] = time.perf_counter() - began
         found["equal"] = float(

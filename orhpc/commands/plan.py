@@ -25,6 +25,7 @@ from orhpc.plan.run_plan import (
     gib,
     host_parts,
     make_plan,
+    peer_copies_bytes,
     state_bytes,
 )
 
@@ -52,6 +53,8 @@ def lines(run: RunPlan) -> Iterator[str]:
         yield f"host memory a node {what}: {gib(size)} GiB"
     if size := copies_bytes(run):
         yield f"host memory a node for copies of the trainers' state, if it is free: {gib(size)} GiB"
+    if size := peer_copies_bytes(run):
+        yield f"host memory a node for copies of another node's trainers, if it is free: {gib(size)} GiB"
     yield from _commit_lines(run)
     yield f"limit: {limit(run)}"
 

@@ -166,6 +166,11 @@ class CheckpointSettings(Section):
     generated. When trainers, workers, engines or Ray fail and the nodes do not, the run continues in place
     from its last step instead of its last commit. Takes twice the memory of a commit; nodes that do not have
     it make no copies, and the run says so."""
+    peer_copies: bool = True
+    """Also send each node's copies of ``keep_in_memory`` to the memory of another node, while training
+    continues, so that the loss of a node costs no step if the run continues on other nodes. Doubles the
+    memory for copies; if a node does not have it, or a copy cannot be sent, the run says so and continues
+    without. No effect on one node."""
 
 
 class EvaluationSettings(Section):

@@ -13,6 +13,7 @@ from orhpc.driver.run import CLOSE_AFTER_STOP_S, Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
 from orhpc.errors import EnvironmentUnavailable, NonFinite, PreflightError, StopRequested
+from orhpc.train.checkpoint.copy_files import CopyId
 
 log = logging.getLogger("orhpc.driver")
 
@@ -61,7 +62,7 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
 
 async def _bring_up(run: Run, token_limit: int | None, phases: Phases) -> tuple[Runtime, Start]:
     """Start all parts of the run, with the base model's weights, and choose the state to restore."""
-    copied: asyncio.Future[set[int]] = asyncio.get_running_loop().create_future()
+    copied: asyncio.Future[set[CopyId]] = asyncio.get_running_loop().create_future()
     choosing = asyncio.ensure_future(choose_start(run, token_limit, copied))
     try:
         runtime = await run.unless_stopped(bring_up(run, choosing, copied, phases))

@@ -33,6 +33,7 @@ from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import RolloutFile
+from orhpc.train.checkpoint.copy_files import CopyId
 from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
@@ -45,11 +46,11 @@ _JOIN_S = 180.0
 
 
 async def bring_up(
-    run: Run, choosing: Awaitable[Start], copied: asyncio.Future[set[int]], phases: Phases
+    run: Run, choosing: Awaitable[Start], copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Runtime:
     """Start trainers, engines and workers; the trainers hold the base model's weights afterwards.
 
-    ``choosing`` concurrently finds the state to start from, for which ``copied`` receives the steps that the
+    ``choosing`` concurrently finds the state to start from, for which ``copied`` receives the copies that the
     trainers can restore from memory; ``phases`` receives the seconds of each part.
 
     Raises:
@@ -109,12 +110,12 @@ async def bring_up(
 
 
 async def _start_trainers(
-    run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[int]], phases: Phases
+    run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Trainers:
     """Start the trainers; they load the model at once unless engines share their devices."""
     config, placement = run.config, run.placement
-    trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir))
-    copied.set_result(await trainers.copied_steps() if run.copies.any() else set())
+    trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir, run.notice))
+    copied.set_result(await trainers.copies() if run.copies.any() else set())
     if not placement.engines or not config.placement.shared_devices:
         await timed(phases, "model", trainers.build())
     return trainers

@@ -3,20 +3,23 @@
 After each step every trainer rank copies its state to shared memory of its node
 (:mod:`orhpc.train.checkpoint.memory`), while the next rollouts are generated.  The driver's own part of the
 state is a small file in the first node's folder, written once the step is reported.  Only a step for which
-that file and the copies of all ranks exist can be restored.
+that file and the copies of all ranks exist, on any nodes (:mod:`orhpc.driver.fleet.peer_copies`), can be
+restored.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from orhpc.driver.fleet import Trainers
 from orhpc.driver.state import State
 from orhpc.errors import CheckpointError
 from orhpc.rundir.sealed import Damaged, read_sealed, write_sealed
+from orhpc.train.checkpoint.copy_files import CopyId
 
 log = logging.getLogger(__name__)
 _KEPT = 2
@@ -33,16 +36,24 @@ class Copies:
         notice: reports to the user that copies are not made.
         """
         self._folder, self._notice = folder, notice
+        self._of_step: dict[int, CopyId] = {}
+        """The copies of the newest steps, complete or not."""
 
-    async def begin(self, trainers: Trainers, step: int) -> None:
-        """Start to copy the trainers' state after ``step``; a failed copy ends all copying of this start."""
+    async def begin(self, trainers: Trainers, step: int) -> dict[str, float]:
+        """Start to copy the trainers' state after ``step``; a failed copy ends all copying of this start.
+
+        Returns metrics of the step (:meth:`Trainers.copy_state`).
+        """
         if self._folder is None:
-            return
+            return {}
         problem = trainers.copies_problem
         if problem is None:
+            copy = CopyId(step, secrets.token_hex(8))
             try:
-                await trainers.copy_state(step)
-                return
+                metrics = await trainers.copy_state(copy)
+                self._of_step = {s: c for s, c in self._of_step.items() if step - _KEPT < s < step}
+                self._of_step[step] = copy
+                return metrics
             except CheckpointError as error:
                 problem = str(error)
         self._folder = None
@@ -50,13 +61,15 @@ class Copies:
             f"the trainers' state is not copied to memory (checkpoint.keep_in_memory): {problem}; a restart "
             "in place continues from the last commit"
         )
+        return {}
 
     def allow(self, state: State) -> None:
         """Let a restart continue after this step, which is complete and reported, once it is copied."""
-        if self._folder is None:
+        copy = self._of_step.get(state.step)
+        if self._folder is None or copy is None:
             return
         try:
-            write_sealed(self._file(self._folder, state.step), {"step": state.step, **state.to_manifest()})
+            write_sealed(self._file(self._folder, state.step), {**copy._asdict(), **state.to_manifest()})
             for step in sorted(self._steps(self._folder))[:-_KEPT]:
                 self._file(self._folder, step).unlink(missing_ok=True)
         except OSError as error:
@@ -64,6 +77,7 @@ class Copies:
 
     def forget(self) -> None:
         """Do not restore any state that has been copied so far."""
+        self._of_step.clear()
         if self._folder is not None:
             for step in self._steps(self._folder):
                 self._file(self._folder, step).unlink(missing_ok=True)
@@ -72,17 +86,25 @@ class Copies:
         """Whether some state may be restored."""
         return self._folder is not None and bool(self._steps(self._folder))
 
-    def newest(self, held: Iterable[int]) -> State | None:
-        """Return the newest state that can be restored; ``held``: steps of which every rank has a copy."""
+    def of_step(self, step: int) -> CopyId | None:
+        """Return the copy that was made, or restored, of the trainers' state after ``step``."""
+        return self._of_step.get(step)
+
+    def newest(self, held: Collection[CopyId]) -> tuple[State, CopyId] | None:
+        """Return the newest state that can be restored; ``held``: the copies that every rank has."""
+        self._of_step = {}
         if self._folder is None:
             return None
-        for step in sorted(self._steps(self._folder).intersection(held), reverse=True):
+        for step in sorted(self._steps(self._folder), reverse=True):
             try:
                 recorded = read_sealed(self._file(self._folder, step), ())
             except (FileNotFoundError, Damaged) as error:
                 log.warning("%s", error)
                 continue
-            return State.after(step, recorded)
+            copy = CopyId(step, str(recorded["mark"]))
+            if copy in held:
+                self._of_step = {step: copy}
+                return State.after(step, recorded), copy
         return None
 
     @staticmethod

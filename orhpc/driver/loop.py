@@ -63,7 +63,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         note_fates(run, state, step_groups, skipped=bool(metrics.get("skipped")))
         metrics |= sharing | runtime.estimator.metrics(step_groups.groups)
         run.unreported = CompletedStep(state, step_groups, metrics, phases)
-        await run.copies.begin(runtime.trainers, state.step)
+        metrics |= await run.copies.begin(runtime.trainers, state.step)
         # Record, publish, commit
         await saver.store(run.require_newest)
         await saver.store(lambda: asyncio.to_thread(run.ledger.write))

@@ -18,6 +18,7 @@ from orhpc.launch.model import model_folder
 from orhpc.rundir import CommitName, commits, origin
 from orhpc.rundir.commits import Manifest
 from orhpc.rundir.storage import StorageRetry, refusals
+from orhpc.train.checkpoint.copy_files import CopyId
 
 log = logging.getLogger("orhpc.driver")
 
@@ -31,11 +32,13 @@ class Start:
     folder: Path | None
     """What the trainers restore: that commit, or ``checkpoint.load``; None: the base model."""
     state: State
-    copied: bool = False
-    """Whether the trainers restore the state from their nodes' memory; ``commit`` is then an older one."""
+    copy: CopyId | None = None
+    """The copy in the nodes' memory that the trainers restore; ``commit`` is then an older state."""
 
 
-async def choose_start(run: Run, token_limit: int | None, copied: Awaitable[set[int]] | None = None) -> Start:
+async def choose_start(
+    run: Run, token_limit: int | None, copied: Awaitable[set[CopyId]] | None = None
+) -> Start:
     """Find the newest state, and record the commit from which this attempt starts.
 
     A copy in memory that is not older than the newest commit needs no commit to be read.  Otherwise it is the
@@ -44,7 +47,7 @@ async def choose_start(run: Run, token_limit: int | None, copied: Awaitable[set[
     Args:
         run: the attempt.
         token_limit: maximum tokens per micro-batch, after an attempt that ran out of memory.
-        copied: steps of which every trainer rank has a copy in memory; None: of none.
+        copied: the copies in memory that every trainer rank has; None: there are none.
 
     Raises:
         CheckpointError: there are commits but none is intact, or ``checkpoint.load`` is not.
@@ -56,19 +59,19 @@ async def choose_start(run: Run, token_limit: int | None, copied: Awaitable[set[
         with refusals("the run directory refuses", below=run.rundir.path):
             return await _copied_start(run, token_limit, held) or await _choose_start(run, token_limit)
 
-    held = await copied if copied is not None and run.copies.any() else set[int]()
+    held = await copied if copied is not None and run.copies.any() else set[CopyId]()
     return await StorageRetry(run.config.run.storage_wait_s, log.error, run.stop_requested).run(choose)
 
 
-async def _copied_start(run: Run, token_limit: int | None, held: set[int]) -> Start | None:
+async def _copied_start(run: Run, token_limit: int | None, held: set[CopyId]) -> Start | None:
     """Return the newest copy in memory, unless a commit is newer."""
     found = run.copies.newest(held)
     newest = next(iter(run.rundir.lineage()), None)
-    if found is None or (newest is not None and newest.step > found.step):
+    if found is None or (newest is not None and newest.step > found[0].step):
         return None
-    state = found.resumed(run.config.train.max_tokens_per_gpu, token_limit)
+    state = found[0].resumed(run.config.train.max_tokens_per_gpu, token_limit)
     await _record(run, state, newest, {"copied": True})
-    return Start(newest, None, state, copied=True)
+    return Start(newest, None, state, copy=found[1])
 
 
 async def restore(run: Run, trainers: Trainers, start: Start) -> None:
@@ -78,11 +81,11 @@ async def restore(run: Run, trainers: Trainers, start: Start) -> None:
         InfraError: the copy in memory cannot be used; the next start continues from a commit.
         CheckpointError: the commit cannot be loaded.
     """
-    if not start.copied:
+    if start.copy is None:
         await trainers.restore(start.folder)
         return
     try:
-        await trainers.restore_copy(start.state.step)
+        await trainers.restore_copy(start.copy)
     except CheckpointError as error:
         run.copies.forget()
         raise InfraError(f"{error}; continuing from the last commit") from error

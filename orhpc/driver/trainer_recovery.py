@@ -100,9 +100,10 @@ async def _restored(run: Run, runtime: Runtime, step: int) -> None:
     """
     trainers, start = runtime.trainers, runtime.start
     await trainers.restart()
-    if run.copies.any() and step in await trainers.copied_steps():
-        await trainers.restore_copy(step)
-    elif step == start.state.step and not start.copied:
+    copy = run.copies.of_step(step)
+    if copy is not None and copy in await trainers.copies():
+        await trainers.restore_copy(copy)
+    elif step == start.state.step and start.copy is None:
         await restore(run, trainers, start)
     else:
         raise InfraError(f"not every trainer has a copy of step {step}")

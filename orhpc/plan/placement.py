@@ -94,6 +94,16 @@ class Placement:
         """Return the number of trainer, engine and worker processes on a node."""
         return sum(p.node == node for p in (*self.trainers, *self.engines, *self.workers))
 
+    def copy_holders(self) -> dict[int, int]:
+        """Return, for each node with trainers, the node that holds copies of their state for it.
+
+        A ring over these nodes; if there is only one, the next node of the job; empty on a single node.
+        """
+        nodes = sorted({t.node for t in self.trainers})
+        if len(nodes) > 1:
+            return dict(zip(nodes, nodes[1:] + nodes[:1], strict=True))
+        return {n: (n + 1) % len(self.nodes) for n in nodes if len(self.nodes) > 1}
+
     def environments_of(self, worker: int) -> dict[str, str]:
         """Return a worker's servers, on its own node and evenly distributed; its sessions stay on them."""
         address = self.nodes[self.workers[worker].node].address

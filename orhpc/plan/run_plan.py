@@ -187,11 +187,20 @@ def host_parts(run: RunPlan) -> dict[str, int]:
 
 
 def copies_bytes(run: RunPlan) -> int:
-    """Shared memory of one node for two copies of the trainers' state, which are made if it is free.
+    """Shared memory of a node for two copies of its trainers' state, which are made if it is free.
 
     See ``checkpoint.keep_in_memory``.
     """
     return 2 * commit_bytes(run) if run.config.checkpoint.keep_in_memory else 0
+
+
+def peer_copies_bytes(run: RunPlan) -> int:
+    """Shared memory of a node for two copies of another node's state, which are made if it is free too.
+
+    See ``checkpoint.peer_copies``.
+    """
+    sent = run.config.checkpoint.peer_copies and run.placement.copy_holders()
+    return copies_bytes(run) if sent else 0
 
 
 def _commits_share(run: RunPlan) -> bool:

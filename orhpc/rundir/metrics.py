@@ -251,6 +251,9 @@ METRICS: dict[str, Metric] = {
     "sync_seconds_gather": Metric("perf", "of that: gathering parameters", "s"),
     "sync_seconds_join": Metric("perf", "of that: forming the group of trainers and engines", "s"),
     "sync_seconds_shed": Metric("perf", "freeing gradients before it", "s"),
+    "peer_copies_skipped": Metric(
+        "perf", "copies of the state that were not sent to other nodes, as an older one was still on its way"
+    ),
     "gpu_utilization": Metric(
         "perf", "fraction of the step in which a GPU ran a kernel (NVML), mean over all GPUs"
     ),

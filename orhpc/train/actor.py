@@ -30,8 +30,10 @@ from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.train.backend import Backend
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
+from orhpc.train.checkpoint.copy_files import CopyId
+from orhpc.train.checkpoint.copy_transfer import Address
 from orhpc.train.checkpoint.layouts import Layout, load_shards
-from orhpc.train.checkpoint.memory import StateCopies
+from orhpc.train.checkpoint.memory import SendStatus, StateCopies
 from orhpc.train.checkpoint.save import RankSaves
 from orhpc.train.checkpoint.shards import CheckpointReader, rng_state, set_rng_state
 from orhpc.train.cpu_affinity import pin_to_local_cpus
@@ -150,8 +152,9 @@ class TrainerRank:
     def build(self) -> dict[str, Any]:
         """Load the model and compare it with transformers' (collective).
 
-        Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size`` and
-        ``copies_problem``: why the state cannot be copied to the node's memory, or null.
+        Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size``,
+        ``copy_bytes`` (the size of a copy of this rank's state) and ``copies_problem``: why the state cannot
+        be copied to the node's memory, or null.
         """
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
@@ -166,11 +169,14 @@ class TrainerRank:
         self._saves.prepare(backend)
         freeze_garbage()
         of_node = min(self.world_size, self.config.placement.devices_per_node)
-        problem = None if self._copies is None else self._copies.problem(backend.shards(), of_node)
+        problem = "a node has no shared memory"
+        if self._copies is not None:
+            problem = self._copies.problem(backend.shards(), of_node)
         return {
             "parameters": backend.parameters,
             "model_check": found,
             "world_size": self.world_size,
+            "copy_bytes": StateCopies.bytes_of(backend.shards()),
             "copies_problem": problem,
         }
 
@@ -198,18 +204,19 @@ class TrainerRank:
         set_rng_state(progress["rng"])
         self._whole_at = self.backend.progress()
 
-    def copied_steps(self) -> list[int]:
-        """Steps after which this rank's state can be restored from the node's memory."""
+    def copies(self) -> list[CopyId]:
+        """Return the copies in this node's memory from which this rank's state can be restored."""
         return [] if self._copies is None else sorted(self._copies.held())
 
-    def restore_copy(self, step: int) -> None:
-        """Continue from the copy of the state after ``step`` in the node's memory.
+    def restore_copy(self, copy: CopyId) -> None:
+        """Continue from a copy in the node's memory.
 
-        Raises CheckpointError if there is none, or it is of another layout.
+        Raises CheckpointError if it does not exist, or is of another layout.
         """
-        assert self._copies is not None, "copied_steps is not empty"
+        if self._copies is None:
+            raise CheckpointError("the node has no shared memory for copies of the trainers' state")
         with torch.no_grad():
-            progress = self._copies.load(step, self.backend.shards())
+            progress = self._copies.load(copy, self.backend.shards())
         self._continue_from(progress)
 
     # --- training -----------------------------------------------------------------------------
@@ -344,15 +351,21 @@ class TrainerRank:
         quantize = self._quantize if for_engines else unchanged
         return export_weights(self.backend, folder, self.model_dir, quantize, writes=self.rank == 0)
 
-    def copy_state(self, step: int) -> None:
-        """Start to copy the state after ``step`` to the node's memory, where it outlives this process.
+    def copy_state(self, copy: CopyId) -> SendStatus:
+        """Start to copy the state after ``copy.step`` to the node's memory, where it outlives this process.
 
-        The next :meth:`sleep` and the next :meth:`step` wait for it.
-        Raises CheckpointError if the copy before failed; training can continue.
+        The next :meth:`sleep` and the next :meth:`step` wait for it.  Returns what became of the last
+        :meth:`send_copy`.  Raises CheckpointError if the copy before failed; training can continue.
         """
         assert self._copies is not None, "the node has a state folder"
         progress = {**self.backend.progress(), "rng": rng_state()}
-        self._copies.begin(step, self.backend.shards(), progress)
+        self._copies.begin(copy, self.backend.shards(), progress)
+        return self._copies.send_status()
+
+    def send_copy(self, copy: CopyId, target: Address) -> None:
+        """Send the copy of the last :meth:`copy_state` to another node's memory, in the background."""
+        assert self._copies is not None, "the node has a state folder"
+        self._copies.send(copy, target)
 
     def save_begin(self, folder: str) -> None:
         """Copy this rank's state, then write it to ``folder`` in the background.

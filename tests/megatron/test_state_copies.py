@@ -12,8 +12,11 @@ import torch
 
 from orhpc.process import state_folder
 from orhpc.train.actor import TrainerRank
+from orhpc.train.checkpoint.copy_files import CopyId
 from tests.megatron.kit import Case, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks
+
+FIRST = CopyId(1, "mark")
 
 
 def _second_step(rank: int, world: int, port: int, folder: str, states: str) -> dict[str, Any]:
@@ -27,12 +30,12 @@ def _second_step(rank: int, world: int, port: int, folder: str, states: str) -> 
     trainer = TrainerRank(config, folder, rank, world, 1)
     trainer.connect("127.0.0.1", port, 60)
     trainer.build()
-    held = trainer.copied_steps()
+    held = trainer.copies()
     if held:
-        trainer.restore_copy(1)
+        trainer.restore_copy(FIRST)
     else:
         trainer.step([planned(make_samples(8, seed=1), config.data_ranks)], step=1)
-        trainer.copy_state(1)
+        trainer.copy_state(FIRST)
     numbers = trainer.step([planned(make_samples(8, seed=2), config.data_ranks)], step=2)
     backend: Any = trainer.backend
     weights = {n: t.view(torch.int16).numpy().copy() for n, t in backend.export(backend.parameter_shapes())}
@@ -50,7 +53,7 @@ def test_ranks_of_a_mixture_continue_from_their_copies(tmp_path: Path) -> None:
     first = run_ranks(_second_step, 2, str(tmp_path / "model"), str(states))
     again = run_ranks(_second_step, 2, str(tmp_path / "model"), str(states))
     for one, other in zip(first, again, strict=True):
-        assert (one["held"], other["held"]) == ([], [1])
+        assert (one["held"], other["held"]) == ([], [FIRST])
         assert one["norm"] == other["norm"]
         for kind in ("weights", "states"):
             assert one[kind].keys() == other[kind].keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 from orhpc.train.actor import TrainerRank
+from orhpc.train.backend import Shard
+from orhpc.train.checkpoint.copy_files import CopyId
+from orhpc.train.checkpoint.copy_holder import CopyHolder
+from orhpc.train.checkpoint.memory import SendStatus, StateCopies
 from tests.trainer_kit import make_config
 
 from .conftest import Stranger
@@ -51,3 +56,27 @@ def test_a_held_store_listens_on_one_address(stranger: Stranger) -> None:
         assert stranger("store", HOST, port) and not stranger("store", "127.0.0.2", port)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_holder_of_copies_serves_only_who_knows_its_key(stranger: Stranger, tmp_path: Path) -> None:
+    folders = [tmp_path / "own", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir(0o700)
+    holder = CopyHolder(folders[1])
+    address = holder.listen(HOST)
+    assert stranger("take", HOST, address.port)
+    status, text = stranger("request", "GET", f"http://{HOST}:{address.port}/", None, None, 2)
+    assert status == 0
+    assert list(folders[1].iterdir()) == []
+    copies = StateCopies(folders[0], 0, torch.device("cpu"))
+    state = torch.rand(1000)
+    copies.begin(CopyId(1, "m"), [Shard("p", state, (1000,), 0)], {})
+    copies.send(CopyId(1, "m"), address)
+    while (found := copies.send_status()).busy:
+        time.sleep(0.01)
+    assert found == SendStatus(), text
+    assert holder.held() == [(0, CopyId(1, "m"))]
+    for file in folders[1].iterdir():
+        with pytest.raises(OSError, match="Permission"):
+            stranger("opened", str(file))
+    holder.close()

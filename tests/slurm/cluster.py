@@ -281,6 +281,21 @@ class Cluster:
                     found.append(line)
         return found
 
+    def pids(self, i: int, title: str) -> list[int]:
+        """Process ids, in this machine's namespace, of a node's processes whose title begins so."""
+        own, found = Path(f"/proc/{self._nodes[i][1]}/ns/pid").readlink(), []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                of_node = entry.name.isdigit() and (entry / "ns/pid").readlink() == own
+                if of_node and (entry / "cmdline").read_bytes().startswith(title.encode()):
+                    found.append(int(entry.name))
+        return found
+
+    def copies(self, i: int, rank: int) -> list[Path]:
+        """Files of a node's copies of a trainer rank's state."""
+        memory = Path(f"/proc/{self._nodes[i][1]}/root/dev/shm")
+        return list(memory.glob(f"orhpc-state-*/rank_{rank:05d}.*"))
+
     def clear_files(self, i: int) -> None:
         """Clear a node's /tmp and shared memory, as an administrator does after a power failure."""
         memory = Path(f"/proc/{self._nodes[i][1]}/root/dev/shm")

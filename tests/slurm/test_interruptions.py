@@ -60,6 +60,7 @@ def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
     assert fewer.run.started_from(3) == CommitName(cancelled.step, 2)
     first_nodes = fewer.nodes()
     second_node = int(first_nodes[-1].removeprefix("n"))
+    lose_a_trainer_with_its_copies(cluster, fewer, rank=1)
     before, fault = fewer.committed(), time.time()
     cluster.power_off(second_node)
     try:
@@ -81,6 +82,24 @@ def test_four_nodes_preempted_cancelled_then_two_of_which_one_loses_power(
     assert_nothing_left(fewer)
     assert_whole(fewer.run, max(steps_of(read_events(fewer.run.events))))
     assert_one_wandb_run(fewer)
+
+
+def lose_a_trainer_with_its_copies(cluster: Cluster, run: JobRun, rank: int) -> None:
+    """Kill a rank, one per node, and remove its node's copies of its state: it gets them from its peer."""
+    own, other = (int(run.nodes()[n].removeprefix("n")) for n in (rank, 1 - rank))
+    held = run.wait_step(run.run.newest_attempt())
+    wait_until(lambda: len(cluster.copies(other, rank)) == 4, 60, "copies on the other node", run.report)
+    (pid,) = cluster.pids(own, "ray::TrainerRank")
+    os.kill(pid, signal.SIGKILL)
+    for file in cluster.copies(own, rank):
+        file.unlink()
+    event = run.wait_event(lambda e: e["event"] == "trainers_restarted")
+    assert event["step"] >= held
+    log = (run.run.attempt(run.run.newest_attempt()) / "driver.log").read_text()
+    assert f"the copies of step {event['step']} of ranks [{rank}] came from other nodes" in log
+    run.wait_event(lambda e: e["event"] == "step" and e["step"] > event["step"])
+    skipped = [e["peer_copies_skipped"] for e in read_events(run.run.events) if e["event"] == "step"]
+    assert 0.0 in skipped
 
 
 def test_one_node_through_everything_else(cluster: Cluster, root: Path) -> None:

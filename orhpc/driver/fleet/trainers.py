@@ -15,11 +15,14 @@ from ray.actor import ActorHandle
 from orhpc.config import Config
 from orhpc.driver.fleet import hang
 from orhpc.driver.fleet.actors import POLL_S, call, call_all, spawn
+from orhpc.driver.fleet.peer_copies import PeerCopies
 from orhpc.errors import CheckpointError, OrhpcError, TrainerHangs
 from orhpc.plan.placement import Placement
 from orhpc.rundir.commits import ShardFile
 from orhpc.rundir.storage import Store
 from orhpc.train.actor import TrainerRank
+from orhpc.train.checkpoint.copy_files import CopyId
+from orhpc.train.checkpoint.copy_transfer import Address
 from orhpc.types import BatchPlan, MiniBatch
 
 COLLECTIVE_TIMEOUT_S = 900.0
@@ -41,6 +44,7 @@ class Trainers:
         start_ranks: Callable[[], list[ActorHandle[Any]]],
         host: str,
         limit: hang.UpdateLimit,
+        peers: PeerCopies | None,
         *,
         one_node: bool,
     ) -> None:
@@ -48,10 +52,11 @@ class Trainers:
         start_ranks: starts an actor for each rank.
         host: address of rank 0's node.
         limit: of an update.
+        peers: holds copies on other nodes; None: none are made.
         one_node: whether all ranks are on that node.
         """
         self._start_ranks, self.host, self._one_node = start_ranks, host, one_node
-        self._limit = limit
+        self._limit, self._peers = limit, peers
         self.ranks: list[ActorHandle[Any]] = []
         self.info: dict[str, Any] = {}
         self.copies_problem: str | None = None
@@ -59,10 +64,16 @@ class Trainers:
 
     @classmethod
     async def start(
-        cls, config: Config, placement: Placement, ids: Sequence[str], model_dir: str
+        cls,
+        config: Config,
+        placement: Placement,
+        ids: Sequence[str],
+        model_dir: str,
+        notice: Callable[[str], None],
     ) -> Trainers:
         """Spawn every rank and connect them; :meth:`build` loads the model.
 
+        ``notice``: reports to the user what does not work and does not end the run.
         This uses hardly any device memory, so engines that share the devices may start concurrently.
         """
         world = len(placement.trainers)
@@ -86,13 +97,16 @@ class Trainers:
 
         host = placement.nodes[placement.trainers[0].node].address
         limit = hang.UpdateLimit(config.train.update_timeout_s)
-        self = cls(start_ranks, host, limit, one_node=len({t.node for t in placement.trainers}) == 1)
+        peers = PeerCopies.of(config, placement, ids, notice)
+        self = cls(start_ranks, host, limit, peers, one_node=len({t.node for t in placement.trainers}) == 1)
         await self._connect()
         return self
 
     async def _connect(self) -> None:
         self._limit.started()
         self.ranks = self._start_ranks()
+        if self._peers is not None:
+            self._peers.start()
         if self._one_node:
             rendezvous = await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file")
         else:
@@ -116,8 +130,11 @@ class Trainers:
     async def build(self) -> None:
         """Load the model on every rank."""
         built = await self.all(TrainerRank.build)
+        sizes = [rank.pop("copy_bytes") for rank in built]
         problems = [p for rank in built if (p := rank.pop("copies_problem")) is not None]
         self.info, self.copies_problem = built[0], next(iter(problems), None)
+        if self._peers is not None and self.copies_problem is None:
+            await self._peers.prepare(sizes)
 
     async def all(
         self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs
@@ -140,25 +157,35 @@ class Trainers:
     async def restore(self, folder: Path | None) -> None:
         await self.all(TrainerRank.restore, str(folder) if folder else None)
 
-    async def copied_steps(self) -> set[int]:
-        """Steps after which every rank's state can be restored from its node's memory."""
-        return set.intersection(*map(set, await self.all(TrainerRank.copied_steps)))
+    async def copies(self) -> set[CopyId]:
+        """Return the copies in the nodes' memory from which every rank's state can be restored."""
+        own = await self.all(TrainerRank.copies)
+        return set.intersection(*map(set, own)) if self._peers is None else await self._peers.held(own)
 
-    async def restore_copy(self, step: int) -> None:
-        """Restore the state after ``step`` from the nodes' memory.
+    async def restore_copy(self, copy: CopyId) -> None:
+        """Restore a state from the nodes' memory; ranks without a copy on their node get it from another.
 
         Raises:
             CheckpointError: a rank has no such copy.
         """
-        await self.all(TrainerRank.restore_copy, step)
+        if self._peers is not None:
+            await self._peers.deliver(copy, await self.all(TrainerRank.copies))
+        await self.all(TrainerRank.restore_copy, copy)
 
-    async def copy_state(self, step: int) -> None:
-        """Start to copy every rank's state to its node's memory.
+    async def copy_state(self, copy: CopyId) -> dict[str, float]:
+        """Start to copy every rank's state to its node's memory, and then to another node's.
+
+        Returns metrics of the step: ``peer_copies_skipped``, if there are copies on other nodes.
 
         Raises:
             CheckpointError: a rank's copy before failed.
         """
-        await self.all(TrainerRank.copy_state, step)
+        statuses = await self.all(TrainerRank.copy_state, copy)
+        return {} if self._peers is None else await self._peers.after_copy(copy, statuses, self._send_copies)
+
+    async def _send_copies(self, copy: CopyId, targets: Sequence[Address]) -> None:
+        sending = [rank.send_copy.remote(copy, to) for rank, to in zip(self.ranks, targets, strict=True)]
+        await call_all(sending, "trainer send_copy")
 
     async def step(
         self,
@@ -286,3 +313,5 @@ class Trainers:
     async def close(self) -> None:
         for rank in self.ranks:
             ray.kill(rank)
+        if self._peers is not None:
+            self._peers.close()

@@ -10,43 +10,43 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from orhpc.errors import CheckpointError
-from orhpc.process.memory_limit import free_bytes
-from orhpc.rundir.sealed import Damaged, read_sealed, write_sealed
+from orhpc.rundir.sealed import read_sealed, write_sealed
 from orhpc.train.backend import Shard
+from orhpc.train.checkpoint.copy_files import (
+    COPIES,
+    CopyId,
+    allocated,
+    complete,
+    description_of,
+    free_file,
+    mapped,
+    opened,
+    shortage,
+)
+from orhpc.train.checkpoint.copy_transfer import Address, Cancelled, Sending
 from orhpc.train.checkpoint.shards import shard_places
 from orhpc.train.pinned import pin
 from orhpc.train.sleep.background_copies import BackgroundCopies
 
-COPIES = 2
-"""Files per rank."""
-_RESERVE = 0.1
-"""Share of the free memory that copies leave to other processes."""
 
+class SendStatus(NamedTuple):
+    """What became of the copies that a rank sends to another node."""
 
-@dataclass(slots=True)
-class _Slot:
-    """One file, and the memory that maps it."""
-
-    path: Path
-    bytes: Tensor | None = None
-
-    @property
-    def description(self) -> Path:
-        """Exists exactly while the file holds a complete copy."""
-        return self.path.with_suffix(".json")
+    busy: bool = False
+    """Whether one is under way."""
+    cancelled: bool = False
+    """Whether the last one took so long that its file was needed for a newer copy."""
+    error: str | None = None
+    """Why the last one failed."""
 
 
 class StateCopies:
@@ -58,54 +58,73 @@ class StateCopies:
         rank: of the trainer.
         device: of the state.
         """
-        self._folder, self._device = folder, device
-        self._slots = [_Slot(folder / f"rank_{rank:05d}.{i}.state") for i in range(COPIES)]
+        self._folder, self._rank, self._device = folder, rank, device
+        self._mapped_files: dict[Path, Tensor] = {}
         self._background = BackgroundCopies(device)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._file: Path | None = None
+        """The file of the newest copy, complete or not."""
+        self._sending: tuple[Path, Sending] | None = None
+        """The last copy sent to another node, and its file."""
+        self._send_status = SendStatus()
 
     def problem(self, shards: Sequence[Shard], ranks_of_node: int) -> str | None:
         """Return why the copies of this node's ranks do not fit its memory; None if they do.
 
-        ``shards``: of this rank; the others of the node are assumed to need as much.
+        ``shards``: of this rank; the others of the node are assumed to need as much, and to hold as much.
         """
-        wanted = COPIES * shard_places(shards)[-1] * ranks_of_node
-        held = sum(f.stat().st_size for f in self._folder.glob("rank_*.state"))
-        shared, free = shutil.disk_usage(self._folder).free, free_bytes()
-        for what, size in ((str(self._folder.parent), shared), ("memory", free)):
-            if wanted - held > size * (1 - _RESERVE):
-                return f"{(wanted - held) / 1e9:.1f} GB are needed, {what} has {size / 1e9:.1f} GB free"
-        return None
+        wanted = COPIES * self.bytes_of(shards) - allocated(self._folder, [self._rank])
+        return shortage(self._folder, wanted * ranks_of_node)
 
-    def held(self) -> dict[int, Path]:
-        """Return the steps of which a complete copy exists, and the copies' descriptions."""
-        found: dict[int, Path] = {}
-        for slot in self._slots:
-            try:
-                found[int(read_sealed(slot.description, ())["step"])] = slot.description
-            except (FileNotFoundError, Damaged):
-                continue
-        return found
+    @staticmethod
+    def bytes_of(shards: Sequence[Shard]) -> int:
+        """Return the size of one copy."""
+        return shard_places(shards)[-1]
 
-    def begin(self, step: int, shards: Sequence[Shard], progress: Mapping[str, Any]) -> None:
-        """Start to copy the state after ``step``; it must not change before :meth:`join` returns.
+    def held(self) -> set[CopyId]:
+        """Return the complete copies of this rank on this node."""
+        return set(complete(self._folder, self._rank))
 
-        The copy of the step before is kept.  Raises CheckpointError if the previous copy failed.
+    def begin(self, copy: CopyId, shards: Sequence[Shard], progress: Mapping[str, Any]) -> None:
+        """Start to copy the state after ``copy.step``; it must not change before :meth:`join` returns.
+
+        The copy of the step before is kept.  A copy that is still being sent from the file that is now
+        needed is given up.  Raises CheckpointError if the previous copy failed.
         """
         self.wait()
-        for other, path in self.held().items():
-            if other >= step:  # of steps that the run has gone back before
-                path.unlink()
-        complete = self.held()
-        kept = complete.get(max(complete, default=-1))
-        slot = next(s for s in self._slots if s.description != kept)
+        file = self._file = free_file(self._folder, self._rank, copy.step)
+        if self._sending is not None and self._sending[0] == file:
+            self._sending[1].cancel()
         places = shard_places(shards)
-        description = {"step": step, "progress": dict(progress), "layout": _layout(shards)}
-        slot.description.unlink(missing_ok=True)
+        description = {
+            **copy._asdict(),
+            "bytes": places[-1],
+            "progress": dict(progress),
+            "layout": _layout(shards),
+        }
         self._background.after_current_work()
-        arguments = (slot, list(shards), places, description)
+        arguments = (file, list(shards), places, description)
         self._thread = threading.Thread(target=self._run, args=arguments, name="state-copies", daemon=True)
         self._thread.start()
+
+    def send(self, copy: CopyId, target: Address) -> None:
+        """Send the copy that was begun last to another node, in the background, once it is complete.
+
+        :meth:`send_status` reports what became of it.
+        """
+        assert self._file is not None, "begin comes first"
+        sending = Sending(self._file, self._rank, copy, target)
+        self._sending, self._send_status = (self._file, sending), SendStatus(busy=True)
+        arguments = (self._thread, sending)
+        threading.Thread(target=self._send, args=arguments, name="peer-copies", daemon=True).start()
+
+    def send_status(self) -> SendStatus:
+        """Return what became of the last copy that was sent; a failure is returned once."""
+        found = self._send_status
+        if not found.busy:
+            self._send_status = SendStatus()
+        return found
 
     def join(self) -> None:
         """Wait for the current copy; the state may change then."""
@@ -121,53 +140,63 @@ class StateCopies:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"the state could not be copied to shared memory: {reason}") from error
 
-    def load(self, step: int, shards: Sequence[Shard]) -> dict[str, Any]:
-        """Fill ``shards`` from the copy of ``step``; return its ``progress``.
+    def load(self, copy: CopyId, shards: Sequence[Shard]) -> dict[str, Any]:
+        """Fill ``shards`` from a copy; return its ``progress``.
 
         Raises CheckpointError if there is no such copy, or it is of another state.
         """
-        path = self.held().get(step)
-        if path is None:
-            raise CheckpointError(f"{self._folder} holds no copy of step {step}")
-        slot = next(s for s in self._slots if s.description == path)
-        description = read_sealed(path, ())
+        file = complete(self._folder, self._rank).get(copy)
+        if file is None:
+            raise CheckpointError(f"{self._folder} holds no copy of step {copy.step}")
+        description = read_sealed(description_of(file), ())
         if description["layout"] != _layout(shards):
-            raise CheckpointError(f"{path} is a copy of another state")
+            raise CheckpointError(f"{file} is a copy of another state")
         places = shard_places(shards)
-        for shard, source in _pairs(shards, self._mapped(slot, places[-1]), places):
+        for shard, source in _pairs(shards, self._mapped(file, places[-1]), places):
             shard.tensor.detach().copy_(source)
         return description["progress"]
 
     def close(self) -> None:
-        """Wait for the current copy and unmap the memory; the files stay."""
+        """Wait for the current copy, give up one that is being sent, unmap the memory; the files stay."""
         self.join()
+        if self._sending is not None:
+            self._sending[1].cancel()
         self._background.close()
-        for slot in self._slots:
-            slot.bytes = None
+        self._mapped_files.clear()
 
-    def _run(self, slot: _Slot, shards: list[Shard], places: list[int], description: dict[str, Any]) -> None:
+    def _run(self, file: Path, shards: list[Shard], places: list[int], description: dict[str, Any]) -> None:
         try:
-            room = self._mapped(slot, places[-1])
+            room = self._mapped(file, places[-1])
             pairs = [(target, shard.tensor.detach()) for shard, target in _pairs(shards, room, places)]
             self._background.copy(pairs)
-            write_sealed(slot.description, description)
+            write_sealed(description_of(file), description)
         except Exception as error:  # noqa: BLE001 - raised by wait()
             self._error = error
 
-    def _mapped(self, slot: _Slot, size: int) -> Tensor:
-        """Map the slot's file, with memory for all of its pages; pinned for a GPU."""
-        if slot.bytes is None or slot.bytes.numel() < size:
-            slot.bytes = None
-            descriptor = os.open(slot.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            try:
-                # Writing to a page that cannot be allocated would kill the process.
-                os.posix_fallocate(descriptor, 0, max(size, 1))
-                room = mmap.mmap(descriptor, max(size, 1))
-            finally:
-                os.close(descriptor)
-            slot.bytes = torch.frombuffer(room, dtype=torch.uint8)
-            pin(slot.bytes, self._device)
-        return slot.bytes
+    def _send(self, copying: threading.Thread | None, sending: Sending) -> None:
+        """Send one copy; a failure does not reach the training."""
+        status = SendStatus()
+        try:
+            if copying is not None:
+                copying.join()
+            sending.run()
+        except Cancelled:
+            status = SendStatus(cancelled=True)
+        except Exception as error:  # noqa: BLE001 - reported by send_status()
+            status = SendStatus(error=" ".join(str(error).split()))
+        self._send_status = status
+
+    def _mapped(self, file: Path, size: int) -> Tensor:
+        """Map a file, with memory for all of its pages; pinned for a GPU."""
+        found = self._mapped_files.pop(file, None)
+        if found is None or found.numel() < size:
+            del found
+            with opened(file) as descriptor:
+                room = mapped(descriptor, size)
+            found = torch.frombuffer(room, dtype=torch.uint8)
+            pin(found, self._device)
+        self._mapped_files[file] = found
+        return found
 
 
 def _layout(shards: Sequence[Shard]) -> str:

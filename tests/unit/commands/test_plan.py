@@ -302,6 +302,22 @@ def test_host_memory_must_hold_offloaded_and_committed_state(
         )
 
 
+def test_copies_in_memory_are_counted_on_each_node(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of the node's own state; with several nodes, as much for another node's."""
+    arguments = ["plan", config, "--device-memory", "500", "placement.devices_per_node=8"]
+    state = QWEN.parameters * 12 / 2**30
+    own, peer = "copies of the trainers' state", "copies of another node's trainers"
+    for nodes, more, wanted in (
+        (1, "checkpoint.keep=2", {own: 2 * state}),
+        (2, "checkpoint.keep=2", {own: state, peer: state}),
+        (2, "checkpoint.peer_copies=false", {own: state}),
+        (2, "checkpoint.keep_in_memory=false", {}),
+    ):
+        assert main([*arguments, f"placement.nodes={nodes}", more]) == EXIT_OK
+        found = re.findall(r"node for (copies of .*), if it is free: ([\d.]+) GiB", capsys.readouterr().out)
+        assert {what: float(gib) for what, gib in found} == pytest.approx(wanted, abs=0.01)
+
+
 def test_an_offloaded_optimizer_moves_from_the_device_to_the_host(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

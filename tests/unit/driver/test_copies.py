@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from orhpc.process import state_folder
 from orhpc.rollout.producer import Position
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import read_events
+from orhpc.train.checkpoint.copy_files import CopyId
 from tests.unit.driver.kit import committed, make_run
 
 
@@ -38,14 +41,15 @@ class FakeTrainers:
 
     def __init__(self, problem: str | None = None, failure: Exception | None = None) -> None:
         self.copies_problem, self.failure = problem, failure
-        self.copied: list[int] = []
+        self.copied: list[CopyId] = []
 
-    async def copy_state(self, step: int) -> None:
+    async def copy_state(self, copy: CopyId) -> dict[str, float]:
         if self.failure is not None:
             raise self.failure
-        self.copied.append(step)
+        self.copied.append(copy)
+        return {"peer_copies_skipped": 1.0}
 
-    async def restore_copy(self, step: int) -> None:
+    async def restore_copy(self, copy: CopyId) -> None:
         raise CheckpointError("rank 1 holds no copy")
 
 
@@ -53,10 +57,19 @@ def as_trainers(fake: FakeTrainers) -> Trainers:
     return cast(Trainers, fake)
 
 
-def chosen(run: Run, held: set[int]) -> Start:
+def named(step: int) -> CopyId:
+    """The copy of this step that the driver recorded last."""
+    path = Path(str(state_folder.state_folder())) / f"driver_{step}.json"
+    return CopyId(step, json.loads(path.read_text())["mark"] if path.exists() else "")
+
+
+def chosen(run: Run, held: Iterable[int | CopyId]) -> Start:
+    """The start when all ranks have these copies, or those that the driver recorded of these steps."""
+    copies = {named(h) if isinstance(h, int) else h for h in held}
+
     async def choose() -> Start:
         copied = asyncio.get_running_loop().create_future()
-        copied.set_result(held)
+        copied.set_result(copies)
         return await choose_start(run, None, copied)
 
     return asyncio.run(choose())
@@ -64,13 +77,14 @@ def chosen(run: Run, held: set[int]) -> Start:
 
 def allow(run: Run, *steps: int) -> None:
     for step in steps:
+        asyncio.run(run.copies.begin(as_trainers(FakeTrainers()), step))
         run.copies.allow(State(step, Position(10 * step, (7, 9)), 500, 1000))
 
 
 def test_the_newest_step_that_all_ranks_hold_is_restored_with_its_position(run: Run) -> None:
     allow(run, 3, 4, 5)
     start = chosen(run, {4, 5, 6})  # step 6 was not reported
-    assert (start.copied, start.folder, str(start.commit)) == (True, None, "step_2.a001")
+    assert (start.copy and start.copy.step, start.folder, str(start.commit)) == (5, None, "step_2.a001")
     assert start.state == State(5, Position(50, (7, 9)), 500, 1000)
     assert run.max_tokens == 500
     (event,) = read_events(run.rundir.events)
@@ -84,7 +98,16 @@ def test_the_newest_step_that_all_ranks_hold_is_restored_with_its_position(run: 
 def test_without_a_newer_copy_the_commit_is_restored(run: Run, allowed: Any, held: set[int]) -> None:
     allow(run, *allowed)
     start = chosen(run, held)
-    assert (start.copied, start.state.step, start.commit) == (False, 2, run.rundir.lineage()[0])
+    assert (start.copy, start.state.step, start.commit) == (None, 2, run.rundir.lineage()[0])
+
+
+def test_a_copy_of_a_step_that_was_made_again_is_not_the_new_one(run: Run) -> None:
+    """Another node may still hold the first one, of all ranks."""
+    allow(run, 3, 4)
+    first = named(4)
+    allow(run, 4)
+    assert chosen(run, {3, first}).state.step == 3
+    assert chosen(run, {3, first, named(4)}).copy == named(4) != first
 
 
 def test_a_damaged_file_of_the_driver_is_passed_over(run: Run) -> None:
@@ -99,7 +122,7 @@ def test_a_copy_that_cannot_be_loaded_is_not_tried_again(run: Run) -> None:
     start = chosen(run, {3})
     with pytest.raises(InfraError, match=r"rank 1 holds no copy; continuing from the last commit"):
         asyncio.run(restore(run, as_trainers(FakeTrainers()), start))
-    assert not chosen(run, {3}).copied
+    assert chosen(run, {3}).copy is None
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -113,7 +136,7 @@ def test_memory_that_does_not_suffice_is_reported_once_and_ends_nothing(tmp_path
     for step in (2, 3):
         asyncio.run(copies.begin(as_trainers(bad), step))
         copies.allow(State(step))
-    assert good.copied == [1]
+    assert [copy.step for copy in good.copied] == [1]
     (line,) = notices
     assert reason in line
     assert "checkpoint.keep_in_memory" in line

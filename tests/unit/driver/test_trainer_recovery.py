@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +27,7 @@ from orhpc.errors import (
 from orhpc.process import state_folder
 from orhpc.rundir.event_lines import lowered_budget
 from orhpc.rundir.events import read_events
+from orhpc.train.checkpoint.copy_files import CopyId
 from tests.unit.driver.kit import make_run
 
 STATE = State(5, max_tokens=1000, setting=1000)
@@ -37,6 +38,8 @@ class Trainers:
 
     def __init__(self, held: set[int], failure: OrhpcError | None = None) -> None:
         self.held, self.failure = held, failure
+        self.made: list[CopyId] = []
+        self.copies_problem = None
         self.calls: list[str] = []
 
     async def restart(self) -> None:
@@ -44,11 +47,15 @@ class Trainers:
         if self.failure is not None:
             raise self.failure
 
-    async def copied_steps(self) -> set[int]:
-        return self.held
+    async def copies(self) -> set[CopyId]:
+        return {c for c in self.made if c.step in self.held}
 
-    async def restore_copy(self, step: int) -> None:
-        self.calls.append(f"copy {step}")
+    async def copy_state(self, copy: CopyId) -> dict[str, float]:
+        self.made.append(copy)
+        return {}
+
+    async def restore_copy(self, copy: CopyId) -> None:
+        self.calls.append(f"copy {copy.step}")
 
     async def restore(self, folder: Path | None) -> None:
         self.calls.append(f"folder {folder}")
@@ -58,9 +65,7 @@ class Trainers:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv(state_folder.VARIABLE, str(tmp_path / "memory"))
-    run = make_run(tmp_path)
-    run.copies.allow(STATE)
-    return run
+    return make_run(tmp_path)
 
 
 def repeated(
@@ -82,6 +87,7 @@ def repeated(
     async def restarted() -> None:
         trainers.calls.append("restarted")
 
+    asyncio.run(run.copies.begin(cast(Any, trainers), STATE.step))
     again = repeat_with_new_trainers(run, runtime, STATE, work, during="update", restarted=restarted)
     result, state = asyncio.run(again)
     assert result == "metrics"

@@ -52,6 +52,25 @@ def test_every_device_has_its_place(count: int, per_node: int, tp: int, data: st
     assert Placement.from_yaml(placed.to_yaml()) == placed
 
 
+@pytest.mark.parametrize(
+    ("nodes", "engine_devices", "holders"),
+    [
+        (1, None, {}),
+        (2, None, {0: 1, 1: 0}),
+        (3, None, {0: 1, 1: 2, 2: 0}),
+        (4, 4, {0: 1, 1: 0}),  # two nodes of engines
+        (3, 4, {0: 1}),  # trainers on one node alone
+    ],
+)
+def test_another_node_holds_copies_of_each_node_with_trainers(
+    nodes: int, engine_devices: int | None, holders: dict[int, int]
+) -> None:
+    placement: dict[str, object] = {"nodes": nodes, "devices_per_node": 2}
+    if engine_devices is not None:
+        placement |= {"mode": "split", "engine_devices": engine_devices}
+    assert plan(config_of(placement, 1), nodes_of(nodes)).copy_holders() == holders
+
+
 def test_too_few_nodes_are_reported_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="4 requested, but the job has 2"):
         plan(config_of({"nodes": 4}, 4), nodes_of(2))

@@ -74,7 +74,7 @@ ray_connect(placement, Path(sys.argv[3]))
 ids, model, logs = node_ids(placement.nodes), str(ensure("tiny")), Path(sys.argv[4])
 
 async def main():
-    trainers = await Trainers.start(config, placement, ids, model)
+    trainers = await Trainers.start(config, placement, ids, model, print)
     engines = await Engines.start(config, placement, ids, model, logs, "hunter2-of-the-engine")
     (host,) = engines._engines[0].hosts
     for actor in (trainers.ranks[0], host):
