@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from orhpc.config import Config
-from orhpc.errors import CheckpointError, NonFinite
+from orhpc.errors import CheckpointError, NonFinite, OutOfMemory
 from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
@@ -39,6 +39,7 @@ from orhpc.train.fetch import load_batch
 from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.profile import traced
+from orhpc.train.rank_recovery import free_memory, leave_default_group, or_restart
 from orhpc.train.sleep.residence import OffloadManager, asleep_bytes, memory
 from orhpc.train.stacks import stacks
 from orhpc.train.step_passes import StepPasses
@@ -49,6 +50,7 @@ from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.train.weights.rank_sync import RankSync
 from orhpc.types import MiniBatch
+from orhpc.wire.weights import start_shared_memory_manager
 
 
 class TrainerRank:
@@ -98,6 +100,8 @@ class TrainerRank:
         self._whole_at: dict[str, int] = {}
         """:meth:`Backend.progress` when the last whole step ended."""
         self._trained: dict[str, TrainedRollout] = {}
+        self._rng: dict[str, Any] | None = None
+        """Of torch's random generators when the last step began."""
 
     def __repr__(self) -> str:
         """Ray begins this process's lines in the driver's log with it."""
@@ -142,6 +146,8 @@ class TrainerRank:
         if self._one_device:
             torch.cuda.set_device(0)
             pin_to_local_cpus(self.device)
+        if self.device.type == "cpu":
+            start_shared_memory_manager()
         held = self._pop_held_socket()
         join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
         if self.config.placement.shared_devices:  # while the engines start
@@ -153,17 +159,9 @@ class TrainerRank:
         Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size`` and
         ``copies_problem``: why the state cannot be copied to the node's memory, or null.
         """
-        torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
-            backend = self._backend_class(
-                self.config, self.model_dir, self.rank, self.world_size, self._offload
-            )
-            self._backend = backend
-            self._whole_at = backend.progress()
+            backend = self._load_model()
             found = check_trainer(backend, self.config, self.model_dir)
-        bucket_bytes = self.config.engine.sync_bucket_mb << 20
-        self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
-        self._saves.prepare(backend)
         freeze_garbage()
         of_node = min(self.world_size, self.config.placement.devices_per_node)
         problem = None if self._copies is None else self._copies.problem(backend.shards(), of_node)
@@ -173,6 +171,16 @@ class TrainerRank:
             "world_size": self.world_size,
             "copies_problem": problem,
         }
+
+    def _load_model(self) -> Backend:
+        torch.manual_seed(self.config.run.seed)
+        backend = self._backend_class(self.config, self.model_dir, self.rank, self.world_size, self._offload)
+        self._backend = backend
+        self._whole_at = backend.progress()
+        bucket_bytes = self.config.engine.sync_bucket_mb << 20
+        self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
+        self._saves.prepare(backend)
+        return backend
 
     def restore(self, folder: str | None) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.
@@ -233,11 +241,16 @@ class TrainerRank:
         self._finish_copy()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         tokens = TrainedTokens()
-        self._trained = {}
-        with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
-            settings = self.config.algorithm
-            moves = step >= settings.critic.warmup_steps
-            passes = StepPasses(self.backend, settings, self.load_batch, report, tokens, policy_moves=moves)
+        self._trained, self._rng = {}, rng_state()
+        settings = self.config.algorithm
+        moves = step >= settings.critic.warmup_steps
+        passes = StepPasses(self.backend, settings, self.load_batch, report, tokens, policy_moves=moves)
+        with (
+            self._naming_the_sample(passes),
+            typed_failures(f"step {step}"),
+            traced(self.config, traces, self.rank),
+            self._counting_steps(),
+        ):
             prepared = passes.prepare(minibatches)
             for index, minibatch in enumerate(minibatches):
                 # After the first optimizer step the state belongs to no weight version: finish the step.
@@ -245,6 +258,16 @@ class TrainerRank:
                 passes.update(minibatch, prepared[index], between)
             self._trained = tokens.rollouts()
             return report.reduced()
+
+    @contextlib.contextmanager
+    def _naming_the_sample(self, passes: StepPasses) -> Iterator[None]:
+        """Say in OutOfMemory which sample was alone in the micro-batch; a pipeline computes several at a time."""
+        try:
+            yield
+        except OutOfMemory as error:
+            pipeline = self.config.train.backend == "megatron" and self.config.megatron.pp > 1
+            error.alone = None if pipeline else passes.alone
+            raise
 
     def _finish_copy(self) -> None:
         """Wait for the copy of the state, before the state changes or moves."""
@@ -281,6 +304,53 @@ class TrainerRank:
     def abandon_collectives(self) -> None:
         """Stop waiting for other ranks: one has failed, and the attempt is over."""
         abandon_collectives()
+
+    # --- recovery in place --------------------------------------------------------------------
+
+    def leave_groups(self) -> None:
+        """Leave all process groups after a failed step, which frees the ranks that still wait in them.
+
+        It waits for no other rank.  A backend that cannot change its groups is released.
+        """
+        with or_restart("the process groups could not be left"):
+            if self._sync is not None:
+                self._sync.leave_group()
+            if self._backend is not None and not self._backend.leave_groups():
+                self._release_model()
+            leave_default_group()
+
+    def rejoin(self, address: str, meeting: int | str, timeout_s: float) -> None:
+        """Form the process group again after :meth:`leave_groups` (collective); see :meth:`connect`."""
+        held = self._pop_held_socket()
+        join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
+
+    def recover(self) -> dict[str, bool]:
+        """Forget a failed step and free its memory (collective); this process and its libraries stay.
+
+        Returns ``rebuilt``: the model had to be loaded again and has the base model's weights; ``whole``: the
+        rank still holds the state of before the step.
+        """
+        with or_restart("the trainer could not recover in place"):
+            self._trained = {}
+            several = self.world_size > 1
+            if self._backend is not None and self._backend.recover(new_groups=several):
+                free_memory(self.device)
+                whole = self.holds_whole_step()
+                if whole and self._rng is not None:
+                    set_rng_state(self._rng)
+                return {"rebuilt": False, "whole": whole}
+            self._build_again()
+            return {"rebuilt": True, "whole": False}
+
+    def _build_again(self) -> None:
+        self._saves.close()
+        if self._backend is not None:
+            self._release_model()
+        free_memory(self.device)
+        self._offload = OffloadManager(self.device)
+        self._saves = RankSaves(self.config.checkpoint, self.device, self.rank, self.world_size)
+        self._load_model()
+        freeze_garbage()
 
     def stacks(self) -> str:
         """See :func:`orhpc.train.stacks.stacks`."""
