@@ -1,8 +1,8 @@
 """The token budget of a micro-batch: halved when the trainers run out of memory, raised again carefully.
 
 A run starts with ``train.max_tokens_per_gpu``.  Each time the trainers run out of memory the budget is
-halved.  After ``train.budget_raise_after_steps`` steps without such a failure it is doubled, on trial.  If the trial
-fails, the budget goes back, and the wait for the next trial doubles.
+halved.  After ``train.budget_raise_after_steps`` steps without such a failure it is doubled, on trial.
+If the trial fails, the budget goes back, and the wait for the next trial doubles.
 """
 
 from __future__ import annotations

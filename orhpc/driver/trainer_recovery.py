@@ -1,7 +1,7 @@
 """Updates and weight syncs that outlive failures of trainers: the work is repeated, and little starts again.
 
 * After running out of memory the trainers recover in place: all ranks leave their collectives, form new
-  process groups, and free the failed pass.  The processes, their libraries and usually the model stay.
+  process groups, and free the failed pass.  The processes, their libraries and their models stay.
 * If that is impossible, or a rank is lost or hangs, the trainer processes start again.
 
 Engines, rollout workers, environment sessions and finished rollouts stay in either case.  State that is lost
@@ -68,7 +68,7 @@ async def repeat_after_failure(
                 if smaller is None:
                     raise
                 state = smaller
-                if await _recover(run, runtime, state, error, during, restarted):
+                if await _recover(run, runtime, state, error, during):
                     continue
             else:
                 failures += 1
@@ -85,30 +85,26 @@ async def _recover(
     state: State,
     error: OrhpcError,
     during: str,
-    restarted: Callable[[], Awaitable[None]],
 ) -> bool:
-    """Bring the trainers back to the state after ``state.step`` in their processes; return whether it worked."""
+    """Bring the trainers back to the state after ``state.step`` in their processes; return the success."""
     log.error("%s: %s; recovering in place", type(error).__name__, error)
     began = time.monotonic()
     try:
-        rebuilt, restored = await run.unless_stopped(_recovered(run, runtime, state.step))
+        restored = await run.unless_stopped(_recovered(run, runtime, state.step))
     except OrhpcError as other:
         log.error("the trainers cannot recover in place: %s", other)
         return False
     seconds = time.monotonic() - began
-    extra = {"rebuilt": rebuilt, "restored": restored}
-    _report(run, "out_of_memory_recovered", state, error, during, seconds, extra)
+    _report(run, "out_of_memory_recovered", state, error, during, seconds, {"restored": restored})
     run.notice(
         f"the trainers ran out of memory, recovered in place in {seconds:.1f} s and repeat step "
         f"{state.step + 1} with {state.max_tokens} tokens per micro-batch: {error}"
     )
-    if rebuilt:
-        await restarted()
     return True
 
 
-async def _recovered(run: Run, runtime: Runtime, step: int) -> tuple[bool, bool]:
-    """Recover in place; return whether the models were loaded again, and whether the state was restored.
+async def _recovered(run: Run, runtime: Runtime, step: int) -> bool:
+    """Recover in place; return whether the state had to be restored.
 
     Raises:
         OrhpcError: a rank does not answer in time, or the state cannot be restored.
@@ -118,7 +114,7 @@ async def _recovered(run: Run, runtime: Runtime, step: int) -> tuple[bool, bool]
         await _load_state(run, runtime, step)
     if runtime.engines is not None and found.left_groups:
         await runtime.engines.leave_group()  # rank 0 has left it
-    return found.rebuilt, not found.whole
+    return not found.whole
 
 
 async def _restart(run: Run, runtime: Runtime, state: State, error: OrhpcError, during: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from orhpc.config import Config
-from orhpc.errors import CheckpointError, NonFinite, OutOfMemory
+from orhpc.errors import CheckpointError, InfraError, NonFinite, OutOfMemory
 from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
@@ -159,9 +159,17 @@ class TrainerRank:
         Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size`` and
         ``copies_problem``: why the state cannot be copied to the node's memory, or null.
         """
+        torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
-            backend = self._load_model()
+            backend = self._backend_class(
+                self.config, self.model_dir, self.rank, self.world_size, self._offload
+            )
+            self._backend = backend
+            self._whole_at = backend.progress()
             found = check_trainer(backend, self.config, self.model_dir)
+        bucket_bytes = self.config.engine.sync_bucket_mb << 20
+        self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
+        self._saves.prepare(backend)
         freeze_garbage()
         of_node = min(self.world_size, self.config.placement.devices_per_node)
         problem = None if self._copies is None else self._copies.problem(backend.shards(), of_node)
@@ -171,16 +179,6 @@ class TrainerRank:
             "world_size": self.world_size,
             "copies_problem": problem,
         }
-
-    def _load_model(self) -> Backend:
-        torch.manual_seed(self.config.run.seed)
-        backend = self._backend_class(self.config, self.model_dir, self.rank, self.world_size, self._offload)
-        self._backend = backend
-        self._whole_at = backend.progress()
-        bucket_bytes = self.config.engine.sync_bucket_mb << 20
-        self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
-        self._saves.prepare(backend)
-        return backend
 
     def restore(self, folder: str | None) -> None:
         """Continue from a commit of either backend and any number of ranks; None: from the model folder.
@@ -261,7 +259,7 @@ class TrainerRank:
 
     @contextlib.contextmanager
     def _naming_the_sample(self, passes: StepPasses) -> Iterator[None]:
-        """Say in OutOfMemory which sample was alone in the micro-batch; a pipeline computes several at a time."""
+        """Say in OutOfMemory whether a sample was alone; a pipeline computes several at a time."""
         try:
             yield
         except OutOfMemory as error:
@@ -310,13 +308,12 @@ class TrainerRank:
     def leave_groups(self) -> None:
         """Leave all process groups after a failed step, which frees the ranks that still wait in them.
 
-        It waits for no other rank.  A backend that cannot change its groups is released.
+        It waits for no other rank.  Raises InfraError if this trainer needs a new process instead.
         """
         with or_restart("the process groups could not be left"):
-            if self._sync is not None:
-                self._sync.leave_group()
-            if self._backend is not None and not self._backend.leave_groups():
-                self._release_model()
+            self.sync.leave_group()
+            if not self.backend.leave_groups():
+                raise InfraError("this trainer cannot change its process groups")
             leave_default_group()
 
     def rejoin(self, address: str, meeting: int | str, timeout_s: float) -> None:
@@ -324,33 +321,21 @@ class TrainerRank:
         held = self._pop_held_socket()
         join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
 
-    def recover(self) -> dict[str, bool]:
-        """Forget a failed step and free its memory (collective); this process and its libraries stay.
+    def recover(self) -> bool:
+        """Forget a failed step and free its memory (collective if there are several ranks).
 
-        Returns ``rebuilt``: the model had to be loaded again and has the base model's weights; ``whole``: the
-        rank still holds the state of before the step.
+        Returns whether this rank still holds the state of before the step.  Raises InfraError if it needs a
+        new process instead.
         """
         with or_restart("the trainer could not recover in place"):
+            if not self.backend.recover(new_groups=self.world_size > 1):
+                raise InfraError("this trainer cannot forget a failed step")
             self._trained = {}
-            several = self.world_size > 1
-            if self._backend is not None and self._backend.recover(new_groups=several):
-                free_memory(self.device)
-                whole = self.holds_whole_step()
-                if whole and self._rng is not None:
-                    set_rng_state(self._rng)
-                return {"rebuilt": False, "whole": whole}
-            self._build_again()
-            return {"rebuilt": True, "whole": False}
-
-    def _build_again(self) -> None:
-        self._saves.close()
-        if self._backend is not None:
-            self._release_model()
-        free_memory(self.device)
-        self._offload = OffloadManager(self.device)
-        self._saves = RankSaves(self.config.checkpoint, self.device, self.rank, self.world_size)
-        self._load_model()
-        freeze_garbage()
+            free_memory(self.device)
+            whole = self.holds_whole_step()
+            if whole and self._rng is not None:
+                set_rng_state(self._rng)
+            return whole
 
     def stacks(self) -> str:
         """See :func:`orhpc.train.stacks.stacks`."""

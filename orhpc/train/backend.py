@@ -299,14 +299,14 @@ class Backend(WeightSource):
     def leave_groups(self) -> bool:
         """Drop all references to process groups after a failed pass, without waiting for another rank.
 
-        False: this backend cannot continue in other groups; it must be released and built again.
+        False: this backend cannot continue in other groups, and its rank needs a new process.
         """
         return False
 
     def recover(self, *, new_groups: bool) -> bool:
         """Forget a failed pass and its gradients; with ``new_groups`` take new process groups (collective).
 
-        Parameters and optimizer state are not touched.  False: this backend must be built again.
+        Parameters and optimizer state are not touched.  False: the rank needs a new process.
         """
         return False
 

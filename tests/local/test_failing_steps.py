@@ -38,7 +38,7 @@ def test_one_non_finite_step_is_skipped_and_two_in_a_row_are_rolled_back(tmp_pat
 
 
 def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
-    """After the first the same trainers repeat the step, after the second new ones; engines and workers go on."""
+    """After the first the same trainers repeat the step, after the second new ones; all else goes on."""
     faults = "trainer_oom@3:1,trainer_hang@4:1"
     settings = ["train.steps=5", "train.update_timeout_s=20", "train.budget_raise_after_steps=2"]
     rundir, events = failing_run(tmp_path, faults, *settings, "checkpoint.save_interval=100")
@@ -47,7 +47,7 @@ def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
     (recovered,) = [e for e in events if e["event"] == "out_of_memory_recovered"]
     assert "out of memory (injected)" in recovered["error"]
     assert (recovered["step"], recovered["max_tokens"]) == (2, 512)
-    assert (recovered["rebuilt"], recovered["restored"]) == (False, False)
+    assert not recovered["restored"]
     assert recovered["seconds"] < 20
     (restarted,) = [e for e in events if e["event"] == "trainers_restarted"]
     assert (restarted["kind"], restarted["step"]) == ("TrainerHangs", 3)

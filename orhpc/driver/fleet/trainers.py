@@ -40,8 +40,6 @@ class Recovered(NamedTuple):
 
     whole: bool
     """Whether they hold the state of before the step."""
-    rebuilt: bool
-    """Whether they had to load the model again, and now hold the base model's weights."""
     left_groups: bool
     """Whether rank 0 has left the group of the engines."""
 
@@ -130,11 +128,8 @@ class Trainers:
             await self.all_within(RECOVERY_S, TrainerRank.leave_groups)
             connect, meeting = TrainerRank.rejoin, await self._meeting()
             await self.all_within(RECOVERY_S, connect, self.host, meeting, COLLECTIVE_TIMEOUT_S)
-        found = await self.all_within(COLLECTIVE_TIMEOUT_S, TrainerRank.recover)
-        rebuilt = any(rank["rebuilt"] for rank in found)
-        if rebuilt:
-            self._limit.started()
-        return Recovered(all(rank["whole"] for rank in found), rebuilt, left_groups=several)
+        found = await self.all_within(RECOVERY_S, TrainerRank.recover)
+        return Recovered(all(found), left_groups=several)
 
     async def _abandon_collectives(self, timeout_s: float) -> None:
         controls = [rank.abandon_collectives.options(concurrency_group=_CONTROL) for rank in self.ranks]

@@ -135,7 +135,7 @@ def test_out_of_memory_halves_the_budget_as_often_as_the_policy_allows(run: Run)
         repeated(run, trainers, [error] * 4)
 
 
-IN_PLACE = Recovered(whole=True, rebuilt=False, left_groups=True)
+IN_PLACE = Recovered(whole=True, left_groups=True)
 
 
 def alone(tokens: int) -> OutOfMemory:
@@ -155,17 +155,16 @@ def test_out_of_memory_is_recovered_in_place_and_restarts_nothing(run: Run) -> N
     assert "repeat step 6 with 500 tokens per micro-batch" in notice["reason"]
 
 
-@pytest.mark.parametrize("rebuilt", [False, True])
-def test_state_that_the_failed_step_has_changed_is_restored_in_place(run: Run, rebuilt: bool) -> None:
-    """A commit that ranks write in the background goes on, unless they had to release their models."""
-    trainers = Trainers({4, 5}, recovered=Recovered(whole=False, rebuilt=rebuilt, left_groups=False))
+def test_state_that_the_failed_step_has_changed_is_restored_in_place(run: Run) -> None:
+    """A commit that ranks write in the background goes on."""
+    trainers = Trainers({4, 5}, recovered=Recovered(whole=False, left_groups=False))
     repeated(run, trainers, [OutOfMemory("x")], engines=Engines(trainers.calls))
-    assert trainers.calls == ["recover", "copy 5", *(["restarted"] if rebuilt else [])]
+    assert trainers.calls == ["recover", "copy 5"]
     assert read_events(run.rundir.events)[0]["restored"]
 
 
 def test_changed_state_without_a_copy_leads_to_a_restart_which_fails_as_well(run: Run) -> None:
-    trainers = Trainers({4}, recovered=Recovered(whole=False, rebuilt=False, left_groups=False))
+    trainers = Trainers({4}, recovered=Recovered(whole=False, left_groups=False))
     with pytest.raises(OutOfMemory):
         repeated(run, trainers, [OutOfMemory("x")])
     assert trainers.calls == ["recover", "restart"]

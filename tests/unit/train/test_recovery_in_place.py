@@ -165,7 +165,7 @@ def test_the_step_is_repeated_in_place_with_the_same_gradient(
         for where, failed, answer, untouched, equal, seconds in found:
             about = f"rank {rank}, {where}"
             assert failed == ("OutOfMemory" if rank == 1 % world else "InfraError"), about
-            assert answer == {"rebuilt": False, "whole": True}, about
+            assert answer is True, about
             assert untouched, about
             assert equal, about
             assert seconds < 60, about  # the collectives' own timeout is 100
