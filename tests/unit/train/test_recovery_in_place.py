@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,3 +170,21 @@ def test_the_step_is_repeated_in_place_with_the_same_gradient(
             assert untouched, about
             assert equal, about
             assert seconds < 60, about  # the collectives' own timeout is 100
+
+
+def test_the_failure_names_a_sample_that_was_alone_in_its_micro_batch(
+    make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For it, half the token budget would not help."""
+    rank, samples = make(), make_samples(8)
+    for budget, alone in ((1, True), (1000, False)):
+        plan = plan_batches(samples, ranks=1, n_minibatches=1, max_tokens=budget).minibatches
+        first = plan[0].ranks[0][0].samples
+        with monkeypatch.context() as patch:
+            patch.setattr(rank.backend, "_accumulate", fails)
+            with pytest.raises(OutOfMemory) as failure:
+                rank.step(plan, step=1)
+        assert failure.value.alone == (first[0].length if alone else None)
+        again = pickle.loads(pickle.dumps(failure.value))  # as Ray does on the way to the driver
+        assert again.alone == failure.value.alone
+        rank.recover()
