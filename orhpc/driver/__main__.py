@@ -74,7 +74,9 @@ async def supervise(run: Run, token_limit: int | None = None) -> int:
             await asyncio.sleep(min(30.0, 2.0**failures))
             if policy.action is Action.RESTART_SMALLER:
                 run.max_tokens = max(1, run.max_tokens // 2)
-            token_limit = run.max_tokens  # also if the newest commit has a higher one
+            # The commit that is restored may be older than the failure that lowered the budget.
+            lowered = run.max_tokens < run.config.train.max_tokens_per_gpu
+            token_limit = run.max_tokens if lowered else None
         else:
             run.events.write("finished", step=run.config.train.steps)
             return EXIT_OK
