@@ -8,8 +8,8 @@ Some failures are handled where they occur, and reach the supervisor only if tha
 * a lost engine is restarted (:mod:`orhpc.driver.fleet.engines`), a failed weight sync is
   repeated once (:mod:`orhpc.driver.runtime`);
 * a write that raises :class:`StorageRefused` is retried (:mod:`orhpc.rundir.storage`);
-* a trainer that dies or is :class:`OutOfMemory` within a step is restarted, with all others, and the step is
-  repeated (:mod:`orhpc.driver.trainer_recovery`);
+* trainers of which one is :class:`OutOfMemory` within a step recover in their processes; if one dies all are
+  restarted; the step is repeated (:mod:`orhpc.driver.trainer_recovery`);
 * a first :class:`NonFinite` skips the step on all ranks (:mod:`orhpc.driver.loop`);
 * a :class:`CheckpointError` costs one commit, not the run (:mod:`orhpc.driver.saver`).
 
@@ -206,6 +206,9 @@ class EnvironmentRaised(BadTask):
 
 class OutOfMemory(OrhpcError):
     """Device or host memory was exhausted."""
+
+    alone: int | None = None
+    """Tokens of the sample that was alone in the micro-batch for which the memory did not suffice."""
 
 
 class NonFinite(OrhpcError):

@@ -5,7 +5,8 @@
 Three runs of SmolLM2-135M (configs/gpu-smollm2.yaml), whose only commit is the last step:
 
 * ``faults``: a trainer is killed during an update, then while rollouts are generated; another process takes
-  so much of the GPU that an update runs out of memory; the raylet is killed.
+  so much of the GPU that an update runs out of memory, from which the trainer recovers in place (``by`` says
+  whether it did, or had to restart); the raylet is killed.
 * ``replay``: trains on the recorded rollouts of ``faults``, undisturbed: its gradient norms must be those of
   the disturbed steps, up to rounding.
 * ``without``: no faults, and no copies of the state (``checkpoint.keep_in_memory: false``): what
@@ -140,10 +141,11 @@ def _memory_taken(run: Run, after: int) -> dict[str, Any]:
         other.stdin.flush()
         print(f"another process took {int(other.stdout.readline()) / 1e9:.1f} GB", flush=True)
         began = time.time()
-        restarted = run.after(step, "trainers_restarted")
+        kinds = ("out_of_memory_recovered", "trainers_restarted")  # in place, or by a restart
+        handled = run.wait(lambda e: e["event"] in kinds and e["time"] > step["time"])
         other.kill()
-    row = _row("GPU memory exhausted in an update", step, restarted, run, began)
-    return row | {"kind": restarted["kind"], "peak_before_gb": step["memory_trainer_peak_gb"]}
+    row = _row("GPU memory exhausted in an update", step, handled, run, began)
+    return row | {"by": handled["event"], "peak_before_gb": step["memory_trainer_peak_gb"]}
 
 
 def _trainer_killed(run: Run, after: int, phase: str) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from orhpc.rundir.events import read_events
 Event = Mapping[str, Any]
 _NOTICED = {
     *("restart", "failed", "stopped", "trainers_restarted", "engines_ended", "engines_restarted"),
-    *("environment_restarted", "storage_refused", "commit_failed"),
+    *("environment_restarted", "storage_refused", "commit_failed", "out_of_memory_recovered"),
 }
 """Events that show that the run has noticed a fault."""
-_AFTERWARDS = {"trainers_restarted", "engines_restarted"}
-"""Those that are written when the restart is over, with its ``seconds``."""
+_AFTERWARDS = {"trainers_restarted", "engines_restarted", "out_of_memory_recovered"}
+"""Those that are written when the recovery is over, with its ``seconds``."""
 HEAD = ("fault", "detected after, s", "back after, s", "steps lost", "rollouts lost", "restarted", "verdict")
 
 
@@ -143,6 +143,8 @@ def _restarted(fault: Event, window: Sequence[Event]) -> str:
         "environment_restarted": lambda _: "environment server",
     }
     parts += dict.fromkeys(kinds[e["event"]](e) for e in window if e["event"] in kinds)
+    if any(e["event"] == "out_of_memory_recovered" for e in window):
+        parts.append("nothing; update repeated")
     if any(e["event"] == "step" and e.get("skipped") for e in window):
         parts.append("nothing; update skipped")
     return ", ".join(parts) or "nothing"

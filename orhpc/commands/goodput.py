@@ -136,7 +136,7 @@ class _Clock:
     _committing: float = 0.0
     """Seconds of commits in the current interval."""
     _restarting: dict[str, float] = field(default_factory=dict)
-    """Seconds of restarts of the trainers alone in the current interval, by phase of the step."""
+    """Seconds of the trainers' recoveries and restarts in the current interval, by phase of the step."""
 
     def pass_event(self, event: Event, *, counts: bool) -> None:
         """Account for the time up to an event; ``counts``: whether it is a step that counts."""
@@ -148,7 +148,7 @@ class _Clock:
         elif kind == "commit":
             began = max(time - event.get("seconds", 0.0), self._now or 0.0)
             self._committing += max(0.0, time - began)
-        elif kind == "trainers_restarted":
+        elif kind in ("trainers_restarted", "out_of_memory_recovered"):
             during, seconds = event.get("during", "update"), event.get("seconds", 0.0)
             self._restarting[during] = self._restarting.get(during, 0.0) + seconds
         elif kind == "step" and counts:

@@ -108,6 +108,10 @@ class TrainSettings(Section):
     max_tokens_per_gpu: Positive = 8192
     """Maximum number of packed tokens per micro-batch and rank. A longer sample gets its own
     micro-batch. Lower it if the trainer runs out of GPU memory."""
+    budget_raise_after_steps: NonNegative = 50
+    """When the trainer runs out of memory, the run goes on with half of ``max_tokens_per_gpu``. After this
+    many steps without such a failure the double is tried again; if that fails, the number of steps until the
+    next try doubles. 0: never."""
     dynamic_batch: bool = True
     """Pack samples into micro-batches of up to ``max_tokens_per_gpu``. False: ``micro_batch_size`` samples
     per micro-batch."""

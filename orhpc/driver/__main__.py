@@ -40,6 +40,8 @@ log = logging.getLogger("orhpc.driver")
 async def supervise(run: Run, token_limit: int | None = None) -> int:
     """Run and restart attempts according to the policy table; returns the process's exit code."""
     failures, last_step = 0, -1
+    if token_limit is not None:
+        run.max_tokens = min(run.max_tokens, token_limit)
     while True:
         try:
             with refusals("the run directory refuses", below=run.rundir.path):
@@ -71,7 +73,10 @@ async def supervise(run: Run, token_limit: int | None = None) -> int:
                 run.copies.forget()  # the run returns to a commit, before the steps that led here
             await asyncio.sleep(min(30.0, 2.0**failures))
             if policy.action is Action.RESTART_SMALLER:
-                token_limit = run.max_tokens = max(1, run.max_tokens // 2)
+                run.max_tokens = max(1, run.max_tokens // 2)
+            # The commit that is restored may be older than the failure that lowered the budget.
+            lowered = run.max_tokens < run.config.train.max_tokens_per_gpu
+            token_limit = run.max_tokens if lowered else None
         else:
             run.events.write("finished", step=run.config.train.steps)
             return EXIT_OK

@@ -15,13 +15,14 @@ from functools import partial
 
 from orhpc.config import Config
 from orhpc.driver import evaluation
+from orhpc.driver.memory_tries import SampleLimit, dropped_notice
 from orhpc.driver.metrics import Phases
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep
-from orhpc.driver.trainer_recovery import repeat_with_new_trainers
+from orhpc.driver.trainer_recovery import repeat_after_failure
 from orhpc.errors import NonFinite, TrainerHangs
 from orhpc.rollout.producer import StepGroups
 from orhpc.train.batch import plan_batches
@@ -52,15 +53,16 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         advantages = runtime.estimator.advantages(step_groups.groups)
         # Update
         await run.faults.before_update(runtime, state.step + 1)
-        batch = partial(train_on, run, runtime, step_groups.groups, advantages)
+        limit = SampleLimit()
+        batch = partial(train_on, run, runtime, step_groups.groups, advantages, limit)
         with phases.timed("update"):
-            metrics, state = await repeat_with_new_trainers(
-                run, runtime, state, batch, during="update", restarted=saver.begin_again
+            metrics, state = await repeat_after_failure(
+                run, runtime, state, batch, during="update", restarted=saver.begin_again, limit=limit
             )
         # The trainers hold the next step now: a commit made after a later failure contains this step.
         state = replace(state, step=state.step + 1, position=runtime.producer.position)
-        saver.state = state
-        note_fates(run, state, step_groups, skipped=bool(metrics.get("skipped")))
+        saver.state = state = state if metrics.get("skipped") else raise_budget(run, state)
+        note_fates(run, state, step_groups, limit, skipped=bool(metrics.get("skipped")))
         metrics |= sharing | runtime.estimator.metrics(step_groups.groups)
         run.unreported = CompletedStep(state, step_groups, metrics, phases)
         metrics |= await run.copies.begin(runtime.trainers, state.step)
@@ -70,7 +72,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         with phases.timed("record"):
             await runtime.record(state.step, step_groups, saver.store)
         with phases.timed("sync"):
-            sent, state = await repeat_with_new_trainers(
+            sent, state = await repeat_after_failure(
                 run,
                 runtime,
                 state,
@@ -89,9 +91,25 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
             await evaluate(run, runtime, saver)
 
 
-def note_fates(run: Run, state: State, step_groups: StepGroups, *, skipped: bool) -> None:
+def raise_budget(run: Run, state: State) -> State:
+    """Return the state after a complete step, with a token budget that may be higher than before."""
+    setting = run.config.train.max_tokens_per_gpu
+    raised = state.with_budget(state.budget.after_step(setting, run.config.train.budget_raise_after_steps))
+    if raised.max_tokens != state.max_tokens:
+        run.max_tokens = raised.max_tokens
+        budget = {"max_tokens": raised.max_tokens, "max_tokens_per_gpu": setting}
+        run.events.write("token_budget_raised", step=state.step, **budget)
+    return raised
+
+
+def note_fates(run: Run, state: State, step_groups: StepGroups, limit: SampleLimit, *, skipped: bool) -> None:
     """Add what became of the step's prompt groups to the run's ledger; ``skipped``: no update was made."""
     trained, dropped = [group.id for group in step_groups.groups], step_groups.why
+    if limit.below is not None:
+        run.notice(dropped_notice(run.config, state.step, limit))
+        too_long = [g.id for g in step_groups.groups if all(r.length >= limit.below for r in g.trainable)]
+        trained = [group for group in trained if group not in too_long]
+        dropped = dropped | dict.fromkeys(too_long, "out_of_memory")
     if run.config.train.replay_rollouts is not None:  # their ids are those of another run
         trained, dropped = [], {}
     elif skipped:
@@ -110,17 +128,21 @@ async def train_on(
     runtime: Runtime,
     groups: Sequence[PromptGroup],
     advantages: Sequence[Float64Array],
+    limit: SampleLimit,
     state: State,
 ) -> dict[str, float]:
     """Pack a step's groups into micro-batches and make its optimizer updates; returns the metrics.
+
+    Samples that ``limit`` excludes are left out.
 
     Raises:
         NonFinite: the previous step was skipped too.
     """
     config = run.config
     tokens = state.max_tokens * config.ranks_per_sequence
-    plan = plan_step(groups, advantages, config, config.data_ranks, tokens, state.step)
-    return {**await update(run, runtime, plan, state), "padding": plan.padding}
+    plan = plan_step(groups, advantages, config, config.data_ranks, tokens, state.step, limit)
+    dropped = {"memory_dropped_rollouts": float(limit.dropped)} if limit.dropped else {}
+    return {**await update(run, runtime, plan, state), "padding": plan.padding, **dropped}
 
 
 def plan_step(
@@ -130,6 +152,7 @@ def plan_step(
     ranks: int,
     max_tokens: int,
     version: int,
+    limit: SampleLimit | None = None,
 ) -> BatchPlan:
     """Pack the samples of a step.
 
@@ -143,9 +166,15 @@ def plan_step(
         ranks: trainer ranks that do not share micro-batches.
         max_tokens: largest size of a micro-batch.
         version: policy version that the update starts from.
+        limit: of the samples' lengths; it gets the number of samples left out, and the longest of the others.
     """
     oldest = oldest_trained(config, version)
     samples: list[Sample] = []
+    size = (
+        config.train.micro_batch_size
+        * max_tokens
+        // (config.train.max_tokens_per_gpu * config.ranks_per_sequence)
+    )  # after running out of memory, a fixed number of samples is lowered like the budget
     for group, group_advantages in zip(groups, advantages, strict=True):
         for r, a in zip(group.trainable, group_advantages, strict=True):
             tokens = r.tokens_since(oldest)
@@ -154,13 +183,22 @@ def plan_step(
                 continue
             first = oldest if tokens < r.response_tokens else None
             samples.append(Sample(r.id, r.length, tokens, float(a), r.location, first))
+    if limit is not None:
+        samples = _within(samples, limit)
     return plan_batches(
         samples,
         ranks=ranks,
         n_minibatches=config.train.steps_per_rollout,
         max_tokens=max_tokens,
-        micro_batch_size=None if config.train.dynamic_batch else config.train.micro_batch_size,
+        micro_batch_size=None if config.train.dynamic_batch else max(1, size),
     )
+
+
+def _within(samples: Sequence[Sample], limit: SampleLimit) -> list[Sample]:
+    kept = [s for s in samples if limit.below is None or s.length < limit.below]
+    limit.dropped = len(samples) - len(kept)
+    limit.longest = max((s.length for s in kept), default=0)
+    return kept
 
 
 def oldest_trained(config: Config, version: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from orhpc.driver.token_budget import TokenBudget, Trial
 from orhpc.rollout.producer import Position
 from orhpc.rundir import commits
 
@@ -22,6 +23,16 @@ class State:
     """Token budget of a micro-batch: the setting, or a lower value after running out of memory."""
     setting: int | None = None
     """``train.max_tokens_per_gpu`` at that time; None: not recorded, in commits of earlier releases."""
+    trial: Trial = field(default_factory=Trial)
+    """When :attr:`max_tokens` is raised again."""
+
+    @property
+    def budget(self) -> TokenBudget:
+        """The token budget of a micro-batch, and when it is raised."""
+        return TokenBudget(self.max_tokens, self.trial)
+
+    def with_budget(self, budget: TokenBudget) -> State:
+        return replace(self, max_tokens=budget.tokens, trial=budget.trial)
 
     def resumed(self, setting: int, token_limit: int | None) -> State:
         """The state for an attempt of a run whose ``train.max_tokens_per_gpu`` is now ``setting``.
@@ -29,8 +40,10 @@ class State:
         A changed setting replaces a lowered budget; ``token_limit`` applies in either case.
         """
         changed = self.setting is not None and self.setting != setting
-        own = setting if changed else min(self.max_tokens, setting)
-        return replace(self, max_tokens=min(own, token_limit or own), setting=setting)
+        budget = TokenBudget(setting) if changed or self.max_tokens > setting else self.budget
+        if token_limit is not None:
+            budget = budget.limited(token_limit)
+        return replace(self, setting=setting).with_budget(budget)
 
     def to_manifest(self) -> dict[str, Any]:
         return {
@@ -38,6 +51,7 @@ class State:
             "pending": list(self.position.pending),
             "max_tokens": self.max_tokens,
             "max_tokens_per_gpu": self.setting,
+            "budget_trial": self.trial._asdict(),
         }
 
     @classmethod
@@ -48,4 +62,5 @@ class State:
     def after(cls, step: int, recorded: Mapping[str, Any]) -> State:
         """The state after a step, as :meth:`to_manifest` recorded it."""
         position = Position(recorded["next_group"], tuple(recorded["pending"]))
-        return cls(step, position, recorded["max_tokens"], recorded.get("max_tokens_per_gpu"))
+        trial = Trial.of(recorded.get("budget_trial"))
+        return cls(step, position, recorded["max_tokens"], recorded.get("max_tokens_per_gpu"), trial)

@@ -8,7 +8,7 @@ from typing import Any
 Event = dict[str, Any]
 
 
-BUDGETS = ("bring_up", "trainers_restarted")
+BUDGETS = ("bring_up", "trainers_restarted", "out_of_memory_recovered", "token_budget_raised")
 """Events with the token budget of a micro-batch."""
 
 
@@ -45,6 +45,9 @@ def line_of(event: Event) -> str | None:
         took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in event["phases"].items())
         about = f"{event.get('parameters', 0) / 1e6:.1f} M parameters, step {event['step']}"
         return f"ready after {event['seconds']:.0f} s ({took}): {about}"
+    if kind == "token_budget_raised":
+        tokens, setting = event.get("max_tokens"), event.get("max_tokens_per_gpu")
+        return f"trying {tokens} tokens per micro-batch again (train.max_tokens_per_gpu {setting})"
     if kind in _OF_PARTS:
         return _OF_PARTS[kind](event)
     if kind in ("finished", "stopped"):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from orhpc.config import Config
-from orhpc.errors import CheckpointError, NonFinite
+from orhpc.errors import CheckpointError, InfraError, NonFinite, OutOfMemory
 from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
@@ -41,6 +41,7 @@ from orhpc.train.fetch import load_batch
 from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.profile import traced
+from orhpc.train.rank_recovery import free_memory, leave_default_group, or_restart
 from orhpc.train.sleep.residence import OffloadManager, asleep_bytes, memory
 from orhpc.train.stacks import stacks
 from orhpc.train.step_passes import StepPasses
@@ -51,6 +52,7 @@ from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.train.weights.rank_sync import RankSync
 from orhpc.types import MiniBatch
+from orhpc.wire.weights import start_shared_memory_manager
 
 
 class TrainerRank:
@@ -100,6 +102,8 @@ class TrainerRank:
         self._whole_at: dict[str, int] = {}
         """:meth:`Backend.progress` when the last whole step ended."""
         self._trained: dict[str, TrainedRollout] = {}
+        self._rng: dict[str, Any] | None = None
+        """Of torch's random generators when the last step began."""
 
     def __repr__(self) -> str:
         """Ray begins this process's lines in the driver's log with it."""
@@ -144,6 +148,8 @@ class TrainerRank:
         if self._one_device:
             torch.cuda.set_device(0)
             pin_to_local_cpus(self.device)
+        if self.device.type == "cpu":
+            start_shared_memory_manager()
         held = self._pop_held_socket()
         join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
         if self.config.placement.shared_devices:  # while the engines start
@@ -240,11 +246,16 @@ class TrainerRank:
         self._finish_copy()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
         tokens = TrainedTokens()
-        self._trained = {}
-        with typed_failures(f"step {step}"), traced(self.config, traces, self.rank), self._counting_steps():
-            settings = self.config.algorithm
-            moves = step >= settings.critic.warmup_steps
-            passes = StepPasses(self.backend, settings, self.load_batch, report, tokens, policy_moves=moves)
+        self._trained, self._rng = {}, rng_state()
+        settings = self.config.algorithm
+        moves = step >= settings.critic.warmup_steps
+        passes = StepPasses(self.backend, settings, self.load_batch, report, tokens, policy_moves=moves)
+        with (
+            self._naming_the_sample(passes),
+            typed_failures(f"step {step}"),
+            traced(self.config, traces, self.rank),
+            self._counting_steps(),
+        ):
             prepared = passes.prepare(minibatches)
             for index, minibatch in enumerate(minibatches):
                 # After the first optimizer step the state belongs to no weight version: finish the step.
@@ -252,6 +263,16 @@ class TrainerRank:
                 passes.update(minibatch, prepared[index], between)
             self._trained = tokens.rollouts()
             return report.reduced()
+
+    @contextlib.contextmanager
+    def _naming_the_sample(self, passes: StepPasses) -> Iterator[None]:
+        """Say in OutOfMemory whether a sample was alone; a pipeline computes several at a time."""
+        try:
+            yield
+        except OutOfMemory as error:
+            pipeline = self.config.train.backend == "megatron" and self.config.megatron.pp > 1
+            error.alone = None if pipeline else passes.alone
+            raise
 
     def _finish_copy(self) -> None:
         """Wait for the copy of the state, before the state changes or moves."""
@@ -288,6 +309,40 @@ class TrainerRank:
     def abandon_collectives(self) -> None:
         """Stop waiting for other ranks: one has failed, and the attempt is over."""
         abandon_collectives()
+
+    # --- recovery in place --------------------------------------------------------------------
+
+    def leave_groups(self) -> None:
+        """Leave all process groups after a failed step, which frees the ranks that still wait in them.
+
+        It waits for no other rank.  Raises InfraError if this trainer needs a new process instead.
+        """
+        with or_restart("the process groups could not be left"):
+            self.sync.leave_group()
+            if not self.backend.leave_groups():
+                raise InfraError("this trainer cannot change its process groups")
+            leave_default_group()
+
+    def rejoin(self, address: str, meeting: int | str, timeout_s: float) -> None:
+        """Form the process group again after :meth:`leave_groups` (collective); see :meth:`connect`."""
+        held = self._pop_held_socket()
+        join_default_group(self.device, address, meeting, self.rank, self.world_size, timeout_s, held)
+
+    def recover(self) -> bool:
+        """Forget a failed step and free its memory (collective if there are several ranks).
+
+        Returns whether this rank still holds the state of before the step.  Raises InfraError if it needs a
+        new process instead.
+        """
+        with or_restart("the trainer could not recover in place"):
+            if not self.backend.recover(new_groups=self.world_size > 1):
+                raise InfraError("this trainer cannot forget a failed step")
+            self._trained = {}
+            free_memory(self.device)
+            whole = self.holds_whole_step()
+            if whole and self._rng is not None:
+                set_rng_state(self._rng)
+            return whole
 
     def stacks(self) -> str:
         """See :func:`orhpc.train.stacks.stacks`."""

@@ -48,19 +48,26 @@ class Batches(Generic[T]):
     The model chunks of a pipeline stage each iterate over them, at different speeds.
     """
 
-    def __init__(self, source: Iterable[T], count: int) -> None:
+    def __init__(
+        self, source: Iterable[T], count: int, reached: Callable[[int], object] | None = None
+    ) -> None:
+        """``reached`` is called with the index of each micro-batch that a pass comes to, and ``count`` at its
+        end."""
         self._source = iter(source)
         self._count = count
         self._taken: list[T] = []
+        self.reached = reached or (lambda _: None)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[T]:
         for index in range(self._count):
+            self.reached(index)
             if index == len(self._taken):
                 self._taken.append(next(self._source))
             yield self._taken[index]
+        self.reached(self._count)
 
 
 class LossSlots(Protocol):
@@ -286,6 +293,22 @@ class Backend(WeightSource):
     def _discarded(self) -> list[Tensor]:
         """Return tensors that only an update uses, and whose contents are not needed between updates."""
         return []
+
+    # --- recovery -----------------------------------------------------------------------------
+
+    def leave_groups(self) -> bool:
+        """Drop all references to process groups after a failed pass, without waiting for another rank.
+
+        False: this backend cannot continue in other groups, and its rank needs a new process.
+        """
+        return False
+
+    def recover(self, *, new_groups: bool) -> bool:
+        """Forget a failed pass and its gradients; with ``new_groups`` take new process groups (collective).
+
+        Parameters and optimizer state are not touched.  False: the rank needs a new process.
+        """
+        return False
 
     # --- memory -------------------------------------------------------------------------------
 

@@ -57,6 +57,13 @@ class StepPasses:
         self._report = report
         self._policy_moves = policy_moves
         self._record = tokens.add if backend.reports else None
+        self._current: MicroBatch | None = None
+
+    @property
+    def alone(self) -> int | None:
+        """Tokens of the micro-batch that is being computed, if it is a single sample."""
+        samples = () if self._current is None else self._current.samples
+        return samples[0].length if len(samples) == 1 else None
 
     def prepare(self, minibatches: Sequence[MiniBatch]) -> list[Batches[TrainingBatch] | None]:
         """Compute what needs the parameters at the start of the step: old and reference log-probabilities,
@@ -98,7 +105,7 @@ class StepPasses:
     ) -> Batches[TrainingBatch]:
         rows = zip(forward.batches, forward.old, forward.reference, estimates, strict=True)
         ready = (TrainingBatch(b, old, reference, self._record, e) for b, old, reference, e in rows)
-        return Batches(ready, len(forward.batches))
+        return Batches(ready, len(forward.batches), forward.batches.reached)
 
     def update(
         self, minibatch: MiniBatch, prepared: Batches[TrainingBatch] | None, between: StopCheck
@@ -111,7 +118,8 @@ class StepPasses:
         batches = prepared
         if batches is None:
             loaded = self._loaded(minibatch)
-            batches = Batches((TrainingBatch(b, record=self._record) for b in loaded), len(loaded))
+            training = (TrainingBatch(b, record=self._record) for b in loaded)
+            batches = Batches(training, len(loaded), loaded.reached)
         own = minibatch.ranks[self._backend.data_rank] if self._backend.reports else ()
         self._report.add_packed(sum(m.tokens for m in own))
         if self._settings.has_critic:
@@ -142,4 +150,7 @@ class StepPasses:
                     return
                 yield batch
 
-        return Batches(load(), len(planned))
+        def reached(index: int) -> None:
+            self._current = planned[index] if index < len(planned) else None
+
+        return Batches(load(), len(planned), reached)

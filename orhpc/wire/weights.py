@@ -149,6 +149,15 @@ def shared_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
     return flat
 
 
+def start_shared_memory_manager() -> None:
+    """Start the process with which torch manages host memory that :func:`shared_bucket` allocates.
+
+    It inherits all open sockets of this process.  Call it before any are opened that others must see closed
+    when this process closes them.
+    """
+    torch.empty(1, dtype=torch.uint8).untyped_storage()._share_filename_cpu_()
+
+
 def bucket_handle(flat: torch.Tensor, metadata: Iterable[FlattenedTensorMetadata]) -> str:
     """Serialize a handle of a :func:`shared_bucket`, for ``/update_weights_from_tensor``.
 

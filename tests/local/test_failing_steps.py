@@ -53,22 +53,43 @@ def test_an_engine_that_hangs_or_runs_out_of_memory_costs_no_step(tmp_path: Path
 
 
 def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
-    """Only the trainers start again, and repeat the step; engines and workers go on."""
-    faults, settings = "trainer_oom@3:1,trainer_hang@4:1", ["train.steps=5", "train.update_timeout_s=20"]
+    """After the first the same trainers repeat the step, after the second new ones; all else goes on."""
+    faults = "trainer_oom@3:1,trainer_hang@4:1"
+    settings = ["train.steps=5", "train.update_timeout_s=20", "train.budget_raise_after_steps=2"]
     rundir, events = failing_run(tmp_path, faults, *settings, "checkpoint.save_interval=100")
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5]
     assert not [e for e in events if e["event"] == "restart"]
-    first, second = [e for e in events if e["event"] == "trainers_restarted"]
-    assert (first["kind"], first["step"]) == ("OutOfMemory", 2)
-    assert "out of memory (injected)" in first["error"]
-    assert (second["kind"], second["step"]) == ("TrainerHangs", 3)
+    (recovered,) = [e for e in events if e["event"] == "out_of_memory_recovered"]
+    assert "out of memory (injected)" in recovered["error"]
+    assert (recovered["step"], recovered["max_tokens"]) == (2, 512)
+    assert not recovered["restored"]
+    assert recovered["seconds"] < 20
+    (restarted,) = [e for e in events if e["event"] == "trainers_restarted"]
+    assert (restarted["kind"], restarted["step"]) == ("TrainerHangs", 3)
     assert (
         "step 4 has not ended in time (20 s, train.update_timeout_s): no answer from rank 1"
-        in second["error"]
+        in restarted["error"]
     )
     found = (rundir.attempt(1) / "stacks.log").read_text()
     assert "--- rank 1\ndoes not answer" in found
     assert "orhpc/train/step_passes.py" in found  # rank 0 waits in the middle of its step
     assert len([e for e in events if e["event"] == "bring_up"]) == 1
+    (raised,) = [e for e in events if e["event"] == "token_budget_raised"]
+    assert (raised["step"], raised["max_tokens"]) == (4, 1024)
     state = commits.read_manifest(rundir.checkpoints / str(rundir.lineage()[0])).state
-    assert state["max_tokens"] == 512
+    assert state["max_tokens"] == 1024
+    assert state["budget_trial"] == {"steps": 1, "failed": 0, "before": 512}
+    _assert_gradients_are_those_of_an_undisturbed_run(rundir, tmp_path / "replay", events)
+
+
+def _assert_gradients_are_those_of_an_undisturbed_run(
+    rundir: RunDir, root: Path, events: list[dict[str, Any]]
+) -> None:
+    """On the same rollouts: recovery changes neither parameters nor gradients, beyond rounding."""
+    replay = [f"train.replay_rollouts={rundir.rollouts}", "train.steps=5", "checkpoint.save_interval=100"]
+    _, again = failing_run(root, "", *replay)
+    disturbed, undisturbed = (
+        [e["grad_norm"] for e in found if e["event"] == "step"] for found in (events, again)
+    )
+    assert len(disturbed) == 5
+    assert disturbed == pytest.approx(undisturbed, rel=1e-4)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -29,11 +29,22 @@ COLLECTIVE_TIMEOUT_S = 900.0
 """Maximum seconds that ranks wait for each other in a collective."""
 ANSWER_S = 30.0
 """Seconds without an answer after which a rank counts as stuck or dead."""
+RECOVERY_S = 60.0
+"""Seconds within which all ranks must have left their collectives, and then have formed new groups."""
 _CONTROL = "control"
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Recovered(NamedTuple):
+    """How all ranks have recovered from a failed step in their processes."""
+
+    whole: bool
+    """Whether they hold the state of before the step."""
+    left_groups: bool
+    """Whether rank 0 has left the group of the engines."""
 
 
 class Trainers:
@@ -107,11 +118,36 @@ class Trainers:
         self.ranks = self._start_ranks()
         if self._peers is not None:
             self._peers.start()
+        await self.all(TrainerRank.connect, self.host, await self._meeting(), COLLECTIVE_TIMEOUT_S)
+
+    async def _meeting(self) -> int | str:
+        """Return what the ranks form a process group with; see :meth:`TrainerRank.connect`."""
         if self._one_node:
-            rendezvous = await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file")
-        else:
-            rendezvous = await self.hold_port()
-        await self.all(TrainerRank.connect, self.host, rendezvous, COLLECTIVE_TIMEOUT_S)
+            return await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file", RECOVERY_S)
+        return await self.hold_port()
+
+    async def recover(self) -> Recovered:
+        """Bring all ranks out of a step in which one of them ran out of memory, without a new process.
+
+        Ranks that wait for the failed one in a collective are freed first: NCCL is aborted, and gloo ends
+        when the failed rank closes its connections.  Then all form new process groups and forget the step.
+
+        Raises:
+            OrhpcError: a rank has died, does not answer in time, or cannot recover.
+        """
+        several = len(self.ranks) > 1
+        if several:
+            await self._abandon_collectives(RECOVERY_S)
+            # Each rank does this once its step has ended; the failed one's has.
+            await self.all_within(RECOVERY_S, TrainerRank.leave_groups)
+            connect, meeting = TrainerRank.rejoin, await self._meeting()
+            await self.all_within(RECOVERY_S, connect, self.host, meeting, COLLECTIVE_TIMEOUT_S)
+        found = await self.all_within(RECOVERY_S, TrainerRank.recover)
+        return Recovered(all(found), left_groups=several)
+
+    async def _abandon_collectives(self, timeout_s: float) -> None:
+        controls = [rank.abandon_collectives.options(concurrency_group=_CONTROL) for rank in self.ranks]
+        await call_all([c.remote() for c in controls], "trainer abandon_collectives", timeout_s)
 
     async def restart(self) -> None:
         """End all ranks and start them again, with the base model's weights.
@@ -242,16 +278,8 @@ class Trainers:
         Use it only at the end of an attempt: ranks stop waiting for a failed one, and no rank can take part
         in a collective afterwards.  False if a rank has died or does not answer in time.
         """
-        abandoning = [
-            call(
-                r.abandon_collectives.options(concurrency_group=_CONTROL).remote(),
-                "trainer abandon_collectives",
-                ANSWER_S,
-            )
-            for r in self.ranks
-        ]
         try:
-            await asyncio.gather(*abandoning)
+            await self._abandon_collectives(ANSWER_S)
             return all(await self.all_within(ANSWER_S, TrainerRank.holds_whole_step))
         except OrhpcError as error:
             log.warning("the trainers cannot commit: %s", error)

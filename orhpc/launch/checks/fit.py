@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError, PreflightError
@@ -189,7 +189,7 @@ def check_fit(run: RunPlan) -> None:
         raise ConfigError(
             f"placement: a trainer device needs {parts} = {gib(run.trainer.total)} GiB and has "
             f"{gib(run.device_bytes)} - {gib(RESERVED_BYTES)} reserved = {gib(room)} GiB; "
-            + _way_out(run, room)
+            + _ways_out(run, room)
         )
     if not run.placement.engines:
         return
@@ -209,6 +209,44 @@ def check_fit(run: RunPlan) -> None:
             f"{run.kv_token} bytes each, and one rollout may have {longest}; "
             "raise engine.tp or engine.memory_fraction, or lower rollout.max_total_tokens"
         )
+
+
+def _ways_out(run: RunPlan, room: int) -> str:
+    too_long, more_ranks = _too_long(run, room), _way_out(run, room)
+    if not too_long:
+        return more_ranks
+    return f"{too_long}; or {more_ranks}" if "trainer ranks " in more_ranks else too_long
+
+
+def _too_long(run: RunPlan, room: int) -> str:
+    """What to change if only the longest rollout does not fit; empty if less would not help.
+
+    A rollout is a micro-batch of its own, whatever the token budget, and is divided only by ``megatron.cp``.
+    """
+    config, longest = run.config, run.config.rollout.max_total_tokens
+    budget = config.train.max_tokens_per_gpu * config.ranks_per_sequence
+    if not config.train.dynamic_batch or longest <= budget or not _fits(run, room, budget):
+        return ""
+    low, high = budget, longest  # the first fits, the second does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(run, room, middle) else (low, middle)
+    ways = [] if run.demand.recompute else ["train.gradient_checkpointing=true"]
+    if run.layout.sharded:
+        ways.append("train.backend=megatron, which divides a rollout over megatron.cp devices")
+    else:
+        divided = run.layout.cp
+        while -(-longest // divided) > -(-low // run.layout.cp):
+            divided *= 2
+        ways.append(f"megatron.cp={divided}")
+    return (
+        f"a rollout of rollout.max_total_tokens={longest} does not fit even alone, one of {low} would: lower "
+        f"it, or set {', or '.join(ways)}"
+    )
+
+
+def _fits(run: RunPlan, room: int, tokens: int) -> bool:
+    return trainer_memory(run.shape, run.layout, replace(run.demand, tokens=tokens)).total <= room
 
 
 def _way_out(run: RunPlan, room: int) -> str:

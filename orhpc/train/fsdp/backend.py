@@ -22,6 +22,7 @@ from orhpc.train.fsdp.critic import FsdpCritic
 from orhpc.train.fsdp.load import ModelLoader, rows_of
 from orhpc.train.fsdp.model import DeviceBatch
 from orhpc.train.fsdp.optim import Optimizer, local
+from orhpc.train.fsdp.recovery import can_reset, drop_groups, reset, take_new_groups
 from orhpc.train.gather import ELEMENTS, gathered
 from orhpc.train.hf_model import HfNames, model_parameters, saved_buffers
 from orhpc.train.loss.grpo import MetricSums, packed_loss
@@ -174,15 +175,38 @@ class FsdpBackend(Backend):
         if self.critic is not None:
             self.critic.optimizer.set_steps(int(progress["critic_steps"]))
 
+    # --- recovery -----------------------------------------------------------------------------
+
+    def _models(self) -> list[nn.Module]:
+        critic = None if self.critic is None else self.critic.model
+        return [model for model in (self.policy, self.reference, critic) if model is not None]
+
+    def leave_groups(self) -> bool:
+        if not can_reset(self._models()):
+            return False
+        drop_groups(self._models())
+        return True
+
+    def recover(self, *, new_groups: bool) -> bool:
+        if not can_reset(self._models()):
+            return False
+        if new_groups:
+            take_new_groups(self._models(), self.device, self.world_size)
+        reset(self._models())
+        self.optimizer.clear()
+        if self.critic is not None:
+            self.critic.optimizer.clear()
+        if self.policy.routers is not None:
+            self.policy.routers.forget()
+        return True
+
     def _offloaded(self) -> tuple[list[Tensor], list[Tensor]]:
         """Reshard all models, so that only this rank's shards of their weights are moved."""
-        models: list[nn.Module] = [self.policy] if self.reference is None else [self.policy, self.reference]
         states = self.optimizer.tensors()
         if self.critic is not None:
-            models.append(self.critic.model)
             states += self.critic.optimizer.tensors()
         weights: list[Tensor] = []
-        for model in models:
+        for model in self._models():
             if isinstance(model, FSDPModule):
                 model.reshard()
             weights += [local(p) for p in model.parameters()]

@@ -174,6 +174,18 @@ class MegatronBackend(Backend):
         if self.critic is not None:
             self.critic.optimizer.set_steps(int(progress["critic_steps"]))
 
+    # --- recovery -----------------------------------------------------------------------------
+
+    def recover(self, *, new_groups: bool) -> bool:
+        """Only in the same groups: megatron-core's modules and buffers each keep references to theirs."""
+        if new_groups:
+            return False
+        for optimizer in self._optimizers():
+            optimizer.clear()
+        if self._routers is not None:
+            self._routers.forget()
+        return True
+
     # --- memory -------------------------------------------------------------------------------
 
     def _offloaded(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -9,10 +9,12 @@ from typing import Any, cast
 
 import pytest
 
+from orhpc.driver.fleet.trainers import Recovered
+from orhpc.driver.memory_tries import SampleLimit
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
 from orhpc.driver.state import State
-from orhpc.driver.trainer_recovery import repeat_with_new_trainers
+from orhpc.driver.trainer_recovery import repeat_after_failure
 from orhpc.errors import (
     ConfigError,
     GroupDamaged,
@@ -34,13 +36,21 @@ STATE = State(5, max_tokens=1000, setting=1000)
 
 
 class Trainers:
-    """Records calls; ``held``: steps of which every rank has a copy."""
+    """Records calls; ``held``: steps of which every rank has a copy; ``recovered``: None: not in place."""
 
-    def __init__(self, held: set[int], failure: OrhpcError | None = None) -> None:
-        self.held, self.failure = held, failure
+    def __init__(
+        self, held: set[int], failure: OrhpcError | None = None, recovered: Recovered | None = None
+    ) -> None:
+        self.held, self.failure, self.recovered = held, failure, recovered
         self.made: list[CopyId] = []
         self.copies_problem = None
         self.calls: list[str] = []
+
+    async def recover(self) -> Recovered:
+        if self.recovered is None:
+            raise RayLost("trainer leave_groups 0: no answer within 60 s")
+        self.calls.append("recover")
+        return self.recovered
 
     async def restart(self) -> None:
         self.calls.append("restart")
@@ -68,12 +78,28 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return make_run(tmp_path)
 
 
+class Engines:
+    """Records calls among those of the trainers."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    async def leave_group(self) -> None:
+        self.calls.append("engines leave")
+
+
 def repeated(
-    run: Run, trainers: Trainers, failures: list[OrhpcError], started: Start | None = None
+    run: Run,
+    trainers: Trainers,
+    failures: list[OrhpcError],
+    started: Start | None = None,
+    *,
+    engines: Engines | None = None,
+    limit: SampleLimit | None = None,
 ) -> tuple[list[int], State]:
     """Work that fails in these ways, then succeeds; returns the budgets that it got, and the last state."""
     runtime: Any = SimpleNamespace(
-        trainers=trainers, engines=None, start=started or Start(None, None, State(0, max_tokens=1000))
+        trainers=trainers, engines=engines, start=started or Start(None, None, State(0, max_tokens=1000))
     )
     budgets: list[int] = []
     left = list(failures)
@@ -88,7 +114,7 @@ def repeated(
         trainers.calls.append("restarted")
 
     asyncio.run(run.copies.begin(cast(Any, trainers), STATE.step))
-    again = repeat_with_new_trainers(run, runtime, STATE, work, during="update", restarted=restarted)
+    again = repeat_after_failure(run, runtime, STATE, work, during="update", restarted=restarted, limit=limit)
     result, state = asyncio.run(again)
     assert result == "metrics"
     return budgets, state
@@ -113,6 +139,64 @@ def test_out_of_memory_halves_the_budget_as_often_as_the_policy_allows(run: Run)
     assert "125 tokens per micro-batch instead of train.max_tokens_per_gpu 1000" in lowered_budget(event)
     with pytest.raises(OutOfMemory):
         repeated(run, trainers, [error] * 4)
+
+
+IN_PLACE = Recovered(whole=True, left_groups=True)
+
+
+def alone(tokens: int) -> OutOfMemory:
+    """What a rank raises if the memory does not suffice for one sample."""
+    error = OutOfMemory("step 6: out of memory")
+    error.alone = tokens
+    return error
+
+
+def test_out_of_memory_is_recovered_in_place_and_restarts_nothing(run: Run) -> None:
+    trainers = Trainers({5}, recovered=IN_PLACE)
+    budgets, state = repeated(run, trainers, [OutOfMemory("x")], engines=Engines(trainers.calls))
+    assert (budgets, state.max_tokens, run.max_tokens) == ([1000, 500], 500, 500)
+    assert trainers.calls == ["recover", "engines leave"]
+    event, notice = read_events(run.rundir.events)
+    assert (event["event"], event["max_tokens"], event["restored"]) == ("out_of_memory_recovered", 500, False)
+    assert "repeat step 6 with 500 tokens per micro-batch" in notice["reason"]
+
+
+def test_state_that_the_failed_step_has_changed_is_restored_in_place(run: Run) -> None:
+    """A commit that ranks write in the background goes on."""
+    trainers = Trainers({4, 5}, recovered=Recovered(whole=False, left_groups=False))
+    repeated(run, trainers, [OutOfMemory("x")], engines=Engines(trainers.calls))
+    assert trainers.calls == ["recover", "copy 5"]
+    assert read_events(run.rundir.events)[0]["restored"]
+
+
+def test_changed_state_without_a_copy_leads_to_a_restart_which_fails_as_well(run: Run) -> None:
+    trainers = Trainers({4}, recovered=Recovered(whole=False, left_groups=False))
+    with pytest.raises(OutOfMemory):
+        repeated(run, trainers, [OutOfMemory("x")])
+    assert trainers.calls == ["recover", "restart"]
+
+
+def test_a_sample_that_is_too_long_alone_is_left_out_the_second_time(run: Run) -> None:
+    """Half the budget does not help it, and costs the other samples speed."""
+    trainers, limit = Trainers({5}, recovered=IN_PLACE), SampleLimit(longest=1500)
+    budgets, state = repeated(run, trainers, [alone(1500)], limit=limit)
+    assert (budgets, limit.below) == ([1000, 1000], None)
+    budgets, state = repeated(run, trainers, [alone(1500), alone(1400)], limit=limit)
+    assert (budgets, state, limit.below) == ([1000] * 3, STATE, 1400)
+    budgets, _ = repeated(run, trainers, [alone(n) for n in (9, 8, 7, 6)], limit=limit)
+    assert limit.below == 6
+    with pytest.raises(OutOfMemory):
+        repeated(run, trainers, [alone(n) for n in (9, 8, 7, 6, 5)], limit=limit)
+
+
+def test_samples_over_the_smallest_budget_are_left_out_before_the_run_fails(run: Run) -> None:
+    """Of a pipeline's ranks none knows which of the micro-batches in flight is too large."""
+    trainers, limit = Trainers({5}, recovered=IN_PLACE), SampleLimit(longest=126)
+    budgets, state = repeated(run, trainers, [OutOfMemory("x")] * 4, limit=limit)
+    assert (budgets, state.max_tokens, limit.below) == ([1000, 500, 250, 125, 125], 125, 126)
+    limit = SampleLimit(longest=125)
+    with pytest.raises(OutOfMemory):
+        repeated(run, trainers, [OutOfMemory("x")] * 4, limit=limit)
 
 
 def test_before_the_first_step_the_start_is_restored_again(run: Run, tmp_path: Path) -> None:

@@ -251,3 +251,36 @@ def test_configs_fit_their_devices(config: str, tmp_path: Path, commands: Path) 
     fit.check_engines(run)
     fit.check_fit(run)
     assert run_plan.state_bytes(run) > 0
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_rollout_that_does_not_fit_alone_is_refused_with_the_longest_that_does(
+    tmp_path: Path, backend: str
+) -> None:
+    """A lower token budget would not help it: a rollout is never divided over micro-batches."""
+
+    def plan(longest: int, cp: int = 1) -> RunPlan:
+        return plan_of(
+            "Qwen2.5-7B",
+            tmp_path,
+            79.6,
+            rollout={"max_total_tokens": longest, "max_response_tokens": 100},
+            train={"backend": backend, "max_tokens_per_gpu": 1024},
+            megatron={"cp": cp, "tp": 4 if backend == "megatron" else 1},
+            engine={"tp": 4},
+        )
+
+    with pytest.raises(ConfigError) as refused:
+        fit.check_fit(plan(2_000_000))
+    text = str(refused.value)
+    found = re.search(r"max_total_tokens=2000000 does not fit even alone, one of (\d+) would", text)
+    assert found is not None, text
+    longest = int(found[1])
+    run = plan(longest)
+    room = (run.device_bytes or 0) - run_plan.RESERVED_BYTES
+    assert run.trainer.total <= room < plan(longest + 100).trainer.total
+    if backend == "megatron":
+        cp = int(text.rpartition("megatron.cp=")[2])
+        assert -(-2_000_000 // cp) <= longest < -(-2_000_000 // (cp // 2))
+    else:
+        assert "megatron.cp" in text

@@ -1,0 +1,77 @@
+"""What to change before work that ran out of memory is repeated: smaller micro-batches, then fewer samples.
+
+Half the token budget cannot help a sample that is alone in its micro-batch.  Such a micro-batch is tried once
+more with the memory emptied, because the allocator may have been fragmented or another process may have used
+the GPU.  If it fails again, the step is made without the samples that are at least as long: losing them is
+better than ending the run, and the user is told what to change.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from orhpc.config import Config
+from orhpc.driver.state import State
+from orhpc.errors import OutOfMemory, policy_of
+
+log = logging.getLogger("orhpc.driver")
+_TRIES = policy_of(OutOfMemory).budget
+"""How often the budget is halved, and how often samples are left out, within one step."""
+
+
+@dataclass(slots=True)
+class SampleLimit:
+    """Which samples of a step are left out."""
+
+    below: int | None = None
+    """Only samples with fewer tokens are trained on; None: all are."""
+    longest: int = 0
+    """Tokens of the longest sample of the step that is not left out."""
+    dropped: int = 0
+    """Number of samples that are left out."""
+
+
+class MemoryTries:
+    """Counts the failures of one piece of work."""
+
+    def __init__(self, config: Config, limit: SampleLimit | None) -> None:
+        self._config, self._limit = config, limit
+        self._halved = self._dropped = 0
+        self._failed_alone = False
+
+    def smaller(self, state: State, error: OutOfMemory) -> State | None:
+        """The state with which to repeat the work; None if nothing is left to change."""
+        if error.alone is not None and self._limit is not None:
+            if not self._failed_alone:
+                self._failed_alone = True
+                return state
+            return self._without(state, self._limit, error.alone)
+        if self._halved < _TRIES:
+            self._halved += 1
+            return state.with_budget(state.budget.lowered())
+        tokens = state.max_tokens * self._config.ranks_per_sequence
+        if self._limit is not None and self._limit.longest > tokens:
+            return self._without(state, self._limit, self._limit.longest)
+        return None
+
+    def _without(self, state: State, limit: SampleLimit, tokens: int) -> State | None:
+        if self._dropped == _TRIES:
+            return None
+        self._dropped += 1
+        limit.below = tokens if limit.below is None else min(limit.below, tokens)
+        return state
+
+
+def dropped_notice(config: Config, step: int, limit: SampleLimit) -> str:
+    """What a user is told about samples that were left out."""
+    ways = ["lower rollout.max_total_tokens"]
+    if not config.train.gradient_checkpointing:
+        ways.append("set train.gradient_checkpointing")
+    ways.append(
+        "raise megatron.cp" if config.train.backend == "megatron" else "use train.backend=megatron with cp"
+    )
+    return (
+        f"step {step}: {limit.dropped} rollouts of {limit.below} tokens and more were left out of the "
+        f"update, because one of them alone exhausts the trainers' memory: {', '.join(ways)}"
+    )
