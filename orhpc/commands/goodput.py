@@ -161,7 +161,7 @@ class _Clock:
             self._spend(time, {}, rest=STARTS)
         elif kind == "finished":
             self._spend(time, {STORAGE: self._refused_until(time)}, rest=COMMITS)
-        elif kind in ("stopped", "restart", "failed"):
+        elif kind in ("stopped", "restart", "node_replaced", "failed"):
             spent = {STORAGE: self._refused_until(time), COMMITS: self._committing}
             self._spend(time, spent, rest=AGAIN)
 
