@@ -220,7 +220,7 @@ def _keep(cost: Cost) -> None:
             stream.write(json.dumps(asdict(cost)) + "\n")
 
 
-def note_replacement(run: JobRun, lost: str, fault: float, what: str = "power failure, a spare") -> Cost:
+def note_replacement(run: JobRun, lost: str, fault: float, what: str) -> Cost:
     """Compute the cost of a node's loss that a spare made good within the attempt; as :func:`note_cost`.
 
     ``fault``: time of the loss.

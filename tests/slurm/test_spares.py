@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from orhpc.plan.placement import Placement
 from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import (
+    Cost,
     JobRun,
     assert_back,
     assert_nothing_left,
@@ -67,13 +68,52 @@ def test_a_spare_takes_the_place_of_a_node_without_power_and_the_job_is_requeued
     assert_whole(run.run, max(steps_of(read_events(run.run.events))))
 
 
-def lose(run: JobRun, node: str) -> Any:
-    """Cut a node's power, wait for the first new step, and return the cost."""
+def test_spares_replace_a_bad_node_at_the_start_and_then_one_whose_launcher_was_killed(
+    cluster: Cluster, root: Path
+) -> None:
+    """The second holds an engine alone, so the run goes on from the trainer's copy in memory."""
+    split = ("placement.mode=split", "placement.trainer_devices=1")
+    health = """slurm.health_command='[ "$SLURMD_NODENAME" != n1 ]'"""
+    run = launch(
+        cluster, root, 2, "train.steps=1000", "checkpoint.save_interval=1000", *split, health, spares=2
+    )
+    run.wait_step(1, 4)
+    assert run.nodes() == ["n0", "n1", "n2", "n3"]
+    assert placed(run) == ["n0", "n2"]
+    (bad,) = [e for e in read_events(run.run.events) if e["event"] == "node_replaced"]
+    assert (bad["lost"], bad["spare"], bad["spares_left"]) == ("n1", "n2", 1)
+
+    kill = ("pkill", "-KILL", "-f", "-m orhpc.launch.node ")
+    cost = lose(run, "n2", lambda: cluster.on_node(2, *kill), "a killed launcher, a spare")
+    assert cost.steps_lost <= 1
+    assert placed(run) == ["n0", "n3"]
+    assert run.run.lineage() == []
+    assert [e["copied"] for e in read_events(run.run.events) if e["event"] == "bring_up"][1:] == [True]
+    assert (run.run.newest_attempt(), restarts(run)) == (1, 0)
+    cluster.run("scancel", run.job)
+    run.wait_state("CANCELLED")
+    outcome = run.wait_outcome(1)
+    assert outcome.reason is Reason.CANCELLED
+    assert (outcome.excluded, outcome.replaced) == (["n1", "n2"], ["n2"])
+    assert_nothing_left(run)
+    assert_whole(run.run, max(steps_of(read_events(run.run.events))))
+
+
+def lose(
+    run: JobRun,
+    node: str,
+    how: Callable[[], object] | None = None,
+    what: str = "power failure, a spare",
+) -> Cost:
+    """Lose a node, by default by cutting its power; wait for the first new step, and return the cost."""
     reached, fault = max(steps_of(read_events(run.run.events))), time.time()
-    run.cluster.power_off(int(node.removeprefix("n")))
+    if how is None:
+        run.cluster.power_off(int(node.removeprefix("n")))
+    else:
+        how()
     run.wait_event(lambda e: e["event"] == "node_replaced" and e["lost"] == node)
     run.wait_event(lambda e: e["event"] == "step" and e["time"] > fault and e["step"] > reached)
-    return note_replacement(run, node, fault)
+    return note_replacement(run, node, fault, what)
 
 
 def placed(run: JobRun) -> list[str]:
