@@ -87,6 +87,15 @@ def test_without_a_newer_copy_the_commit_is_restored(run: Run, allowed: Any, hel
     assert (start.copied, start.state.step, start.commit) == (False, 2, run.rundir.lineage()[0])
 
 
+def test_copies_from_before_a_return_to_the_commit_are_not_mixed_with_new_ones(run: Run) -> None:
+    """A spare's rank holds step 3 of the new steps while the others still hold that of the old ones."""
+    allow(run, 3)
+    assert not chosen(run, set()).copied  # the rank of a lost node has no copy
+    assert not chosen(run, {3}).copied
+    allow(run, 3)
+    assert chosen(run, {3}).copied
+
+
 def test_a_damaged_file_of_the_driver_is_passed_over(run: Run) -> None:
     allow(run, 3, 4)
     path = Path(str(state_folder.state_folder())) / "driver_4.json"

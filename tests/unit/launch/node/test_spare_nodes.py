@@ -247,6 +247,14 @@ def test_a_replaced_node_is_readmitted_once_slurm_knows_about_it_and_a_bad_one_i
     assert ledger.to_readmit([outcome, later], "7") == ["n2"]
 
 
+def test_a_loss_that_ends_the_attempt_readmits_no_bad_node() -> None:
+    ended = ledger.Outcome(
+        1, Reason.NODE_LOST, 3, chain="7", excluded=["n1", "n2", "n3"], replaced=["n2"], bad=["n1"]
+    )
+    later = ledger.Outcome(2, Reason.PREEMPTED, 3, chain="7")
+    assert ledger.to_readmit([ended, later], "7") == ["n2", "n3"]
+
+
 def test_a_bad_node_at_the_start_is_replaced_by_a_spare(kit: Kit) -> None:
     kit.spares.begin([ready(1, "n1: gpus: found 7, need 8"), *(ready(rank) for rank in (2, 3, 4))])
     assert names(kit.spares.roster.placed) == ["n2", "n3"]
