@@ -1,11 +1,9 @@
-"""Spare nodes: who takes whose place, and when a node counts as lost."""
+"""What the first node, a spare and the attempt do when a node is lost, and at the start."""
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,149 +11,24 @@ import pytest
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_REQUEUE, NodeLost, PreflightError
-from orhpc.launch.node import beacon, rendezvous, spare_nodes
-from orhpc.launch.node.beacon import Beacon, Cause, Loss, NodeWatch
+from orhpc.launch.node import rendezvous, spare_nodes
+from orhpc.launch.node.beacon import Cause, Loss, NodeWatch
 from orhpc.launch.node.job_attempt import JobAttempt, Superseded
 from orhpc.launch.node.other_node import Head, _wait_for_place
 from orhpc.launch.node.outcome_recorder import OutcomeRecorder
 from orhpc.launch.node.rendezvous import NodeReady
-from orhpc.launch.node.roster import Roster
 from orhpc.launch.node.spare_nodes import PlaceLost, SpareNodes
 from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.job import Job
 from orhpc.launch.slurm.ledger import Reason
 from orhpc.launch.slurm.preempt import Signals
-from orhpc.plan.placement import Node, Placement, plan
-from orhpc.process.ports import free_ports
+from orhpc.plan.placement import Node, Placement
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.event_lines import spares_of
 from orhpc.rundir.events import EventLog, read_events
+from tests.unit.launch.node.nodes import names, ready
 
 HOST = "127.0.0.1"
-
-
-def ready(rank: int, problem: str | None = None, port: int = 0) -> NodeReady:
-    urls = {"e": [f"http://10.0.0.{rank}:1"]}
-    return NodeReady(rank, f"n{rank}", f"10.0.0.{rank}", 4, urls, beacon=port, problem=problem)
-
-
-def names(nodes: list[NodeReady]) -> list[str]:
-    return [node.name for node in nodes]
-
-
-# --- the roster ---------------------------------------------------------------------------------
-
-
-def test_a_spare_takes_the_index_of_the_node_that_it_replaces() -> None:
-    roster = Roster([ready(rank) for rank in (1, 2, 3, 4, 5)], 3)
-    assert (names(roster.placed), names(roster.spares)) == (["n1", "n2", "n3"], ["n4", "n5"])
-    (done,) = roster.replace({"n2"})
-    assert (done.index, done.lost.name, done.spare.name) == (2, "n2", "n4")
-    assert (names(roster.placed), names(roster.spares)) == (["n1", "n4", "n3"], ["n5"])
-    assert roster.urls({"e": ["http://own:1"]}) == {
-        "e": ["http://own:1", "http://10.0.0.1:1", "http://10.0.0.4:1", "http://10.0.0.3:1"]
-    }
-
-
-def test_places_are_filled_all_or_none_and_not_by_lost_spares() -> None:
-    roster = Roster([ready(rank) for rank in (1, 2, 3, 4)], 2)
-    with pytest.raises(ValueError, match="1 spares for 2 lost nodes"):
-        roster.replace({"n1", "n2", "n3"})
-    assert (names(roster.placed), names(roster.spares)) == (["n1", "n2"], ["n3", "n4"])
-    assert [one.spare.name for one in roster.replace({"n1", "n3"})] == ["n4"]
-
-
-def test_bad_nodes_take_no_place_and_late_ones_become_spares() -> None:
-    roster = Roster([ready(1, "its GPU fell off the bus"), ready(2), ready(4)], 2)
-    assert (names(roster.placed), roster.spares) == (["n2", "n4"], [])
-    assert names(roster.add_late([ready(rank) for rank in (2, 3, 4)])) == ["n3"]
-    assert roster.add_late([ready(1), ready(3)]) == []
-    assert names(roster.spares) == ["n3"]
-    with pytest.raises(ValueError, match="1 nodes for 2 places"):
-        Roster([ready(1), ready(2, "bad")], 2)
-
-
-def test_ranks_keep_their_numbers_when_a_node_is_replaced() -> None:
-    config = load_config(Path("configs/tiny.yaml"), ["placement.nodes=3"])
-    roster = Roster([ready(rank) for rank in (1, 2, 3)], 2)
-    first = Node("n0", "10.0.0.0", 4)
-    before = plan(config, (first, *roster.others()))
-    roster.replace({"n1"})
-    after = plan(config, (first, *roster.others()))
-    assert (after.trainers, after.engines, after.workers) == (before.trainers, before.engines, before.workers)
-    assert [node.name for node in after.nodes] == ["n0", "n3", "n2"]
-
-
-# --- who is lost --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beacon, "_PERIOD_S", 0.1)
-    monkeypatch.setattr(beacon, "LEAST_S", 0.3)
-
-
-def watch_of(*nodes: NodeReady, down: Callable[[], list[str]] = list) -> NodeWatch:
-    watch = NodeWatch(down)
-    watch.watch(nodes)
-    return watch
-
-
-def here(rank: int, port: int) -> NodeReady:
-    return NodeReady(rank, f"n{rank}", HOST, 4, beacon=port)
-
-
-def test_a_launcher_that_has_ended_is_lost_and_one_that_runs_is_not(quick: None) -> None:
-    first, second = Beacon(HOST), Beacon(HOST)
-    watch = watch_of(here(1, first.port), here(2, second.port))
-    try:
-        watch.look_now()
-        assert watch.lost() == []
-        second.close()
-        end = time.monotonic() + 10
-        while not watch.lost() and time.monotonic() < end:
-            watch.look_now()
-        (loss,) = watch.lost()
-        assert (loss.name, loss.cause) == ("n2", Cause.ENDED)
-        assert 0.3 <= loss.since_s < 10
-        watch.watch([here(1, first.port)])
-        assert watch.lost() == []
-    finally:
-        first.close()
-        second.close()
-
-
-def test_a_beacon_answers_many_connections_and_sends_nothing() -> None:
-    lit = Beacon(HOST)
-    try:
-        for _ in range(50):
-            with socket.create_connection((HOST, lit.port), 5) as probe:
-                assert probe.recv(10) == b""
-    finally:
-        lit.close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((HOST, lit.port), 5)
-
-
-def test_one_missing_answer_is_no_loss(quick: None) -> None:
-    watch = watch_of(here(1, 1))
-    for answer in (Cause.SILENT, Cause.SILENT, None, Cause.SILENT, Cause.SILENT):
-        time.sleep(0.2)
-        watch.note({"n1": answer})
-    assert watch.lost() == []
-    watch.note({"n1": Cause.SILENT})
-    assert [loss.cause for loss in watch.lost()] == [Cause.SILENT]
-
-
-def test_a_node_that_slurm_has_given_up_is_lost_although_it_answers() -> None:
-    lit = Beacon(HOST)
-    try:
-        watch = watch_of(here(1, lit.port), down=lambda: ["n1", "n9"])
-        watch._ask_slurm()
-        watch.look_now()
-        assert [str(loss) for loss in watch.lost()] == ["n1: SLURM shows it as down"]
-    finally:
-        lit.close()
 
 
 # --- what the first node does about it ----------------------------------------------------------
@@ -453,12 +326,6 @@ def test_status_counts_the_spares_of_the_newest_attempt_alone(tmp_path: Path) ->
     assert spares_of(read_events(path)) is None
     first.close()
     second.close()
-
-
-def test_ports_of_beacons_are_below_those_of_outgoing_connections() -> None:
-    lit = Beacon(HOST)
-    assert lit.port not in free_ports(12_000, HOST)
-    lit.close()
 
 
 def test_a_refusal_at_the_start_ends_the_job_with_spares_too(kit: Kit) -> None:
