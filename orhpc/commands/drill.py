@@ -23,7 +23,7 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
 from orhpc.launch import prepare
 from orhpc.launch.__main__ import submit
-from orhpc.launch.command_line import HELP, show_faults, split_command_line
+from orhpc.launch.command_line import HELP, add_nodes, node_overrides, show_faults, split_command_line
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import read_events, steps_of
@@ -63,7 +63,7 @@ def add_drill(parser: argparse.ArgumentParser) -> None:
         "arguments", nargs="*", metavar="CONFIG | key=value | RUN",
         help="a YAML file, then overrides; with --table, the run directory of a drill",
     )  # fmt: skip
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
+    add_nodes(parser)
     parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
     parser.add_argument(
         "--faults", metavar="A,B", help=f"kinds, or kind:index; of {', '.join(FaultKind)}; default: the usual"
@@ -99,8 +99,7 @@ def drill(options: argparse.Namespace) -> int:
         return show(existing_run(Path(options.arguments[0])))
     _check_options(options)
     path, overrides = split_command_line(options.arguments)
-    if options.nodes is not None:
-        overrides.append(f"placement.nodes={options.nodes}")
+    overrides += node_overrides(options)
     if options.random is None:
         words = drill_overrides(path, overrides, options.faults, options.every)
     else:

@@ -13,9 +13,9 @@ from orhpc.rundir.events import read_events
 
 Event = Mapping[str, Any]
 _NOTICED = {
-    *("restart", "failed", "stopped", "trainers_restarted", "engines_ended", "engines_restarted"),
-    *("environment_restarted", "storage_refused", "commit_failed", "out_of_memory_recovered"),
-}
+    "restart", "node_replaced", "failed", "stopped", "trainers_restarted", "out_of_memory_recovered",
+    "engines_ended", "engines_restarted", "environment_restarted", "storage_refused", "commit_failed",
+}  # fmt: skip
 """Events that show that the run has noticed a fault."""
 _AFTERWARDS = {"trainers_restarted", "engines_restarted", "out_of_memory_recovered"}
 """Those that are written when the recovery is over, with its ``seconds``."""
@@ -138,6 +138,7 @@ def _restarted(fault: Event, window: Sequence[Event]) -> str:
         parts.append("the job" if attempts == 1 else f"the job, {attempts} times")
     kinds: dict[str, Callable[[Event], str]] = {
         "restart": lambda _: "all parts in place",
+        "node_replaced": lambda e: f"all parts in place, {e.get('spare')} for {e.get('lost')}",
         "trainers_restarted": lambda _: "trainers",
         "engines_restarted": lambda e: "engine " + ", ".join(map(str, e.get("engines", []))),
         "environment_restarted": lambda _: "environment server",

@@ -131,6 +131,8 @@ class _Clock:
     _now: float | None = None
     """Time up to which everything is accounted for."""
     _attempt: int | None = None
+    _is_ready: bool = False
+    """Whether engines and trainers of the attempt have been up."""
     _refused: float | None = None
     """When the filesystem first refused a write in the current interval."""
     _committing: float = 0.0
@@ -159,9 +161,12 @@ class _Clock:
             self._spend(time, {EVALUATIONS: event.get("seconds", 0.0)})
         elif kind == "ready":
             self._spend(time, {}, rest=STARTS)
+            self._is_ready = True
+        elif kind == "node_replaced" and not self._is_ready:
+            pass  # a spare took the place of a bad node at the start, which goes on
         elif kind == "finished":
             self._spend(time, {STORAGE: self._refused_until(time)}, rest=COMMITS)
-        elif kind in ("stopped", "restart", "failed"):
+        elif kind in ("stopped", "restart", "node_replaced", "failed"):
             spent = {STORAGE: self._refused_until(time), COMMITS: self._committing}
             self._spend(time, spent, rest=AGAIN)
 
@@ -176,7 +181,7 @@ class _Clock:
             if ended is not None:
                 self._spend(min(ended, began), {}, rest=AGAIN)
             self._spend(began, {}, rest=QUEUE if known.requeued else NO_ATTEMPT)
-        self._attempt = number
+        self._attempt, self._is_ready = number, False
 
     def _parts_of(self, step: Event) -> dict[str, float]:
         phases, time = step.get("phases", {}), step["time"]

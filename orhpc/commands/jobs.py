@@ -12,7 +12,7 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, PreflightError
 from orhpc.launch import model
 from orhpc.launch.checks import checklist
-from orhpc.launch.command_line import split_command_line
+from orhpc.launch.command_line import add_nodes, node_overrides, split_command_line
 from orhpc.launch.slurm import back_off, holder, ledger, scheduler
 from orhpc.launch.sweep.sweep import is_sweep
 from orhpc.models.folders import is_hub_name
@@ -150,13 +150,12 @@ def fetch(options: argparse.Namespace) -> int:
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs="*", metavar="CONFIG | key=value")
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
+    add_nodes(parser)
     parser.set_defaults(run=check)
 
 
 def check(options: argparse.Namespace) -> int:
     """Check a config on the login node and print one line per check."""
     path, overrides = split_command_line(options.arguments)
-    overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
-    config = load_config(path, overrides)
+    config = load_config(path, [*overrides, *node_overrides(options)])
     return checklist.report(checklist.on_the_login_node(config))

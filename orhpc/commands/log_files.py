@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ DRIVER = "driver.log"
 _ENGINE = re.compile(r"engine_(\d+)(?:_(\d+))?\.log")
 _RAY = re.compile(r"ray(?:_(\d+))?\.log")
 _ENVIRONMENT = re.compile(r"environment_.*?_\d+_(.+)\.log")
-_BEGINS = re.compile(r": attempt (\d+), \d+ nodes?\s*$")
+_BEGINS = re.compile(r": attempt (\d+), \d+ nodes?(?: and \d+ spares?)?\s*$")
 """The launcher's line in the output of the batch script."""
 
 
@@ -44,10 +45,23 @@ def placement_of(run: RunDir, attempt: int) -> Placement | None:
         return None
 
 
+def _joined(run: RunDir, attempt: int) -> dict[int, tuple[str, str]]:
+    """Name and address of each node of the job that has joined, by rank: lost ones and spares among them."""
+    found: dict[int, tuple[str, str]] = {}
+    for path in (run.attempt(attempt) / "nodes").glob("*.json"):
+        try:
+            node = json.loads(path.read_text())
+            found[int(node["rank"])] = str(node["name"]), str(node["address"])
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # damaged
+    return found
+
+
 def files_of(run: RunDir, attempt: int) -> list[LogFile]:
     """The attempt's logs: the driver's first, then by name, the output of its batch script last."""
     placement = placement_of(run, attempt)
     nodes = [node.name for node in placement.nodes] if placement is not None else []
+    joined = _joined(run, attempt)
     places = {place.index: place for place in placement.engines} if placement is not None else {}
 
     def name_of(index: int) -> str | None:
@@ -64,7 +78,8 @@ def files_of(run: RunDir, attempt: int) -> list[LogFile]:
                 LogFile(path, "engine", index, name_of(place.node + part) if place is not None else None)
             )
         elif match := _RAY.fullmatch(path.name):
-            found.append(LogFile(path, "ray", node=name_of(int(match[1] or 0))))
+            rank = int(match[1] or 0)  # of the job, where a spare's differs from its index in the placement
+            found.append(LogFile(path, "ray", node=joined[rank][0] if rank in joined else name_of(rank)))
         elif match := _ENVIRONMENT.fullmatch(path.name):
             found.append(LogFile(path, "environment", node=match[1]))
         else:
@@ -105,6 +120,9 @@ def node_named(run: RunDir, attempt: int, wanted: str) -> tuple[str, str, bool]:
     for index, node in enumerate(placement.nodes):
         if wanted in (node.name, str(index)):
             return node.name, node.address, index == 0
+    for name, address in _joined(run, attempt).values():
+        if wanted == name:
+            return name, address, False
     names = ", ".join(f"{i} ({node.name})" for i, node in enumerate(placement.nodes))
     raise ConfigError(f"--node: {wanted} is not a node of attempt {attempt}; they are {names}")
 

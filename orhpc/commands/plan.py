@@ -11,9 +11,16 @@ from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch import model
 from orhpc.launch.checks import fit
-from orhpc.launch.command_line import HELP, own_options, split_command_line, without_flags
+from orhpc.launch.command_line import (
+    HELP,
+    add_nodes,
+    node_overrides,
+    own_options,
+    split_command_line,
+    without_flags,
+)
 from orhpc.launch.prepare import run_directory
-from orhpc.launch.slurm.submission import lead_and_why
+from orhpc.launch.slurm import submission
 from orhpc.plan.layout import group_spans
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.placement import Placement
@@ -36,6 +43,12 @@ def lines(run: RunPlan) -> Iterator[str]:
     active = f", {_count(shape.active_parameters)} active" if shape.experts else ""
     yield f"model     {run.config.model.path}: {_count(shape.parameters)} parameters{active}"
     yield f"nodes     {p.nodes} of {p.devices_per_node} devices ({p.device}), {p.mode}"
+    if spares := run.config.slurm.spares:
+        requested = submission.nodes_to_request(run.config)
+        yield (
+            f"spares    {spares}, which wait for a node to be lost: the job requests {requested} nodes, "
+            f"{requested * p.devices_per_node} devices"
+        )
     yield f"trainers  {run.layout.ranks} ranks, {run.config.train.backend}, {_shared(run)}"
     if run.placement.engines:
         yield f"engines   {len(run.placement.engines)} of {run.tp} devices"
@@ -72,7 +85,7 @@ def _commit_lines(run: RunPlan) -> Iterator[str]:
 
 def _lead_line(config: Config) -> str:
     rundir = None if config.run.name is None else run_directory(config)
-    lead_s, why = lead_and_why(config, rundir)
+    lead_s, why = submission.lead_and_why(config, rundir)
     return f"lead: signaled {lead_s} s before the time limit to commit ({why})"
 
 
@@ -149,7 +162,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides"
     )
-    parser.add_argument("--nodes", type=int, help="plan for this many nodes")
+    add_nodes(parser)
     parser.add_argument(
         "--device-memory",
         type=float,
@@ -166,8 +179,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, float]:
     add_plan(parser)
     options = parser.parse_intermixed_args(without_flags(arguments, own_options(add_plan)))
     path, overrides = split_command_line(options.arguments)
-    overrides += [] if options.nodes is None else [f"placement.nodes={options.nodes}"]
-    config = load_config(path, overrides)
+    config = load_config(path, [*overrides, *node_overrides(options)])
     memory = fit.device_memory(config).gib if options.device_memory is None else options.device_memory
     if memory * GIB <= RESERVED_BYTES:
         raise ConfigError(

@@ -15,7 +15,7 @@ from orhpc.commands.run_state import RUN_HELP, State, duration, existing_run, ju
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK
 from orhpc.rundir import RunDir
-from orhpc.rundir.event_lines import BUDGETS, lowered_budget, number
+from orhpc.rundir.event_lines import BUDGETS, lowered_budget, number, spares_of
 from orhpc.rundir.events import FAILURES, failure_line, read_events, steps_of
 from orhpc.rundir.origin import describe, provenance
 
@@ -72,6 +72,8 @@ def status(options: argparse.Namespace) -> int:
         print(f"last failure: {about['last_failure']}")
     if budget := next((lowered_budget(e) for e in reversed(events) if e["event"] in BUDGETS), ""):
         print(budget.removeprefix("; "))
+    if spares := about["spares"]:
+        print(f"spare nodes of attempt {about['attempts']}: {spares['used']} used, {spares['left']} left")
     for line in jobs.describe(run, standing):
         print(line)
     return EXIT_OK
@@ -82,6 +84,7 @@ def _about(
 ) -> dict[str, Any]:
     """What ``--json`` prints, without the jobs."""
     last = steps[-1] if steps else {}
+    spares = spares_of(events) if events else None
     failures = [failure_line(e) for e in events if e["event"] in FAILURES]
     return {
         "run": str(run.path),
@@ -97,5 +100,6 @@ def _about(
         "reward_mean": last.get("reward_mean"),
         "goodput": None if spent is None else round(spent.goodput, 4),
         "seconds_spent": None if spent is None else {c: round(s, 1) for c, s in spent.seconds.items()},
+        "spares": None if spares is None else {"used": spares[0], "left": spares[1]},
         "last_failure": failures[-1] if failures else None,
     }

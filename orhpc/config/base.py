@@ -36,6 +36,8 @@ Positive = Annotated[int, Number, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[int, Number, Field(ge=0, le=LARGEST)]
 Machines = Annotated[int, Number, Field(gt=0, le=4096)]
 """A count of nodes, devices or processes. Bounded, because lists of this length are built in memory."""
+Spares = Annotated[int, Number, Field(ge=0, le=4096)]
+"""A count of additional nodes, bounded as :data:`Machines`."""
 Seconds = Annotated[float, Number, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

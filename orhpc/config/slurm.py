@@ -11,11 +11,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from orhpc.config.base import NonNegative, Positive, Seconds, Section
+from orhpc.config.base import NonNegative, Positive, Seconds, Section, Spares
 
 _SBATCH_VALUE = re.compile(r"[A-Za-z0-9_.,:;@=+/%&|*!()\[\]-]+")
 _TIME_LIMIT = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
-_OURS = {"signal", "nodes", "ntasks", "ntasks-per-node", "array", "requeue", "no-requeue", "wrap", "job-name"}
+_OURS = {
+    *("signal", "nodes", "ntasks", "ntasks-per-node", "array", "requeue", "no-requeue", "wrap", "job-name"),
+    "no-kill",
+}
 
 
 def _sbatch_value(value: str) -> str:
@@ -97,6 +100,9 @@ class SlurmSettings(Section):
     """As in ``sbatch``: features that nodes must have."""
     reservation: SbatchValue | None = None
     """As in ``sbatch``: a reservation to use."""
+    spares: Spares = 0
+    """Nodes to request in addition to ``placement.nodes``. They wait, and one takes the place of a node that
+    is lost, without a requeue."""
     exclude: SbatchValue | None = None
     """Nodes to exclude, in SLURM's notation."""
     mail_user: SbatchValue | None = None

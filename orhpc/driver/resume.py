@@ -57,7 +57,11 @@ async def choose_start(
 
     async def choose() -> Start:
         with refusals("the run directory refuses", below=run.rundir.path):
-            return await _copied_start(run, token_limit, held) or await _choose_start(run, token_limit)
+            if (start := await _copied_start(run, token_limit, held)) is not None:
+                return start
+            # Ranks on a spare node have no copies, and will have newer ones than the others for a moment.
+            run.copies.forget()
+            return await _choose_start(run, token_limit)
 
     held = await copied if copied is not None and run.copies.any() else set[CopyId]()
     return await StorageRetry(run.config.run.storage_wait_s, log.error, run.stop_requested).run(choose)

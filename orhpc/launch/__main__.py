@@ -1,4 +1,4 @@
-"""``python -m orhpc.launch [CONFIG] [key=value ...] [--nodes N | --local] [--dry-run]``."""
+"""``python -m orhpc.launch [CONFIG] [key=value ...] [--nodes N [--spares S] | --local] [--dry-run]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from orhpc.launch import model, prepare, task_files
 from orhpc.launch.checks import checklist
 from orhpc.launch.command_line import (
     HELP,
+    add_nodes,
     faults_of_environment,
+    node_overrides,
     own_options,
     show_faults,
     split_command_line,
@@ -31,7 +33,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments", nargs="*", metavar="CONFIG | key=value", help="a YAML file, then overrides"
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
+    add_nodes(parser)
     parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch script, config and placement; start nothing"
@@ -54,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(arguments)
         path, overrides = split_command_line(options.arguments)
-        if options.nodes is not None:
-            overrides.append(f"placement.nodes={options.nodes}")
+        overrides += node_overrides(options)
         overrides += faults_of_environment()
         config = load_config(path, overrides)
         show_faults(config, lambda line: print(f"orhpc: {line}", file=sys.stderr))

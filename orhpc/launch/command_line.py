@@ -35,6 +35,41 @@ def own_options(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dic
     return {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
 
 
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a job's size, which :func:`node_overrides` reads."""
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (placement.nodes)")
+    parser.add_argument(
+        "--spares", type=int, metavar="S",
+        help="further nodes, which take the places of lost ones without a requeue (slurm.spares)",
+    )  # fmt: skip
+
+
+def node_overrides(options: argparse.Namespace) -> list[str]:
+    """Return the overrides that the options of :func:`add_nodes` stand for.
+
+    Raises:
+        ConfigError: a run on this machine alone is to have spare nodes.
+    """
+    if options.spares and getattr(options, "local", False):
+        raise ConfigError("--spares: --local runs on this machine alone, which no spare node can replace")
+    named = (("placement.nodes", options.nodes), ("slurm.spares", options.spares))
+    return [f"{setting}={value}" for setting, value in named if value is not None]
+
+
+def nodes_of_job(path: str, overrides: Sequence[str], nodes: int) -> str:
+    """Return the override of ``placement.nodes`` in a job of ``nodes`` nodes, of which some are spares.
+
+    Raises:
+        ConfigError: no node is left besides the spares, or a file or an override cannot be read.
+    """
+    spares = setting_of(path, overrides, "slurm.spares")
+    if not isinstance(spares, int) or spares < 0:
+        spares = 0  # the config's own check refuses it
+    if nodes - spares < 1:
+        raise ConfigError(f"slurm.spares: {spares} of the job's {nodes} nodes leave none that takes part")
+    return f"placement.nodes={nodes - spares}"
+
+
 def engine_options(arguments: Sequence[str]) -> list[str]:
     """Replace ``--sglang-NAME [VALUE]`` by ``engine.extra.NAME=VALUE``, and nothing else."""
     left, result = list(arguments), []

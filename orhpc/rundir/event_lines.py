@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Event = dict[str, Any]
@@ -16,9 +16,24 @@ _OF_PARTS: dict[str, Callable[[Event], str]] = {
     "fault_injected": lambda event: f"injected the fault {event.get('fault')}",
     "engines_ended": lambda event: f"engines have ended: {_list(event.get('engines'))}",
     "engines_restarted": lambda event: f"restarted engines: {_list(event.get('engines'))}",
+    "node_replaced": lambda event: f"node replaced: {event.get('error')}",
     "environment_restarted": lambda event: f"restarted environment server {event.get('server')}",
 }
 """Lines about single parts of a run."""
+
+
+def spares_of(events: Sequence[Event]) -> tuple[int, int] | None:
+    """Spare nodes of the newest attempt: how many have replaced a node, and how many are left.
+
+    None if the attempt has none.
+    """
+    own = [e for e in events if e["attempt"] == events[-1]["attempt"]]
+    if not any(e["event"] == "spares" for e in own):
+        return None
+    used = sum(e["event"] == "node_replaced" for e in own)
+    last = next(e for e in reversed(own) if e["event"] in ("spares", "node_replaced"))
+    left = last.get("spares_left") if last["event"] == "node_replaced" else len(last.get("names", ()))
+    return used, int(left or 0)
 
 
 def _list(numbers: object) -> str:

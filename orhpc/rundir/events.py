@@ -21,7 +21,7 @@ from orhpc.rundir.paths import RunDir
 from orhpc.rundir.storage import REFUSALS
 
 log = logging.getLogger(__name__)
-FAILURES = ("restart", "failed", "commit_failed", "commit_passed_over", "storage_refused")
+FAILURES = ("restart", "node_replaced", "failed", "commit_failed", "commit_passed_over", "storage_refused")
 """Events that report a failure; each has an ``error`` field."""
 
 

@@ -23,6 +23,7 @@ NOT_RUN = {
     "sbatch": "tests/slurm submits the batch scripts",
     "launch gpu.yaml": "needs SLURM or a GPU; the same line is run with --dry-run",
     "launch --nodes 2 gpu.yaml": "the same",
+    "launch --nodes 4 --spares 1 gpu.yaml": "the same; tests/slurm/test_spares.py",
     "check --nodes 2 gpu.yaml": "without SLURM and SGLang it exits with 3, as the page shows",
     "orhpc cancel": "tests/slurm cancels jobs",
     "rsync": "not ours",

@@ -16,6 +16,7 @@ from typing import Any
 from orhpc.launch.node.first_node import SECRETS
 from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.ledger import Outcome
+from orhpc.plan.placement import Placement
 from orhpc.rundir import RunDir, commits
 from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import NODES, Cluster, wait_until
@@ -131,9 +132,10 @@ def orhpc(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]
     return cluster.run(sys.executable, "-m", "orhpc.commands.cli", *arguments, cwd=ROOT)
 
 
-def launch(cluster: Cluster, root: Path, nodes: int, *overrides: str) -> JobRun:
+def launch(cluster: Cluster, root: Path, nodes: int, *overrides: str, spares: int = 0) -> JobRun:
     """Submit a run like a user on a login node."""
     command = [sys.executable, "-m", "orhpc.launch", "--nodes", str(nodes), "configs/tiny.yaml"]
+    command += ["--spares", str(spares)] if spares else []
     result = cluster.run(*command, *SMALL, f"run.root={root}", *overrides, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     return JobRun(cluster, result.stdout.split()[1].rstrip(","), RunDir(root / "tiny"))
@@ -208,9 +210,31 @@ def note_cost(run: JobRun, attempt: int, what: str, fault: float | None = None) 
     nodes = 1 + len(list((run.run.attempt(attempt + 1) / "nodes").glob("*.json")))
     slurm_s = facts["script_started"] - began
     cost = Cost(what, nodes, reached - resumed, to_commit, first - began, slurm_s)
+    _keep(cost)
+    return cost
+
+
+def _keep(cost: Cost) -> None:
     if table := os.environ.get(TABLE):
         with Path(table).open("a") as stream:
             stream.write(json.dumps(asdict(cost)) + "\n")
+
+
+def note_replacement(run: JobRun, lost: str, fault: float, what: str) -> Cost:
+    """Compute the cost of a node's loss that a spare made good within the attempt; as :func:`note_cost`.
+
+    ``fault``: time of the loss.
+    """
+    events = read_events(run.run.events)
+    at = next(i for i, e in enumerate(events) if e["event"] == "node_replaced" and e["lost"] == lost)
+    after = events[at:]
+    resumed = next(e for e in after if e["event"] == "bring_up")["step"]
+    reached = max(e["step"] for e in events[:at] if e["event"] in ("step", "ready"))
+    first = next(e for e in after if e["event"] == "step" and e["step"] > resumed)["time"]
+    nodes = len(Placement.from_yaml((run.run.attempts / "latest/placement.yaml").read_text()).nodes)
+    cost = Cost(what, nodes, reached - resumed, None, first - fault, 0.0)
+    print(f"{what}: noticed after {events[at]['time'] - fault:.1f} s, {cost}")
+    _keep(cost)
     return cost
 
 

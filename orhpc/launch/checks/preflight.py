@@ -17,7 +17,7 @@ from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, EXIT_PREFLIGHT, NodeLost, OrhpcError, PreflightError, policy_of
 from orhpc.launch.checks import commit_space, host_memory, internet
-from orhpc.launch.command_line import split_command_line
+from orhpc.launch.command_line import nodes_of_job, split_command_line
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.process.ports import free_ports
 from orhpc.rundir import RunDir
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
         job = Job.from_environment()
-        config = load_config(path, [*overrides, f"placement.nodes={job.nodes}"])
+        config = load_config(path, [*overrides, nodes_of_job(path, overrides, job.nodes)])
         verdicts = node_verdicts(config, job, Path.cwd())
     except OrhpcError as error:
         print(f"orhpc: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_FAILED, EXIT_REQUEUE, RayLost, policy_of
+from orhpc.errors import EXIT_FAILED, EXIT_REQUEUE, NodeLost, RayLost, policy_of
 from orhpc.launch.node import processes
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.network_variables import say
@@ -90,6 +90,16 @@ class Attempt:
         """Polled; when true the driver is ended without a commit."""
         return False
 
+    def require_nodes(self, *, now: bool = False) -> None:
+        """Raise NodeLost if a node that takes part is lost; called a few times per second.
+
+        ``now``: look at every node first, because a failure of the driver may be due to one.
+        """
+
+    def continues_after(self, error: NodeLost) -> bool:
+        """Prepare a restart in place after the loss of a node; false if the loss ends the attempt."""
+        return False
+
     def driver_ended(self, status: int) -> None:
         """Called with the driver's exit status before the other processes are ended."""
 
@@ -130,22 +140,24 @@ class Attempt:
         alone = self.config.placement.nodes == 1
         if alone:
             self._environments.start()
-        nodes, urls = self.gather(urls)
-        self._placement = replace(plan(self.config, nodes), environments=urls)
+        self.place(*self.gather(urls))
         self._start_driver(ray)
         if not alone:
             self._environments.start()
 
     def _wait(self) -> int:
-        """Wait for the driver; if Ray is lost, restart Ray and the driver in place.
+        """Wait for the driver; if Ray or a node that can be replaced is lost, restart Ray and it in place.
 
-        Returns the driver's exit status.  Raises RayLost if Ray is lost after a stop, or more often than the
-        policy table allows without a new step.
+        Returns the driver's exit status.  Raises NodeLost if a lost node cannot be replaced, and RayLost if
+        Ray is lost after a stop, or more often than the policy table allows without a new step.
         """
         failures, step = 0, -1
         while True:
             try:
                 return self._wait_once()
+            except NodeLost as error:
+                if not self.continues_after(error):
+                    raise
             except RayLost as error:
                 reached = max(steps_of(read_events(self.rundir.events)), default=0)
                 failures, step = (failures + 1 if reached <= step else 1), reached
@@ -156,8 +168,7 @@ class Attempt:
                 events = EventLog(self.rundir.events, self.number)
                 events.write("restart", kind="RayLost", error=str(error), exit_code=policy.exit_code)
                 events.close()
-                self._end_ray()
-                self._start_driver(self._begin_ray())
+            self._restart()
 
     def _wait_once(self) -> int:
         driver, ray = self._driver, self._ray
@@ -166,6 +177,7 @@ class Attempt:
         while driver.poll() is None and ray.alive():
             # The driver itself waits for an unavailable run directory, and reports when it gives up.
             self._poll()
+            self._outages.run(self.require_nodes, None)
             self._outages.run(self._environments.keep_up, None)
             self._sweeper.tick()
             if self.must_kill():
@@ -180,11 +192,17 @@ class Attempt:
         may_be_lost = is_suspect and not self.must_kill()
         if may_be_lost and processes.wait_until(lambda: not ray.alive(), _RAY_NOTICED_S):
             raise RayLost(f"Ray's processes on {self.node.name} ended: {ray.last_log_line()}")
+        if is_suspect and not leaves:
+            self.require_nodes(now=True)
         return driver.wait()
 
     def _poll(self) -> None:
         """Call :meth:`tick`; an unavailable run directory is reported and otherwise ignored."""
         self._outages.run(self.tick, None)
+
+    def place(self, nodes: tuple[Node, ...], urls: Urls) -> None:
+        """Place the run's parts on nodes, the first of which is this one; ``urls``: of all servers."""
+        self._placement = replace(plan(self.config, nodes), environments=urls)
 
     def _begin_ray(self) -> RayNode:
         node, config = self.node, self.config
@@ -208,6 +226,18 @@ class Attempt:
         command += ["--max-tokens", str(self._max_tokens)] if self._max_tokens is not None else []
         env = {**os.environ, **ray.environment(), "OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
         self._driver = processes.spawn(command, log=self._folder / "driver.log", env=env)
+
+    def _restart(self) -> None:
+        """Start Ray and the driver again; the new head imports its libraries while the old one ends."""
+        if self._driver is not None:
+            processes.stop(self._driver, grace_s=2.0)
+        before = self._ray
+        try:
+            ray = self._begin_ray()
+        finally:
+            if before is not None:
+                before.stop()
+        self._start_driver(ray)
 
     def _end_ray(self) -> None:
         if self._driver is not None:

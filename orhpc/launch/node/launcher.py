@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from orhpc.config import Config, RunSettings
 from orhpc.config.files import load_config
 from orhpc.errors import (
     EXIT_OK,
+    ConfigError,
     CrashLoop,
     EndedFromOutside,
     OrhpcError,
@@ -24,7 +27,12 @@ from orhpc.errors import (
 )
 from orhpc.launch import model, prepare, task_files
 from orhpc.launch.checks import checklist, preflight
-from orhpc.launch.command_line import faults_of_environment, show_faults, split_command_line
+from orhpc.launch.command_line import (
+    faults_of_environment,
+    nodes_of_job,
+    show_faults,
+    split_command_line,
+)
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.first_node import SECRETS
 from orhpc.launch.node.job_attempt import JobAttempt, Superseded
@@ -33,7 +41,7 @@ from orhpc.launch.node.notifications import Notifier
 from orhpc.launch.node.other_node import other_node
 from orhpc.launch.node.outcome_recorder import OutcomeRecorder
 from orhpc.launch.node.scratch import sweep_job_folders
-from orhpc.launch.slurm import back_off, holder, ledger
+from orhpc.launch.slurm import back_off, holder, ledger, submission
 from orhpc.launch.slurm.job import Job, this_node
 from orhpc.launch.slurm.ledger import Reason
 from orhpc.launch.slurm.preempt import Signals
@@ -54,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hold is not None:
             fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script checks the lock
         path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
-        words = [*overrides, f"placement.nodes={job.nodes}", *faults_of_environment()]
-        config = retry_write(lambda: load_config(path, words), RunSettings().storage_wait_s, say)
+        config = retry_write(partial(_config, path, overrides, job.nodes), RunSettings().storage_wait_s, say)
+        _check_spares(config)
         use_access(config.run.access)
         if job.rank == 0:
             show_faults(config, say)
@@ -74,6 +82,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (job.folder / "code").write_text(str(code))
     # A failing task makes srun end its step, and the newer start's step has the same number.
     return EXIT_OK if first is not None and first.superseded else code
+
+
+def _config(path: str, overrides: Sequence[str], nodes: int) -> Config:
+    """Read the config of a job of ``nodes`` nodes, spares among them."""
+    words = [*overrides, nodes_of_job(path, overrides, nodes), *faults_of_environment()]
+    return load_config(path, words)
+
+
+def _check_spares(config: Config) -> None:
+    """Check that the batch script knows the number of spares: it starts srun accordingly.
+
+    Raises:
+        ConfigError: it does not; or there are spares for a single node.
+    """
+    submission.nodes_to_request(config)
+    spares = config.slurm.spares
+    if os.environ.get("ORHPC_SPARES", "0") != str(spares):
+        raise ConfigError(
+            f"slurm.spares: submit with `python -m orhpc.launch`, or with `sbatch --no-kill` and "
+            f"slurm.spares={spares} after the script's name: the script does not read it from a config file"
+        )
 
 
 def _stay_away(job: Job, error: OrhpcError) -> None:
@@ -196,7 +225,7 @@ class FirstNode:
 
     def _lead(self, attempt: int) -> int:
         """Run an attempt, record its outcome, and return the exit code of the job's step."""
-        say(f"{self.rundir.path}: attempt {attempt}, {self.job.nodes} nodes")
+        say(f"{self.rundir.path}: attempt {attempt}, {self._size()}")
         recorder = self.recorder
         with Notifier(self.config, self.rundir, attempt, self.job.stop_file.exists, say) as notifier:
             try:
@@ -211,6 +240,11 @@ class FirstNode:
                 recorder.record(attempt, policy_of(error).exit_code, error)
                 notifier.ended(error)
         return recorder.exit_code
+
+    def _size(self) -> str:
+        spares = self.config.slurm.spares
+        more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
+        return f"{self.config.placement.nodes} nodes{more}"
 
     def _run_attempt(self, attempt: int) -> None:
         """Check this node and run the attempt on it; raises OrhpcError if it could not run."""

@@ -34,8 +34,9 @@ def use_address(address: str) -> None:
 def bypass_proxies(nodes: Sequence[Node]) -> None:
     """Exclude the job's own nodes from proxies."""
     for variable in NO_PROXY:
-        known = [os.environ[variable]] if os.environ.get(variable) else []
-        os.environ[variable] = ",".join([*known, "127.0.0.1", "localhost", *(n.address for n in nodes)])
+        known = os.environ[variable].split(",") if os.environ.get(variable) else []
+        hosts = [*known, "127.0.0.1", "localhost", *(n.address for n in nodes)]
+        os.environ[variable] = ",".join(dict.fromkeys(hosts))
 
 
 def use_switches(config: Config) -> None:

@@ -182,7 +182,7 @@ class Notifier:
             detail = f": {failure_line(event)}" if kind == "failed" else ""
             reason = f" ({event['reason']})" if event.get("reason") else ""
             self._tell("end", kind, f"{kind} after step {self._step}{reason}{detail}", outcome=kind)
-        elif kind == "restart":
+        elif kind in ("restart", "node_replaced"):
             self._end_reported = False
             self._gaps.stop()
 

@@ -1,4 +1,8 @@
-"""Every node except the first: join the attempt, keep a raylet and environment servers running, exit."""
+"""Every node except the first: join the attempt, keep a raylet and environment servers running, exit.
+
+A spare does the same up to the rendezvous.  Then it waits, with Ray's libraries imported and its ports held,
+until the placement names it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from orhpc.errors import EXIT_OK, NodeLost, OrhpcError, RayLost
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import preflight
 from orhpc.launch.node import rendezvous
+from orhpc.launch.node.beacon import Beacon
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.first_node import RAYLETS_S, TICK_S, object_store_bytes, state_folder_of
 from orhpc.launch.node.network_variables import bypass_proxies, say, use_address, use_switches
@@ -70,16 +75,23 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
     environments = ServedEnvironments(config, node, rundir, attempt)
     ray_node: RayNode | None = None
     state = state_folder_of(config)
+    beacon: Beacon | None = None
     try:
         urls = environments.reserve()
+        # A spare may get any place: the largest number of processes of a node.
+        most = plan(config, (node,) * config.placement.nodes)
         ray_node = RayNode(
             node.name, node.address, folder / "ray.token", folder / f"ray_{job.rank:03d}.log",
-            cpus=plan(config, (node,) * job.nodes).processes_on(job.rank),
+            cpus=max(most.processes_on(place) for place in range(1, config.placement.nodes)),
             object_store_bytes=object_store_bytes(),
             state_folder=state.path if state is not None else None,
         )  # fmt: skip
         ray_node.load()
-        rendezvous.join(rundir, attempt, NodeReady(job.rank, node.name, node.address, node.cpus, urls))
+        beacon = Beacon(node.address) if config.slurm.spares else None
+        port = beacon.port if beacon is not None else 0
+        rendezvous.join(
+            rundir, attempt, NodeReady(job.rank, node.name, node.address, node.cpus, urls, beacon=port)
+        )
         placed = folder / "placement.yaml"
         timeout_s = 2 * config.slurm.start_timeout_s
 
@@ -92,6 +104,8 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
         if over():
             return EXIT_OK
         head = Head(placed)
+        if config.slurm.spares and not _wait_for_place(job, rundir, attempt, head, signals):
+            return EXIT_OK
         bypass_proxies(head.placement.nodes)
         ray_node.join(head.address)
         _keep_up(job, rundir, attempt, ray_node, environments, head, signals)
@@ -102,6 +116,26 @@ def _take_part(job: Job, config: Config, rundir: RunDir, attempt: int, node: Nod
         environments.stop()
         if state is not None:
             state.remove()
+        if beacon is not None:
+            beacon.close()
+
+
+def _wait_for_place(job: Job, rundir: RunDir, attempt: int, head: Head, signals: Signals) -> bool:
+    """Wait until the placement names this node; false if the attempt is over, or does without this node."""
+    if not head.names(job.node_name):
+        say(f"{job.node_name}: waiting as a spare")
+    outages, sweeper = ToleratedOutages(say), SharedMemorySweeper()
+
+    def over() -> bool:
+        return rendezvous.ended(rundir, attempt) or rendezvous.is_replaced(rundir, attempt, job.rank)
+
+    while not head.names(job.node_name):
+        if outages.run(over, False) or (signals.received and _is_gone(head.address)):
+            return False
+        sweeper.tick()
+        outages.run(head.moved, False)
+        time.sleep(TICK_S)
+    return True
 
 
 def _keep_up(
@@ -131,7 +165,8 @@ def _keep_up(
             rendezvous.raylet_up(rundir, attempt, job.rank)
             joined = True
         if not serving and (
-            rendezvous.raylets_up(rundir, attempt) == job.nodes or time.monotonic() > servers_at
+            rendezvous.raylets_up(rundir, attempt) >= len(head.placement.nodes)
+            or time.monotonic() > servers_at
         ):
             environments.start()
             serving = True
@@ -145,6 +180,9 @@ def _keep_up(
         if signals.received and _is_gone(head.address):
             say("the first node is gone: exiting")
             return
+        if outages.run(lambda: rendezvous.is_replaced(rundir, attempt, job.rank), False):
+            say(f"{job.node_name}: counted as lost, and a spare has taken its place: exiting")
+            return
         outages.run(look, None)
         sweeper.tick()
         moved = outages.run(head.moved, False)
@@ -153,12 +191,16 @@ def _keep_up(
             if restarts > _RAY_RESTARTS:
                 raise RayLost(f"the raylet ended {restarts} times; see its log")
             time.sleep(1.0)
+            bypass_proxies(head.placement.nodes)
             ray_node.rejoin(head.address)
         time.sleep(TICK_S)
 
 
 class Head:
-    """The address of Ray's head; if the head ends, the first node restarts it at another address."""
+    """The address of Ray's head, and the placement.
+
+    If the head ends or a node is replaced, the first node restarts the head at another address.
+    """
 
     def __init__(self, placed: Path) -> None:
         self._placed = placed
@@ -176,8 +218,13 @@ class Head:
         if written == self._written:
             return False
         self._written, before = written, self.address
-        self.address = Placement.from_yaml(self._placed.read_text()).ray_address
+        self.placement = Placement.from_yaml(self._placed.read_text())
+        self.address = self.placement.ray_address
         return self.address != before
+
+    def names(self, node: str) -> bool:
+        """Whether a node takes part."""
+        return any(placed.name == node for placed in self.placement.nodes)
 
 
 def _is_gone(address: str) -> bool:

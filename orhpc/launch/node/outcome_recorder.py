@@ -12,6 +12,7 @@ from orhpc.errors import (
     EXIT_CRASH_LOOP,
     EXIT_FAILED,
     EXIT_OK,
+    EXIT_PREFLIGHT,
     OrhpcError,
     StorageRefused,
     policy_of,
@@ -41,13 +42,23 @@ class OutcomeRecorder:
         """Exit code of the job's step, once the outcome is recorded."""
         self.lost: list[str] = []
         """Nodes that the next start must not use."""
+        self.bad: list[str] = []
+        """Nodes that failed their health check, and without which the attempt began."""
+        self.replaced: list[str] = []
+        """Nodes that were lost, and whose places spares have taken."""
+        self.gone: list[str] = []
+        """Nodes that were lost when no spare was left."""
         self.others: tuple[Node, ...] = ()
-        """The other nodes that have joined."""
+        """The other nodes that take part."""
         self.memory = ""
         """One line about kills by the kernel's memory limit on one of the nodes."""
         self.watch = MemoryWatch()
         self._job, self._config, self._rundir = job, config, rundir
         self._output = BatchOutput(job.output)
+
+    def refused_tasks(self) -> bool:
+        """Whether srun has reported tasks that refused to run: a wrong config, or something is missing."""
+        return bool(self._output.ended_tasks().exit_codes & {EXIT_CONFIG, EXIT_PREFLIGHT})
 
     def record(self, attempt: int, status: int, error: OrhpcError | None = None) -> None:
         """Record the outcome and end the attempt for the other nodes; call it before the teardown.
@@ -96,6 +107,9 @@ class OutcomeRecorder:
             memory=self._memory_at_end(status),
             nodes=self.others,
             lost=tuple(self.lost),
+            bad=tuple(self.bad),
+            replaced=tuple(self.replaced),
+            gone=tuple(self.gone),
         )
 
     def _memory_at_end(self, status: int) -> str:

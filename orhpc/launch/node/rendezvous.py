@@ -2,7 +2,8 @@
 
 The first node writes the attempt's number to ``jobs/JOB.RESTART.json``; each other node then writes its
 address to ``attempts/NNN/nodes/``.  ``placement.yaml`` lists all nodes and the address of Ray's head,
-``nodes/NNN.raylet`` means that a node has joined Ray's cluster, and ``ended.json`` that the attempt is over.
+``nodes/NNN.raylet`` means that a node has joined Ray's cluster, ``nodes/NNN.replaced`` that a spare has taken
+its place, and ``ended.json`` that the attempt is over.
 On a filesystem that is not shared, a file never appears on another node, so every wait has a deadline.
 """
 
@@ -13,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from orhpc.rundir.storage import ToleratedOutages
 
 _POLL_S = 0.1
 _BEAT_S = 5.0
+SPARES_S = 20.0
+"""Seconds that the first node waits for the others once enough of them can take part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,9 @@ class NodeReady:
     address: str = ""
     cpus: int = 0
     environments: dict[str, list[str]] = field(default_factory=dict)
+    beacon: int = 0
+    """Port at which its launcher accepts connections in a job with spares (:mod:`orhpc.launch.node.beacon`);
+    0: none."""
     problem: str | None = None
     """Why the node cannot take part."""
     refused: bool = False
@@ -111,32 +117,56 @@ def join(rundir: RunDir, attempt: int, joined: NodeReady) -> None:
 
 
 def gather(
-    rundir: RunDir, attempt: int, nodes: int, timeout_s: float, tick: Callable[[], None]
+    rundir: RunDir, attempt: int, nodes: int, timeout_s: float, tick: Callable[[], None], spares: int = 0
 ) -> list[NodeReady]:
     """Wait for the files of all other nodes; returns them in order of rank.
 
+    With ``spares``, it waits only :data:`SPARES_S` longer once so many nodes fewer can take part.
+
     Raises:
-        NodeLost: some nodes did not join in time; the message names them.
+        NodeLost: too few nodes joined in time; the message names the others.
     """
-    folder = rundir.attempt(attempt) / "nodes"
     end = time.monotonic() + timeout_s
-    missing = list(range(1, nodes))
+    found: dict[int, NodeReady] = {}
+    needed = nodes - 1 - spares
+    enough = False
     outages = ToleratedOutages(say)
 
-    def still_missing() -> list[int]:
+    def look() -> None:
         tick()
-        _refresh(folder)
-        return [rank for rank in missing if not (folder / f"{rank:03d}.json").exists()]
+        for node in joined(rundir, attempt, nodes, found):
+            found[node.rank] = node
 
-    while missing and time.monotonic() < end:
-        missing = outages.run(still_missing, missing)
+    while len(found) < nodes - 1 and time.monotonic() < end:
+        outages.run(look, None)
+        if not enough and sum(node.problem is None for node in found.values()) >= needed:
+            enough, end = True, min(end, time.monotonic() + SPARES_S)
         time.sleep(_POLL_S)
-    if missing:
+    missing = [rank for rank in range(1, nodes) if rank not in found]
+    if missing and not enough:
         raise NodeLost(
             f"node {', '.join(map(str, missing))} of {nodes} did not join within {timeout_s:.0f} s; it "
             "may be broken, or run.root is not on a filesystem that all nodes share"
         )
-    return [NodeReady(**json.loads((folder / f"{rank:03d}.json").read_text())) for rank in range(1, nodes)]
+    return [found[rank] for rank in sorted(found)]
+
+
+def joined(rundir: RunDir, attempt: int, nodes: int, known: Container[int] = ()) -> list[NodeReady]:
+    """The other nodes of the job that have joined, in order of rank, without the ``known`` ranks."""
+    folder = rundir.attempt(attempt) / "nodes"
+    _refresh(folder)
+    paths = {rank: folder / f"{rank:03d}.json" for rank in range(1, nodes) if rank not in known}
+    return [NodeReady(**json.loads(path.read_text())) for path in paths.values() if path.exists()]
+
+
+def mark_replaced(rundir: RunDir, attempt: int, rank: int) -> None:
+    """Tell a node, in case it still runs, that a spare has taken its place."""
+    write_atomic(rundir.attempt(attempt) / "nodes" / f"{rank:03d}.replaced", "")
+
+
+def is_replaced(rundir: RunDir, attempt: int, rank: int) -> bool:
+    """Whether a spare has taken this node's place."""
+    return (rundir.attempt(attempt) / "nodes" / f"{rank:03d}.replaced").exists()
 
 
 def raylet_up(rundir: RunDir, attempt: int, rank: int) -> None:

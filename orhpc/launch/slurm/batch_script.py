@@ -29,6 +29,17 @@ fi
 job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 @ELEMENTS@
+
+# Spare nodes take the places of lost ones, so the loss of a node ends neither job nor step.  This needs
+# sbatch's --no-kill too, which `python -m orhpc.launch` requests.
+spares=@SPARES@
+for word in "$@"; do
+  case $word in slurm.spares=*) spares=${word#*=} ;; esac
+done
+survive=(--kill-on-bad-exit=1)
+[ "$spares" = 0 ] || survive=(--kill-on-bad-exit=0 --no-kill)
+export ORHPC_SPARES=$spares
+
 job_folder=$(mktemp -d "/tmp/orhpc-$job-XXXXXX") || exit 1
 trap 'rm -rf "$job_folder"' EXIT
 export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$job} ORHPC_STARTED=$(date +%s.%N)
@@ -90,6 +101,7 @@ submit_successor() {
   options+=(--time="$(field TimeLimit)" --output="$(field StdOut)")
   # The successor of an array's element is an array of that one element, so that it finds its arguments.
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=(--array="$SLURM_ARRAY_TASK_ID")
+  [ "$spares" = 0 ] || options+=(--no-kill)
   [ -z "${SLURM_JOB_ACCOUNT:-}" ] || options+=(--account="$SLURM_JOB_ACCOUNT")
   [ -z "${SLURM_JOB_QOS:-}" ] || options+=(--qos="$SLURM_JOB_QOS")
   [ -z "${SLURM_GPUS_PER_NODE:-}" ] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
@@ -130,13 +142,16 @@ limit_srun() {
     fi
     sleep 2 >/dev/null 2>&1
   done
+  # With spares, srun does not end the step when the first node's launcher fails or is killed.
+  [ "$spares" = 0 ] || exit_limit=30
+  [ "$spares" = 0 ] || [ -s "$job_folder/code" ] || exit_limit=5
   sleep "$exit_limit" >/dev/null 2>&1
   echo "orhpc: srun is still running $exit_limit s after the first node has exited: killed"
   kill -KILL "$1"
 }
 
 for retries_left in 2 1 0; do
-  srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
+  srun "${survive[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
     --mpi=none --export=ALL@SRUN_ARGS@ \
     @INSIDE@"$python" -m orhpc.launch.node "$@" &
   task=$!

@@ -71,6 +71,15 @@ class Outcome:
     """The used-up budget, if this prevents a requeue; None otherwise."""
     excluded: list[str] = field(default_factory=list)
     """Nodes that the next start must not use."""
+    replaced: list[str] = field(default_factory=list)
+    """Those of them that were lost during the attempt, which went on with a spare."""
+    bad: list[str] = field(default_factory=list)
+    """Those of them that failed their health check, and without which the attempt began."""
+
+    def lost(self) -> set[str]:
+        """Those of the excluded nodes that were lost; the others failed their health check."""
+        ended_it = set(self.excluded) - set(self.bad) if self.reason is Reason.NODE_LOST else set[str]()
+        return ended_it | set(self.replaced)
 
 
 def write(rundir: RunDir, outcome: Outcome) -> None:
@@ -151,8 +160,8 @@ def to_readmit(outcomes: Sequence[Outcome], chain: str) -> list[str]:
     excluded, because SLURM does not detect their fault.  ``outcomes``: up to that of the current start.
     """
     own = [o for o in outcomes if o.chain == chain]
-    lost = {name for o in own[:-1] if o.reason is Reason.NODE_LOST for name in o.excluded}
-    bad = {name for o in own if o.reason is not Reason.NODE_LOST for name in o.excluded}
+    lost = {name for o in own[:-1] for name in o.lost()}
+    bad = {name for o in own for name in set(o.excluded) - o.lost()}
     return sorted(lost - bad - set(own[-1].excluded if own else ()))
 
 

@@ -147,8 +147,11 @@ def signal_batch_shell(job_id: str, name: str) -> None:
         raise PreflightError(f"scancel --signal={name} {job_id}: {' '.join(result.stderr.split())}")
 
 
-def nodes_down() -> list[str]:
-    """Nodes of this job that SLURM shows as down, failed or not responding."""
+def nodes_down(*, given_up: bool = False) -> list[str]:
+    """Nodes of this job that SLURM shows as down, failed or not responding.
+
+    ``given_up``: only those that it has taken from the job, if that goes on without them.
+    """
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed or not available():
         return []
@@ -157,6 +160,8 @@ def nodes_down() -> list[str]:
     except PreflightError:
         return []
     pairs = {(line.split()[0], line.split()[1]) for line in result.stdout.splitlines() if line.strip()}
+    if given_up:
+        return sorted({name for name, state in pairs if state.startswith("down")})
     return sorted(
         {name for name, state in pairs if state.startswith(("down", "fail")) or state.endswith("*")}
     )

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orhpc.config import Config
-from orhpc.errors import PreflightError
+from orhpc.errors import ConfigError, PreflightError
 from orhpc.launch import model
 from orhpc.launch.slurm import scheduler
 from orhpc.launch.slurm.batch_script import BODY, CHECK
@@ -69,6 +69,19 @@ def limit_s(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def nodes_to_request(config: Config) -> int:
+    """Nodes of the job: those that take part, and the spares.
+
+    Raises:
+        ConfigError: a spare could never take another node's place.
+    """
+    if config.slurm.spares and config.placement.nodes == 1:
+        raise ConfigError(
+            "slurm.spares: spares cannot replace a job's first node, and placement.nodes is 1: set it to 0"
+        )
+    return config.placement.nodes + config.slurm.spares
+
+
 def header(config: Config, lead_s: int) -> list[str]:
     """The ``#SBATCH`` lines."""
     s = config.slurm
@@ -77,7 +90,7 @@ def header(config: Config, lead_s: int) -> list[str]:
         gpus = config.placement.devices_per_node if config.placement.device == "cuda" else 0
     options: list[tuple[str, object]] = [
         ("job-name", "orhpc"),
-        ("nodes", config.placement.nodes),
+        ("nodes", nodes_to_request(config)),
         ("ntasks-per-node", 1),
         ("gpus-per-node", gpus or None),
         ("cpus-per-task", s.cpus_per_task),
@@ -86,6 +99,7 @@ def header(config: Config, lead_s: int) -> list[str]:
         ("time", s.time),
         ("signal", f"B:USR2@{lead_s}"),
         ("requeue", True),
+        ("no-kill", s.spares > 0 or None),
         ("open-mode", "append"),
         ("output", "slurm-%j.out"),
         ("partition", s.partition),
@@ -139,7 +153,11 @@ def render(
     check = CHECK.strip("\n") + "\n" if s.container.kind == "none" else ""
     modules = "".join(f"module load {shlex.quote(m)}\n" for m in s.modules)
     body = BODY.replace("@MODULES@\n", modules).replace("@CHECK@\n", check)
-    body = body.replace("@PYTHON@", python).replace("@SRUN_ARGS@", "".join(f" {a}" for a in srun_args))
+    body = (
+        body.replace("@SPARES@", str(s.spares))
+        .replace("@PYTHON@", python)
+        .replace("@SRUN_ARGS@", "".join(f" {a}" for a in srun_args))
+    )
     body = body.replace("@INSIDE@", "".join(f"{w} " for w in inside))
     # Last, because settings are text in which a later replacement could find its mark.
     body = body.replace("@ELEMENTS@\n", _choose_arguments(elements) if elements is not None else "", 1)

@@ -24,6 +24,8 @@ _PROBE_S = 3.0
 _PROBE_PORT = 15001
 """Nothing listens on it: a node that is up refuses the connection, a node that is off does not answer."""
 
+_PLACE_LOST = "PlaceLost"
+"""Class of the failure that another node's launcher has ended and no spare was left."""
 _OF_FAILURE = {"OutOfMemory": Reason.OUT_OF_MEMORY, "StorageRefused": Reason.STORAGE}
 """Reasons for failures after which a job is requeued, by class; all others are infrastructure."""
 
@@ -62,6 +64,12 @@ class AttemptEvidence:
     """The other nodes that had joined."""
     lost: Sequence[str] = ()
     """Nodes that are already known to be unusable for the next start."""
+    bad: Sequence[str] = ()
+    """Nodes that failed their health check, and without which the attempt began."""
+    replaced: Sequence[str] = ()
+    """Nodes that were lost, and whose places spares have taken."""
+    gone: Sequence[str] = ()
+    """Nodes that were lost when no spare was left."""
 
     def outcome(self) -> Outcome:
         """The attempt's outcome, with the exit code of the job's step."""
@@ -79,7 +87,9 @@ class AttemptEvidence:
             why.exit_code,
             self.job.chain,
             signalled,
-            excluded=sorted({*self.lost, *why.off}),
+            excluded=sorted({*self.lost, *self.bad, *self.replaced, *why.off}),
+            replaced=sorted(self.replaced),
+            bad=sorted(self.bad),
         )
 
     def _why(self, signalled: bool) -> Verdict:
@@ -92,9 +102,13 @@ class AttemptEvidence:
             return Verdict(Reason.OUT_OF_MEMORY, self.memory, EXIT_REQUEUE)
         if signalled:
             return self._why_signalled()
+        if self.gone:
+            return Verdict(Reason.NODE_LOST, self.problem, EXIT_REQUEUE, tuple(self.gone))
+        if self.kind == _PLACE_LOST:
+            return self._why_step_ended()
         if self.lost:
             return Verdict(Reason.BAD_NODE, self.problem, EXIT_REQUEUE)
-        if down := scheduler.nodes_down():
+        if down := self._down():
             return Verdict(Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE)
         # SLURM may take minutes to notice.  Probe only nodes that have already communicated: behind a
         # firewall that drops packets, a missing answer means nothing.
@@ -110,7 +124,7 @@ class AttemptEvidence:
         reason = why_stopped(info, lead_s, self.job.restart, granted_until=grace_ends(self.job))
         if reason not in (Reason.REQUEUED, Reason.SIGNALLED):
             return Verdict(reason, self.problem, EXIT_REQUEUE)
-        if down := scheduler.nodes_down():
+        if down := self._down():
             return Verdict(Reason.NODE_LOST, f"{', '.join(down)}: down", EXIT_REQUEUE)
         if self.output.preempted():
             return Verdict(Reason.PREEMPTED, "without grace time", EXIT_REQUEUE)
@@ -134,6 +148,10 @@ class AttemptEvidence:
                 Reason.INFRASTRUCTURE, f"{line}; see its error line in the job's output", EXIT_REQUEUE
             )
         return Verdict(Reason.KILLED, "the job's step was canceled or signaled", EXIT_REQUEUE)
+
+    def _down(self) -> list[str]:
+        """Nodes that SLURM shows as down, without those that the attempt has replaced."""
+        return [name for name in scheduler.nodes_down() if name not in self.replaced]
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         events = read_events(self.rundir.events)

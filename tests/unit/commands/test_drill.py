@@ -65,6 +65,28 @@ def test_faults_that_cost_no_attempt(tmp_path: Path) -> None:
     ]
 
 
+def test_a_lost_node_that_a_spare_replaced(tmp_path: Path) -> None:
+    """The attempt goes on from the commit of step 2."""
+    lost = {
+        "error": "n1: its launcher ended; n3 takes its place",
+        "lost": "n1",
+        "spare": "n3",
+        "seconds": 6.0,
+    }
+    lines = events(
+        (100.0, "bring_up", step(0)),
+        (101.0, "step", step(1)), (102.0, "step", step(2)), (103.0, "step", step(3)),
+        (104.0, "fault_injected", fault("node_lost@4:0")),
+        (110.5, "node_replaced", lost),
+        (140.0, "bring_up", step(2)),
+        (141.0, "step", step(3)), (142.0, "step", step(4)),
+    )  # fmt: skip
+    run, config = made(tmp_path, "node_lost@4:0", lines=lines)
+    assert recoveries(run, config, 60.0) == [
+        Recovery("node_lost@4:0", 6.5, 38.0, 1, 16, "all parts in place, n3 for n1", BACK)
+    ]
+
+
 def test_a_fault_that_ends_the_attempt(tmp_path: Path) -> None:
     """The next attempt continues from the commit of step 2, of three that were made."""
     faults = ("node_lost@4:0", "disk_full@9")

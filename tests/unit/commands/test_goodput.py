@@ -79,12 +79,16 @@ class Simulation:
         for number in range(1, attempts + 1):
             self.attempt, began = number, self.clock
             self.spend(goodput.STARTS)
+            if self.random.random() < 0.3:
+                self.say("node_replaced", error="a bad node, for which a spare takes part")
+                self.spend(goodput.STARTS)
             self.start()
             for _ in range(self.random.randrange(1, 5)):
                 self.step()
                 if self.random.random() < 0.2:  # restarts in place
                     self.spend(goodput.AGAIN)
-                    self.say("restart", kind="RayLost", error="gone", exit_code=75)
+                    kind = self.random.choice(["restart", "node_replaced"])
+                    self.say(kind, error="gone")
                     self.start()
             self.end(number, began, last=number == attempts)
 

@@ -33,6 +33,22 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+def test_status_counts_spare_nodes(run: RunDir, commands: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program(commands, "squeue", "echo RUNNING")
+    assert main(["status", str(run.path)]) == EXIT_OK
+    assert "spare nodes" not in capsys.readouterr().out
+    log = EventLog(run.events, 2)
+    log.write("spares", names=["n3", "n4"])
+    log.write("node_replaced", error="n1: does not answer; n3 takes its place, 1 spares left", spares_left=1)
+    log.close()
+    assert main(["status", str(run.path)]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert "\nspare nodes of attempt 2: 1 used, 1 left\n" in shown
+    assert "\nlast failure: node replaced: n1: does not answer; n3 takes its place, 1 spares left\n" in shown
+    assert main(["status", str(run.path), "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["spares"] == {"used": 1, "left": 1}
+
+
 def test_check_asks_slurm_whether_the_job_could_run(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -105,6 +106,22 @@ def test_ranks_engines_and_nodes_are_chosen(run: RunDir, capsys: pytest.CaptureF
     }  # fmt: skip
 
 
+def test_logs_of_a_replaced_node_are_found(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job's third node, a spare, is the second one of the placement."""
+    nodes = run.attempt(1) / "nodes"
+    nodes.mkdir()
+    for rank, name in ((1, "n7"), (2, "n1")):
+        record = {"rank": rank, "name": name, "address": f"10.0.0.{rank}"}
+        (nodes / f"{rank:03d}.json").write_text(json.dumps(record))
+        (run.attempt(1) / f"ray_{rank:03d}.log").write_text(f"raylet of {name}\n")
+    for rank, name in ((1, "n7"), (2, "n1")):
+        shown = printed(run, capsys, "--node", name, "--ray")
+        assert f"raylet of {name}" in "\n".join(shown)
+        assert f"ray_{3 - rank:03d}.log" not in "\n".join(shown)
+    (nodes / "002.json").write_text("{")
+    assert "raylet of n7" in "\n".join(printed(run, capsys, "--node", "n7", "--ray"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -150,7 +167,8 @@ def test_the_output_of_a_batch_script_is_read_for_one_of_its_attempts(
     output = run.path / "slurm-7.out"
     for _ in (2, 3):
         run.begin_attempt(kind="slurm", job="7", chain="7", output=str(output))
-    lines = [f"orhpc: {run.path}: attempt {n}, 1 nodes\nTypeError: of {n}\n" for n in (2, 3)]
+    sizes = {2: "1 nodes", 3: "4 nodes and 2 spares"}
+    lines = [f"orhpc: {run.path}: attempt {n}, {sizes[n]}\nTypeError: of {n}\n" for n in (2, 3)]
     output.write_text("".join(lines))
     assert printed(run, capsys, "--errors", "--attempt", "2") == ["slurm-7.out:2: TypeError: of 2"]
     assert printed(run, capsys, "--errors") == ["slurm-7.out:4: TypeError: of 3"]

@@ -172,6 +172,14 @@ def test_plan_prints_ranks_memory_and_the_limit(config: str, capsys: pytest.Capt
     assert re.search(r"^limit: KV cache: \d+ rollouts", out, re.MULTILINE)
     assert "\nlead: signaled 300 s before the time limit to commit (the run has made no commit yet)\n" in out
     assert main(["plan", config, "--nodes", "8", "rollout.max_total_tokens=200000"]) == EXIT_CONFIG
+    capsys.readouterr()
+    assert main(["plan", config, "--nodes", "8", "--spares", "2"]) == EXIT_OK
+    with_spares = capsys.readouterr().out
+    assert (
+        "\nspares    2, which wait for a node to be lost: the job requests 10 nodes, 40 devices\n"
+        in with_spares
+    )
+    assert [line for line in with_spares.splitlines() if not line.startswith("spares ")] == out.splitlines()
 
 
 def test_plan_refuses_a_config_that_does_not_fit_and_suggests_one_that_does(

@@ -110,6 +110,15 @@ def test_a_copy_of_a_step_that_was_made_again_is_not_the_new_one(run: Run) -> No
     assert chosen(run, {3, first, named(4)}).copy == named(4) != first
 
 
+def test_copies_from_before_a_return_to_the_commit_are_not_mixed_with_new_ones(run: Run) -> None:
+    """A spare's rank holds step 3 of the new steps while the others still hold that of the old ones."""
+    allow(run, 3)
+    assert not chosen(run, set()).copied  # the rank of a lost node has no copy
+    assert not chosen(run, {3}).copied
+    allow(run, 3)
+    assert chosen(run, {3}).copied
+
+
 def test_a_damaged_file_of_the_driver_is_passed_over(run: Run) -> None:
     allow(run, 3, 4)
     path = Path(str(state_folder.state_folder())) / "driver_4.json"

@@ -201,7 +201,8 @@ def other_that_was_signalled(tmp_path: Path, address: str) -> threading.Thread:
     ray_node = RayNode("n1", HOST, tmp_path / "token", tmp_path / "log", cpus=1, object_store_bytes=10**8)
     ray_node._process = subprocess.Popen(["sleep", "60"])
     placed = tmp_path / "placement.yaml"
-    placed.write_text(Placement((), (), (), (), {}, ray_address=address).to_yaml())
+    nodes = (NODE, Node("n1", HOST, cpus=1))
+    placed.write_text(Placement(nodes, (), (), (), {}, ray_address=address).to_yaml())
     servers = ServedEnvironments(config_of(), Node("n1", HOST, cpus=1), rundir, attempt)
     command_line = (job, rundir, attempt, ray_node, servers, other_node.Head(placed), signals)
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,11 @@ class Shell:
         return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
 
     def run(
-        self, restarts: int = 0, python: str = sys.executable, **more: str
+        self,
+        restarts: int = 0,
+        python: str = sys.executable,
+        arguments: Sequence[str] = ("none.yaml",),
+        **more: str,
     ) -> subprocess.CompletedProcess[str]:
         text = (ROOT / "slurm/train.sbatch").read_text()
         for long, short in {
@@ -55,7 +59,7 @@ class Shell:
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}), **more,
         }  # fmt: skip
         return subprocess.run(
-            ["bash", "script", "none.yaml"], cwd=self.folder, env=variables, capture_output=True, text=True,
+            ["bash", "script", *arguments], cwd=self.folder, env=variables, capture_output=True, text=True,
             timeout=60, check=False,
         )  # fmt: skip
 
@@ -89,6 +93,35 @@ def test_a_job_survives_a_controller_that_is_temporarily_unavailable(shell: Shel
     assert shell.calls("scontrol")[-1] == "requeue 7"
     assert "the controller does not answer" not in result.stdout
     assert "SLURM's controller does not answer; waiting" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("spares", "step"), [("0", "--kill-on-bad-exit=1"), ("2", "--kill-on-bad-exit=0 --no-kill")]
+)
+def test_the_end_of_a_node_ends_the_step_only_without_spares(shell: Shell, spares: str, step: str) -> None:
+    shell.program("srun", f'{ATTEMPT}; echo "$ORHPC_SPARES" >known; exit 75')
+    arguments = ["none.yaml", "slurm.spares=1", f"slurm.spares={spares}", "train.steps=3"]
+    assert shell.run(arguments=arguments).returncode == 0
+    assert shell.calls("srun")[0].startswith(f"{step} --nodes=2 ")
+    assert (shell.folder / "known").read_text() == f"{spares}\n"
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_successor_survives_the_loss_of_a_node_if_it_has_spares(shell: Shell, spares: int) -> None:
+    shell.program("scontrol", f'echo "{RUNNING.format(restarts=0)}"; [ "$1" != requeue ]')
+    shell.program("sbatch", "echo 9")
+    shell.run(arguments=["none.yaml", f"slurm.spares={spares}"])
+    assert ("--no-kill" in shell.calls("sbatch")[-1].split()) == bool(spares)
+
+
+def test_with_spares_an_srun_whose_first_task_was_killed_is_ended_soon(shell: Shell) -> None:
+    """Nothing else ends the tasks of other nodes, which wait for the first."""
+    shell.program("srun", f'{ATTEMPT}; : >"$ORHPC_JOB_FOLDER/held"; exec sleep 50')
+    began = time.monotonic()
+    result = shell.run(arguments=["none.yaml", "slurm.spares=1"])
+    assert "srun is still running 5 s after the first node has exited: killed" in result.stdout
+    assert time.monotonic() - began < 30
+    assert shell.calls("scontrol")[-1] == "requeue 7"
 
 
 def test_a_job_unknown_to_slurm_is_not_requeued(shell: Shell) -> None:

@@ -43,6 +43,18 @@ def test_the_script_in_the_repository_equals_the_rendered_one() -> None:
     assert not [line for line in head_of(without_gpus) if "gpu" in line]
 
 
+def test_spares_are_requested_in_addition_and_the_job_survives_a_lost_node() -> None:
+    config = load_config(DEFAULT, ["placement.nodes=4", "slurm.spares=2"])
+    script = submission.render(config)
+    assert {"#SBATCH --nodes=6", "#SBATCH --no-kill"} <= set(head_of(script))
+    assert "\nspares=2\n" in script
+    without = submission.render(load_config(DEFAULT, ["placement.nodes=4"]))
+    assert "#SBATCH --nodes=4" in head_of(without)
+    assert "#SBATCH --no-kill" not in head_of(without)
+    with pytest.raises(ConfigError, match=r"^slurm\.spares: spares cannot replace a job's first node"):
+        submission.render(load_config(DEFAULT, ["slurm.spares=1"]))
+
+
 def test_every_setting_reaches_the_header() -> None:
     config = config_of(
         partition="gpu,big", account="acc", qos="high", time="1-12:00:00", gpus_per_node=8, cpus_per_task=64,
