@@ -215,7 +215,9 @@ def _ways_out(run: RunPlan, room: int) -> str:
     too_long, more_ranks = _too_long(run, room), _way_out(run, room)
     if not too_long:
         return more_ranks
-    return f"{too_long}; or {more_ranks}" if "trainer ranks " in more_ranks else too_long
+    if "trainer ranks " in more_ranks:
+        return f"{too_long}; or {more_ranks}"
+    return f"no number of ranks helps: {too_long}"
 
 
 def _too_long(run: RunPlan, room: int) -> str:

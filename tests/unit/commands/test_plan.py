@@ -203,7 +203,7 @@ def test_plan_refuses_a_config_that_does_not_fit_and_suggests_one_that_does(
 def test_plan_says_when_more_ranks_would_not_help(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", config, "--device-memory", "20", "--nodes", "64"]
     assert main(command) == EXIT_CONFIG
-    assert "no number of ranks helps, since" in capsys.readouterr().err
+    assert "no number of ranks helps" in capsys.readouterr().err
     assert main([*command, "train.gradient_checkpointing=false"]) == EXIT_CONFIG
     assert "train.gradient_checkpointing=true" in capsys.readouterr().err
 

@@ -113,10 +113,11 @@ def test_a_copy_of_a_step_that_was_made_again_is_not_the_new_one(run: Run) -> No
 def test_copies_from_before_a_return_to_the_commit_are_not_mixed_with_new_ones(run: Run) -> None:
     """A spare's rank holds step 3 of the new steps while the others still hold that of the old ones."""
     allow(run, 3)
-    assert not chosen(run, set()).copied  # the rank of a lost node has no copy
-    assert not chosen(run, {3}).copied
+    old = named(3)
+    assert chosen(run, set()).copy is None  # the rank of a lost node has no copy
+    assert chosen(run, {old}).copy is None
     allow(run, 3)
-    assert chosen(run, {3}).copied
+    assert chosen(run, {3}).copy == named(3) != old
 
 
 def test_a_damaged_file_of_the_driver_is_passed_over(run: Run) -> None:
