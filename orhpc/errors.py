@@ -105,6 +105,10 @@ class NodeLost(OrhpcError):
     """A node of the job stopped answering."""
 
 
+class SlowNode(NodeLost):
+    """A trainer rank computes much slower than its peers; the run continues without its node."""
+
+
 class EndedFromOutside(OrhpcError):
     """The run's attempts are repeatedly ended from outside; it is requeued after a delay."""
 

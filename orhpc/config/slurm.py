@@ -103,6 +103,9 @@ class SlurmSettings(Section):
     spares: Spares = 0
     """Nodes to request in addition to ``placement.nodes``. They wait, and one takes the place of a node that
     is lost, without a requeue."""
+    exclude_slow_nodes: bool = False
+    """Requeue the job without a node on which a trainer rank has computed 1.5 times slower than the other
+    ranks for ten steps. Otherwise the run only reports it."""
     exclude: SbatchValue | None = None
     """Nodes to exclude, in SLURM's notation."""
     mail_user: SbatchValue | None = None

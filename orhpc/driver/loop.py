@@ -20,6 +20,7 @@ from orhpc.driver.metrics import Phases
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
+from orhpc.driver.slow_ranks import report_slow_ranks
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep
 from orhpc.driver.trainer_recovery import repeat_after_failure
@@ -86,6 +87,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
         metrics |= await runtime.gpus.report(state.step, phases)
         run.report_step()
         run.copies.allow(state)
+        report_slow_ranks(run, runtime.trainers)
         # Evaluation
         if evaluation.due(config, state.step):
             await evaluate(run, runtime, saver)

@@ -60,6 +60,11 @@ class Run:
         self._stop_file = stop_file
         self._alerted = -_STORAGE_ALERT_S
 
+    @property
+    def is_job(self) -> bool:
+        """Whether the attempt is one of a SLURM job."""
+        return self.rundir.attempt_metadata(self.attempt).get("kind") == "slurm"
+
     def stop_requested(self) -> bool:
         return self._stop_file.exists()
 

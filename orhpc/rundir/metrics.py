@@ -251,6 +251,8 @@ METRICS: dict[str, Metric] = {
     "sync_seconds_gather": Metric("perf", "of that: gathering parameters", "s"),
     "sync_seconds_join": Metric("perf", "of that: forming the group of trainers and engines", "s"),
     "sync_seconds_shed": Metric("perf", "freeing gradients before it", "s"),
+    "slowest_rank": Metric("perf", "the trainer rank that computed a fixed amount of work slowest"),
+    "slowest_rank_ratio": Metric("perf", "its time for that work, divided by the median of the other ranks"),
     "peer_copies_skipped": Metric(
         "perf", "copies of the state that were not sent to other nodes, as an older one was still on its way"
     ),

@@ -9,7 +9,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,43 +18,38 @@ import torch
 import torch.distributed as dist
 
 from orhpc.config import Config
-from orhpc.errors import CheckpointError, InfraError, NonFinite, OutOfMemory
+from orhpc.errors import InfraError, NonFinite, OutOfMemory
 from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
-from orhpc.process.state_folder import state_folder
 from orhpc.rundir.trained import TrainedRollout, write_trained
-from orhpc.train.backend import Backend
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
-from orhpc.train.checkpoint.copy_files import CopyId
-from orhpc.train.checkpoint.copy_transfer import Address
-from orhpc.train.checkpoint.layouts import Layout, load_shards
-from orhpc.train.checkpoint.memory import SendStatus, StateCopies
-from orhpc.train.checkpoint.save import RankSaves
-from orhpc.train.checkpoint.shards import CheckpointReader, rng_state, set_rng_state
+from orhpc.train.checkpoint.memory import StateCopies
+from orhpc.train.checkpoint.shards import rng_state, set_rng_state
 from orhpc.train.cpu_affinity import pin_to_local_cpus
 from orhpc.train.fetch import load_batch
 from orhpc.train.model_check import check_trainer, sampled_logprobs
+from orhpc.train.pace import pace_seconds
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.profile import traced
 from orhpc.train.rank_recovery import free_memory, leave_default_group, or_restart
-from orhpc.train.sleep.residence import OffloadManager, asleep_bytes, memory
+from orhpc.train.rank_state import RankState
+from orhpc.train.sleep.residence import asleep_bytes
 from orhpc.train.stacks import stacks
 from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
 from orhpc.train.trained_tokens import TrainedTokens
 from orhpc.train.weights.buckets import BucketSpec
-from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.train.weights.rank_sync import RankSync
 from orhpc.types import MiniBatch
 from orhpc.wire.weights import start_shared_memory_manager
 
 
-class TrainerRank:
+class TrainerRank(RankState):
     """One rank: its model and optimizer state, and its side of weight sync and checkpoints.
 
     Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a time,
@@ -77,30 +71,14 @@ class TrainerRank:
         if device_index is not None:
             # Hide all other GPUs, so that libraries that use the current device use the right one.
             os.environ[VARIABLE] = visible_devices([device_index], os.environ)
-        self.config = config
-        self.model_dir = model_dir
-        self.rank = rank
-        self.world_size = world_size
+        super().__init__(config, model_dir, rank, world_size)
         self.threads = threads
-        self.device = torch.device(config.placement.device)
         self._backend_class = backend_class(config)  # imports its libraries while the engines start
-        self._offload = OffloadManager(self.device)
-        self._backend: Backend | None = None
         routes = route_share(config, model_dir, rank, world_size)
         images = image_processor(model_dir)
         self.load_batch: Callable[..., PackedBatch] = partial(load_batch, routes=routes, images=images)
-        self._saves = RankSaves(config.checkpoint, self.device, rank, world_size)
-        folder = state_folder()
-        self._copies = None if folder is None else StateCopies(folder, rank, self.device)
-        self._sync: RankSync | None = None
-        plain = config.precision == "bf16"
-        self._quantize = (
-            unchanged if plain else make_quantizer(power_of_two=config.engine.power_of_two_scales)
-        )
         self._held: socket.socket | None = None
         self._stop = threading.Event()
-        self._whole_at: dict[str, int] = {}
-        """:meth:`Backend.progress` when the last whole step ended."""
         self._trained: dict[str, TrainedRollout] = {}
         self._rng: dict[str, Any] | None = None
         """Of torch's random generators when the last step began."""
@@ -108,17 +86,6 @@ class TrainerRank:
     def __repr__(self) -> str:
         """Ray begins this process's lines in the driver's log with it."""
         return f"trainer {self.rank}"
-
-    @property
-    def backend(self) -> Backend:
-        assert self._backend is not None, "build comes first"
-        return self._backend
-
-    @property
-    def sync(self) -> RankSync:
-        """This rank's side of weight sync."""
-        assert self._sync is not None, "build comes first"
-        return self._sync
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -186,45 +153,6 @@ class TrainerRank:
             "copies_problem": problem,
         }
 
-    def restore(self, folder: str | None) -> None:
-        """Continue from a commit of either backend and any number of ranks; None: from the model folder.
-
-        Raises CheckpointError if the commit is incomplete, corrupt, of another model, or without the critic
-        that ``algorithm.advantage: ppo`` needs; a critic that this run does not have is left out.
-        """
-        if folder is None:
-            return
-        reader = CheckpointReader(folder)
-        if self.config.algorithm.has_critic and "critic_steps" not in reader.progress:
-            raise CheckpointError(
-                f"{folder} has no critic, which algorithm.advantage: ppo needs: it is of a run without one; "
-                "export it (orhpc export) and start from the folder (model.path)"
-            )
-        with torch.no_grad():
-            load_shards(reader, self.backend.shards(), partial(Layout.of, self.model_dir, self.config.model))
-        self._continue_from(reader.progress)
-
-    def _continue_from(self, progress: dict[str, Any]) -> None:
-        """Set everything but the tensors of the state."""
-        self.backend.set_progress(progress)
-        set_rng_state(progress["rng"])
-        self._whole_at = self.backend.progress()
-
-    def copies(self) -> list[CopyId]:
-        """Return the copies in this node's memory from which this rank's state can be restored."""
-        return [] if self._copies is None else sorted(self._copies.held())
-
-    def restore_copy(self, copy: CopyId) -> None:
-        """Continue from a copy in the node's memory.
-
-        Raises CheckpointError if it does not exist, or is of another layout.
-        """
-        if self._copies is None:
-            raise CheckpointError("the node has no shared memory for copies of the trainers' state")
-        with torch.no_grad():
-            progress = self._copies.load(copy, self.backend.shards())
-        self._continue_from(progress)
-
     # --- training -----------------------------------------------------------------------------
 
     def sampled_logprobs(self, samples: Sequence[tuple[list[int], int]]) -> list[list[float]] | None:
@@ -240,8 +168,10 @@ class TrainerRank:
         metrics over all ranks and mini-batches: ``loss``, ``grad_norm``, ``lr``, ``clip_fraction``,
         ``entropy``, ``kl``, ``logprob_diff_mean`` and ``_max`` (trainer against rollout), ``tokens``, with a
         critic ``value_loss`` and ``explained_variance``, ``seconds_*`` (the slowest rank's), on GPUs
-        ``memory_trainer_peak_gb``.  Raises NonFinite, OutOfMemory, StopRequested,
-        InfraError, DataError.  ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
+        ``memory_trainer_peak_gb``.
+        ``traces``: folder for profiles of the profiled ranks; empty: no profiling.
+
+        Raises NonFinite, OutOfMemory, StopRequested, InfraError, DataError.
         """
         self._finish_copy()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
@@ -264,6 +194,10 @@ class TrainerRank:
             self._trained = tokens.rollouts()
             return report.reduced()
 
+    def pace(self) -> float | None:
+        """See :func:`orhpc.train.pace.pace_seconds`; all ranks do it at the same time."""
+        return pace_seconds(self.device)
+
     @contextlib.contextmanager
     def _naming_the_sample(self, passes: StepPasses) -> Iterator[None]:
         """Say in OutOfMemory whether a sample was alone; a pipeline computes several at a time."""
@@ -273,11 +207,6 @@ class TrainerRank:
             pipeline = self.config.train.backend == "megatron" and self.config.megatron.pp > 1
             error.alone = None if pipeline else passes.alone
             raise
-
-    def _finish_copy(self) -> None:
-        """Wait for the copy of the state, before the state changes or moves."""
-        if self._copies is not None:
-            self._copies.join()
 
     def take_trained(self) -> dict[str, TrainedRollout]:
         """Return what the last step computed for this rank's rollouts, by id, and forget it."""
@@ -392,84 +321,6 @@ class TrainerRank:
     def leave_weight_group(self) -> None:
         """Leave the engines' group; safe to call again."""
         self.sync.leave_group()
-
-    # --- state --------------------------------------------------------------------------------
-
-    def export_hf(self, folder: str, *, for_engines: bool = False) -> list[dict[str, Any]]:
-        """Write a Hugging Face folder of the current weights (collective); rank 0 writes it.
-
-        ``for_engines``: quantized as in the engines.  Returns the weight files' names, sizes and
-        hashes on rank 0.  Raises CheckpointError.
-        """
-        from orhpc.train.checkpoint.export import export_weights
-
-        quantize = self._quantize if for_engines else unchanged
-        return export_weights(self.backend, folder, self.model_dir, quantize, writes=self.rank == 0)
-
-    def copy_state(self, copy: CopyId) -> SendStatus:
-        """Start to copy the state after ``copy.step`` to the node's memory, where it outlives this process.
-
-        The next :meth:`sleep` and the next :meth:`step` wait for it.  Returns what became of the last
-        :meth:`send_copy`.  Raises CheckpointError if the copy before failed; training can continue.
-        """
-        assert self._copies is not None, "the node has a state folder"
-        progress = {**self.backend.progress(), "rng": rng_state()}
-        self._copies.begin(copy, self.backend.shards(), progress)
-        return self._copies.send_status()
-
-    def send_copy(self, copy: CopyId, target: Address) -> None:
-        """Send the copy of the last :meth:`copy_state` to another node's memory, in the background."""
-        assert self._copies is not None, "the node has a state folder"
-        self._copies.send(copy, target)
-
-    def save_begin(self, folder: str) -> None:
-        """Copy this rank's state, then write it to ``folder`` in the background.
-
-        Training may continue as soon as this returns; with ``checkpoint.spare_host_memory`` the next
-        :meth:`release_gradients`, or the next :meth:`sleep` after an update, waits for it.
-
-        Raises:
-            CheckpointError: a save is in progress, or host memory does not suffice; training can continue.
-        """
-        self._saves.begin(self.backend, folder)
-
-    def save_poll(self) -> list[dict[str, Any]] | None:
-        """Return ``{"name", "size", "sha256"}`` of this rank's files once they are durable, else None.
-
-        The result stays the same until the next :meth:`save_begin`.  Raises CheckpointError when the
-        files could not be written; training can continue.
-        """
-        return self._saves.poll()
-
-    def save_give_up(self) -> bool:
-        """End the current save, in which another rank has failed; return whether it has ended."""
-        return self._saves.give_up()
-
-    def release_gradients(self) -> float:
-        """Free the device memory that only an update needs, until :meth:`wake`; return the seconds taken."""
-        started = time.perf_counter()
-        self.backend.release_gradients()
-        return time.perf_counter() - started
-
-    def sleep(self) -> dict[str, float]:
-        """Move everything to host memory; return :func:`orhpc.train.sleep.residence.memory` afterwards.
-
-        Adds ``freed_bytes``, ``moved_bytes`` and ``seconds``; on a CPU nothing is moved.
-        """
-        self._finish_copy()
-        started = time.perf_counter()
-        slept = self.backend.sleep()
-        return {**memory(self.device), **slept._asdict(), "seconds": time.perf_counter() - started}
-
-    def wake(self) -> dict[str, float]:
-        """Undo :meth:`release_gradients` and :meth:`sleep`.
-
-        Returns ``seconds`` and the memory in use before it, while the engines are asleep.
-        """
-        before = memory(self.device)
-        started = time.perf_counter()
-        self.backend.wake()
-        return {**before, "seconds": time.perf_counter() - started}
 
     def close(self) -> None:
         """Finish the current save and copy, leave all groups, release all memory."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from orhpc.errors import EXIT_REQUEUE
 from orhpc.rundir import RunDir, commits
-from orhpc.rundir.events import read_events
+from orhpc.rundir.events import read_events, steps_of
 from tests.local import kit
 
 pytestmark = pytest.mark.slow
@@ -35,6 +42,58 @@ def test_one_non_finite_step_is_skipped_and_two_in_a_row_are_rolled_back(tmp_pat
     assert [e["commit"] for e in events if e["event"] == "bring_up"] == [None, "step_4.a001"]
     assert rundir.lineage()[0].step == 6
     assert events[-1]["event"] == "finished"
+
+
+class Throttle:
+    """Stops a process for 8 of every 10 milliseconds, while it lasts."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._over = pid, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            os.kill(self._pid, signal.SIGSTOP)
+            time.sleep(0.008)
+            os.kill(self._pid, signal.SIGCONT)
+            time.sleep(0.002)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "tiny")
+    settings = ["train.steps=1000", "wandb.enabled=false", "checkpoint.save_interval=1000"]
+    with kit.started(tmp_path, *settings) as process:
+        kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 2)
+        found = [p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p)]
+        assert len(found) == 2
+        # The driver starts rank 0 first.
+        slow = max(found, key=lambda p: p.create_time())
+        with Throttle(slow.pid):
+            event = kit.wait_for(process, rundir, lambda e: e["event"] == "slow_rank")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == EXIT_REQUEUE, output
+    assert 1.5 <= event["ratio"] < 30
+    steps = steps_of(read_events(rundir.events))
+    last = [steps[n] for n in sorted(steps) if steps[n]["time"] <= event["time"]][-10:]
+    assert [e["slowest_rank"] for e in last].count(float(event["rank"])) >= 5
+    (line,) = [
+        e["reason"] for e in read_events(rundir.events) if "slower than the others" in str(e.get("reason"))
+    ]
+    assert line.startswith(f"trainer rank {event['rank']} (")
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "TrainerRank" in " ".join(process.cmdline())
+    return False
 
 
 def test_an_engine_that_hangs_or_runs_out_of_memory_costs_no_step(tmp_path: Path) -> None:

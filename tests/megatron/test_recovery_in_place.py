@@ -12,6 +12,7 @@ import torch
 from orhpc.errors import InfraError, OutOfMemory
 from orhpc.process import state_folder
 from orhpc.train.actor import TrainerRank
+from orhpc.train.checkpoint.copy_files import CopyId
 from tests.megatron.kit import Case, case_config, save_model
 from tests.trainer_kit import plan, run_ranks
 
@@ -41,9 +42,10 @@ def _recovers(rank: int, world: int, port: int, folder: str, out: str) -> Any:
     trainer.connect("127.0.0.1", port, 100)
     trainer.build()
     trainer.step(plan(0, ranks=config.data_ranks), step=1)
-    trainer.copy_state(1)
+    copy = CopyId(1, "mark")
+    trainer.copy_state(copy)
     undisturbed = trainer.step(plan(1, ranks=config.data_ranks), step=2)
-    trainer.restore_copy(1)
+    trainer.restore_copy(copy)
     backend: Any = trainer.backend
 
     def on_output(_: Any, __: Any, output: Any) -> None:

@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from orhpc.config import Config
 from orhpc.driver.fleet import hang
 from orhpc.driver.fleet.actors import POLL_S, call, call_all, spawn
+from orhpc.driver.fleet.pace_watch import PaceWatch
 from orhpc.driver.fleet.peer_copies import PeerCopies
 from orhpc.errors import CheckpointError, OrhpcError, TrainerHangs
 from orhpc.plan.placement import Placement
@@ -70,6 +71,7 @@ class Trainers:
         self._limit, self._peers = limit, peers
         self.ranks: list[ActorHandle[Any]] = []
         self.info: dict[str, Any] = {}
+        self.paces = PaceWatch()
         self.copies_problem: str | None = None
         """Why a node cannot hold copies of its ranks' state; None if all can."""
 
@@ -253,7 +255,15 @@ class Trainers:
                 raise await self._hang(f"step {step + 1}", self._limit.why(tokens))
         metrics = (await stepping)[0]
         self._limit.note(tokens, time.monotonic() - began)
-        return metrics
+        return metrics | await self._compare_paces()
+
+    async def _compare_paces(self) -> dict[str, float]:
+        """Metrics of :meth:`PaceWatch.note`; empty with one rank, or if a device had no memory for it."""
+        if len(self.ranks) == 1:
+            return {}
+        paces = await self.all(TrainerRank.pace)
+        known = [seconds for seconds in paces if seconds is not None]
+        return self.paces.note(known) if len(known) == len(paces) else {}
 
     async def _hang(self, step: str, limit: str) -> TrainerHangs:
         found = await hang.report(self.ranks, _CONTROL)

@@ -74,7 +74,7 @@ class Outcome:
     replaced: list[str] = field(default_factory=list)
     """Those of them that were lost during the attempt, which went on with a spare."""
     bad: list[str] = field(default_factory=list)
-    """Those of them that failed their health check, and without which the attempt began."""
+    """Those of them that failed their health check while the attempt began without them, or were slow."""
 
     def lost(self) -> set[str]:
         """Those of the excluded nodes that were lost; the others failed their health check."""

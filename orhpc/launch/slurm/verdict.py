@@ -26,7 +26,11 @@ _PROBE_PORT = 15001
 
 _PLACE_LOST = "PlaceLost"
 """Class of the failure that another node's launcher has ended and no spare was left."""
-_OF_FAILURE = {"OutOfMemory": Reason.OUT_OF_MEMORY, "StorageRefused": Reason.STORAGE}
+_OF_FAILURE = {
+    "OutOfMemory": Reason.OUT_OF_MEMORY,
+    "StorageRefused": Reason.STORAGE,
+    "SlowNode": Reason.BAD_NODE,
+}
 """Reasons for failures after which a job is requeued, by class; all others are infrastructure."""
 
 
@@ -79,6 +83,7 @@ class AttemptEvidence:
         except FileNotFoundError:
             signalled = None
         why = self._why(signalled is not None)
+        bad = {*self.bad, *(e["node"] for e in self._events("slow_rank") if e.get("excluded"))}
         return Outcome(
             self.attempt,
             why.reason,
@@ -87,9 +92,9 @@ class AttemptEvidence:
             why.exit_code,
             self.job.chain,
             signalled,
-            excluded=sorted({*self.lost, *self.bad, *self.replaced, *why.off}),
+            excluded=sorted({*self.lost, *bad, *self.replaced, *why.off}),
             replaced=sorted(self.replaced),
-            bad=sorted(self.bad),
+            bad=sorted(bad),
         )
 
     def _why(self, signalled: bool) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from orhpc.driver.copies import Copies
 from orhpc.driver.estimator import Estimator
 from orhpc.driver.fault_injection import FaultInjector
 from orhpc.driver.fleet.gpus import Gpus
+from orhpc.driver.fleet.pace_watch import PaceWatch
 from orhpc.driver.loop import train
 from orhpc.driver.state import State
 from orhpc.driver.step_report import CompletedStep, report
@@ -30,7 +32,7 @@ class Parts:
     """Makes steps without groups; one call fails at one step."""
 
     def __init__(self, failing: str, at: int, error: OrhpcError) -> None:
-        self.trainers = None
+        self.trainers = SimpleNamespace(paces=PaceWatch())
         self._failing, self._at, self._error = failing, at, error
         self.producer = self
         self.workers: list[Any] = []

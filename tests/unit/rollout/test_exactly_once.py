@@ -23,6 +23,7 @@ from scipy.stats import ks_2samp
 from benchmarks.heavy_tails import MEDIAN_TOKENS, Engines, EngineWorker, lengths_of, simulated
 from orhpc.config import RolloutSettings
 from orhpc.driver.loop import note_fates
+from orhpc.driver.memory_tries import SampleLimit
 from orhpc.driver.state import State
 from orhpc.errors import InfraError, RayLost, StopRequested
 from orhpc.rollout.producer import Position, Producer, has_enough, is_stale
@@ -140,7 +141,8 @@ async def attempt(disk: Disk, faults: Faults, of: RolloutSettings, steps: int, *
             await asyncio.sleep(UPDATE_S)
             perhaps_killed()
             version, position = version + 1, producer.position
-            note_fates(run, State(version, position), step_groups, skipped=faults.happens(faults.failed))
+            failed = faults.happens(faults.failed)
+            note_fates(run, State(version, position), step_groups, SampleLimit(), skipped=failed)
             perhaps_killed()
             ledger.write()
             disk.trained[version] = [group.id for group in step_groups.groups]

@@ -186,6 +186,22 @@ def test_unavailable_storage_is_named(rundir: RunDir, tmp_path: Path) -> None:
     assert "Stale file handle" in outcome.detail
 
 
+@pytest.mark.parametrize("excluded", [True, False])
+def test_a_slow_node_stays_excluded_if_the_run_left_it(
+    rundir: RunDir, tmp_path: Path, excluded: bool
+) -> None:
+    """SLURM does not know that it is slow, so that it is not readmitted after a start without it."""
+    attempt, _ = begin_attempt(rundir, tmp_path)
+    log = EventLog(rundir.events, attempt.number)
+    log.write("slow_rank", rank=3, node="n1", ratio=2.0, excluded=excluded)
+    log.write("failed", kind="SlowNode", error="trainer rank 3 has computed 2.0 times slower")
+    log.close()
+    attempt.driver_ended(EXIT_REQUEUE)
+    (outcome,) = ledger.read(rundir)
+    assert (outcome.reason, outcome.excluded) == (Reason.BAD_NODE, ["n1"] if excluded else [])
+    assert outcome.lost() == set()
+
+
 def test_the_attempt_that_uses_up_the_budget_reports_that_there_is_no_requeue(
     rundir: RunDir, tmp_path: Path
 ) -> None:
