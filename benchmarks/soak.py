@@ -17,7 +17,6 @@ The table, the checks and the share of the time that trained are printed; the ex
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 import psutil
 
 from orhpc.commands.goodput import account_of
+from orhpc.launch.node import scratch
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.record import read_step
@@ -75,13 +75,13 @@ def poisoned(run: RunDir) -> Iterator[str]:
                 yield f"{folder.name}: {name} was trained, ended {rollout.end}, reward {rollout.reward}"
 
 
-def leaked(root: Path, before: set[str]) -> Iterator[str]:
-    """Processes of the run that are left, and new shared memory that no process maps."""
+def leaked(root: Path, before: set[Path]) -> Iterator[str]:
+    """Processes of the run that are left, and new shared memory of runs that have ended."""
     end = time.monotonic() + GONE_S
     while (left := list(processes_of(root))) and time.monotonic() < end:
         time.sleep(1.0)
     yield from left
-    yield from sorted(shared_memory() - before - mapped())
+    yield from map(str, sorted(shared_memory() - before))
 
 
 def processes_of(root: Path) -> Iterator[str]:
@@ -91,19 +91,12 @@ def processes_of(root: Path) -> Iterator[str]:
             yield f"process {process.pid}: {words[:100]}"
 
 
-def shared_memory() -> set[str]:
-    """All files of shared memory."""
-    return {str(path) for path in Path("/dev/shm").rglob("*") if not path.is_dir()}
-
-
-def mapped() -> set[str]:
-    """Files of shared memory that some process maps or has open."""
-    found: set[str] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            found.update(part.path for part in process.memory_maps())
-            found.update(part.path for part in process.open_files())
-    return found
+def shared_memory() -> set[Path]:
+    """Folders and files of shared memory whose owner has ended."""
+    folder = Path("/dev/shm")
+    makers = {file: file.name.split("_")[1] for file in folder.glob("torch_*_*_*")}
+    dead = {file for file, maker in makers.items() if not Path(f"/proc/{maker}").exists()}
+    return scratch.abandoned(folder, scratch.STATE_PREFIX) | dead
 
 
 def soak(options: argparse.Namespace, root: Path) -> int:

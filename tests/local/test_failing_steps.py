@@ -90,6 +90,39 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     assert line.startswith(f"trainer rank {event['rank']} (")
 
 
+def test_a_run_that_was_suspended_goes_on(tmp_path: Path) -> None:
+    """As ``scontrol suspend`` does: timeouts that end meanwhile end nothing."""
+    rundir = RunDir(tmp_path / "tiny")
+    settings = ["train.steps=1000", "wandb.enabled=false", "engine.health_timeout_s=10"]
+    with kit.started(tmp_path, *settings) as process:
+        kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 3)
+        everything = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for one in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.suspend()
+        time.sleep(20.0)
+        resumed = time.time()
+        for one in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.resume()
+        kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["time"] > resumed + 5.0)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == EXIT_REQUEUE, output
+    events = read_events(rundir.events)
+    assert {e["event"] for e in events} <= {
+        "bring_up",
+        "ready",
+        "step",
+        "commit",
+        "notice",
+        "stopped",
+        "evaluation",
+    }
+    made = [e["step"] for e in events if e["event"] == "step"]
+    assert made == list(range(1, len(made) + 1))
+
+
 def is_rank(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return "TrainerRank" in " ".join(process.cmdline())

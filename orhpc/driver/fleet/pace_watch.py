@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RATIO = 1.5
 """A rank this many times slower than its peers is slow ..."""
 STEPS = 10
-"""... by the medians of this many steps."""
+"""... by the medians of this many steps, for at least ..."""
+LEAST_S = 30.0
+"""... this many seconds: short steps are over before another process leaves the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,15 @@ class SlowRank:
 class PaceWatch:
     """Compares the ranks' paces (:mod:`orhpc.train.pace`) after every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: the time, in seconds."""
+        self._clock = clock
         self._last: deque[Sequence[float]] = deque(maxlen=STEPS)
         """Seconds of each rank in the last steps."""
-        self._slow: set[int] = set()
-        """Ranks that have been named, and are still slow."""
+        self._since: dict[int, float] = {}
+        """When ranks that are slow became so."""
+        self._named: set[int] = set()
+        """Those of them that have been named."""
         self._found: list[SlowRank] = []
 
     def note(self, seconds: Sequence[float]) -> dict[str, float]:
@@ -48,9 +55,13 @@ class PaceWatch:
         return {"slowest_rank": float(slowest), "slowest_rank_ratio": ratios[slowest]}
 
     def _look(self, ratios: Sequence[float]) -> None:
-        slow = {rank for rank, ratio in enumerate(ratios) if ratio >= RATIO}
-        self._found += [SlowRank(rank, ratios[rank]) for rank in sorted(slow - self._slow)]
-        self._slow = slow
+        now = self._clock()
+        slow = [rank for rank, ratio in enumerate(ratios) if ratio >= RATIO]
+        self._since = {rank: self._since.get(rank, now) for rank in slow}
+        self._named &= self._since.keys()
+        due = [rank for rank in slow if now >= self._since[rank] + LEAST_S and rank not in self._named]
+        self._found += [SlowRank(rank, ratios[rank]) for rank in due]
+        self._named.update(due)
 
     def take(self) -> list[SlowRank]:
         """Return ranks that have become slow since the last call; each is named once until it recovers."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PREFIX = "orhpc-ray-"
-_STATE_PREFIX = "orhpc-state-"
+STATE_PREFIX = "orhpc-state-"
 _LOCK = "lock"
 _LONGEST_PARENT = 32
 """Unix socket paths are limited to 107 characters, and Ray's part below the folder takes about 70."""
@@ -69,18 +69,25 @@ class StateFolder(LockedFolder):
     """
 
     def __init__(self) -> None:
-        super().__init__(_SHARED_MEMORY, _STATE_PREFIX)
+        super().__init__(_SHARED_MEMORY, STATE_PREFIX)
 
 
 def sweep(parent: Path, prefix: str = _PREFIX) -> list[Path]:
     """Remove and return this user's folders of attempts that have ended."""
-    removed: list[Path] = []
+    removed = sorted(abandoned(parent, prefix))
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def abandoned(parent: Path, prefix: str) -> set[Path]:
+    """This user's folders of attempts that have ended."""
+    found: set[Path] = set()
     for folder in parent.glob(f"{prefix}*"):
         about = _own(folder, stat.S_ISDIR)
         if about is not None and _is_dead(folder, time.time() - about.st_mtime):
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-    return removed
+            found.add(folder)
+    return found
 
 
 def _own(path: Path, kind: Callable[[int], bool]) -> os.stat_result | None:
