@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orhpc.config import Config
 from orhpc.driver.fleet.actors import call, call_all, spawn
 from orhpc.driver.fleet.engine_places import Engine, engine_at, ports_of_engines, transports
-from orhpc.errors import EngineUnavailable, InfraError, RayLost
+from orhpc.errors import EngineUnavailable, InfraError, OrhpcError, RayLost
 from orhpc.models import vocabulary_of
 from orhpc.plan.placement import Placement
 from orhpc.process.ports import free_ports
@@ -175,7 +175,7 @@ class Engines:
         url, half_s = self.urls[index], self.config.engine.health_timeout_s / 2
         try:
             await self.pool.client(url).health(half_s)
-        except InfraError as error:
+        except OrhpcError as error:
             self._silent[index] = self._silent.get(index, 0) + 1
             log.warning("engine %d: health check: %s", index, error)
             if self._silent[index] > 1:
