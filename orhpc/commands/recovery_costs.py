@@ -61,7 +61,8 @@ def measure(run: RunDir, config: Config) -> Measured:
         "start_s": _median(list(_starts(run, events)), "start"),
     }
     found["notice_s"] = _or(_notices(run, config), "fault", (NOTICE_S, "assumed"))
-    found["queue_s"] = _or(list(_waits(run, events)), "requeue", (QUEUE_S, "assumed"))
+    waits = list(_waits(run, events, drill=bool(config.faults.inject)))
+    found["queue_s"] = _or(waits, "requeue", (QUEUE_S, "assumed"))
     as_start = (found["start_s"][0], "not measured: as a start")
     found["in_place_s"] = _or(list(_in_place(events)), "restart in place", as_start)
     as_in_place = (found["in_place_s"][0], "not measured: as a restart in place")
@@ -120,15 +121,19 @@ def _in_place(events: Sequence[Event]) -> Iterator[float]:
             began = None
 
 
-def _waits(run: RunDir, events: Sequence[Event]) -> Iterator[float]:
-    """Seconds that a requeued job waited for its nodes: from the end of one attempt to the next's script."""
+def _waits(run: RunDir, events: Sequence[Event], *, drill: bool) -> Iterator[float]:
+    """Seconds that a requeued job waited for its nodes: from the end of one attempt to the next's script.
+
+    ``drill``: without SLURM, too, starts follow each other without a person.
+    """
     last: dict[int, float] = {}
     for event in events:
         last[event["attempt"]] = event["time"]
     for attempt in sorted(last):
         before, facts = run.attempt_metadata(attempt - 1), run.attempt_metadata(attempt)
-        began = facts.get("script_started")
-        chained = facts.get("chain") is not None and before.get("chain") == facts.get("chain")
+        began = facts.get("script_started") or facts.get("time")
+        same_job = facts.get("chain") is not None and before.get("chain") == facts.get("chain")
+        chained = same_job or (drill and before.get("kind") == facts.get("kind") == "local")
         if chained and attempt - 1 in last and isinstance(began, (int, float)):
             yield max(0.0, began - last[attempt - 1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orhpc.commands.goodput import STORAGE, account_of
+from orhpc.commands.drill_table import recoveries
 from orhpc.config import Config
 from orhpc.config.faults import KINDS, Fault, FaultKind, Phase, targets
 from orhpc.config.files import load_config
@@ -16,7 +16,6 @@ from orhpc.rundir.events import read_events
 
 SCOPES: dict[FaultKind, Scope] = {
     FaultKind.TRAINER_KILLED: Scope.TRAINERS,
-    FaultKind.TRAINER_OOM: Scope.TRAINERS,
     FaultKind.ENGINE_KILLED: Scope.ENGINE,
     FaultKind.ENGINE_OOM: Scope.ENGINE,
     FaultKind.WORKER_KILLED: Scope.IN_PLACE,
@@ -36,10 +35,10 @@ def check(costs: Costs, run: RunDir) -> int:
     """Print the time of a run's steps, measured and simulated with the costs of another run.
 
     Raises:
-        ConfigError: the run has no injected faults, is not finished, or has faults that are not simulated.
+        ConfigError: the run has made no step, or had no fault that is simulated.
     """
     config, events = load_config(run.config), read_events(run.events)
-    measured_s, steps = measured(run, events)
+    measured_s, steps = measured(run, config, events)
     simulated = simulated_time(costs, config, steps)
     off = simulated.total_s / measured_s - 1
     print(
@@ -49,31 +48,29 @@ def check(costs: Costs, run: RunDir) -> int:
     return EXIT_OK
 
 
-def measured(run: RunDir, events: Sequence[Event]) -> tuple[float, int]:
-    """Seconds from the first time that a run was ready to its last step, without waits for storage.
+def measured(run: RunDir, config: Config, events: Sequence[Event]) -> tuple[float, int]:
+    """Seconds from the first time that a run was ready to its last step, and the number of its steps.
 
-    Returns them and the number of its steps.
+    The time of faults that are not simulated is left out.
     """
     ready = [event["time"] for event in events if event["event"] == "ready"]
     steps = [event for event in events if event["event"] == "step"]
     if not ready or not steps:
         raise ConfigError(f"{run.path}: has made no step")
-    account = account_of(run, events)
-    stored = account.seconds[STORAGE] if account is not None else 0.0
-    return max(event["time"] for event in steps) - ready[0] - stored, max(event["step"] for event in steps)
+    rows = recoveries(run, config, float("inf"))
+    others = sum(r.back_s or 0.0 for r in rows if Fault.parse(r.fault).kind not in SCOPES)
+    return max(event["time"] for event in steps) - ready[0] - others, max(event["step"] for event in steps)
 
 
 def simulated_time(costs: Costs, config: Config, steps: int) -> Outcome:
     """Simulate a run with the faults of a config.
 
     Raises:
-        ConfigError: it injects none, or one that is not simulated.
+        ConfigError: it injects none that is simulated.
     """
-    faults = sorted(config.faults.parsed, key=lambda fault: fault.step)
+    faults = [fault for fault in sorted(config.faults.parsed, key=lambda f: f.step) if fault.kind in SCOPES]
     if not faults:
-        raise ConfigError("--check: no faults were injected into this run (faults.inject)")
-    if unknown := sorted({fault.kind for fault in faults} - SCOPES.keys()):
-        raise ConfigError(f"--check: {', '.join(unknown)}: simulated are {', '.join(SCOPES)}")
+        raise ConfigError(f"--check: the run had none of these faults (faults.inject): {', '.join(SCOPES)}")
     rollout = targets(config)[KINDS[FaultKind.ENGINE_KILLED].target]
     shares = config.placement.mode == "colocated"
     cluster = Cluster(config.placement.nodes, 0.0, 1.0, 0.0, max(1, rollout), engines_share_devices=shares)

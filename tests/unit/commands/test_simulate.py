@@ -122,7 +122,7 @@ def test_the_command_prints_costs_shares_and_advice(
 def test_the_time_simulated_for_the_faults_of_a_run_is_its_time(tmp_path: Path) -> None:
     story = whole(tmp_path)
     steps = [e for e in story.events if e["event"] == "step"]
-    seconds, count = measured(story.run, read_events(story.run.events))
+    seconds, count = measured(story.run, story.config, read_events(story.run.events))
     assert (seconds, count) == (steps[-1]["time"] - 1050.0, 10)
     restarted_in_place_s = 41.0  # is no injected fault
     simulated = simulated_time(measure(story.run, story.config).costs, story.config, 10)
@@ -141,11 +141,11 @@ def test_wrong_numbers_of_nodes_are_refused(text: str) -> None:
         nodes_of(text)
 
 
-def test_faults_that_are_not_simulated_are_named(tmp_path: Path) -> None:
+def test_a_run_without_a_fault_that_is_simulated_is_refused(tmp_path: Path) -> None:
     costs = Costs(10, 4, 1, 2, 1, 1, 1, 1, 1, 1)
-    with pytest.raises(ConfigError, match="disk_full"):
+    with pytest.raises(ConfigError, match="none of these faults"):
         simulated_time(costs, Story(tmp_path, "disk_full@3").config, 10)
-    with pytest.raises(ConfigError, match="no faults"):
+    with pytest.raises(ConfigError, match="none of these faults"):
         simulated_time(costs, Story(tmp_path / "other").config, 10)
 
 
