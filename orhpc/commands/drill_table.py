@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from orhpc.config import Config
+from orhpc.config.faults import FaultKind
 from orhpc.launch.slurm.ledger import outcome_of
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
@@ -79,11 +80,16 @@ def recoveries(run: RunDir, config: Config, within_s: float) -> list[Recovery]:
 
 def _recovery(run: RunDir, config: Config, events: Sequence[Event], at: int, within_s: float) -> Recovery:
     fault = events[at]
-    reached = next((e["step"] for e in reversed(events[:at]) if e["event"] in ("step", "bring_up")), 0)
+    until = at
+    if fault["fault"].startswith(FaultKind.PREEMPTION):  # the step that it finishes first is no return
+        until = max(i for i, e in enumerate(events) if e["attempt"] == fault["attempt"])
+    reached = next(
+        (e["step"] for e in reversed(events[: until + 1]) if e["event"] in ("step", "bring_up")), 0
+    )
     end = next(
         (
             i
-            for i in range(at + 1, len(events))
+            for i in range(until + 1, len(events))
             if events[i]["event"] == "step" and events[i]["step"] > reached
         ),
         None,

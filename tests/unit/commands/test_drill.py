@@ -109,6 +109,21 @@ def test_a_fault_that_ends_the_attempt(tmp_path: Path) -> None:
     assert late.verdict == "came back after more than 40 s"
 
 
+def test_a_step_that_a_preempted_run_finishes_is_no_return(tmp_path: Path) -> None:
+    faults = ("preemption@2",)
+    first = events(
+        (100.0, "bring_up", step(0)), (101.0, "step", step(1)),
+        (101.5, "fault_injected", fault(faults[0])),
+        (102.0, "step", step(2)), (102.5, "commit", {"step": 2}), (103.0, "stopped", {"step": 2}),
+    )  # fmt: skip
+    second = events((140.0, "bring_up", step(2)), (150.0, "step", step(3)), attempt=2)
+    run, config = made(tmp_path, *faults, lines=[*first, *second])
+    for began in (99.0, 130.0):
+        run.begin_attempt(script_started=began)
+    (row,) = recoveries(run, config, 60.0)
+    assert row == Recovery(faults[0], 1.5, 48.5, 0, 0, "the job", BACK)
+
+
 def test_the_command_fails_if_a_fault_was_not_recovered_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
