@@ -28,6 +28,7 @@ KINDS = {
     "Ray runtime environment agent": "ray::RuntimeEnvAgent",
     "engine actor": "ray::EngineProcess",
     "trainer rank": "ray::TrainerRank",
+    "copy holder": "ray::CopyHolder",
     "rollout worker": "ray::RolloutWorker",
     "idle Ray worker": "ray::IDLE",
     "torch shared memory manager": "torch_shm_manager",
