@@ -37,6 +37,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from orhpc.config import Config  # noqa: E402
 from orhpc.rundir import RunDir  # noqa: E402
 from orhpc.rundir.events import read_events, steps_of  # noqa: E402
 from tests.gpu.sglang_models import smollm2  # noqa: E402
@@ -192,21 +193,11 @@ def gradients(disturbed: RunDir, replayed: RunDir) -> dict[int, float]:
     }
 
 
-def copies_alone(layers: int, work: Path) -> dict[str, float]:
-    """Copy a larger state while steps are computed, and restore it."""
-    import torch
-
-    from orhpc.config import Config
-    from orhpc.process import state_folder
-    from orhpc.train.actor import TrainerRank
-    from orhpc.train.checkpoint.copy_files import CopyId
-    from tests.gpu.random_model import write_model
-    from tests.trainer_kit import make_samples, plan_batches
-
-    folder = write_model(work / f"moe-{layers}", layers)
-    config = Config.model_validate(
+def one_rank(model: Path) -> Config:
+    """A run of one trainer rank on one of two devices."""
+    return Config.model_validate(
         {
-            "model": {"path": str(folder)},
+            "model": {"path": str(model)},
             "placement": {"devices_per_node": 2, "trainer_devices": 1, "mode": "split"},
             "engine": {"tp": 1},
             "environments": {"local": {"serve": "package.module:Class"}},
@@ -214,6 +205,20 @@ def copies_alone(layers: int, work: Path) -> dict[str, float]:
             "train": {"global_batch_size": 8, "lr": 1e-5},
         }
     )
+
+
+def copies_alone(layers: int, work: Path) -> dict[str, float]:
+    """Copy a larger state while steps are computed, and restore it."""
+    import torch
+
+    from orhpc.process import state_folder
+    from orhpc.train.actor import TrainerRank
+    from orhpc.train.checkpoint.copy_files import CopyId
+    from tests.gpu.random_model import write_model
+    from tests.trainer_kit import make_samples, plan_batches
+
+    folder = write_model(work / f"moe-{layers}", layers)
+    config = one_rank(folder)
     samples = make_samples(64, longest=512)
     batch = plan_batches(samples, ranks=1, n_minibatches=1, max_tokens=8192).minibatches
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="orhpc-state-") as states:

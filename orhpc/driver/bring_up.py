@@ -77,8 +77,8 @@ async def bring_up(
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
-    environment_key = (run.folder / "environment.key").read_text().strip()
-    starting_workers = start_workers(config, placement, ids, model_dir, rundir, run.attempt, environment_key)
+    secret = (run.folder / "environment.key").read_text().strip()
+    starting_workers = start_workers(config, placement, ids, model_dir, rundir, run.attempt, secret)
     start, (engines, (trainers, workers)) = await gather_two(
         verified,
         gather_two(
@@ -90,8 +90,8 @@ async def bring_up(
         with phases.timed("model"):
             await engines.release()
             await trainers.build()
-    urls, router = engines.urls, engines.router_url
-    await asyncio.gather(*(w.call(RolloutWorker.connect, urls, key, router) for w in workers))
+    known = (engines.urls, key, engines.router_url)
+    await asyncio.gather(*(w.call(RolloutWorker.connect, *known) for w in workers))
     producer = await _producer(run, start, workers, group_filter)
     return Runtime(
         config,

@@ -64,7 +64,7 @@ class MemoryTries:
 
 
 def dropped_notice(config: Config, step: int, limit: SampleLimit) -> str:
-    """What a user is told about samples that were left out."""
+    """The notice about samples that were left out."""
     ways = ["lower rollout.max_total_tokens"]
     if not config.train.gradient_checkpointing:
         ways.append("set train.gradient_checkpointing")

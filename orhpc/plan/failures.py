@@ -71,9 +71,7 @@ class Costs:
     """That a job waits for its nodes when it is queued again."""
 
     def delay(self, scope: Scope) -> float:
-        """Seconds from a failure until the run makes progress again."""
-        if scope is Scope.ENGINE:
-            return 0.0
+        """Seconds from a failure of more than an engine until the run makes progress again."""
         restart = {Scope.TRAINERS: self.trainers_s, Scope.IN_PLACE: self.in_place_s}
         return self.notice_s + restart.get(scope, self.queue_s + self.start_s)
 

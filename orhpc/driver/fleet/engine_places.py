@@ -97,22 +97,22 @@ def engine_at(
 
 def transports(
     placement: Placement, config: Config, engines: Sequence[Engine]
-) -> tuple[dict[str, list[int]], dict[str, int]]:
+) -> tuple[dict[str, list[int]], list[str]]:
     """How each engine receives weights.
 
     Returns:
-        By URL: the trainer ranks whose memory the engine's ranks map, for engines that map memory; and the
-        engine's first rank in the broadcast group, for the others.
+        For engines that map memory: the trainer ranks whose memory the engine's ranks map, by URL; and the
+        URLs of the others, which receive a broadcast.
     """
     ranks = {(t.node, t.device): t.rank for t in placement.trainers}
     by_handle: dict[str, list[int]] = {}
-    by_broadcast: dict[str, int] = {}
+    by_broadcast: list[str] = []
     maps = _maps_memory(config, len(ranks))
     for engine in engines:
         if engine.place.shared and maps:
             by_handle[engine.url] = [ranks[slot] for slot in engine.place.slots]
         else:
-            by_broadcast[engine.url] = 1 + len(by_broadcast) * config.engine.tp
+            by_broadcast.append(engine.url)
     return by_handle, by_broadcast
 
 

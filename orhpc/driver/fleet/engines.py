@@ -66,7 +66,7 @@ class Engines:
         self._group_members: set[str] = set()
         """URLs of its engines."""
         self.group_backend = "gloo" if config.placement.device == "cpu" else "nccl"
-        self.by_handle, self._by_broadcast = transports(placement, config, self._engines)
+        self.by_handle, self._broadcast_urls = transports(placement, config, self._engines)
         self.shared = [e.url for e in engines if e.place.shared]
         """URLs of engines that share devices with trainers."""
         self.dedicated = [e.url for e in engines if not e.place.shared]
@@ -77,8 +77,8 @@ class Engines:
         self._failed_starts: dict[int, int] = {}
         """How often in a row a restart has failed, by index."""
         self._health: asyncio.Task[None] | None = None
-        self._silent: dict[int, int] = {}
-        """Health checks in a row that an engine has not answered, by index."""
+        self._silent: dict[int, float] = {}
+        """When the first health check began that an engine has not answered since, by index."""
         self.lowered: dict[int, tuple[int, float]] = {}
         """New ``max_running`` and ``memory_fraction`` of engines that ran out of memory, by index."""
         self.restart_seconds: dict[int, float] = {}
@@ -93,7 +93,7 @@ class Engines:
     def by_broadcast(self) -> dict[str, int]:
         """First rank in the broadcast group of the engines that are up and receive broadcasts, by URL."""
         down = self.pool.down()
-        up = [url for url in self._by_broadcast if url not in down]
+        up = [url for url in self._broadcast_urls if url not in down]
         return {url: 1 + n * self.config.engine.tp for n, url in enumerate(up)}
 
     @property
@@ -168,21 +168,21 @@ class Engines:
             await asyncio.gather(*(self._probe(index) for index in up))
 
     async def _probe(self, index: int) -> None:
-        """Check an engine's health; at the second check in a row without an answer kill its processes.
+        """Check an engine's health; kill its processes if no check has succeeded for ``health_timeout_s``.
 
-        One is not enough: after a job was suspended, every timeout of the past is over at once.
+        One failed check is never enough: after a job was suspended, all timeouts are over at once.
         """
-        url, half_s = self.urls[index], self.config.engine.health_timeout_s / 2
+        url, timeout_s, began = self.urls[index], self.config.engine.health_timeout_s, time.monotonic()
         try:
-            await self.pool.client(url).health(half_s)
+            await self.pool.client(url).health(timeout_s / 2)
         except OrhpcError as error:
-            self._silent[index] = self._silent.get(index, 0) + 1
+            since = self._silent.setdefault(index, began)
             log.warning("engine %d: health check: %s", index, error)
-            if self._silent[index] > 1:
-                self.pool.mark_down(url, f"engine {index} has not answered for {2 * half_s:.0f} s")
+            if began > since and time.monotonic() >= since + timeout_s:
+                self.pool.mark_down(url, f"engine {index} has failed its health checks: {error}")
                 await self._stop(self._engines[index], within_s=1.0)
         else:
-            self._silent[index] = 0
+            self._silent.pop(index, None)
 
     async def _alive(self, engine: Engine) -> bool:
         try:
@@ -252,7 +252,7 @@ class Engines:
         self.pool.published_version = None  # no version is required yet: the sync follows
         for index in ready:
             await self.pool.readmit(self.urls[index])
-            self._silent[index] = 0
+            self._silent.pop(index, None)
             self._failed_starts.pop(index, None)
         return ready
 

@@ -23,7 +23,7 @@ from orhpc.train.checkpoint.copy_transfer import Address, CopyReceiver, Sending
 
 
 class CopyHolder:
-    """One node's copies, of its own ranks and of others; the driver runs it as a Ray actor."""
+    """The copies in the memory of one node, of its ranks and of ranks on other nodes; a Ray actor."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """``folder``: state folder of the node; None: that of this process's environment."""

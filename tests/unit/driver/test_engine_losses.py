@@ -318,6 +318,7 @@ def test_an_engine_that_answers_no_health_check_is_killed(servers: list[Server],
         servers[1].answers.clear()
         for _ in range(checks):
             await engines._probe(1)
+            await asyncio.sleep(0.01)
         assert engines.down == ([1] if checks > 1 else [])
         assert engines.ended == ([servers[1].url] if checks > 1 else [])
         servers[1].answers.set()
