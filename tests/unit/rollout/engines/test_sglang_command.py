@@ -34,7 +34,7 @@ KNOWN = frozenset(
         "ep_size", "nnodes", "node_rank", "dist_init_addr", "load_format",
         "json_model_override_args", "speculative_algorithm", "speculative_num_steps",
         "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_draft_model_path",
-        "enable_draft_weights_cpu_backup",
+        "enable_draft_weights_cpu_backup", "custom_weight_loader",
     ]
 )  # fmt: skip
 """Fields of ServerArgs that we use and that exist in both 0.5.16 and 0.5.23, according to their sources."""
