@@ -174,7 +174,12 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
     learnt = all(step.get("grad_norm", 0) > 0 for step in done)
     gb = last["sync_bytes"] / 1e9
     plain = last["sync_seconds_total"] - last.get("sync_seconds_check", 0.0)
-    phases = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
+    phases: dict[str, Any] = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
+    phases["each"] = [
+        round(e["sync_seconds_total"] - e.get("sync_seconds_check", 0.0), 3)
+        for e in done
+        if "sync_seconds_total" in e
+    ]
     rows = [
         (row, learnt, f"{len(done)} steps, log-prob difference "
          f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max, tokens that take other "
@@ -233,20 +238,30 @@ def mixed(options: argparse.Namespace) -> list[Row]:
     )
 
 
-def experts(options: argparse.Namespace) -> list[Row]:
+def loading(options: argparse.Namespace) -> list[Row]:
+    """Weights that SGLang has shown where to copy, against SGLang's own loading, on one GPU or on all."""
+    import torch
+
+    run = moe if torch.cuda.device_count() == 1 else experts
+    rows = run(options, "direct", "train.steps=6")
+    return rows + run(options, "by-sglang", "train.steps=6", "engine.direct_loading=false")
+
+
+def experts(options: argparse.Namespace, name: str = "", *more: str) -> list[Row]:
     """All GPUs, with expert parallelism in the Megatron trainer and in the engine on the same GPUs."""
     import torch
 
     gpus = torch.cuda.device_count()
     return moe(
         options,
-        f"experts{gpus}",
+        name or f"experts{gpus}",
         f"placement.devices_per_node={gpus}",
         "train.backend=megatron",
         "train.routing_replay=true",
         f"megatron.ep={gpus}",
         f"engine.tp={gpus}",
         f"engine.ep={gpus}",
+        *more,
         layers=3,
     )
 
@@ -293,10 +308,11 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "split": split,
     "mixed": mixed,
     "experts": experts,
+    "loading": loading,
     "dp": dp,
     "speculative": speculative,
 }
-NOT_UNASKED = ("split", "mixed", "experts", "dp", "speculative")
+NOT_UNASKED = ("split", "mixed", "experts", "loading", "dp", "speculative")
 """Sections that need several GPUs or test rarely used features."""
 
 
