@@ -49,7 +49,9 @@ def write_processor(folder: Path, patch: int, *, max_pixels: int = 1 << 20) -> d
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROLS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = TEMPLATE
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)

@@ -133,10 +133,11 @@ def faults(run: Run) -> list[dict[str, Any]]:
 
 
 class OtherProcess:
-    """A process of another user of a GPU."""
+    """A process of another user of one of the visible GPUs."""
 
     def __init__(self, gpu: int = 0) -> None:
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": visible[gpu]}
         self._process = subprocess.Popen(
             [sys.executable, "-c", HOLD],
             stdin=subprocess.PIPE,

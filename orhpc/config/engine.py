@@ -120,9 +120,10 @@ class EngineSettings(Section):
     check_weights: bool = False
     """After every weight sync, compare the engines' weights bit for bit with an export of the trainer's.
     Slow; for debugging."""
-    direct_loading: bool = True
-    """Copy weights straight into SGLang's parameters once two syncs have shown where SGLang puts them. Off:
-    SGLang loads them in every sync, one tensor after the other."""
+    direct_loading: bool = False
+    """Copy weights straight into SGLang's parameters once two syncs have shown where SGLang puts them.
+    Without it, SGLang loads one tensor after the other in every sync. Off by default, because the result has
+    not been compared bit for bit on GPUs yet; ``check_weights`` does so after every sync."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further options of the engine, by its own names, with underscores or hyphens: ``attention_backend``."""
 

@@ -123,7 +123,7 @@ class TrainerRank(RankState):
             self._offload.prepare(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 
     def build(self) -> dict[str, Any]:
-        """Load the model and compare it with transformers' (collective).
+        """Load the model and compare it with transformers' (collective); :meth:`restore` must follow.
 
         Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size``,
         ``copy_bytes`` (the size of a copy of this rank's state) and ``copies_problem``: why the state cannot
@@ -134,8 +134,7 @@ class TrainerRank(RankState):
             backend = self._backend_class(
                 self.config, self.model_dir, self.rank, self.world_size, self._offload
             )
-            self._backend = backend
-            self._whole_at = backend.progress()
+            self._backend, self._whole_at = backend, None
             found = check_trainer(backend, self.config, self.model_dir)
         bucket_bytes = self.config.engine.sync_bucket_mb << 20
         self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
@@ -232,7 +231,10 @@ class TrainerRank(RankState):
         self._whole_at = self.backend.progress()
 
     def holds_whole_step(self) -> bool:
-        """Whether this rank's state is that after its last whole step and may be committed."""
+        """Whether this rank's state is that after its last whole step and may be committed.
+
+        It is not between :meth:`build`, which loads the base model, and the restoration of the run's state.
+        """
         return self.backend.intact() and self._whole_at == self.backend.progress()
 
     def abandon_collectives(self) -> None:

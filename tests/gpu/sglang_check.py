@@ -243,8 +243,8 @@ def loading(options: argparse.Namespace) -> list[Row]:
     import torch
 
     run = moe if torch.cuda.device_count() == 1 else experts
-    rows = run(options, "direct", "train.steps=6")
-    return rows + run(options, "by-sglang", "train.steps=6", "engine.direct_loading=false")
+    rows = run(options, "direct", "train.steps=6", "engine.direct_loading=true")
+    return rows + run(options, "by-sglang", "train.steps=6")
 
 
 def experts(options: argparse.Namespace, name: str = "", *more: str) -> list[Row]:

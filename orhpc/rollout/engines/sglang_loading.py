@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
                 source.is_contiguous(),
             )
             self._copies.append(_Copy(target.detach(), part))
-        elif not (func.is_view or func is torch.ops.aten.detach.default):
+        elif not (func.is_view or func is torch.ops.aten.detach.default or _changes_nothing(args)):
             self._other.add(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -184,6 +184,11 @@ class _Recorder(TorchDispatchMode):
         if not other and _overlap(copy.target for copy in copies.values()):
             other = "overlapping copies"
         return _Recording(list(copies.values()), other)
+
+
+def _changes_nothing(args: Sequence[Any]) -> bool:
+    """Whether an operation gets an empty tensor: SGLang clears the padding of a vocabulary that has none."""
+    return bool(args) and isinstance(args[0], Tensor) and not args[0].numel()
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

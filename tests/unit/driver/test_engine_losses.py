@@ -383,7 +383,7 @@ def test_every_started_engine_is_prepared_for_syncs_once(servers: list[Server]) 
 
     async def run() -> None:
         engines = engines_at(servers, {})
-        settings = engines.config.engine.model_copy(update={"backend": "sglang"})
+        settings = engines.config.engine.model_copy(update={"backend": "sglang", "direct_loading": True})
         engines.config = engines.config.model_copy(update={"engine": settings})
         engines.pool.mark_down(servers[1].url, "restarting")
         calls = ["/update_weights_from_tensor"]

@@ -53,6 +53,7 @@ class Model(nn.Module):
                 layer.qkv.data.narrow(0, 2 * "qkv".index(kind), 2).copy_(tensor.narrow(0, 2, 2))
             elif kind == "out":
                 layer.out.data.copy_(tensor.narrow(1, 3, 3))
+                layer.out.data[tensor.shape[0] :].fill_(0)  # no rows: the vocabulary is not padded
             elif kind == "bias":
                 layer.bias.copy_(tensor)
             elif kind == "absorbed":
