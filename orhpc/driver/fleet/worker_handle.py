@@ -50,6 +50,10 @@ class WorkerHandle:
             self.held.add(group.id)
         return group
 
+    async def stay(self) -> None:
+        """Wait for the worker's death, which is noted at once; raises WorkerDied."""
+        await self._answer(self.actor, self.actor.stay.remote(), f"worker {self.index}", None)
+
     async def cancel(self, group_ids: Sequence[int]) -> None:
         """Cancel groups; nothing to do if the worker is down."""
         if self.up:

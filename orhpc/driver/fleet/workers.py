@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -243,7 +244,7 @@ class Workers(Sequence[WorkerHandle]):
     async def _stay(self, handle: WorkerHandle) -> None:
         """Notice a worker's death at once, also when nothing else is called."""
         with contextlib.suppress(OrhpcError):
-            await handle.call(RolloutWorker.stay)
+            await handle.stay()
 
     def _begin_restart(self, handle: WorkerHandle, error: OrhpcError) -> None:
         assert self._setup is not None
@@ -273,8 +274,8 @@ class Workers(Sequence[WorkerHandle]):
                 self._setup.report("worker_restarted", worker=handle.index, node=node, seconds=seconds)
                 await judging
                 return
-            minutes = (time.monotonic() - recent[0]) / 60
-            times = f"died {len(recent)} times within {minutes:.0f} minutes"
+            minutes = math.ceil((time.monotonic() - recent[0]) / 60)
+            times = f"died {len(recent)} times within {minutes} min"
             handle.fail(
                 WorkerFails(f"worker {handle.index} on {node} {times}, the last time: {await judging}")
             )

@@ -97,7 +97,7 @@ def test_each_group_of_a_worker_that_died_is_trained_once(workers: int, stalenes
 
 
 def test_the_groups_of_a_dead_worker_go_to_the_one_that_lives() -> None:
-    dead, alive = MortalWorker(once(0), down_s=60.0), MortalWorker(lambda request: False)
+    dead, alive = MortalWorker(once(0), down_s=2.0), MortalWorker(lambda request: False)
     producer = Producer(settings_of(), TASKS, [dead, alive], seed=0)
     assert [g.id for g in collect_step(producer).groups] == [0, 1, 2, 3]
     assert Counter(alive.requested) == Counter(range(4))
