@@ -148,7 +148,7 @@ def _restarted(fault: Event, window: Sequence[Event]) -> str:
         "node_replaced": lambda e: f"all parts in place, {e.get('spare')} for {e.get('lost')}",
         "trainers_restarted": lambda _: "trainers",
         "engines_restarted": lambda e: "engine " + ", ".join(map(str, e.get("engines", []))),
-        "worker_restarted": lambda e: f"worker {e.get('worker')}",
+        "worker_ended": lambda e: f"worker {e.get('worker')}",
         "environment_restarted": lambda _: "environment server",
     }
     parts += dict.fromkeys(kinds[e["event"]](e) for e in window if e["event"] in kinds)
