@@ -152,7 +152,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     import ray
     from transformers import AutoTokenizer
 
-    from orhpc.driver.fleet import start_workers
+    from orhpc.driver.fleet import Workers, WorkerSetup
     from orhpc.launch.node.environment_servers import ServedEnvironments
     from orhpc.launch.node.first_node import write_secret
     from orhpc.plan.placement import local_node, plan
@@ -181,8 +181,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         os.environ |= {"RAY_worker_niceness": "0"}  # as in a run
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         node_id = ray.nodes()[0]["NodeID"]
-        workers = await start_workers(config, placement, [node_id], str(model), run, attempt, key)
-        await asyncio.gather(*(w.call(RolloutWorker.connect, [url], "") for w in workers))
+        setup = WorkerSetup(config, placement, str(model), run, attempt, key, lambda *_, **__: None, print)
+        workers = await Workers.start(setup, [node_id])
+        await workers.connect([url], "")
         pids = {
             "engine": [engine.pid],
             "servers": [p.pid for p in served._running.values()],
@@ -190,8 +191,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             "driver": [os.getpid()],
         }
         assert len(pids["workers"]) == options.workers
-        for worker in workers:
-            await worker.call(RolloutWorker.published, 0)
+        await workers.published(0)
         tasks = TaskSequence([TaskStream("orhpc/arithmetic", "train", 1000, 1.0)], seed=0)
         producer = Producer(config.rollout, tasks, workers, seed=0)
         rows = [await one_phase(options, producer, workers, pids, folder, n) for n in range(options.phases)]
@@ -212,7 +212,7 @@ def _is_ours(process: psutil.Process) -> bool:
 async def one_phase(
     options: argparse.Namespace,
     producer: Any,
-    workers: list[Any],
+    workers: Any,
     pids: dict[str, list[int]],
     folder: Path,
     number: int,

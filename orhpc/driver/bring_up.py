@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -15,24 +16,24 @@ from orhpc.config import Config, RolloutSettings
 from orhpc.data.prepared_tasks import listed_tasks
 from orhpc.driver.concurrently import gather_two, timed
 from orhpc.driver.estimator import Estimator
-from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
+from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, Workers, WorkerSetup, node_ids, wait_for_nodes
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
-from orhpc.errors import RayLost, RecordError
+from orhpc.errors import RayLost
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.plan.placement import Placement
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
+from orhpc.rollout.buffer import finished_group, summarize_group
 from orhpc.rollout.group_filter import GroupFilter, load_filter
 from orhpc.rollout.producer import Position, Producer, is_stale
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
-from orhpc.rundir.record import RolloutFile
 from orhpc.train.checkpoint.copy_files import CopyId
 from orhpc.types import PromptGroup
 
@@ -78,7 +79,10 @@ async def bring_up(
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
     secret = (run.folder / "environment.key").read_text().strip()
-    starting_workers = start_workers(config, placement, ids, model_dir, rundir, run.attempt, secret)
+    setup = WorkerSetup(
+        config, placement, model_dir, rundir, run.attempt, secret, run.events.write, run.notice
+    )
+    starting_workers = Workers.start(setup, ids)
     start, (engines, (trainers, workers)) = await gather_two(
         verified,
         gather_two(
@@ -91,7 +95,7 @@ async def bring_up(
             await engines.release()
             await trainers.build()
     known = (engines.urls, key, engines.router_url)
-    await asyncio.gather(*(w.call(RolloutWorker.connect, *known) for w in workers))
+    await workers.connect(*known)
     producer = await _producer(run, start, workers, group_filter)
     return Runtime(
         config,
@@ -130,7 +134,7 @@ def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, s
         run.rundir,
         trainers,
         None,
-        [],
+        Workers([]),
         producer,
         run.notice,
         gpus,
@@ -140,9 +144,7 @@ def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, s
     )
 
 
-async def _producer(
-    run: Run, start: Start, workers: Sequence[WorkerHandle], group_filter: GroupFilter | None
-) -> Producer:
+async def _producer(run: Run, start: Start, workers: Workers, group_filter: GroupFilter | None) -> Producer:
     """Make the producer, at the position in the data from which the attempt continues."""
     config, position = run.config, start.state.position
     finished = await asyncio.to_thread(
@@ -150,7 +152,7 @@ async def _producer(
     )
     return Producer(
         config.rollout,
-        await task_sequence(config, workers[0], run.rundir.task_file),
+        await task_sequence(config, workers.any(), run.rundir.task_file),
         workers,
         seed=config.run.seed,
         per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
@@ -158,6 +160,7 @@ async def _producer(
         finished=finished,
         keep=group_filter,
         report_user_error=UserErrorLog(run.folder / USER_ERRORS).add,
+        buffered=partial(finished_group, run.rundir),
     )
 
 
@@ -191,23 +194,13 @@ def finished_groups(
     found: list[PromptGroup] = []
     for path in sorted(rundir.buffer.glob("*_*.h5")):
         finished = path.name.startswith("group_")
-        group = _read_group(path)
+        group = summarize_group(path)
         stale = finished and group is not None and is_stale(group, version, settings)
         if group is None or stale or not _is_wanted(group, position, version):
             path.unlink()
         elif finished:
             found.append(group)
     return found
-
-
-def _read_group(path: Path) -> PromptGroup | None:
-    try:
-        with RolloutFile(path) as record:
-            rollouts = tuple(record.summary(row) for row in range(len(record)))
-    except RecordError as error:
-        log.warning("a buffered group is unreadable and will be generated again: %s", error)
-        return None
-    return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
 
 
 def _is_wanted(group: PromptGroup, position: Position, version: int) -> bool:

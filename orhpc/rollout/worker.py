@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ import numpy as np
 import ray
 
 from orhpc.config import Config
-from orhpc.errors import BadTask, InfraError, OrhpcError, UserCodeError
+from orhpc.errors import BadTask, InfraError, UserCodeError
 from orhpc.plan.layout import route_layers
 from orhpc.process.garbage import collect_rarely, freeze_garbage
+from orhpc.process.memory_limit import kills
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.buffer import Buffer, has_called, read_group
@@ -32,6 +34,7 @@ from orhpc.rollout.group_scores import score_group
 from orhpc.rollout.health import Health
 from orhpc.rollout.loaded_agent import Agent, load_agent
 from orhpc.rollout.producer import has_enough
+from orhpc.rollout.transcript import failed_rollout
 from orhpc.rollout.upload import Uploader
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import count_versions, record_path, write_rollouts
@@ -124,6 +127,14 @@ class RolloutWorker:
             place=self._index,
         )
 
+    async def stay(self) -> None:
+        """Return only by an error: the driver awaits this to learn of the worker's death at once."""
+        await asyncio.Event().wait()
+
+    async def memory_kills(self) -> tuple[int, int]:
+        """:func:`orhpc.process.memory_limit.kills` of this node."""
+        return kills()
+
     async def num_tasks(self, environment: str, split: str) -> int:
         """Number of tasks of a split, at most ``num_samples``."""
         return await self._environments[environment].num_tasks(split)
@@ -172,7 +183,8 @@ class RolloutWorker:
 
         Args:
             folder: ``RUN/rollouts/step_N``.
-            groups: id, buffer file if an earlier attempt generated the group, whether it was trained on.
+            groups: id, buffer file if there is one, whether it was trained on.  The file is read for groups
+                of an earlier attempt and of a worker that died.
 
         Raises:
             StorageRefused: the filesystem refuses writes; the call can be repeated, no group is released.
@@ -225,7 +237,8 @@ class RolloutWorker:
         notices = (*environment.notices.drain(), *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)
         if not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
-            await asyncio.to_thread(self._buffer.write, request.id, rollouts)
+            file = await asyncio.to_thread(self._buffer.write, request.id, rollouts)
+            group = group if file is None else _also_in(file, group)
         for rollout in rollouts:
             self._uploader.put(rollout)
         return group
@@ -353,7 +366,7 @@ class RolloutWorker:
         trained: set[str] = set()
         for group_id, file, used in groups:
             group_rollouts = self._held.get(group_id, [])
-            if file is not None:
+            if not group_rollouts and file is not None:
                 group_rollouts = read_group(file)
             rollouts += group_rollouts
             trained |= {r.id for r in group_rollouts if r.end.trainable} if used else set()
@@ -366,6 +379,15 @@ class RolloutWorker:
         self._buffer.remove(group_id)
 
 
+def _also_in(file: Path, group: PromptGroup) -> PromptGroup:
+    """Add to the rollouts' locations the file from which they are read if this worker dies."""
+    rollouts = [
+        replace(r, location=replace(r.location, file=str(file), row=row))
+        for row, r in enumerate(group.rollouts)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
 def max_in_flight(config: Config, engines: int) -> int:
     """Return how many requests one worker sends at the same time.
 
@@ -373,23 +395,3 @@ def max_in_flight(config: Config, engines: int) -> int:
     """
     workers = config.rollout.workers_per_node * config.placement.nodes
     return math.ceil(1.25 * config.engine.max_running * engines / workers)
-
-
-def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:
-    """A rollout without tokens or reward, for the counts and the record, with the transcript so far."""
-    return Rollout(
-        id=f"{request.id}.{sample}",
-        group_id=request.id,
-        sample=sample,
-        task=request.task,
-        seed=0,
-        tokens_T=np.zeros(0, np.int32),
-        loss_mask_T=np.zeros(0, np.bool_),
-        logprobs_T=np.zeros(0, np.float32),
-        versions_T=np.zeros(0, np.int32),
-        end=RolloutEnd.FAILED,
-        reward=None,
-        messages=error.transcript or [],
-        error=f"{type(error).__name__}: {error}",
-        retries=retries,
-    )

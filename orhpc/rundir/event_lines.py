@@ -16,6 +16,8 @@ _OF_PARTS: dict[str, Callable[[Event], str]] = {
     "fault_injected": lambda event: f"injected the fault {event.get('fault')}",
     "engines_ended": lambda event: f"engines have ended: {_list(event.get('engines'))}",
     "engines_restarted": lambda event: f"restarted engines: {_list(event.get('engines'))}",
+    "worker_ended": lambda event: f"rollout worker {event.get('worker')} on {event.get('node')} has ended",
+    "worker_restarted": lambda event: f"restarted rollout worker {event.get('worker')}",
     "node_replaced": lambda event: f"node replaced: {event.get('error')}",
     "environment_restarted": lambda event: f"restarted environment server {event.get('server')}",
 }

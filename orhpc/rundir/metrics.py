@@ -111,6 +111,9 @@ METRICS: dict[str, Metric] = {
     "dropped_left_out": Metric(
         "rollout", "prompt groups of environments that rollout.failing_environment leaves out", "per step"
     ),
+    "dropped_killed_workers": Metric(
+        "rollout", "prompt groups left out because two workers died while they ran", "per step"
+    ),
     "dropped_failed": Metric("rollout", "prompt groups replaced because of failed rollouts", "per step"),
     "rollout_seconds_mean": Metric("rollout", "mean duration of a rollout", "s"),
     "rollout_seconds_max": Metric("rollout", "duration of the longest rollout", "s"),
