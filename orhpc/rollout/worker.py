@@ -195,10 +195,10 @@ class RolloutWorker:
     async def close(self) -> None:
         """Close sessions, connections and the upload queue."""
         self._stopping = True
-        if self._config.rollout.carries and self._running:
-            await self._pool.abort_for_good(_STOP_S)
-            await asyncio.wait(self._running.values(), timeout=_STOP_S)
         running = list(self._running.values())
+        if self._config.rollout.carries and running:
+            await self._pool.abort_for_good(_STOP_S)
+            await asyncio.wait(running, timeout=_STOP_S)  # they may all have ended in the meantime
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
