@@ -24,6 +24,7 @@ from orhpc.launch.slurm import submission
 from orhpc.plan.layout import group_spans
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.placement import Placement
+from orhpc.plan.recompute import totals
 from orhpc.plan.run_plan import (
     RunPlan,
     check_host,
@@ -60,6 +61,8 @@ def lines(run: RunPlan) -> Iterator[str]:
         yield f"  {name:<12}{gib(size):>9}"
     has = "" if run.device_bytes is None else f" of {gib(run.device_bytes - RESERVED_BYTES)}"
     yield f"  {'total':<12}{gib(run.trainer.total):>9}{has}"
+    if run.config.train.backend == "megatron":
+        yield _recompute_line(run)
     yield from _engine_lines(run)
     yield _lead_line(run.config)
     for what, size in host_parts(run).items():
@@ -70,6 +73,12 @@ def lines(run: RunPlan) -> Iterator[str]:
         yield f"host memory a node for copies of another node's trainers, if it is free: {gib(size)} GiB"
     yield from _commit_lines(run)
     yield f"limit: {limit(run)}"
+
+
+def _recompute_line(run: RunPlan) -> str:
+    """The total by what the backward pass recomputes, and which of them the config has, or its ``auto``."""
+    needed = ", ".join(f"{mode} {gib(total)}" for mode, total in totals(run.config, run.shape).items())
+    return f"recomputation: {run.demand.recompute}; total of {needed}"
 
 
 def _commit_lines(run: RunPlan) -> Iterator[str]:

@@ -34,9 +34,10 @@ class MegatronSettings(Section):
     """Expert-parallel size: ranks over which a layer's experts are divided (MoE models)."""
     etp: Positive = 1
     """Tensor-parallel size within an expert (MoE models)."""
-    recompute: Literal["full", "selective"] = "full"
+    recompute: Literal["full", "selective", "auto"] = "full"
     """What ``train.gradient_checkpointing`` recomputes in the backward pass. ``full``: whole layers.
-    ``selective``: only ``recompute_modules``."""
+    ``selective``: only ``recompute_modules``. ``auto``: as little as the device's memory allows by the plan,
+    with 5 % to spare; nothing, cheap modules, or whole layers."""
     recompute_modules: list[str] = Field(default_factory=lambda: ["core_attn"])
     """Modules to recompute with ``recompute: selective``, by megatron-core's names."""
     overlap: bool = True

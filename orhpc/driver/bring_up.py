@@ -23,9 +23,13 @@ from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
 from orhpc.errors import RayLost
+from orhpc.launch.checks.fit import device_memory
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
+from orhpc.models import read_shape
+from orhpc.plan.memory import GIB, recompute_mode
 from orhpc.plan.placement import Placement
+from orhpc.plan.recompute import settled
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.buffer import finished_group, summarize_group
 from orhpc.rollout.group_filter import GroupFilter, load_filter
@@ -117,12 +121,23 @@ async def _start_trainers(
     run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Trainers:
     """Start the trainers; they load the model at once unless engines share their devices."""
-    config, placement = run.config, run.placement
+    config, placement = _trainer_config(run.config, model_dir), run.placement
     trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir, run.notice))
     copied.set_result(await trainers.copies() if run.copies.any() else set())
     if not placement.engines or not config.placement.shared_devices:
         await timed(phases, "model", trainers.build())
     return trainers
+
+
+def _trainer_config(config: Config, model_dir: str) -> Config:
+    """Replace ``megatron.recompute: auto`` by what the memory of this node's devices allows."""
+    if config.train.backend != "megatron" or config.megatron.recompute != "auto":
+        return config
+    memory = device_memory(config)
+    device_bytes = int(memory.gib * GIB) if config.placement.device == "cuda" else None
+    chosen = settled(config, read_shape(model_dir), device_bytes)
+    log.info("recomputation: %s (%.0f GiB a device, %s)", recompute_mode(chosen), memory.gib, memory.source)
+    return chosen
 
 
 def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, start: Start) -> Runtime:

@@ -7,13 +7,16 @@ weights, gradients and optimizer; for activations, the bytes that the backward p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
 from orhpc.plan.layout import Layout, stages
 
+Recompute = Literal["none", "selective", "full"]
+"""What is recomputed in the backward pass: nothing, some modules of each layer, or whole layers."""
 GIB = 1 << 30
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
@@ -37,7 +40,7 @@ class Demand:
     """Tokens of its longest micro-batch."""
     element_bytes: int
     """Bytes per element of weights and activations in the forward pass: 2 or 4."""
-    recompute: bool
+    recompute: Recompute
     logits_rows: int
     """Rows of logits that exist at a time."""
     reference: bool
@@ -52,6 +55,19 @@ class Demand:
     """Whether the trainer computes in FP8 (Megatron)."""
     critic: bool = False
     """Whether a critic is trained as well."""
+    modules: tuple[str, ...] = ()
+    """What ``selective`` recomputes, by megatron-core's names."""
+
+
+def recompute_mode(config: Config) -> Recompute:
+    """Return what a config recomputes; ``auto`` counts as ``full`` until the devices are known.
+
+    :func:`orhpc.plan.recompute.settled` chooses for ``auto``.
+    """
+    if not config.train.gradient_checkpointing:
+        return "none"
+    selective = config.train.backend == "megatron" and config.megatron.recompute == "selective"
+    return "selective" if selective else "full"
 
 
 def trainer_demand(config: Config) -> Demand:
@@ -62,7 +78,7 @@ def trainer_demand(config: Config) -> Demand:
     return Demand(
         tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
         element_bytes=ELEMENT_BYTES[config.model.dtype],
-        recompute=train.gradient_checkpointing,
+        recompute=recompute_mode(config),
         logits_rows=train.logprob_chunk_tokens,
         reference=config.algorithm.needs_reference,
         micro_batches=-(-train.global_batch_size // config.data_ranks),
@@ -70,6 +86,7 @@ def trainer_demand(config: Config) -> Demand:
         moment_bytes=config.megatron.moment_bytes,
         fp8=config.precision == "fp8",
         critic=config.algorithm.has_critic,
+        modules=tuple(config.megatron.recompute_modules),
     )
 
 
@@ -239,6 +256,26 @@ def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upca
     return norms + attention + e * (hidden + routed + 4 * shape.shared_ffn) + 4 * shape.experts
 
 
+def recomputed(shape: ModelShape, index: int, element_bytes: int, modules: Collection[str]) -> int:
+    """Return the bytes per token that one layer does not keep if these modules are recomputed.
+
+    Modules are counted as in :func:`layer_activations`.  Those that are not counted there, as the inside of
+    fused attention, spare nothing, and neither do norms that TransformerEngine fuses with the projection that
+    follows: of these norms only the one before experts is separate.
+    """
+    hidden, routed = shape.hidden, shape.experts_per_token
+    sparse = bool(shape.layers[index].experts)
+    spared = hidden if sparse and "layernorm" in modules else 0
+    if sparse and "moe" in modules:
+        spared += routed * (2 * hidden + 4 * shape.expert_ffn) + 4 * shape.shared_ffn
+    elif sparse:
+        spared += routed * shape.expert_ffn if "moe_act" in modules else 0
+        spared += 4 * shape.shared_ffn if "shared_experts" in modules else 0
+    elif "mlp" in modules:
+        spared += 4 * shape.ffn
+    return element_bytes * spared
+
+
 EXCHANGED = 8
 """Copies of a routed token beyond what a layer keeps, where experts are divided over ranks: sent to
 experts, received, and sent back, the same for gradients, and the excess of ranks with more than their share.
@@ -270,8 +307,13 @@ def _activations(
     kept = [layer_activations(shape, i, demand.element_bytes, upcast_norms=upcast_norms) for i in layers]
     routed = any(shape.layers[i].experts for i in layers)
     work = expert_work(shape, layout, demand.element_bytes) if routed else 0
-    if not demand.recompute:
-        return _up(tokens * waiting * sum(kept), layout.tp), _up(tokens * work, layout.tp)
+    if demand.recompute != "full":
+        spared = [0 for _ in layers]
+        if demand.recompute == "selective":
+            spared = [recomputed(shape, i, demand.element_bytes, demand.modules) for i in layers]
+        # What one layer recomputes exists while its gradients are computed.
+        left, work = sum(kept) - sum(spared), work + max(spared, default=0)
+        return _up(tokens * waiting * left, layout.tp), _up(tokens * work, layout.tp)
     inputs = waiting * len(kept) * demand.element_bytes * shape.hidden
     return _up(tokens * inputs, layout.tp), _up(tokens * (max(kept, default=0) + work), layout.tp)
 

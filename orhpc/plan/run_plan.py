@@ -28,6 +28,7 @@ from orhpc.plan.memory import (
     trainer_memory,
 )
 from orhpc.plan.placement import Node, Placement, plan
+from orhpc.plan.recompute import settled
 
 DEFAULT_DEVICE_GIB = 80.0
 """Memory of an H100 or A100 80GB, used if the device type is unknown."""
@@ -106,6 +107,8 @@ class RunPlan:
 def make_plan(config: Config, device_gib: float) -> RunPlan:
     """Compute a config's layout and memory; :mod:`orhpc.launch.checks.fit` decides whether it can run.
 
+    The plan's config has the choice that ``megatron.recompute: auto`` makes.
+
     Raises:
         ConfigError: an impossible placement or layout, or settings that a model with images does not allow.
     """
@@ -117,6 +120,8 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         raise ConfigError(f"precision: {config.precision} is not for models that see images; set it to bf16")
     layout = trainer_layout(config)
     _check_layout(shape, layout, p.devices_per_node)
+    device_bytes = int(device_gib * GIB) if p.device == "cuda" else None
+    config = settled(config, shape, device_bytes)
     demand = trainer_demand(config)
     nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
     return RunPlan(
@@ -125,7 +130,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         layout=layout,
         demand=demand,
         trainer=trainer_memory(shape, layout, demand),
-        device_bytes=int(device_gib * GIB) if p.device == "cuda" else None,
+        device_bytes=device_bytes,
         placement=plan(config, nodes),
     )
 

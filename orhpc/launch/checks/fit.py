@@ -233,7 +233,7 @@ def _too_long(run: RunPlan, room: int) -> str:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(run, room, middle) else (low, middle)
-    ways = [] if run.demand.recompute else ["train.gradient_checkpointing=true"]
+    ways = [] if run.demand.recompute != "none" else ["train.gradient_checkpointing=true"]
     if run.layout.sharded:
         ways.append("train.backend=megatron, which divides a rollout over megatron.cp devices")
     else:
@@ -262,7 +262,7 @@ def _way_out(run: RunPlan, room: int) -> str:
             f"train.backend=megatron divides them; {_way_out_divided(run, room)}"
         )
     if fixed > room:
-        what = "" if run.demand.recompute else "train.gradient_checkpointing=true, or "
+        what = "" if run.demand.recompute != "none" else "train.gradient_checkpointing=true, or "
         return (
             f"no number of ranks helps, since {gib(fixed)} GiB are not divided by them: {what}"
             "a lower rollout.max_total_tokens or train.max_tokens_per_gpu"

@@ -1,0 +1,72 @@
+"""What ``megatron.recompute: auto`` chooses, and what each choice needs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from orhpc.config import Config
+from orhpc.models import ModelShape, shape_of
+from orhpc.plan.memory import RESERVED_BYTES, layer_activations, recompute_mode, recomputed
+from orhpc.plan.recompute import MODULES, SPARE, settled, totals
+from tests.model_configs import REAL
+
+
+def config_of(recompute: str, *, checkpointing: bool = True) -> Config:
+    train: dict[str, Any] = {"backend": "megatron", "gradient_checkpointing": checkpointing}
+    return Config.model_validate(
+        {
+            "train": train | {"global_batch_size": 16},
+            "rollout": {"batch_size": 4, "n_samples": 4},
+            "megatron": {"recompute": recompute},
+            "placement": {"devices_per_node": 8},
+            "environments": {"none": {"url": "http://127.0.0.1:9"}},
+        }
+    )
+
+
+def with_fsdp(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"backend": "fsdp"})})
+
+
+NAMES = ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3")
+SHAPES = [shape_of(REAL[name][0]) for name in NAMES]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+def test_less_recomputation_needs_more_memory_and_the_first_that_fits_is_chosen(shape: ModelShape) -> None:
+    config = config_of("auto")
+    needed = totals(config, shape)
+    assert list(needed) == ["none", "selective", "full"]
+    assert needed["none"] > needed["selective"] > needed["full"]
+    for mode, total in needed.items():
+        enough = int((total + RESERVED_BYTES) / (1 - SPARE)) + 1
+        assert recompute_mode(settled(config, shape, enough)) == mode
+    assert recompute_mode(settled(config, shape, RESERVED_BYTES)) == "full"  # the check of the fit refuses it
+    assert recompute_mode(settled(config, shape, None)) == "full"
+    chosen = settled(config, shape, int((needed["selective"] + RESERVED_BYTES) / (1 - SPARE)) + 1)
+    assert chosen.megatron.recompute_modules == MODULES[bool(shape.experts)]
+    assert totals(chosen, shape) == needed
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+def test_what_a_user_has_chosen_stays(shape: ModelShape) -> None:
+    for config in (
+        config_of("full"),
+        config_of("selective"),
+        config_of("auto", checkpointing=False),
+        with_fsdp(config_of("auto")),
+    ):
+        assert settled(config, shape, 1 << 50) is config
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+def test_modules_spare_no_more_than_a_layer_keeps(shape: ModelShape) -> None:
+    names = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+    for count in range(len(names) + 1):
+        for modules in itertools.combinations(names, count):
+            for index in (0, len(shape.layers) - 1):
+                kept = layer_activations(shape, index, 2, upcast_norms=False)
+                assert 0 <= recomputed(shape, index, 2, modules) < kept
