@@ -29,11 +29,13 @@
 #                        (90 s), one_node.py's restart of two layers (250 s)
 #   checks    1     280  sleep and wake (30 s); one product for all experts, FP8 asleep, and the optimiser with
 #                        moments in bfloat16 and in host memory (200 s)
-#   tails     2     420  benchmarks/gpu/heavy_tails.py on GPU 0; benchmarks/gpu/recovery.py, faults and replay, on 1
-#   loading   2     560  GPU 0: weights copied directly into SGLang's parameters, and loaded by SGLang;
-#                        GPU 1: models that see images
+#   tails     2     560  benchmarks/gpu/heavy_tails.py on GPU 0 (SHARE=60 s a variant after a start of 130 to
+#                        200 s); benchmarks/gpu/recovery.py, faults and replay, on 1
+#   loading   2     560  GPU 0: weights copied directly into SGLang's parameters, and loaded by SGLang (two
+#                        starts; DEADLINE=240 s each); GPU 1: models that see images
 #   ranks     2     560  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py), then experts divided
 #                        in trainer and engine, weights copied directly and loaded by SGLang
+#                        Python's imports alone take 30 s a process where bytecode is not kept.
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
 #                        on two GPUs LAYERS=8, and more words of it in NODE

@@ -155,6 +155,8 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
         f"model.path={folder}", "train.steps=3", *room, "rollout.record_routes=true",
         "engine.check_weights=true", "rollout.batch_size=8", "rollout.n_samples=8",
         "train.global_batch_size=64", "train.lr=0.001",
+        # Four layers of the 30B model's shapes then fit a GPU of 80 GB.
+        "train.max_tokens_per_gpu=8192", "train.gradient_checkpointing=true",
         # A random model never answers correctly: without this reward, weights would hardly change.
         "rollout.custom_reward=tests.gpu.random_model:even_tokens",
         "engine.extra.moe_runner_backend=triton", "engine.extra.cuda_graph_bs_decode=[16,64]",
