@@ -78,7 +78,9 @@ def lines(run: RunPlan) -> Iterator[str]:
 def _recompute_line(run: RunPlan) -> str:
     """The total by what the backward pass recomputes, and which of them the config has, or its ``auto``."""
     needed = ", ".join(f"{mode} {gib(total)}" for mode, total in totals(run.config, run.shape).items())
-    return f"recomputation: {run.demand.recompute}; total of {needed}"
+    layers = run.demand.layers if run.demand.recompute == "full" else None
+    some = "" if layers is None else f", the first {layers} layers of a stage"
+    return f"recomputation: {run.demand.recompute}{some}; total of {needed}"
 
 
 def _commit_lines(run: RunPlan) -> Iterator[str]:

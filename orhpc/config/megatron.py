@@ -37,9 +37,12 @@ class MegatronSettings(Section):
     recompute: Literal["full", "selective", "auto"] = "full"
     """What ``train.gradient_checkpointing`` recomputes in the backward pass. ``full``: whole layers.
     ``selective``: only ``recompute_modules``. ``auto``: as little as the device's memory allows by the plan,
-    with 5 % to spare; nothing, cheap modules, or whole layers."""
+    with 5 % to spare; nothing, cheap modules, or whole layers, as few as possible."""
     recompute_modules: list[str] = Field(default_factory=lambda: ["core_attn"])
     """Modules to recompute with ``recompute: selective``, by megatron-core's names."""
+    recompute_layers: Positive | None = None
+    """With ``recompute: full``: how many layers of each pipeline stage, the first ones, are recomputed; the
+    others keep their activations. Null: all."""
     overlap: bool = True
     """Overlap the gradient reduction with the backward pass."""
     offload_optimizer: Fraction = 0.0
@@ -76,6 +79,9 @@ class MegatronSettings(Section):
             )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"megatron.vpp: {self.vpp} chunks per stage need more than one stage (megatron.pp)")
+        if self.recompute_layers is not None and (self.recompute != "full" or self.vpp > 1):
+            other = "megatron.vpp > 1" if self.vpp > 1 else f"megatron.recompute: {self.recompute}"
+            found.append(f"megatron.recompute_layers: not with {other}")
         return found
 
     def moment_problems(self, adam_beta2: float, dtype: str) -> list[str]:

@@ -57,6 +57,8 @@ class Demand:
     """Whether a critic is trained as well."""
     modules: tuple[str, ...] = ()
     """What ``selective`` recomputes, by megatron-core's names."""
+    layers: int | None = None
+    """How many layers of a stage ``full`` recomputes; None: all."""
 
 
 def recompute_mode(config: Config) -> Recompute:
@@ -87,6 +89,7 @@ def trainer_demand(config: Config) -> Demand:
         fp8=config.precision == "fp8",
         critic=config.algorithm.has_critic,
         modules=tuple(config.megatron.recompute_modules),
+        layers=config.megatron.recompute_layers,
     )
 
 
@@ -314,8 +317,11 @@ def _activations(
         # What one layer recomputes exists while its gradients are computed.
         left, work = sum(kept) - sum(spared), work + max(spared, default=0)
         return _up(tokens * waiting * left, layout.tp), _up(tokens * work, layout.tp)
-    inputs = waiting * len(kept) * demand.element_bytes * shape.hidden
-    return _up(tokens * inputs, layout.tp), _up(tokens * (max(kept, default=0) + work), layout.tp)
+    again = kept if demand.layers is None else kept[: demand.layers]
+    whole = sum(kept) - sum(again)
+    inputs = len(again) * demand.element_bytes * shape.hidden
+    left, work = waiting * (inputs + whole), max(again, default=0) + work
+    return _up(tokens * left, layout.tp), _up(tokens * work, layout.tp)
 
 
 def _head(shape: ModelShape, layout: Layout, demand: Demand) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from orhpc.config import Config
 from orhpc.models import ModelShape
-from orhpc.plan.layout import trainer_layout
+from orhpc.plan.layout import stages, trainer_layout
 from orhpc.plan.memory import RESERVED_BYTES, Recompute, trainer_demand, trainer_memory
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -20,10 +21,19 @@ def totals(config: Config, shape: ModelShape) -> dict[Recompute, int]:
     """Return the bytes at the peak of a step by what is recomputed, the fastest first."""
     layout, demand = trainer_layout(config), trainer_demand(config)
     modules = tuple(MODULES[bool(shape.experts)])
-    return {
-        mode: trainer_memory(shape, layout, replace(demand, recompute=mode, modules=modules)).total
-        for mode in MODES
-    }
+    demand = replace(demand, modules=modules, layers=None)
+    return {mode: trainer_memory(shape, layout, replace(demand, recompute=mode)).total for mode in MODES}
+
+
+def fewest_layers(config: Config, shape: ModelShape, room: float) -> int | None:
+    """Return the least number of layers of a stage to recompute; None: all of them, or vpp is used."""
+    layout, demand = trainer_layout(config), trainer_demand(config)
+    if config.megatron.vpp > 1:
+        return None
+    for layers in range(1, max(len(stage) for stage in stages(shape, layout.pp))):
+        if trainer_memory(shape, layout, replace(demand, recompute="full", layers=layers)).total <= room:
+            return layers
+    return None
 
 
 def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Config:
@@ -40,5 +50,9 @@ def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Conf
     if mode == "none":
         train = config.train.model_copy(update={"gradient_checkpointing": False})
         return config.model_copy(update={"train": train})
-    changes = {"recompute": mode, "recompute_modules": MODULES[bool(shape.experts)]}
+    changes: dict[str, Any] = {"recompute": mode}
+    if mode == "selective":
+        changes["recompute_modules"] = MODULES[bool(shape.experts)]
+    else:
+        changes["recompute_layers"] = fewest_layers(config, shape, room)
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=changes)})

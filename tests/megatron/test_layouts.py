@@ -35,7 +35,7 @@ ON_TWO = [
     Case("llama", {"pp": 2}),
     Case("llama", {"pp": 2, "vpp": 2, "recompute": "selective"}, CHECKPOINTING),
     Case("qwen3-moe", {"ep": 2}, CHECKPOINTING),
-    Case("qwen3-moe", {"etp": 2}),
+    Case("qwen3-moe", {"etp": 2, "recompute_layers": 1}, CHECKPOINTING),
     Case("deepseek-v3", {"tp": 2}),
     Case("deepseek-v3", {"tp": 2, "ep": 2}, CHECKPOINTING),
     Case("deepseek-v3", {"pp": 2}, algorithm={"entropy_coef": 0.1}),

@@ -179,7 +179,12 @@ def _recompute(config: Config) -> dict[str, Any]:
         return {}
     if config.megatron.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": config.megatron.recompute_modules}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    layers = config.megatron.recompute_layers
+    if layers is None:
+        method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    else:
+        method = {"recompute_method": "block", "recompute_num_layers": layers}
+    return {"recompute_granularity": "full", **method}
 
 
 def naming_of(config: Config) -> Naming:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from orhpc.config import Config
 from orhpc.models import ModelShape, shape_of
-from orhpc.plan.memory import RESERVED_BYTES, layer_activations, recompute_mode, recomputed
+from orhpc.plan.layout import trainer_layout
+from orhpc.plan.memory import (
+    RESERVED_BYTES,
+    layer_activations,
+    recompute_mode,
+    recomputed,
+    trainer_demand,
+    trainer_memory,
+)
 from orhpc.plan.recompute import MODULES, SPARE, settled, totals
 from tests.model_configs import REAL
 
@@ -52,6 +62,27 @@ def test_less_recomputation_needs_more_memory_and_the_first_that_fits_is_chosen(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+def test_as_few_layers_are_recomputed_as_the_memory_allows(shape: ModelShape) -> None:
+    config = config_of("auto")
+    needed = totals(config, shape)
+    layout, most = trainer_layout(config), len(shape.layers)
+    before = 0
+    for share in (0.0, 0.2, 0.5, 0.9):
+        room = needed["full"] + share * (needed["selective"] - needed["full"])
+        chosen = settled(config, shape, int((room + RESERVED_BYTES) / (1 - SPARE)) + 1)
+        assert recompute_mode(chosen) == "full"
+        layers = chosen.megatron.recompute_layers or most
+        demand = trainer_demand(chosen)
+        assert trainer_memory(shape, layout, demand).total <= room + 1
+        fewer = replace(demand, layers=layers - 1)
+        assert trainer_memory(shape, layout, fewer).total > room
+        assert before == 0 or layers < before
+        before = layers
+    every = replace(trainer_demand(config), layers=most)
+    assert trainer_memory(shape, layout, every) == trainer_memory(shape, layout, trainer_demand(config))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
 def test_what_a_user_has_chosen_stays(shape: ModelShape) -> None:
     for config in (
         config_of("full"),
@@ -70,3 +101,11 @@ def test_modules_spare_no_more_than_a_layer_keeps(shape: ModelShape) -> None:
             for index in (0, len(shape.layers) - 1):
                 kept = layer_activations(shape, index, 2, upcast_norms=False)
                 assert 0 <= recomputed(shape, index, 2, modules) < kept
+
+
+@pytest.mark.parametrize("other", [{"recompute": "selective"}, {"recompute": "auto"}, {"pp": 2, "vpp": 2}])
+def test_layers_are_chosen_only_of_stages_that_recompute_whole_layers(other: dict[str, Any]) -> None:
+    raw = config_of("full").model_dump(mode="json")
+    raw["megatron"] |= {"recompute_layers": 2} | other
+    with pytest.raises(ValidationError, match=r"megatron\.recompute_layers: not with megatron\."):
+        Config.model_validate(raw)
