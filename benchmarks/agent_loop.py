@@ -220,7 +220,7 @@ def text_alone(chat: Any, call: list[int], answer: list[int], rollouts: int) -> 
 
 async def crowd(options: argparse.Namespace, chat: Any, call: list[int], answer: list[int]) -> None:
     """Print how long other tasks wait while many rollouts run in one process."""
-    from orhpc.process.garbage import collect_rarely, freeze_garbage
+    from orhpc.process.garbage import collect_steadily, freeze_garbage
 
     waits: list[float] = []
 
@@ -231,7 +231,7 @@ async def crowd(options: argparse.Namespace, chat: Any, call: list[int], answer:
             waits.append(time.thread_time() - before)
 
     freeze_garbage()
-    collect_rarely()
+    collecting = asyncio.create_task(collect_steadily(lambda: True))
     low, high = options.latency
     engine = Engine(3 * low, 3 * high, call, answer)
     try:
@@ -240,6 +240,7 @@ async def crowd(options: argparse.Namespace, chat: Any, call: list[int], answer:
         _, cpu = await agent_side(engine.url, chat, options.crowd, "c")
         watching.cancel()
     finally:
+        collecting.cancel()
         engine.stop()
     alone = text_alone(chat, call, answer, options.cpu_rollouts)
     turn, late = cpu / options.crowd / TURNS, sum(wait > 0.05 for wait in waits)

@@ -23,7 +23,7 @@ import ray
 from orhpc.config import Config
 from orhpc.errors import BadTask, InfraError, UserCodeError
 from orhpc.plan.layout import route_layers
-from orhpc.process.garbage import collect_rarely, freeze_garbage
+from orhpc.process.garbage import collect_steadily, freeze_garbage
 from orhpc.process.memory_limit import kills
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
@@ -83,6 +83,7 @@ class RolloutWorker:
         """Environments in whose sessions repeated calls have given other answers."""
         self._gate = asyncio.Semaphore(config.rollout.max_concurrent)
         self._stopping = False
+        self._collecting: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         """Ray begins this process's lines in the driver's log with it."""
@@ -112,7 +113,7 @@ class RolloutWorker:
                 images=self._agent.images is not None,
             )
         freeze_garbage()
-        collect_rarely()
+        self._collecting = asyncio.create_task(collect_steadily(lambda: bool(self._running)))
 
     async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
         """Set the URLs of all engines of the run, and of the router in front of them if there is one."""
@@ -206,6 +207,8 @@ class RolloutWorker:
         for environment in self._environments.values():
             await environment.close()
         await self._pool.close()
+        if self._collecting is not None:
+            self._collecting.cancel()
 
     async def _group(self, request: GroupRequest) -> PromptGroup:
         begun = await asyncio.to_thread(self._buffer.read_begun, request)
