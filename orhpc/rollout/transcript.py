@@ -89,7 +89,7 @@ class RolloutBuilder:
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Append ids that the policy did not sample."""
-        self.tokens.extend(ids)
+        self.tokens.extend(array("i", ids))  # faster than item by item
 
     def add_sampled(self, generation: Generation, *, limit: int, first: bool) -> None:
         """Append sampled ids to a new turn or, after an abort, to the current one."""
