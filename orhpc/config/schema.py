@@ -350,7 +350,7 @@ def _source_problems(c: Config) -> list[str]:
             problems.append(f"environments.{name}: max_response_tokens must be below max_total_tokens")
         if settings.replicas is not None and not settings.is_served:
             problems.append(f"environments.{name}.replicas: the job does not serve it (serve, data)")
-        elif (settings.replicas or 0) > c.rollout.workers_per_node:
+        elif c.rollout.workers_per_node and (settings.replicas or 0) > c.rollout.workers_per_node:
             problems.append(
                 f"environments.{name}.replicas: {settings.replicas} are more than the "
                 f"{c.rollout.workers_per_node} rollout.workers_per_node, each of which uses one server"

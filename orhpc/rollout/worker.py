@@ -115,8 +115,10 @@ class RolloutWorker:
         freeze_garbage()
         self._collecting = asyncio.create_task(collect_steadily(lambda: bool(self._running)))
 
-    async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
-        """Set the URLs of all engines of the run, and of the router in front of them if there is one."""
+    async def connect(
+        self, engine_urls: Sequence[str], key: str, router_url: str | None = None, workers: int = 1
+    ) -> None:
+        """Set the URLs of all engines, and of the router if there is one, which ``workers`` workers use."""
         self._pool = EnginePool(
             list(engine_urls),
             key=key,
@@ -124,7 +126,7 @@ class RolloutWorker:
             route_shape=self._agent.route_shape,
             vocabulary=self._agent.vocabulary,
             router=router_url,
-            max_in_flight=max_in_flight(self._config, len(engine_urls)),
+            max_in_flight=max_in_flight(self._config, len(engine_urls), workers),
             place=self._index,
         )
 
@@ -391,10 +393,9 @@ def _also_in(file: Path, group: PromptGroup) -> PromptGroup:
     return replace(group, rollouts=tuple(rollouts))
 
 
-def max_in_flight(config: Config, engines: int) -> int:
-    """Return how many requests one worker sends at the same time.
+def max_in_flight(config: Config, engines: int, workers: int) -> int:
+    """Return how many requests one of the run's workers sends at the same time.
 
     Together the workers keep all engines full, and a quarter more requests waiting in them.
     """
-    workers = config.rollout.workers_per_node * config.placement.nodes
     return math.ceil(1.25 * config.engine.max_running * engines / workers)

@@ -148,7 +148,7 @@ class Workers(Sequence[WorkerHandle]):
 
     async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
         """Tell all workers the engines of the run; see :meth:`RolloutWorker.connect`."""
-        self._known = (list(engine_urls), key, router_url)
+        self._known = (list(engine_urls), key, router_url, len(self))
         await self._tell(RolloutWorker.connect, *self._known)
 
     async def published(self, version: int) -> None:
