@@ -137,9 +137,14 @@ class Workers(Sequence[WorkerHandle]):
         """
         places = setup.placement.workers
         handles = [WorkerHandle(setup.spawn(p.index, ids[p.node]), p.index) for p in places]
-        await asyncio.gather(*(h.call_new(h.actor, None, RolloutWorker.open) for h in handles))
-        for handle in handles:
-            handle.memory_kills = await handle.call_new(handle.actor, None, RolloutWorker.memory_kills)
+        try:
+            await asyncio.gather(*(h.call_new(h.actor, None, RolloutWorker.open) for h in handles))
+            for handle in handles:
+                handle.memory_kills = await handle.call_new(handle.actor, None, RolloutWorker.memory_kills)
+        except BaseException:  # also if another part does not start: the next start has its own workers
+            for handle in handles:
+                ray.kill(handle.actor)
+            raise
         return cls(handles, setup)
 
     def any(self) -> WorkerHandle:

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 
 from orhpc.config.files import load_config
 from orhpc.driver.fleet import WorkerHandle, Workers, WorkerSetup, workers
-from orhpc.errors import InfraError, WorkerDied, WorkerFails, policy_of
+from orhpc.errors import InfraError, RayLost, WorkerDied, WorkerFails, policy_of
 from orhpc.plan.placement import Node, plan
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
@@ -145,7 +145,7 @@ def test_a_new_process_learns_what_the_others_know_even_what_changes_meanwhile(
     stage = play(scene, tmp_path, monkeypatch)
     calls = [call for call in new[0].calls if call[0] not in ("stay", "close")]
     assert calls[:2] == [("open",), ("memory_kills",)]
-    assert ("connect", ["http://a"], "key", None) in calls
+    assert ("connect", ["http://a"], "key", None, len(stage.workers)) in calls
     assert [call for call in calls if call[0] == "published"][-1] == ("published", 4)
     assert calls[-1] == ("pause",)
     assert [e["worker"] for e in stage.named("worker_ended")] == [0]
@@ -293,3 +293,32 @@ def test_steps_go_on_without_a_worker_that_is_down(tmp_path: Path, monkeypatch: 
 
 def test_the_failures_have_a_row_that_restarts_in_place() -> None:
     assert policy_of(WorkerFails) == policy_of(InfraError)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_start_that_fails_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """The next start in the same attempt has its own workers; a start is canceled if another part fails."""
+
+    async def scene(stage: Stage) -> None:
+        stage.next = [Actor(), Actor(starts=cancelled)]
+        started = list(stage.next)
+        hanging = asyncio.Event()
+
+        async def hang(name: str, *args: Any) -> None:
+            if cancelled or started[1].dead.is_set():
+                await hanging.wait()
+
+        started[0].answer = hang  # type: ignore[method-assign]
+        setup = stage.workers._setup
+        assert setup is not None
+        starting = asyncio.ensure_future(Workers.start(setup, ["id"]))
+        if cancelled:
+            await asyncio.sleep(0.01)
+            starting.cancel()
+        with pytest.raises((asyncio.CancelledError, RayLost)):
+            await starting
+        assert [actor.dead.is_set() for actor in started] == [True, True]
+
+    play(scene, tmp_path, monkeypatch, count=2)
