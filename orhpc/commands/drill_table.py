@@ -151,6 +151,8 @@ def _restarted(fault: Event, window: Sequence[Event]) -> str:
         "worker_ended": lambda e: f"worker {e.get('worker')}",
         "environment_restarted": lambda _: "environment server",
     }
+    if attempts or any(e["event"] in ("restart", "node_replaced") for e in window):
+        kinds.pop("worker_ended")  # it ended with the others, and they have all been started again
     parts += dict.fromkeys(kinds[e["event"]](e) for e in window if e["event"] in kinds)
     if any(e["event"] == "out_of_memory_recovered" for e in window):
         parts.append("nothing; update repeated")
