@@ -170,7 +170,7 @@ async def calm_text(chat: Any, call: list[int], answer: list[int], pause_s: floa
 
 
 class Side:
-    """A process that runs either side when it is told to, as one rollout worker does."""
+    """A process, set up as a rollout worker is, that runs either side on request."""
 
     def __init__(self, url: str, model: str) -> None:
         options = json.dumps({"url": url, "model": model})

@@ -1,7 +1,7 @@
 """Time of a short rollout phase by stage, and CPU time by kind of process.
 
-    python benchmarks/rollout_phase.py [--groups 8 --samples 16] [--phases 4] [--workers 4 --replicas 4]
-    python benchmarks/rollout_phase.py --groups 1 --samples 1 --phases 10 --workers 1 --replicas 1
+    python -m benchmarks.rollout_phase [--groups 8 --samples 16] [--phases 4] [--workers 4 --replicas 4]
+    python -m benchmarks.rollout_phase --groups 1 --samples 1 --phases 10 --workers 1 --replicas 1
 
 Everything except the engine is as in a run: the producer, rollout workers under Ray, and OpenReward servers
 of the bundled arithmetic environment. The engine is a separate process that speaks SGLang's protocol and
@@ -36,6 +36,7 @@ import orjson
 import psutil
 from aiohttp import web
 
+from benchmarks.scripted_engine import answer_forever
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.process.ports import free_ports
@@ -75,13 +76,7 @@ def serve(port: int, latency: float, ids: list[int]) -> None:
         answer = bodies[len(orjson.loads(data)["input_ids"])]
         return web.Response(body=answer, content_type="application/json")
 
-    async def run() -> None:
-        runner = web.ServerRunner(web.Server(generate))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=2048).start()
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
+    asyncio.run(answer_forever(port, generate))
 
 
 def answer_ids(tokenizer: Any, tokens: int, end: int) -> list[int]:
@@ -112,7 +107,9 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def start_engine(serving: dict[str, Any]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, __file__, "--serve", json.dumps(serving)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.rollout_phase", "--serve", json.dumps(serving)]
+    )
 
 
 async def engine_ready(url: str) -> None:

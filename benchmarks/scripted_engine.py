@@ -1,6 +1,6 @@
 """A scripted engine: answers ``/generate`` in SGLang's protocol with the same tokens every time.
 
-It is a process of its own, started by :class:`Engine`; see ``benchmarks/agent_loop.py``.
+It runs in a separate process, started by :class:`Engine`; see ``benchmarks/agent_loop.py``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,22 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 from aiohttp import web
 
 from orhpc.process.ports import free_ports
+
+
+async def answer_forever(
+    port: int, generate: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+) -> None:
+    """Answer every request on this port of loopback until killed."""
+    runner = web.ServerRunner(web.Server(generate))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, backlog=2048).start()
+    await asyncio.Event().wait()
 
 
 def serve(port: int, low: float, high: float, turns: int, call: list[int], answer: list[int]) -> None:
@@ -42,13 +53,7 @@ def serve(port: int, low: float, high: float, turns: int, call: list[int], answe
         last = int(rid.split(".")[3]) == turns - 1
         return web.Response(body=answer_body if last else call_body, content_type="application/json")
 
-    async def run() -> None:
-        runner = web.ServerRunner(web.Server(generate))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=2048).start()
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
+    asyncio.run(answer_forever(port, generate))
 
 
 class Engine:

@@ -82,11 +82,7 @@ async def bring_up(
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
-    secret = (run.folder / "environment.key").read_text().strip()
-    setup = WorkerSetup(
-        config, placement, model_dir, rundir, run.attempt, secret, run.events.write, run.notice
-    )
-    starting_workers = Workers.start(setup, ids)
+    starting_workers = Workers.start(_worker_setup(run, model_dir), ids)
     start, (engines, (trainers, workers)) = await gather_two(
         verified,
         gather_two(
@@ -98,8 +94,7 @@ async def bring_up(
         with phases.timed("model"):
             await engines.release()
             await trainers.build()
-    known = (engines.urls, key, engines.router_url)
-    await workers.connect(*known)
+    await workers.connect(engines.urls, key, engines.router_url)
     producer = await _producer(run, start, workers, group_filter)
     return Runtime(
         config,
@@ -114,6 +109,14 @@ async def bring_up(
         start,
         run.events.write,
         unchecked=config.model.check,
+    )
+
+
+def _worker_setup(run: Run, model_dir: str) -> WorkerSetup:
+    """Return what the rollout workers of the attempt are started with."""
+    key = (run.folder / "environment.key").read_text().strip()
+    return WorkerSetup(
+        run.config, run.placement, model_dir, run.rundir, run.attempt, key, run.events.write, run.notice
     )
 
 

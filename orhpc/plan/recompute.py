@@ -46,7 +46,7 @@ def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Conf
         return config
     room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - RESERVED_BYTES
     needed = totals(config, shape)
-    mode = next(iter([m for m in MODES if needed[m] <= room]), MODES[-1])
+    mode = next((m for m in MODES if needed[m] <= room), MODES[-1])
     if mode == "none":
         train = config.train.model_copy(update={"gradient_checkpointing": False})
         return config.model_copy(update={"train": train})

@@ -10,7 +10,7 @@ third of a core: short turns do not wait for each other."""
 _CORES_A_WORKER = 4
 """Engines, trainers and environment servers need the other cores."""
 _MOST_WORKERS = 8
-"""Each has a copy of the tokenizer and of the libraries, and sees the load of its own requests only."""
+"""Each holds a copy of the tokenizer and the libraries, and balances only the requests that it sends."""
 
 
 def workers_per_node(config: Config, cpus: int) -> int:

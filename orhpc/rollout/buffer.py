@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from orhpc.errors import RecordError, StorageRefused
@@ -87,6 +88,15 @@ def has_called(rollout: Rollout) -> bool:
 def finished_path(rundir: RunDir, group_id: int) -> Path:
     """The file of a finished group."""
     return rundir.buffer / f"group_{group_id}.h5"
+
+
+def also_in(file: Path, group: PromptGroup) -> PromptGroup:
+    """Add to the rollouts' locations the file from which they are read if their worker dies."""
+    rollouts = [
+        replace(r, location=replace(r.location, file=str(file), row=row))
+        for row, r in enumerate(group.rollouts)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def summarize_group(path: Path) -> PromptGroup | None:

@@ -6,7 +6,7 @@ another worker, or to the same one after its restart.  It has the same id, task 
 group; a worker goes on with the rollouts that the buffer has of it (:mod:`orhpc.rollout.buffer`).
 
 A task can kill its worker, for example by exhausting the node's memory.  A group whose workers died twice is
-left out: repeating it would end the run, and it is unlikely that all of a healthy worker's deaths hit it.
+left out, because repeating it could end the run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from orhpc.process.garbage import collect_steadily, freeze_garbage
 from orhpc.process.memory_limit import kills
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
-from orhpc.rollout.buffer import Buffer, has_called, read_group
+from orhpc.rollout.buffer import Buffer, also_in, has_called, read_group
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment.descriptions import find_tasks
 from orhpc.rollout.group_scores import score_group
@@ -243,7 +242,7 @@ class RolloutWorker:
         group = PromptGroup(request.id, request.task, summaries, notices)
         if not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
             file = await asyncio.to_thread(self._buffer.write, request.id, rollouts)
-            group = group if file is None else _also_in(file, group)
+            group = group if file is None else also_in(file, group)
         for rollout in rollouts:
             self._uploader.put(rollout)
         return group
@@ -382,15 +381,6 @@ class RolloutWorker:
     def _release(self, group_id: int) -> None:
         self._held.pop(group_id, None)
         self._buffer.remove(group_id)
-
-
-def _also_in(file: Path, group: PromptGroup) -> PromptGroup:
-    """Add to the rollouts' locations the file from which they are read if this worker dies."""
-    rollouts = [
-        replace(r, location=replace(r.location, file=str(file), row=row))
-        for row, r in enumerate(group.rollouts)
-    ]
-    return replace(group, rollouts=tuple(rollouts))
 
 
 def max_in_flight(config: Config, engines: int, workers: int) -> int:

@@ -47,7 +47,7 @@ def test_the_measured_time_is_in_the_named_file(row: Row) -> None:
 
 
 def test_every_kind_of_a_drill_has_a_row() -> None:
-    """But for the driver's end, which is no fault of its own in the list."""
+    """Except the driver's end, which the list does not count as a separate fault."""
     without = {FaultKind.DRIVER_KILLED}
     assert {row.drill for row in ALL if row.drill} == set(FaultKind) - without
 

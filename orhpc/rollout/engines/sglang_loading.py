@@ -30,6 +30,10 @@ Key = tuple[tuple[str, int, torch.dtype, torch.Size], ...]
 """Names, places in the bucket, types and shapes of a bucket's tensors."""
 
 
+_ALIGNMENT = 8
+"""Bytes of the largest element: a buffer can be viewed as elements from multiples of their size only."""
+
+
 def install(model: nn.Module, named_tensors: Sequence[NamedTensor]) -> None:
     """Let a model load buckets as :class:`RecordedLoading` does; SGLang calls it, once, without tensors."""
     if named_tensors:
@@ -136,6 +140,8 @@ def _key(weights: object) -> Key | None:
     first = weights[0][1]
     start, storage = first.data_ptr(), first.untyped_storage()
     low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    if (start - low) % _ALIGNMENT:
+        return None
     parts = []
     for name, tensor in weights:
         at = tensor.data_ptr()

@@ -181,6 +181,13 @@ def test_tensors_that_are_no_bucket_are_left_to_the_model(model: Model) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in state(model).items())
 
 
+def test_a_buffer_that_cannot_be_viewed_as_elements_is_left_to_the_model(model: Model) -> None:
+    named = checkpoint(1)[1:]
+    for _ in range(4):  # a larger element after these would not begin at a multiple of its size
+        assert_loads(model, named, before=2)
+    assert model.calls == 4
+
+
 def test_it_is_installed_once_and_loads_nothing(model: Model) -> None:
     module, _, name = LOADER.rpartition(".")
     found: Any = getattr(importlib.import_module(module), name)
