@@ -56,6 +56,8 @@ sys.stdin.read()
 """Takes all free memory of the GPU but as many GB as the line on standard input says."""
 ENGINE_FRACTION = 0.1
 """Share of the GPU for the engine: little, so that the update's memory can be taken."""
+KILLED = "faults.inject=[trainer_killed@4:0]"
+"""The run itself ends a rank where an update of half a second could be missed."""
 _OTHERS = ("EngineProcess", "RolloutWorker", "sglang")
 
 
@@ -124,7 +126,7 @@ class Run:
 def faults(run: Run) -> list[dict[str, Any]]:
     """Inject the faults one after the other, each after two undisturbed steps; one row each."""
     other = OtherProcess()
-    rows = [trainer_killed(run, 3, "update"), trainer_killed(run, 6, "rollout"), memory_taken(run, 9, other)]
+    rows = [killed_in_update(run, 4), killed_in_rollouts(run, 6), memory_taken(run, 9, other)]
     step = run.next_step(12)
     killed = time.time()
     run.children("raylet/raylet")[0].kill()
@@ -177,17 +179,29 @@ def memory_taken(run: Run, after: int, other: OtherProcess) -> dict[str, Any]:
     return found | {"by": handled["event"], "peak_before_gb": step["memory_trainer_peak_gb"]}
 
 
-def trainer_killed(run: Run, after: int, phase: str) -> dict[str, Any]:
-    """Kill the last trainer rank in the middle of a phase of the next step."""
+def killed_in_update(run: Run, step: int) -> dict[str, Any]:
+    """Wait until :data:`KILLED` has ended a trainer rank in a step's update."""
+    before = run.wait(lambda e: e["event"] == "step" and e["step"] == step - 1)
+    return _trainer_restarted(run, before, "update", lambda: run.after(before, "fault_injected")["time"])
+
+
+def killed_in_rollouts(run: Run, after: int) -> dict[str, Any]:
+    """Kill the last trainer rank while the rollouts that follow a step are generated."""
     step = run.wait(lambda e: e["event"] == "step" and e["step"] == after)
-    rollout, update = step["phases"]["rollout"], step["phases"]["update"]
-    time.sleep(rollout + update / 2 if phase == "update" else rollout / 2)
+
+    def kill() -> float:
+        time.sleep(step["phases"]["rollout"] / 2)
+        run.children("ray::TrainerRank")[-1].kill()
+        return time.time()
+
+    return _trainer_restarted(run, step, "rollout", kill)
+
+
+def _trainer_restarted(run: Run, step: Event, phase: str, kill: Callable[[], float]) -> dict[str, Any]:
+    """Kill a trainer after a step and wait for its restart; ``kill`` returns the time."""
     before = {p.pid for p in run.children(*_OTHERS)}
-    trainer = run.children("ray::TrainerRank")[-1]
-    killed = time.time()
-    trainer.kill()
-    restarted = run.after(step, "trainers_restarted")
-    found = row(f"trainer killed during {phase}", step, restarted, run, killed)
+    killed = kill()
+    found = row(f"trainer killed during {phase}", step, run.after(step, "trainers_restarted"), run, killed)
     return found | {"others_untouched": before <= {p.pid for p in run.children(*_OTHERS)}}
 
 
@@ -335,7 +349,7 @@ def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
         )
         print(json.dumps(found["copies"]), flush=True)
     if "faults" in only:
-        run = Run("faults", options, steps)
+        run = Run("faults", options, steps, KILLED)
         found["faults"] = faults(run)
         run.finish()
         found["with_copies"] = medians(run.rundir, {row["next_step"] for row in found["faults"]})

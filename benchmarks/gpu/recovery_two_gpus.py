@@ -32,7 +32,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.recovery import OtherProcess, Run, gradients, memory_taken, row, trainer_killed  # noqa: E402
+from benchmarks.gpu.recovery import (  # noqa: E402
+    KILLED,
+    OtherProcess,
+    Run,
+    gradients,
+    killed_in_update,
+    memory_taken,
+    row,
+)
 from orhpc.rundir import RunDir  # noqa: E402
 from tests.gpu.sglang_models import smollm2  # noqa: E402
 
@@ -56,7 +64,7 @@ def faults(run: Run) -> list[dict[str, Any]]:
     first, second = OtherProcess(0), OtherProcess(1)
     rows = []
     for cause in (
-        lambda: trainer_killed(run, 3, "update"),
+        lambda: killed_in_update(run, 4),
         lambda: memory_taken(run, 6, first),
         lambda: _engine_memory_taken(run, 9, second),
         lambda: _slowed(run, REPLAYED),
@@ -136,7 +144,7 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    run = Run("faults", options, *PLACES)
+    run = Run("faults", options, *PLACES, KILLED)
     try:
         found["faults"] = faults(run)
     finally:
