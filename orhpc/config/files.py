@@ -41,6 +41,7 @@ MAY_CHANGE_ON_RESUME = (
     "alarms.*",
     "slurm.*",
     "faults.*",
+    "tuning.*",
     "environments.*.url",
     "environments.*.replicas",
     "environments.*.max_opening",

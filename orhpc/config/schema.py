@@ -27,6 +27,7 @@ from orhpc.config.precision import Precision, precision_problems
 from orhpc.config.rollout import RolloutSettings
 from orhpc.config.slurm import SlurmSettings
 from orhpc.config.tracking import MlflowSettings, TensorboardSettings, TrackingSettings, WandbSettings
+from orhpc.config.tuning import TuningSettings
 from orhpc.process.access import Access
 
 
@@ -224,6 +225,7 @@ class Config(Section):
     notify: NotifySettings = NotifySettings()
     slurm: SlurmSettings = SlurmSettings()
     faults: FaultSettings = FaultSettings()
+    tuning: TuningSettings = TuningSettings()
 
     @property
     def data_ranks(self) -> int:

@@ -124,7 +124,7 @@ async def _start_trainers(
     run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Trainers:
     """Start the trainers; they load the model at once unless engines share their devices."""
-    config, placement = _trainer_config(run.config, model_dir), run.placement
+    config, placement = trainer_config(run.config, model_dir), run.placement
     trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir, run.notice))
     copied.set_result(await trainers.copies() if run.copies.any() else set())
     if not placement.engines or not config.placement.shared_devices:
@@ -132,7 +132,7 @@ async def _start_trainers(
     return trainers
 
 
-def _trainer_config(config: Config, model_dir: str) -> Config:
+def trainer_config(config: Config, model_dir: str) -> Config:
     """Replace ``megatron.recompute: auto`` by what the memory of this node's devices allows."""
     if config.train.backend != "megatron" or config.megatron.recompute != "auto":
         return config
