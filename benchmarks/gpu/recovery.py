@@ -54,7 +54,7 @@ print(held.nbytes, flush=True)
 sys.stdin.read()
 """
 """Takes all free memory of the GPU but as many GB as the line on standard input says."""
-ENGINE_FRACTION = 0.1
+ENGINE_FRACTION = 0.05
 """Share of the GPU for the engine: little, so that the update's memory can be taken."""
 KILLED = "faults.inject=[trainer_killed@4:0]"
 """The run itself ends a rank where an update of half a second could be missed."""
@@ -170,7 +170,7 @@ def memory_taken(run: Run, after: int, other: OtherProcess) -> dict[str, Any]:
     step = run.next_step(after)
     time.sleep(step["phases"]["rollout"] / 2)
     # For the update the engines free their memory too.
-    other.take(max(0.7, 0.6 * step["memory_trainer_peak_gb"] - ENGINE_FRACTION * 80))
+    other.take(max(0.7, 0.75 * step["memory_trainer_peak_gb"] - ENGINE_FRACTION * 80))
     began = time.time()
     kinds = ("out_of_memory_recovered", "trainers_restarted")  # in place, or by a restart
     handled = run.wait(lambda e: e["event"] in kinds and e["time"] > step["time"])
@@ -191,7 +191,7 @@ def killed_in_rollouts(run: Run, after: int) -> dict[str, Any]:
 
     def kill() -> float:
         time.sleep(step["phases"]["rollout"] / 2)
-        run.children("ray::TrainerRank")[-1].kill()
+        run.children("TrainerRank")[-1].kill()
         return time.time()
 
     return _trainer_restarted(run, step, "rollout", kill)

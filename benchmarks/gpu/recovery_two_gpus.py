@@ -5,10 +5,9 @@
 Two runs of SmolLM2-135M (configs/gpu-smollm2.yaml) with an engine and an FSDP rank on each GPU, and no commit
 before the last step:
 
-* ``faults``: one trainer is killed during an update; another process takes so much of the first GPU that an
-  update runs out of memory there, while the other rank waits in a collective of NCCL; another process takes
-  the second GPU's free memory while its engine generates; and finally one multiplies matrices on the second
-  GPU, until the run reports the slow rank.
+* ``faults``: one trainer is killed during an update; another process takes so much of the first GPU, and then
+  of the second, that an update runs out of memory there, while the other rank waits in a collective of NCCL;
+  and finally one multiplies matrices on the second GPU, until the run reports the slow rank.
 * ``replay``: trains on the recorded rollouts of the first steps, undisturbed: its gradient norms must be
   those of the disturbed steps, up to rounding.
 
@@ -39,7 +38,6 @@ from benchmarks.gpu.recovery import (  # noqa: E402
     gradients,
     killed_in_update,
     memory_taken,
-    row,
 )
 from orhpc.rundir import RunDir  # noqa: E402
 from tests.gpu.sglang_models import smollm2  # noqa: E402
@@ -66,28 +64,12 @@ def faults(run: Run) -> list[dict[str, Any]]:
     for cause in (
         lambda: killed_in_update(run, 4),
         lambda: memory_taken(run, 6, first),
-        lambda: _engine_memory_taken(run, 9, second),
+        lambda: memory_taken(run, 9, second),
         lambda: _slowed(run, REPLAYED),
     ):
         rows.append(cause())
         print(json.dumps(rows[-1]), flush=True)
     return rows
-
-
-def _engine_memory_taken(run: Run, after: int, other: OtherProcess) -> dict[str, Any]:
-    """Another process takes all free memory of the second GPU while rollouts are generated."""
-    step = run.next_step(after)
-    began, kinds = time.time(), ("engines_restarted", "out_of_memory_recovered", "step")
-    other.take(0.02)
-    following = run.wait(lambda e: e["time"] > began and e["event"] in kinds)
-    other.end()
-    what = "free memory of a GPU taken in rollouts"
-    found = row(what, step, following | {"step": step["step"]}, run, began)
-    of_engines = ("engines_restarted", "engine_out_of_memory")
-    return found | {
-        "by": following["event"],
-        "engines": [e for e in run.events() if e["event"] in of_engines],
-    }
 
 
 def _slowed(run: Run, after: int) -> dict[str, Any]:

@@ -245,8 +245,15 @@ def loading(options: argparse.Namespace) -> list[Row]:
     import torch
 
     run = moe if torch.cuda.device_count() == 1 else experts
-    rows = run(options, "direct", "train.steps=6", "engine.direct_loading=true")
-    return rows + run(options, "by-sglang", "train.steps=6")
+    size, options.size = options.size, "small"
+    # The third sync is the first direct one.
+    rows = run(options, "direct", "train.steps=5", "engine.direct_loading=true")
+    options.size = size
+    rows += run(options, "direct-speed", "train.steps=6", "engine.direct_loading=true", _UNCHECKED)
+    return rows + run(options, "by-sglang", "train.steps=6", _UNCHECKED)
+
+
+_UNCHECKED = "engine.check_weights=false"
 
 
 def experts(options: argparse.Namespace, name: str = "", *more: str) -> list[Row]:
