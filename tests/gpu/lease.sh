@@ -35,7 +35,7 @@
 #   loading   2     560  GPU 0: weights copied directly into SGLang's parameters, and loaded by SGLang (two
 #                        starts; DEADLINE=240 s each); GPU 1: models that see images
 #   ranks     2     560  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py), then experts divided
-#                        in trainer and engine, weights copied directly and loaded by SGLang
+#                        in trainer and engine, weights copied directly and loaded by SGLang (or LOADING alone)
 #
 # Where bytecode is not kept, Python's imports alone take 30 s a process: run tests/gpu/warm.sh first.
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
@@ -160,12 +160,12 @@ faults() {
 }
 loading() {
   job images 1 300 tests/gpu/images.py --out "$R" --seconds {} & local images=$!
-  job loading 0 500 $CHECK loading --deadline "${DEADLINE:-240}"
+  job loading 0 500 $CHECK loading loading-speed --deadline "${DEADLINE:-240}"
   wait $images
 }
 ranks() {
   job recovery-two 0,1 420 benchmarks/gpu/recovery_two_gpus.py --out "$R" --seconds {} ${GGUF:+--gguf "$GGUF"}
-  job loading-experts 0,1 500 $CHECK loading --deadline "${DEADLINE:-200}"
+  job loading-experts 0,1 500 $CHECK ${LOADING:-loading loading-speed} --deadline "${DEADLINE:-200}"
 }
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}
