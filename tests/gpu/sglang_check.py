@@ -241,7 +241,7 @@ def mixed(options: argparse.Namespace) -> list[Row]:
 
 
 def loading(options: argparse.Namespace) -> list[Row]:
-    """Weights copied directly, on one GPU or on all; small ones, because each sync is checked by an export."""
+    """Weights copied directly, on one GPU or all: few, because every sync is compared with an export."""
     size, options.size = options.size, "small"
     # The third sync is the first direct one.
     rows = _loading(options, "direct", "train.steps=5", "engine.direct_loading=true")
