@@ -103,6 +103,9 @@ class SlurmSettings(Section):
     spares: Spares = 0
     """Nodes to request in addition to ``placement.nodes``. They wait, and one takes the place of a node that
     is lost, without a requeue."""
+    expedited_requeue: bool = False
+    """Submit with ``--requeue=expedite`` (SLURM 25.11 and newer, if the site allows it): after a node failure
+    SLURM restarts the job at once, ahead of all others. Elsewhere it has no effect, and a line says so."""
     exclude_slow_nodes: bool = False
     """Requeue the job without a node on which a trainer rank has computed 1.5 times slower than the other
     ranks for ten steps. Otherwise the run only reports it."""

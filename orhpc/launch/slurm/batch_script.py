@@ -112,11 +112,24 @@ submit_successor() {
   [ -z "${attempt:-}" ] || echo "$successor" >"$attempt/successor"
   echo "orhpc: job $successor continues this run"
 }
-exit_job() {
-  [ -z "$successor" ] || with_retries scancel "$successor"
+# After a failure, SLURM holds a job with --requeue=expedite for a requeue instead of ending it.
+leave() {
+  if [ -n "$expedited" ] && [ "$1" != 0 ]; then
+    trap '' TERM USR2
+    echo "orhpc: exit $1; canceling the job, which SLURM would hold (--requeue=expedite)"
+    with_retries scancel "$job"
+  fi
   exit "$1"
 }
-case " $(show_job) " in *" Requeue=0 "*) submit_successor afternotok "$@" ;; esac
+exit_job() {
+  [ -z "$successor" ] || with_retries scancel "$successor"
+  leave "$1"
+}
+expedited=
+case " $(show_job) " in
+  *" Requeue=0 "*) submit_successor afternotok "$@" ;;
+  *" ExpeditedRequeue=Yes "*) expedited=1 ;;
+esac
 
 # The controller ends a step by its number, and repeats the request after a minute if a node was slow.
 # A requeued job numbers its steps from 0 again, so the repeated request would end the new start.  Therefore
@@ -226,7 +239,7 @@ if [ -n "$next_job" ]; then
     update_job "ExcNodeList=$exclude"
   fi
 fi
-exit "$code"
+leave "$code"
 """
 
 CHECK = r"""

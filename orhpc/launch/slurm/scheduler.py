@@ -17,7 +17,7 @@ _TIMEOUT_S = 20.0
 _TRIES = 3
 ACTIVE = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
-    | {"SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}
+    | {"SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD", "EXPEDITING"}
 )
 """States of a job that runs or will run.  A COMPLETING job has ended."""
 

@@ -13,13 +13,13 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError, PreflightError
 from orhpc.launch import model
-from orhpc.launch.slurm import scheduler
+from orhpc.launch.slurm import features, scheduler
 from orhpc.launch.slurm.batch_script import BODY, CHECK
 from orhpc.process.access import folder_mode
 from orhpc.rundir import RunDir
@@ -195,22 +195,35 @@ def test_submission(config: Config) -> str:
 
 
 def sbatch_arguments(
-    config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]
+    config: Config,
+    rundir: RunDir,
+    config_path: str,
+    overrides: Sequence[str],
+    say: Callable[[str], object],
 ) -> tuple[list[str], list[str]]:
-    """Options before and arguments after the script on sbatch's command line."""
-    options = ["--output", str(rundir.path / "slurm-%j.out")]
-    options += ["--job-name", f"orhpc-{config.run.name}"]
+    """Options before and arguments after the script on sbatch's command line.
+
+    ``say`` receives a line for each setting that this cluster's SLURM does not support.
+    """
+    options = ["--output", str(rundir.path / features.output_name())]
+    options += ["--job-name", f"orhpc-{config.run.name}", *features.requeue_options(config, say)]
     return options, [config_path, *overrides]
 
 
-def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]) -> str:
-    """Submit the job from the current directory and return its id.
+def submit(
+    config: Config,
+    rundir: RunDir,
+    config_path: str,
+    overrides: Sequence[str],
+    say: Callable[[str], object],
+) -> str:
+    """Submit the job from the current directory and return its id; ``say``: as of :func:`sbatch_arguments`.
 
     Raises:
         PreflightError: sbatch is missing, refuses, or does not answer in time.
     """
     text = render(config, signal_lead(config, rundir), own_python())
-    options, arguments = sbatch_arguments(config, rundir, config_path, overrides)
+    options, arguments = sbatch_arguments(config, rundir, config_path, overrides, say)
     return sbatch(text, options, arguments, rundir.path / "submitted")
 
 

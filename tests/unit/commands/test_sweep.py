@@ -54,6 +54,12 @@ def test_each_element_gets_its_own_run_and_arguments(
     assert capsys.readouterr().out == "srun: waiting\n"
 
 
+def test_an_array_is_expedited_as_a_job_is(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *WORDS, "run.seed=0,1", "slurm.expedited_requeue=true"]) == EXIT_OK
+    assert "slurm.expedited_requeue: the release of SLURM is not known here" in capsys.readouterr().err
+    assert "--requeue" not in (cluster / "calls").read_text().splitlines()[-1]
+
+
 def test_only_elements_that_are_neither_finished_nor_in_the_queue_are_submitted_again(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

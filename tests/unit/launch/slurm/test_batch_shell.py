@@ -276,6 +276,25 @@ def test_a_job_without_a_delay_is_not_updated(shell: Shell) -> None:
     assert not [call for call in shell.calls("scontrol") if call.startswith("update")]
 
 
+@pytest.mark.parametrize(
+    ("code", "expedited", "canceled"),
+    [(0, True, False), (2, True, True), (4, True, True), (75, True, False), (2, False, False)],
+)
+def test_a_job_that_has_ended_is_not_held_for_an_expedited_requeue(
+    shell: Shell, code: int, expedited: bool, canceled: bool
+) -> None:
+    """SLURM 25.11 holds such a job after a failure, as if somebody were to release it."""
+    flag = "ExpeditedRequeue=Yes " if expedited else ""
+    shell.program("scontrol", f'echo "{RUNNING.format(restarts=0)}" "{flag}"')
+    shell.program("scancel", "true")
+    shell.program("srun", f'{ATTEMPT}; echo {code} >"$ORHPC_JOB_FOLDER/code"; exit {code}')
+    result = shell.run()
+    assert result.returncode == (0 if code == 75 else code)
+    assert shell.calls("scancel") == (["7"] if canceled else [])
+    assert ("canceling the job" in result.stdout) is canceled
+    assert ("requeue 7" in shell.calls("scontrol")) is (code == 75)
+
+
 def test_an_interpreter_without_the_package_gives_one_error_line(shell: Shell) -> None:
     bare = shell.folder / "bin/bare"
     bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
