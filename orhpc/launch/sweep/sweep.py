@@ -159,9 +159,12 @@ def script(elements: Sequence[Element]) -> str:
     """The batch script of the array.
 
     Raises:
-        ConfigError: an element would need another script, because it differs in the job's resources.
+        ConfigError: an element would need another script, because it differs in the job's resources, or a
+            heterogeneous job.
     """
     configs = [e.config for e in elements]
+    if any(config.slurm.node_groups for config in configs):
+        raise ConfigError("slurm.node_groups: a sweep is a job array, which SLURM cannot make heterogeneous")
     directories = [prepare.run_directory(config) for config in configs]
     lead_s = max(submission.signal_lead(c, r) for c, r in zip(configs, directories, strict=True))
     python = submission.own_python()

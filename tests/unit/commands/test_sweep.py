@@ -86,6 +86,10 @@ def test_only_elements_that_are_neither_finished_nor_in_the_queue_are_submitted_
     [
         (["tiny.yaml"], "no setting has several values"),
         ([*WORDS, "train.lr=1e-4,x"], "element lr-x: "),
+        (
+            [*WORDS, "run.seed=0,1", "placement.nodes=2", "slurm.node_groups=[{nodes: 1}]"],
+            "slurm.node_groups: a sweep is a job array",
+        ),
         ([*WORDS, "train.lr=x,1e-4"], "with train.lr=x: "),
         ([*WORDS, "train.lr=1e-4,0.0001"], "elements lr-1e-4 and lr-0.0001 are equal"),
         ([*WORDS, "placement.nodes=1,2"], "element nodes-2: it needs '#SBATCH --nodes=2'"),

@@ -110,3 +110,22 @@ def test_each_start_has_its_own_output_where_slurm_counts_them(
 def test_a_job_that_is_being_expedited_is_still_active() -> None:
     """SLURM shows this state between the end of one start and the next."""
     assert "EXPEDITING" in scheduler.ACTIVE
+
+
+def test_the_first_component_stands_for_a_heterogeneous_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """squeue names its components JOB+0 and JOB+1, and scontrol shows a line for each."""
+    for name, lines in {
+        "squeue": ["7+0 RUNNING", "7+1 COMPLETING", "9 PENDING", "11_3 RUNNING"],
+        "scontrol": ["JobId=7 JobState=RUNNING Restarts=2", "JobId=8 HetJobId=7 JobState=PENDING Restarts=2"],
+    }.items():
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\n" + "".join(f'echo "{line}"\n' for line in lines))
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    states = {"7": "RUNNING", "9": "PENDING", "11_3": "RUNNING"}
+    assert scheduler.job_states(["7", "8", "9", "11_3"]) == states
+    info = scheduler.job_info("7")
+    assert info is not None
+    assert (info.fields["JobId"], info.state, info.restarts) == ("7", "RUNNING", 2)
