@@ -111,9 +111,8 @@ def job_states(job_ids: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in result.stdout.splitlines():
         if len(words := line.split()) >= 2:
-            found.setdefault(
-                words[0].partition("+")[0], words[1]
-            )  # JOB+0 is a heterogeneous job's first part
+            # The components of a heterogeneous job are JOB+0, JOB+1; the first stands for all.
+            found.setdefault(words[0].partition("+")[0], words[1])
     return {job: found[job] for job in job_ids if job in found}
 
 
