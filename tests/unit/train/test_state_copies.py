@@ -139,10 +139,12 @@ def test_what_does_not_fit_is_named_before_anything_is_copied(
     assert copies.problem(shards, 1) is None  # a restarted rank: the memory is allocated already
 
 
-def test_a_node_without_shared_memory_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_shared_memory_is_named(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(state_folder.VARIABLE)
     rank = TrainerRank(make_config(), folder, 0, 1, 1)
-    rank.connect("127.0.0.1", rank.meeting_file(), 60)
+    rank.connect("127.0.0.1", str(tmp_path / "store"), 60)
     try:
         assert rank.build()["copies_problem"] == "a node has no shared memory"
         assert rank.copies() == []
