@@ -157,6 +157,7 @@ def test_a_run_without_a_fault_that_is_simulated_is_refused(tmp_path: Path) -> N
         simulated_time(costs, Story(tmp_path / "other").config, 10)
 
 
+@pytest.mark.slow
 def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = whole(tmp_path)
     for words in (["--node-share", "2"], ["--days", "-1"], ["--failures", "nan"], ["--spares", "-2"]):

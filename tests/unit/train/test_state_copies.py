@@ -43,6 +43,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
 
 
+@pytest.mark.slow
 def test_a_new_rank_continues_from_each_of_the_last_two_steps_to_the_bit(make: Make) -> None:
     rank = make(train={"lr": 1e-2})
     after: dict[int, dict[str, torch.Tensor]] = {}
@@ -67,6 +68,7 @@ def test_a_new_rank_continues_from_each_of_the_last_two_steps_to_the_bit(make: M
     assert steps(make()) == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_made_again_replaces_the_copy_of_the_first_time(make: Make) -> None:
     """The run goes back, because the first copy was never reported, and trains on other rollouts."""
     rank = make()

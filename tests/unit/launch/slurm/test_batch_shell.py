@@ -114,6 +114,7 @@ def test_a_successor_survives_the_loss_of_a_node_if_it_has_spares(shell: Shell, 
     assert ("--no-kill" in shell.calls("sbatch")[-1].split()) == bool(spares)
 
 
+@pytest.mark.slow
 def test_with_spares_an_srun_whose_first_task_was_killed_is_ended_soon(shell: Shell) -> None:
     """Nothing else ends the tasks of other nodes, which wait for the first."""
     shell.program("srun", f'{ATTEMPT}; : >"$ORHPC_JOB_FOLDER/held"; exec sleep 50')
@@ -198,6 +199,7 @@ def test_tasks_have_the_script_s_variables_for_any_export_option(shell: Shell) -
         assert option in preflight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first_node",
     [
@@ -215,6 +217,7 @@ def test_an_srun_that_hangs_after_the_first_node_has_exited_is_killed(shell: She
     assert shell.calls("scontrol")[-1] == "requeue 7"
 
 
+@pytest.mark.slow
 def test_an_srun_that_starts_no_task_is_killed_and_the_job_requeued_with_a_delay(shell: Shell) -> None:
     shell.program("srun", "exec sleep 50")
     start = time.monotonic()

@@ -230,6 +230,7 @@ def test_job_info_is_parsed_from_scontrol_s_output() -> None:
     assert JobInfo.parse(line.replace("2030-01-01T00:00:00", "Unknown")).seconds_left() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "restarts", "back"),
     [
