@@ -28,7 +28,7 @@ from orhpc.rundir.metrics import METRICS
 
 COMMANDS = (
     *("launch", "check", "plan", "try-env", "prepare-tasks", "init", "doctor", "fetch", "files"),
-    *("sweep", "drill", "simulate"),
+    *("tune", "sweep", "drill", "simulate"),
     *("runs", "status", "report", "view", "logs", "sync", "cancel", "export", "chat", "serve"),
     *("completion", "clean"),
 )
