@@ -24,6 +24,7 @@ from orhpc.launch.slurm import submission
 from orhpc.plan.layout import group_spans
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.placement import Placement
+from orhpc.plan.recompute import describe
 from orhpc.plan.run_plan import (
     RunPlan,
     check_host,
@@ -53,7 +54,7 @@ def lines(run: RunPlan) -> Iterator[str]:
     if run.placement.engines:
         yield f"engines   {len(run.placement.engines)} of {run.tp} devices"
     yield from _places(run.placement)
-    yield f"micro-batch of up to {run.demand.tokens} tokens"
+    yield f"micro-batch of up to {run.demand.tokens} tokens; recomputed: {describe(run.config)}"
     yield ""
     yield "trainer device, GiB at the peak of a step"
     for name, size in run.trainer.parts().items():

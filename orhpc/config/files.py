@@ -66,7 +66,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.logprob_chunk_tokens",
     "train.replay_rollouts",
     "train.profile_*",
-    *(f"megatron.{n}" for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "offload_optimizer")),
+    *(f"megatron.{n}" for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap*", "offload_optimizer")),
     "megatron.moments_dtype",
     "megatron.recompute*",
 )

@@ -13,6 +13,8 @@ from pydantic import Field
 
 from orhpc.config.base import Fraction, Positive, Section
 
+Recompute = Literal["auto", "none", "selective", "full"]
+
 LARGEST_BETA2 = 0.992
 """Largest ``adam_beta2`` for moments in bfloat16, whose relative spacing is up to 2**-7: a moment that decays
 by less in a step may be rounded back to its old value."""
@@ -34,13 +36,20 @@ class MegatronSettings(Section):
     """Expert-parallel size: ranks over which a layer's experts are divided (MoE models)."""
     etp: Positive = 1
     """Tensor-parallel size within an expert (MoE models)."""
-    recompute: Literal["full", "selective"] = "full"
-    """What ``train.gradient_checkpointing`` recomputes in the backward pass. ``full``: whole layers.
-    ``selective``: only ``recompute_modules``."""
-    recompute_modules: list[str] = Field(default_factory=lambda: ["core_attn"])
-    """Modules to recompute with ``recompute: selective``, by megatron-core's names."""
+    recompute: Recompute = "auto"
+    """Activations to recompute in the backward pass, if ``train.gradient_checkpointing`` is true. ``none``:
+    none. ``selective``: those of ``recompute_modules``. ``full``: whole layers. ``auto``: the first of these
+    that fits the memory of a device, as ``orhpc plan`` computes it; ``full`` on CPUs."""
+    recompute_modules: list[str] | None = None
+    """Modules to recompute with ``selective``, by megatron-core's names. Null: ``moe_act`` and ``layernorm``
+    in a mixture of experts, ``mlp`` in a dense model."""
     overlap: bool = True
     """Overlap the gradient reduction with the backward pass."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Overlap the all-to-alls of experts with the computation of another micro-batch: the forward pass of one
+    runs together with the backward pass of the one before. Needs ``ep`` > 1, ``model.dtype: bfloat16``, at
+    least one layer more in device memory, and activations that are not recomputed in whole layers or in
+    whole mixtures (``moe``)."""
     offload_optimizer: Fraction = 0.0
     """Fraction of the optimizer state that is stored and updated in host memory. Saves GPU memory; slower."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -75,6 +84,24 @@ class MegatronSettings(Section):
             )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"megatron.vpp: {self.vpp} chunks per stage need more than one stage (megatron.pp)")
+        return found
+
+    def overlap_problems(self, dtype: str) -> list[str]:
+        """List the settings with which all-to-alls cannot be overlapped with another micro-batch."""
+        if not self.overlap_moe_expert_parallel_comm:
+            return []
+        wanted = "megatron.overlap_moe_expert_parallel_comm"
+        found: list[str] = []
+        if self.ep == 1:
+            found.append(f"{wanted} needs megatron.ep > 1: without it there is no all-to-all")
+        if dtype != "bfloat16":
+            found.append(f"{wanted} needs model.dtype: bfloat16, not {dtype}")
+        if self.pp > 1 and self.vpp == 1:
+            found.append(f"{wanted} needs megatron.vpp > 1 in a pipeline (megatron.pp = {self.pp})")
+        if self.recompute == "full":
+            found.append(f"{wanted} needs megatron.recompute: none, selective or auto, not full")
+        if "moe" in (self.recompute_modules or ()):
+            found.append(f"{wanted}: megatron.recompute_modules must not have moe")
         return found
 
     def moment_problems(self, adam_beta2: float, dtype: str) -> list[str]:

@@ -20,7 +20,7 @@ from orhpc.config.base import Name, NonNegative, Positive, Seconds, Section
 from orhpc.config.engine import EngineSettings, SamplingSettings
 from orhpc.config.environment import EnvironmentSettings, check_secret_sources
 from orhpc.config.faults import FaultSettings, fault_problems
-from orhpc.config.megatron import MegatronSettings
+from orhpc.config.megatron import MegatronSettings, Recompute
 from orhpc.config.notify import NotifySettings
 from orhpc.config.placement import PlacementSettings
 from orhpc.config.precision import Precision, precision_problems
@@ -237,6 +237,13 @@ class Config(Section):
         return self.megatron.cp if self.train.backend == "megatron" else 1
 
     @property
+    def recompute(self) -> Recompute:
+        """Which activations are recomputed; ``auto``: :mod:`orhpc.plan.recompute` has to decide it."""
+        if not self.train.gradient_checkpointing:
+            return "none"
+        return self.megatron.recompute if self.train.backend == "megatron" else "full"
+
+    @property
     def policy_optimizer(self) -> TrainSettings:
         """Settings of the policy's optimizer: its schedule spans the steps after the critic's warm-up."""
         warmup = self.algorithm.critic.warmup_steps
@@ -318,6 +325,7 @@ def _contradictions(c: Config) -> list[str]:
     if c.train.backend == "megatron":
         problems += c.megatron.problems(c.placement.trainer_ranks)
         problems += c.megatron.moment_problems(c.train.adam_beta2, c.model.dtype)
+        problems += c.megatron.overlap_problems(c.model.dtype)
     elif c.megatron != MegatronSettings():
         problems.append("megatron: has settings, but train.backend is not megatron")
     problems += precision_problems(c)

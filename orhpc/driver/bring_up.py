@@ -22,9 +22,13 @@ from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
 from orhpc.errors import RayLost, RecordError
+from orhpc.launch.checks.fit import device_memory
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
+from orhpc.models import read_shape
+from orhpc.plan.memory import GIB
 from orhpc.plan.placement import Placement
+from orhpc.plan.recompute import decided, describe
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.group_filter import GroupFilter, load_filter
 from orhpc.rollout.producer import Position, Producer, is_stale
@@ -113,12 +117,27 @@ async def _start_trainers(
     run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Trainers:
     """Start the trainers; they load the model at once unless engines share their devices."""
-    config, placement = run.config, run.placement
+    placement = run.placement
+    config = await asyncio.to_thread(_decided, run.config, model_dir)
     trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir, run.notice))
     copied.set_result(await trainers.copies() if run.copies.any() else set())
     if not placement.engines or not config.placement.shared_devices:
         await timed(phases, "model", trainers.build())
     return trainers
+
+
+def _decided(config: Config, model_dir: str) -> Config:
+    """Return the trainers' config, with ``megatron.recompute: auto`` decided for this node's devices.
+
+    The config alone decides, not the token budget of a restart, so that every start of a run decides alike.
+    """
+    if config.train.backend != "megatron" or config.recompute != "auto":
+        return config
+    on_gpus = config.placement.device == "cuda"
+    device_bytes = int(device_memory(config).gib * GIB) if on_gpus else None
+    found = decided(config, read_shape(Path(model_dir)), device_bytes)
+    log.info("megatron.recompute: auto recomputes %s", describe(found))
+    return found
 
 
 def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, start: Start) -> Runtime:

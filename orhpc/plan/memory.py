@@ -7,7 +7,7 @@ weights, gradients and optimizer; for activations, the bytes that the backward p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from orhpc.config import Config
@@ -38,6 +38,7 @@ class Demand:
     element_bytes: int
     """Bytes per element of weights and activations in the forward pass: 2 or 4."""
     recompute: bool
+    """Whether whole layers are recomputed in the backward pass."""
     logits_rows: int
     """Rows of logits that exist at a time."""
     reference: bool
@@ -52,17 +53,35 @@ class Demand:
     """Whether the trainer computes in FP8 (Megatron)."""
     critic: bool = False
     """Whether a critic is trained as well."""
+    recomputed: Collection[str] | None = ()
+    """Modules within layers that are recomputed, by megatron-core's names, unless whole layers are; None:
+    :func:`selective_modules`."""
+    overlapped: bool = False
+    """Whether the forward pass of a micro-batch runs together with the backward pass of another."""
+
+
+def selective_modules(shape: ModelShape, *, on_gpu: bool = True) -> list[str]:
+    """Return the modules that ``megatron.recompute: selective`` recomputes, by megatron-core's names.
+
+    In a mixture of experts the activation function and the norm before the experts: both are computed again
+    in little time and save a seventh of the memory.  In a dense model the MLP, which has most of it.
+    Attention is not among them on GPUs, where its kernels keep no scores.  ``on_gpu``: whether there is
+    TransformerEngine, without which megatron-core can recompute neither of a mixture's two.
+    """
+    if not shape.experts:
+        return ["mlp"]
+    return ["moe_act", "layernorm"] if on_gpu else ["core_attn"]
 
 
 def trainer_demand(config: Config) -> Demand:
-    """Return the demand of a config's trainer ranks."""
+    """Return the demand of a config's trainer ranks; an undecided ``megatron.recompute: auto`` is full."""
     train, longest = config.train, config.rollout.max_total_tokens
     # A rollout longer than the budget gets a separate micro-batch.
     tokens = max(train.max_tokens_per_gpu * config.ranks_per_sequence, longest)
     return Demand(
         tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
         element_bytes=ELEMENT_BYTES[config.model.dtype],
-        recompute=train.gradient_checkpointing,
+        recompute=config.recompute in ("full", "auto"),
         logits_rows=train.logprob_chunk_tokens,
         reference=config.algorithm.needs_reference,
         micro_batches=-(-train.global_batch_size // config.data_ranks),
@@ -70,6 +89,8 @@ def trainer_demand(config: Config) -> Demand:
         moment_bytes=config.megatron.moment_bytes,
         fp8=config.precision == "fp8",
         critic=config.algorithm.has_critic,
+        recomputed=config.megatron.recompute_modules if config.recompute == "selective" else (),
+        overlapped=config.megatron.overlap_moe_expert_parallel_comm,
     )
 
 
@@ -213,11 +234,22 @@ def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:
     return last
 
 
-def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool) -> int:
+def layer_activations(
+    shape: ModelShape,
+    index: int,
+    element_bytes: int,
+    *,
+    upcast_norms: bool,
+    recomputed: Collection[str] = (),
+    excess: float = 1.0,
+) -> int:
     """Return the bytes per token that one layer keeps for its backward pass, before any division.
 
     ``upcast_norms``: transformers' norms keep their input in float32 and the normalized value
-    in the model's type; fused ones keep only their input.
+    in the model's type; fused ones keep only their input.  Its experts keep all intermediate values and
+    their outputs; fused ones keep their inputs, both projections and the activated product.
+    ``recomputed``: modules whose activations are not kept.  ``excess``: tokens that a rank's experts receive,
+    over an even share.
     """
     e = element_bytes
     norm = 4 + e if upcast_norms else e
@@ -234,15 +266,28 @@ def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upca
     # Inputs of the projections, then queries, keys, values and the output that attention keeps.
     attention = e * (hidden + queries + keys + values) + extra
     if not shape.layers[index].experts:
-        return norms + attention + e * (hidden + 4 * shape.ffn)
-    routed = shape.experts_per_token * (2 * hidden + 4 * shape.expert_ffn)
-    return norms + attention + e * (hidden + routed + 4 * shape.shared_ffn) + 4 * shape.experts
+        return norms + attention + (0 if "mlp" in recomputed else e * (hidden + 4 * shape.ffn))
+    if "moe" in recomputed:
+        return norms + attention + e * hidden
+    if upcast_norms:
+        each, tables = 2 * hidden + 4 * shape.expert_ffn, 4
+    else:
+        each, tables = hidden + (2 if "moe_act" in recomputed else 3) * shape.expert_ffn, TABLE_BYTES
+    routed = round(excess * shape.experts_per_token * each)
+    shared = 0 if "shared_experts" in recomputed else 4 * shape.shared_ffn
+    normed = 0 if "layernorm" in recomputed else hidden
+    return norms + attention + e * (normed + routed + shared) + tables * shape.experts
 
 
-EXCHANGED = 8
+TABLE_BYTES = 16
+"""Bytes per token and expert of the router's scores, of its map and of the places of permuted tokens."""
+EXCHANGED = 9.4
 """Copies of a routed token beyond what a layer keeps, where experts are divided over ranks: sent to
 experts, received, and sent back, the same for gradients, and the excess of ranks with more than their share.
-Measured: 7.6 (four H200, EP 4, TP 2, micro-batches of 32,768 and of 16,384 tokens)."""
+Measured: 9.0 (four H200, EP 4, TP 2, micro-batches of 32,768 and of 16,384 tokens)."""
+EXPERT_EXCESS = 1.2
+"""Tokens that the fullest of several ranks receives for its experts over an even share, mean over layers:
+single layers have more, but rarely on the same rank."""
 
 
 def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
@@ -253,7 +298,7 @@ def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
     copies = 2 * shape.hidden + 3 * shape.expert_ffn
     if layout.ep > 1:
         copies += EXCHANGED * shape.hidden
-    return element_bytes * shape.experts_per_token * copies
+    return round(element_bytes * shape.experts_per_token * copies)
 
 
 def _activations(
@@ -267,13 +312,25 @@ def _activations(
 ) -> tuple[int, int]:
     """Return what ``waiting`` micro-batches keep until the backward pass, and one layer's work memory."""
     tokens = _up(demand.tokens, layout.cp)
-    kept = [layer_activations(shape, i, demand.element_bytes, upcast_norms=upcast_norms) for i in layers]
+
+    def of_layers(recomputed: Collection[str], excess: float) -> list[int]:
+        options = {"upcast_norms": upcast_norms, "recomputed": recomputed, "excess": excess}
+        return [layer_activations(shape, i, demand.element_bytes, **options) for i in layers]
+
+    whole = of_layers((), 1.0)
+    largest = max(whole, default=0)
     routed = any(shape.layers[i].experts for i in layers)
     work = expert_work(shape, layout, demand.element_bytes) if routed else 0
-    if not demand.recompute:
-        return _up(tokens * waiting * sum(kept), layout.tp), _up(tokens * work, layout.tp)
-    inputs = waiting * len(kept) * demand.element_bytes * shape.hidden
-    return _up(tokens * inputs, layout.tp), _up(tokens * (max(kept, default=0) + work), layout.tp)
+    if demand.recompute:
+        inputs = waiting * len(whole) * demand.element_bytes * shape.hidden
+        return _up(tokens * inputs, layout.tp), _up(tokens * (largest + work), layout.tp)
+    recomputed = selective_modules(shape) if demand.recomputed is None else demand.recomputed
+    kept = of_layers(recomputed, EXPERT_EXCESS if layout.ep > 1 else 1.0)
+    # One layer's recomputed activations exist in its backward pass.
+    work += max((w - k for w, k in zip(whole, of_layers(recomputed, 1.0), strict=True)), default=0)
+    if demand.overlapped:
+        work = 2 * work + largest
+    return _up(tokens * waiting * sum(kept), layout.tp), _up(tokens * work, layout.tp)
 
 
 def _head(shape: ModelShape, layout: Layout, demand: Demand) -> int:

@@ -28,6 +28,7 @@ from orhpc.plan.memory import (
     trainer_memory,
 )
 from orhpc.plan.placement import Node, Placement, plan
+from orhpc.plan.recompute import decided
 
 DEFAULT_DEVICE_GIB = 80.0
 """Memory of an H100 or A100 80GB, used if the device type is unknown."""
@@ -42,6 +43,7 @@ class RunPlan:
     """Computed requirements of a config."""
 
     config: Config
+    """With ``megatron.recompute`` decided."""
     shape: ModelShape
     layout: Layout
     demand: Demand
@@ -117,6 +119,8 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         raise ConfigError(f"precision: {config.precision} is not for models that see images; set it to bf16")
     layout = trainer_layout(config)
     _check_layout(shape, layout, p.devices_per_node)
+    device_bytes = int(device_gib * GIB) if p.device == "cuda" else None
+    config = decided(config, shape, device_bytes)
     demand = trainer_demand(config)
     nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
     return RunPlan(
@@ -125,7 +129,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
         layout=layout,
         demand=demand,
         trainer=trainer_memory(shape, layout, demand),
-        device_bytes=int(device_gib * GIB) if p.device == "cuda" else None,
+        device_bytes=device_bytes,
         placement=plan(config, nodes),
     )
 

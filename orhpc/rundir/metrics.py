@@ -265,6 +265,9 @@ METRICS: dict[str, Metric] = {
     "gpu_utilization_sync": Metric("perf", "the same during the weight sync"),
     "gpu_power_w": Metric("perf", "mean power of a GPU", "W"),
     # --- memory
+    "recompute": Metric(
+        "memory", "what the update recomputes: 0 nothing, 1 parts of layers (selective), 2 whole layers"
+    ),
     "gpu_memory_used_gb": Metric("memory", "largest memory in use on a GPU, by all processes", "GB"),
     "memory_trainer_peak_gb": Metric(
         "memory", "largest memory that a trainer rank allocated", "GB", "perf/max_memory_allocated_gb"

@@ -21,6 +21,7 @@ from orhpc.config import Config
 from orhpc.errors import InfraError, NonFinite, OutOfMemory
 from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
+from orhpc.plan.recompute import describe, recompute_metric
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
@@ -126,8 +127,8 @@ class TrainerRank(RankState):
         """Load the model and compare it with transformers' (collective).
 
         Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size``,
-        ``copy_bytes`` (the size of a copy of this rank's state) and ``copies_problem``: why the state cannot
-        be copied to the node's memory, or null.
+        ``copy_bytes`` (the size of a copy of this rank's state), ``copies_problem`` (why the state cannot
+        be copied to the node's memory, or null) and ``recompute``: which activations are recomputed.
         """
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
@@ -151,6 +152,7 @@ class TrainerRank(RankState):
             "world_size": self.world_size,
             "copy_bytes": StateCopies.bytes_of(backend.shards()),
             "copies_problem": problem,
+            "recompute": describe(self.config),
         }
 
     # --- training -----------------------------------------------------------------------------
@@ -175,6 +177,7 @@ class TrainerRank(RankState):
         """
         self._finish_copy()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
+        report.add_metrics(recompute_metric(self.config))
         tokens = TrainedTokens()
         self._trained, self._rng = {}, rng_state()
         settings = self.config.algorithm
@@ -200,12 +203,15 @@ class TrainerRank(RankState):
 
     @contextlib.contextmanager
     def _naming_the_sample(self, passes: StepPasses) -> Iterator[None]:
-        """Say in OutOfMemory whether a sample was alone; a pipeline computes several at a time."""
+        """Say in OutOfMemory whether a sample was alone; pipelines and overlap compute several at once."""
         try:
             yield
         except OutOfMemory as error:
-            pipeline = self.config.train.backend == "megatron" and self.config.megatron.pp > 1
-            error.alone = None if pipeline else passes.alone
+            m = self.config.megatron
+            several = self.config.train.backend == "megatron" and (
+                m.pp > 1 or m.overlap_moe_expert_parallel_comm
+            )
+            error.alone = None if several else passes.alone
             raise
 
     def take_trained(self) -> dict[str, TrainedRollout]:

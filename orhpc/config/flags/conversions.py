@@ -223,11 +223,17 @@ def recompute(given: Given) -> Settings:
     found: dict[str, Any] = {}
     if granularity is not None or given.on("--gradient-checkpointing"):
         found["train.gradient_checkpointing"] = True
-    if granularity == "selective":
-        found["megatron.recompute"] = "selective"
+    if granularity is not None:
+        found["megatron.recompute"] = granularity
     if modules:
         found["megatron.recompute_modules"] = modules
     return found
+
+
+def overlapped_exchange(given: Given) -> Settings:
+    """All-to-alls of experts beside the computation of another micro-batch."""
+    on = given.on("--overlap-moe-expert-parallel-comm")
+    return {"megatron.overlap_moe_expert_parallel_comm": True} if on else {}
 
 
 def offloaded_optimizer(given: Given) -> Settings:

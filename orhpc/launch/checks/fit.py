@@ -233,7 +233,7 @@ def _too_long(run: RunPlan, room: int) -> str:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(run, room, middle) else (low, middle)
-    ways = [] if run.demand.recompute else ["train.gradient_checkpointing=true"]
+    ways = [setting] if (setting := _recompute_more(run)) else []
     if run.layout.sharded:
         ways.append("train.backend=megatron, which divides a rollout over megatron.cp devices")
     else:
@@ -245,6 +245,14 @@ def _too_long(run: RunPlan, room: int) -> str:
         f"a rollout of rollout.max_total_tokens={longest} does not fit even alone, one of {low} would: lower "
         f"it, or set {', or '.join(ways)}"
     )
+
+
+def _recompute_more(run: RunPlan) -> str:
+    """Return the setting that recomputes whole layers; empty if they are recomputed."""
+    if run.demand.recompute:
+        return ""
+    checkpointing = run.config.train.gradient_checkpointing
+    return "megatron.recompute=full" if checkpointing else "train.gradient_checkpointing=true"
 
 
 def _fits(run: RunPlan, room: int, tokens: int) -> bool:
@@ -262,7 +270,8 @@ def _way_out(run: RunPlan, room: int) -> str:
             f"train.backend=megatron divides them; {_way_out_divided(run, room)}"
         )
     if fixed > room:
-        what = "" if run.demand.recompute else "train.gradient_checkpointing=true, or "
+        setting = _recompute_more(run)
+        what = f"{setting}, or " if setting else ""
         return (
             f"no number of ranks helps, since {gib(fixed)} GiB are not divided by them: {what}"
             "a lower rollout.max_total_tokens or train.max_tokens_per_gpu"

@@ -1,0 +1,115 @@
+"""Overlapped all-to-alls of experts compute what the plain schedule computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orhpc.config import Config
+from orhpc.process.ports import free_ports
+from orhpc.train.actor import TrainerRank
+from tests.megatron.kit import MODELS, Case, _gradients, batches_of, case_config, planned, save_model
+from tests.trainer_kit import make_samples, run_ranks, with_routes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+SELECTIVE = {"gradient_checkpointing": True}
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"ep": 2}, {}),
+    ({"ep": 2, "recompute": "selective"}, SELECTIVE),
+    ({"tp": 2, "ep": 2}, {}),
+]
+FAMILIES = ["qwen3-moe", "deepseek-v3"]
+CASES = [
+    Case(family, layout | more, train, dtype="bfloat16")
+    for family in FAMILIES
+    for layout, train in LAYOUTS
+    for more in ({}, OVERLAP)
+]
+
+
+def _config(case: Case) -> Config:
+    raw = case_config(case, 2).model_dump(mode="json")
+    raw["rollout"]["record_routes"] = raw["train"]["routing_replay"] = True
+    return Config.model_validate(raw)
+
+
+def run_cases(
+    rank: int, world: int, port: int, folder: str, cases: list[Case], ports: list[int]
+) -> list[dict[str, Any]]:
+    from tests.megatron import shim
+
+    shim.install()
+    from megatron.core.pipeline_parallel import combined_1f1b
+
+    plans: list[Any] = []
+    run = combined_1f1b.combined_forward_backward_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        plans.append(args)
+        return run(*args, **kwargs)
+
+    def released(tensors: Any) -> None:  # as on GPUs
+        for tensor in tensors or ():
+            tensor.untyped_storage().resize_(0)
+
+    combined_1f1b.combined_forward_backward_step = counted
+    combined_1f1b._release_tensor_storage = released
+    found = []
+    for case, at in zip(cases, ports, strict=True):
+        plans.clear()
+        found.append(_run(case, rank, world, at, folder) | {"plans": len(plans)})
+    return found
+
+
+def _run(case: Case, rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
+    config = _config(case)
+    trainer = TrainerRank(config, f"{folder}/{case.family}", rank, world, 1)
+    trainer.connect("127.0.0.1", port, 120)
+    trainer.build()
+    backend: Any = trainer.backend
+    model = MODELS[case.family]
+    layers, topk = model["num_hidden_layers"], model["num_experts_per_tok"]
+    samples = with_routes(make_samples(8), layers=layers, experts=8, topk=topk)
+    try:
+        minibatch = planned(samples, config.data_ranks)
+        batches = [trainer.load_batch(m) for m in minibatch.ranks[backend.data_rank]]
+        gradients = _gradients(backend, batches, minibatch)
+        metrics = trainer.step([minibatch], step=0)  # with the optimizer's step replaced by _gradients
+        assert len(batches_of(minibatch, backend.data_rank)) > 1
+        return {"gradients": gradients, "metrics": metrics, "trained": trainer.take_trained()}
+    finally:
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        save_model(Path(folder) / family, family)
+    ports = free_ports(len(CASES), "127.0.0.1")
+    ranks = run_ranks(run_cases, 2, str(folder), CASES, ports, timeout_s=500)
+    return {case.name: [of_rank[i] for of_rank in ranks] for i, case in enumerate(CASES)}
+
+
+PAIRS = [(CASES[i], CASES[i + 1]) for i in range(0, len(CASES), 2)]
+
+
+@pytest.mark.parametrize(("plain", "overlapped"), PAIRS, ids=[plain.name for plain, _ in PAIRS])
+def test_overlap_changes_no_gradient(plain: Case, overlapped: Case, results: dict[str, Any]) -> None:
+    for before, after in zip(results[plain.name], results[overlapped.name], strict=True):
+        assert before["plans"] == 0 < after["plans"]
+        assert len(before["gradients"]) == len(after["gradients"])
+        total = sum(float(np.square(block[-1]).sum()) for block in before["gradients"])
+        assert total > 0
+        for old, new in zip(before["gradients"], after["gradients"], strict=True):
+            assert old[:-1] == new[:-1]
+            np.testing.assert_array_equal(old[-1], new[-1], err_msg=old[0])
+        assert before["metrics"]["loss"] == after["metrics"]["loss"]
+        assert before["trained"].keys() == after["trained"].keys()
+        for name, tokens in before["trained"].items():
+            np.testing.assert_array_equal(tokens.logprobs_T, after["trained"][name].logprobs_T)
