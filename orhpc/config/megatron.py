@@ -38,11 +38,14 @@ class MegatronSettings(Section):
     """Tensor-parallel size within an expert (MoE models)."""
     recompute: Recompute = "auto"
     """Activations to recompute in the backward pass, if ``train.gradient_checkpointing`` is true. ``none``:
-    none. ``selective``: those of ``recompute_modules``. ``full``: whole layers. ``auto``: the first of these
-    that fits the memory of a device, as ``orhpc plan`` computes it; ``full`` on CPUs."""
+    none. ``selective``: those of ``recompute_modules``. ``full``: those of whole layers. ``auto``: the first
+    of these that fits the memory of a device, as ``orhpc plan`` computes it; ``full`` on CPUs."""
     recompute_modules: list[str] | None = None
     """Modules to recompute with ``selective``, by megatron-core's names. Null: ``moe_act`` and ``layernorm``
     in a mixture of experts, ``mlp`` in a dense model."""
+    recompute_layers: Positive | None = None
+    """Layers that ``full`` recomputes: the first ones of every pipeline stage, with ``vpp`` of every chunk;
+    the others keep their activations. Null: all, and with ``auto`` as few as fit."""
     overlap: bool = True
     """Overlap the gradient reduction with the backward pass."""
     overlap_moe_expert_parallel_comm: bool = False
@@ -84,6 +87,8 @@ class MegatronSettings(Section):
             )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"megatron.vpp: {self.vpp} chunks per stage need more than one stage (megatron.pp)")
+        if self.recompute_layers is not None and self.recompute in ("none", "selective"):
+            found.append(f"megatron.recompute_layers: {self.recompute} recomputes no whole layers; remove it")
         return found
 
     def overlap_problems(self, dtype: str) -> list[str]:

@@ -56,6 +56,8 @@ class Demand:
     recomputed: Collection[str] | None = ()
     """Modules within layers that are recomputed, by megatron-core's names, unless whole layers are; None:
     :func:`selective_modules`."""
+    recomputed_layers: int | None = None
+    """Layers of each pipeline stage that are recomputed, the first ones; None: all."""
     overlapped: bool = False
     """Whether the forward pass of a micro-batch runs together with the backward pass of another."""
 
@@ -90,6 +92,9 @@ def trainer_demand(config: Config) -> Demand:
         fp8=config.precision == "fp8",
         critic=config.algorithm.has_critic,
         recomputed=config.megatron.recompute_modules if config.recompute == "selective" else (),
+        recomputed_layers=None
+        if (layers := config.megatron.recompute_layers) is None
+        else layers * config.megatron.vpp,
         overlapped=config.megatron.overlap_moe_expert_parallel_comm,
     )
 
@@ -321,11 +326,13 @@ def _activations(
     largest = max(whole, default=0)
     routed = any(shape.layers[i].experts for i in layers)
     work = expert_work(shape, layout, demand.element_bytes) if routed else 0
+    excess = EXPERT_EXCESS if layout.ep > 1 else 1.0
     if demand.recompute:
-        inputs = waiting * len(whole) * demand.element_bytes * shape.hidden
-        return _up(tokens * inputs, layout.tp), _up(tokens * (largest + work), layout.tp)
+        some = len(whole) if demand.recomputed_layers is None else min(demand.recomputed_layers, len(whole))
+        inputs = some * demand.element_bytes * shape.hidden + sum(of_layers((), excess)[some:])
+        return _up(tokens * waiting * inputs, layout.tp), _up(tokens * (largest + work), layout.tp)
     recomputed = selective_modules(shape) if demand.recomputed is None else demand.recomputed
-    kept = of_layers(recomputed, EXPERT_EXCESS if layout.ep > 1 else 1.0)
+    kept = of_layers(recomputed, excess)
     # One layer's recomputed activations exist in its backward pass.
     work += max((w - k for w, k in zip(whole, of_layers(recomputed, 1.0), strict=True)), default=0)
     if demand.overlapped:

@@ -47,8 +47,17 @@ class Variant:
     """What an update recomputes, and the tokens of its micro-batches."""
 
     mode: str
+    """``none``, ``selective``, ``full``, or ``full-N`` for the first N layers."""
     tokens: int
     overlap: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.mode.partition("-")[0]
+
+    @property
+    def layers(self) -> int | None:
+        return int(self.mode.partition("-")[2] or 0) or None
 
     @property
     def name(self) -> str:
@@ -71,15 +80,17 @@ def make_config(ranks: int, device: str, layout: dict[str, Any], tokens: int) ->
 def set_mode(trainer: TrainerRank, variant: Variant) -> None:
     """Recompute as if the trainer had been built so: megatron-core reads these fields at every pass."""
     backend: Any = trainer.backend
-    selective = variant.mode == "selective"
+    selective = variant.kind == "selective"
     for wrapped in backend._policy.models:
         model = wrapped.module
         while hasattr(model, "module"):
             model = model.module
         core = model.config
-        full = variant.mode == "full"
-        core.recompute_granularity = {"none": None}.get(variant.mode, variant.mode)
-        core.recompute_method, core.recompute_num_layers = ("uniform", 1) if full else (None, None)
+        core.recompute_granularity = {"none": None}.get(variant.kind, variant.kind)
+        core.recompute_method, core.recompute_num_layers = None, None
+        if variant.kind == "full":
+            some = variant.layers
+            core.recompute_method, core.recompute_num_layers = ("block", some) if some else ("uniform", 1)
         core.overlap_moe_expert_parallel_comm = variant.overlap
         for layer in model.decoder.layers:
             assert layer.is_moe_layer
@@ -123,8 +134,9 @@ def plan_of(config: Config, folder: Path, variant: Variant, micro_batches: int) 
     demand = replace(
         trainer_demand(config),
         tokens=variant.tokens,
-        recompute=variant.mode == "full",
-        recomputed=None if variant.mode == "selective" else (),
+        recompute=variant.kind == "full",
+        recomputed=None if variant.kind == "selective" else (),
+        recomputed_layers=variant.layers,
         overlapped=variant.overlap,
         micro_batches=micro_batches,
     )

@@ -97,7 +97,7 @@ def transformer_config(
         "deterministic_mode": config.train.deterministic,
         **_precision(config),
         **_recompute(config, shape),
-        "overlap_moe_expert_parallel_comm": config.megatron.overlap_moe_expert_parallel_comm,
+        **_overlap(config, shape),
         **spans(build, config),
     }
     known = {f.name for f in dataclasses.fields(kind) if f.init}
@@ -185,7 +185,22 @@ def _recompute(config: Config, shape: ModelShape) -> dict[str, Any]:
             modules = selective_modules(shape, on_gpu=config.placement.device == "cuda")
         return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
     # The driver has decided "auto"; without one, nothing is known about the device.
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    layers = config.megatron.recompute_layers
+    if layers is None:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+
+
+def _overlap(config: Config, shape: ModelShape) -> dict[str, Any]:
+    """Raise ModelError where megatron-core 0.19.2's overlapped schedule would leave out the final norm: it
+    is part of the last layer's exchange."""
+    wanted = config.megatron.overlap_moe_expert_parallel_comm
+    if wanted and not shape.layers[-1].experts:
+        raise ModelError(
+            "megatron.overlap_moe_expert_parallel_comm: the model's last layer has no experts; remove the "
+            "setting"
+        )
+    return {"overlap_moe_expert_parallel_comm": wanted}
 
 
 def naming_of(config: Config) -> Naming:
