@@ -5,14 +5,13 @@
 A random model of Qwen3-30B-A3B's layer shapes (128 experts, 8 per token) routes its tokens itself once; these
 routes, uneven as they are, are then replayed by every update, as in a run. On one GPU: ``recompute`` full,
 full for the first two layers, selective and none, each with micro-batches of 8,192, 16,384 and 32,768 tokens,
-taking turns in one process.
-On two: tensors divided (TP 2, EP 2) against whole tensors (TP 1, EP 2) with and without overlapped
-all-to-alls, whose gradients are compared as well. An update of 65,536 tokens a GPU is timed from before its
-batches are packed until its optimizer has ended; FLOPs are counted without recomputation's. The memory that
-``orhpc plan`` computes is printed beside the measured peak; a variant that does not fit is skipped. The
-fastest variant is profiled once, last. Results are written to ``DIR/moe_update.json`` as they are measured;
-the table is printed last. ``--device cpu`` (with ``PYTHONPATH=tests/megatron/site``) tests the program on a
-small model.
+taking turns in one process. On two: tensors divided (TP 2, EP 2) against whole tensors (TP 1, EP 2) with and
+without overlapped all-to-alls; gradients are compared as well. ``counted``: with
+``megatron.counts_from_routes``. An update of 65,536 tokens a GPU is timed from before its batches are packed
+until its optimizer has ended; FLOPs are counted without recomputation's. The memory that ``orhpc plan``
+computes is printed beside the measured peak; a variant that does not fit is skipped. The fastest variant is
+profiled once, last. Results are written to ``DIR/moe_update.json`` as they are measured; the table is printed
+last. ``--device cpu`` (with ``PYTHONPATH=tests/megatron/site``) tests the program on a small model.
 """
 
 from __future__ import annotations
@@ -203,22 +202,19 @@ class Bench:
             found = kit.profiled(self.trainer, self._planned(variant))
             self.results.put(self.name, f"profile of {variant.name}", found)
 
-    def compare_gradients(self, variant: Variant) -> None:
-        """Overlapped against plain, beside two plain ones, which differ by the order of sums."""
-        plain, overlapped = (Variant(variant.mode, variant.tokens, overlap) for overlap in (False, True))
-        minibatch = self._planned(variant)
-        kit.set_mode(self.trainer, plain)
-        first = kit.gradients(self.trainer, minibatch)
-        again = kit.gradients(self.trainer, minibatch)
-        noise = kit.distance(again, first)
-        del again
-        kit.set_mode(self.trainer, overlapped)
-        other = kit.gradients(self.trainer, minibatch)
-        self.results.put(
-            self.name,
-            "gradients, overlapped against plain",
-            {"relative_difference": kit.distance(other, first), "plain_again": noise},
-        )
+    def compare_gradients(self, tokens: int) -> None:
+        """Relative differences from the plain schedule's, whose own differ by the order of sums."""
+        minibatch = self._planned(Variant("none", tokens))
+        ways = {"plain again": Variant("none", tokens), "counted": Variant("none", tokens, counted=True)}
+        if self.name == "TP 1 EP 2":
+            ways["overlapped"] = Variant("none", tokens, overlap=True)
+        kit.set_mode(self.trainer, ways["plain again"])
+        plain = kit.gradients(self.trainer, minibatch)
+        found: dict[str, float] = {}
+        for name, variant in ways.items():
+            kit.set_mode(self.trainer, variant)
+            found[name] = kit.distance(kit.gradients(self.trainer, minibatch), plain)
+        self.results.put(self.name, "gradients", found)
 
 
 def work(options: argparse.Namespace) -> int:
@@ -227,12 +223,15 @@ def work(options: argparse.Namespace) -> int:
     on_cpu = options.device == "cpu"
     modes = [mode for mode in options.modes if not (on_cpu and mode == "selective")]
     variants = [Variant(mode, tokens) for tokens in bench.tokens for mode in modes]
+    if not (bench.world == 1 and len(modes) == 1):
+        variants += [Variant("none", tokens, counted=True) for tokens in bench.tokens]
     if options.worker == "TP 1 EP 2":
-        variants += [
-            Variant(mode, tokens, True) for tokens in bench.tokens for mode in modes if "full" not in mode
-        ]
-        with noted(bench.results, options.worker, "gradients, overlapped against plain"):
-            bench.compare_gradients(Variant("none", min(bench.tokens)))
+        unlike = [mode for mode in modes if "full" not in mode]
+        variants += [Variant(mode, tokens, overlap=True) for tokens in bench.tokens for mode in unlike]
+        variants += [Variant("none", tokens, overlap=True, counted=True) for tokens in bench.tokens]
+    if bench.world > 1:
+        with noted(bench.results, options.worker, "gradients"):
+            bench.compare_gradients(min(bench.tokens))
     best = bench.time_variants(variants)
     chosen = next((v for v in variants if v.name == best), None)
     # Both ranks of two must profile the same variant: rank 0's choice.

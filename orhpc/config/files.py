@@ -66,7 +66,10 @@ MAY_CHANGE_ON_RESUME = (
     "train.logprob_chunk_tokens",
     "train.replay_rollouts",
     "train.profile_*",
-    *(f"megatron.{n}" for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap*", "offload_optimizer")),
+    *(
+        f"megatron.{n}"
+        for n in ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap*", "counts_from_routes", "offload_optimizer")
+    ),
     "megatron.moments_dtype",
     "megatron.recompute*",
 )

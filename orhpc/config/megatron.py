@@ -53,6 +53,9 @@ class MegatronSettings(Section):
     runs together with the backward pass of the one before. Needs ``ep`` > 1, ``model.dtype: bfloat16``, at
     least one layer more in device memory, and activations that are not recomputed in whole layers or in
     whole mixtures (``moe``)."""
+    counts_from_routes: bool = False
+    """Count the tokens of each expert from the recorded routes, on the host before a micro-batch begins,
+    instead of waiting for the device's counts in every layer. Needs ``train.routing_replay``."""
     offload_optimizer: Fraction = 0.0
     """Fraction of the optimizer state that is stored and updated in host memory. Saves GPU memory; slower."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"

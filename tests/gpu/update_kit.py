@@ -50,6 +50,8 @@ class Variant:
     """``none``, ``selective``, ``full``, or ``full-N`` for the first N layers."""
     tokens: int
     overlap: bool = False
+    counted: bool = False
+    """Whether tokens are counted from the routes, on the host."""
 
     @property
     def kind(self) -> str:
@@ -61,7 +63,8 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return f"{self.mode}{' overlapped' if self.overlap else ''}, {self.tokens}"
+        more = f"{' overlapped' if self.overlap else ''}{' counted' if self.counted else ''}"
+        return f"{self.mode}{more}, {self.tokens}"
 
 
 def make_config(ranks: int, device: str, layout: dict[str, Any], tokens: int) -> Config:
@@ -71,7 +74,7 @@ def make_config(ranks: int, device: str, layout: dict[str, Any], tokens: int) ->
         "gradient_checkpointing": True,
     }  # fmt: skip
     mode = "selective" if device == "cuda" else "full"
-    megatron = {**layout, "recompute": mode}
+    megatron = {**layout, "recompute": mode, "counts_from_routes": True}
     config = kit.make_config(ranks, device, train=train, megatron=megatron, rollout={"record_routes": True})
     model = config.model.model_copy(update={"dtype": "bfloat16", "check": False})
     return config.model_copy(update={"model": model})
@@ -80,6 +83,9 @@ def make_config(ranks: int, device: str, layout: dict[str, Any], tokens: int) ->
 def set_mode(trainer: TrainerRank, variant: Variant) -> None:
     """Recompute as if the trainer had been built so: megatron-core reads these fields at every pass."""
     backend: Any = trainer.backend
+    routers = backend._routers
+    held = routers.__dict__.setdefault("held_exchange", routers._exchange)
+    routers._exchange = held if variant.counted else None
     selective = variant.kind == "selective"
     for wrapped in backend._policy.models:
         model = wrapped.module

@@ -1,7 +1,8 @@
-"""Overlapped all-to-alls of experts compute what the plain schedule computes."""
+"""Overlapped all-to-alls, and counts from routes, change nothing that is computed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,27 @@ CASES = [
 ]
 
 
+ROUTES = {"counts_from_routes": True}
+COUNTED = [
+    Case(family, layout | more, train)
+    for family, layout, train in [
+        ("qwen3-moe", {"ep": 2}, {}),
+        ("qwen3-moe", {"ep": 2, "recompute": "full"}, SELECTIVE),
+        ("qwen3-moe", {"tp": 2, "etp": 2}, {}),
+        ("deepseek-v3", {"tp": 2, "ep": 2}, {}),
+        ("qwen3-moe", {}, {}),
+    ]
+    for more in ({}, ROUTES)
+] + [Case("qwen3-moe", {"ep": 2} | OVERLAP | ROUTES, dtype="bfloat16")]
+"""Without and with counts from routes; the last is compared with the one of :data:`CASES`."""
+
+
 def _config(case: Case) -> Config:
-    raw = case_config(case, 2).model_dump(mode="json")
+    layout = dict(case.layout)
+    counted = layout.pop("counts_from_routes", False)  # which only a config with replay may have
+    raw = case_config(replace(case, layout=layout), 2).model_dump(mode="json")
     raw["rollout"]["record_routes"] = raw["train"]["routing_replay"] = True
+    raw["megatron"]["counts_from_routes"] = counted
     return Config.model_validate(raw)
 
 
@@ -57,12 +76,24 @@ def run_cases(
         for tensor in tensors or ():
             tensor.untyped_storage().resize_(0)
 
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    on_device: list[Any] = []
+    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+
+    def counted_on_device(self: Any, routing_map: Any) -> Any:
+        on_device.append(self)
+        return preprocess(self, routing_map)
+
+    MoEAlltoAllTokenDispatcher.preprocess = counted_on_device  # type: ignore[method-assign]
     combined_1f1b.combined_forward_backward_step = counted
     combined_1f1b._release_tensor_storage = released
     found = []
     for case, at in zip(cases, ports, strict=True):
         plans.clear()
-        found.append(_run(case, rank, world, at, folder) | {"plans": len(plans)})
+        on_device.clear()
+        found.append(_run(case, rank, world, at, folder))
+        found[-1] |= {"plans": len(plans), "counted_on_device": len(on_device)}
     return found
 
 
@@ -91,9 +122,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         save_model(Path(folder) / family, family)
-    ports = free_ports(len(CASES), "127.0.0.1")
-    ranks = run_ranks(run_cases, 2, str(folder), CASES, ports, timeout_s=500)
-    return {case.name: [of_rank[i] for of_rank in ranks] for i, case in enumerate(CASES)}
+    cases = [*CASES, *COUNTED]
+    ports = free_ports(len(cases), "127.0.0.1")
+    ranks = run_ranks(run_cases, 2, str(folder), cases, ports, timeout_s=550)
+    return {case.name: [of_rank[i] for of_rank in ranks] for i, case in enumerate(cases)}
 
 
 PAIRS = [(CASES[i], CASES[i + 1]) for i in range(0, len(CASES), 2)]
@@ -113,3 +145,23 @@ def test_overlap_changes_no_gradient(plain: Case, overlapped: Case, results: dic
         assert before["trained"].keys() == after["trained"].keys()
         for name, tokens in before["trained"].items():
             np.testing.assert_array_equal(tokens.logprobs_T, after["trained"][name].logprobs_T)
+
+
+COUNTED_PAIRS = [(COUNTED[i], COUNTED[i + 1]) for i in range(0, len(COUNTED) - 1, 2)]
+COUNTED_PAIRS.append((next(c for c in CASES if c.layout == {"ep": 2} | OVERLAP), COUNTED[-1]))
+
+
+@pytest.mark.parametrize(("plain", "counted"), COUNTED_PAIRS, ids=[c.name for _, c in COUNTED_PAIRS])
+def test_counts_from_routes_change_no_gradient(plain: Case, counted: Case, results: dict[str, Any]) -> None:
+    """Only rows on which nothing depends are routed otherwise: sums may be rounded in another order."""
+    tolerance = 2e-5 if plain.dtype == "float32" else 2e-2
+    for before, after in zip(results[plain.name], results[counted.name], strict=True):
+        assert before["counted_on_device"] > 0 == after["counted_on_device"]
+        total = sum(float(np.square(block[-1]).sum()) for block in before["gradients"])
+        off = 0.0
+        for old, new in zip(before["gradients"], after["gradients"], strict=True):
+            assert old[:-1] == new[:-1]
+            off += float(np.square(old[-1] - new[-1]).sum())
+        assert off**0.5 <= tolerance * total**0.5
+        for name in ("loss", "router_mismatch_fraction", "expert_max_vio"):
+            assert after["metrics"][name] == pytest.approx(before["metrics"][name], rel=tolerance, abs=1e-6)
