@@ -98,23 +98,32 @@ class CountExchange:
         indices = dispatcher.local_expert_indices
         self._own = slice(indices[0], indices[-1] + 1)
         self._fused = bool(dispatcher.config.moe_permute_fusion)
-        self._rank, self._group = 0, None
+        self._group: Any = None
         if self._ep * self._tp > 1:
             group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-            self._rank = group.rank()
             self._group = _gloo_group(dist.get_process_group_ranks(group))
 
-    def counts(self, experts_NMK: np.ndarray, device: torch.device) -> list[LayerCounts]:
-        """Return the counts by layer ``M`` (collective); ``experts_NMK``: the routes of this rank's rows."""
-        layers = experts_NMK.shape[1]
-        at = experts_NMK.astype(np.int64) + self._experts * np.arange(layers)[:, None]
-        own_ME = np.bincount(at.ravel(), minlength=layers * self._experts).reshape(layers, self._experts)
-        all_GME = own_ME[None]
+    def counts(
+        self, experts_NMK: np.ndarray | None, layers: int, device: torch.device
+    ) -> list[LayerCounts] | None:
+        """Return the counts by layer ``M`` (collective); None if any rank has no routes.
+
+        ``experts_NMK``: the routes of all of this rank's rows; None: its samples have none.
+        """
+        size = layers * self._experts
+        own = np.full(size, -1, np.int64)
+        if experts_NMK is not None:
+            at = experts_NMK.astype(np.int64) + self._experts * np.arange(layers)[:, None]
+            own = np.bincount(at.ravel(), minlength=size)
+        every = own[None]
         if self._group is not None:
-            own = torch.from_numpy(own_ME)
-            parts = [torch.empty_like(own) for _ in range(self._ep * self._tp)]
-            dist.all_gather(parts, own, group=self._group)
-            all_GME = torch.stack(parts).numpy()
+            mine = torch.from_numpy(own)
+            parts = [torch.empty_like(mine) for _ in range(self._ep * self._tp)]
+            dist.all_gather(parts, mine, group=self._group)
+            every = torch.stack(parts).numpy()
+        if (every < 0).any():
+            return None
+        own_ME, all_GME = own.reshape(layers, -1), every.reshape(len(every), layers, -1)
         # Ranks of a group are in the order [expert parallel, tensor parallel within experts].
         by_rank = all_GME.reshape(self._ep, self._tp, layers, self._experts)
         received_MTPL = np.ascontiguousarray(by_rank.transpose(2, 1, 0, 3)[..., self._own])

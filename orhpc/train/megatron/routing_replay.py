@@ -163,8 +163,11 @@ class StageReplay:
         counts: list[LayerCounts] | None = None
         if self._exchange is not None and routers:
             sizes = (len(routers), self._topk, self._experts)
-            experts_NMK = with_all_routes(experts_NMK, known, *sizes)
-            counts = self._exchange.counts(experts_NMK, device)
+            whole: np.ndarray | None = None
+            if experts_NMK is not None or not batch.sample_ids:
+                whole = with_all_routes(experts_NMK, known, *sizes)
+            counts = self._exchange.counts(whole, len(routers), device)
+            experts_NMK = experts_NMK if counts is None else whole
         experts = None if experts_NMK is None else to_device(experts_NMK, device)
         # Passes without gradient are not counted: they see the same tokens as the update.
         same_MN = None
