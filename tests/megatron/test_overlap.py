@@ -48,6 +48,10 @@ COUNTED = [
 """Without and with counts from routes; the last is compared with the one of :data:`CASES`."""
 
 
+def _key(case: Case) -> str:
+    return f"{case.name} {case.dtype}"
+
+
 def _config(case: Case) -> Config:
     layout = dict(case.layout)
     counted = layout.pop("counts_from_routes", False)  # which only a config with replay may have
@@ -125,7 +129,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     cases = [*CASES, *COUNTED]
     ports = free_ports(len(cases), "127.0.0.1")
     ranks = run_ranks(run_cases, 2, str(folder), cases, ports, timeout_s=550)
-    return {case.name: [of_rank[i] for of_rank in ranks] for i, case in enumerate(cases)}
+    return {_key(case): [of_rank[i] for of_rank in ranks] for i, case in enumerate(cases)}
 
 
 PAIRS = [(CASES[i], CASES[i + 1]) for i in range(0, len(CASES), 2)]
@@ -133,7 +137,7 @@ PAIRS = [(CASES[i], CASES[i + 1]) for i in range(0, len(CASES), 2)]
 
 @pytest.mark.parametrize(("plain", "overlapped"), PAIRS, ids=[plain.name for plain, _ in PAIRS])
 def test_overlap_changes_no_gradient(plain: Case, overlapped: Case, results: dict[str, Any]) -> None:
-    for before, after in zip(results[plain.name], results[overlapped.name], strict=True):
+    for before, after in zip(results[_key(plain)], results[_key(overlapped)], strict=True):
         assert before["plans"] == 0 < after["plans"]
         assert len(before["gradients"]) == len(after["gradients"])
         total = sum(float(np.square(block[-1]).sum()) for block in before["gradients"])
@@ -155,7 +159,7 @@ COUNTED_PAIRS.append((next(c for c in CASES if c.layout == {"ep": 2} | OVERLAP),
 def test_counts_from_routes_change_no_gradient(plain: Case, counted: Case, results: dict[str, Any]) -> None:
     """Only rows on which nothing depends are routed otherwise: sums may be rounded in another order."""
     tolerance = 2e-5 if plain.dtype == "float32" else 2e-2
-    for before, after in zip(results[plain.name], results[counted.name], strict=True):
+    for before, after in zip(results[_key(plain)], results[_key(counted)], strict=True):
         assert before["counted_on_device"] > 0 == after["counted_on_device"]
         total = sum(float(np.square(block[-1]).sum()) for block in before["gradients"])
         off = 0.0
