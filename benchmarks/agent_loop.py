@@ -1,20 +1,24 @@
 """The agent loop against a raw HTTP client on the same scripted engine, and its CPU time per turn.
 
-    python benchmarks/agent_loop.py [--concurrent 512] [--latency 1.0 3.0] [--repeats 3]
+    python -m benchmarks.agent_loop [--concurrent 512] [--latency 1.0 3.0] [--processes 1]
 
 The engine is a separate process that answers ``/generate`` in SGLang's protocol, after a latency drawn by
 request id (the same for both sides) or at once.  The environment runs in this process, so that only the loop
 is measured.  The raw client posts the same requests, encoded in advance, and discards the answers: nothing in
 Python can be much faster.
 
+Event loops are those that Ray gives a rollout worker: uvloop's where it is installed.
+
 Two comparisons that report medians of alternating repeats, and one that looks at the event loop:
 
-* requests per second at ``--concurrent`` rollouts on the engine with a latency (target >= 0.95);
+* requests per second at ``--concurrent`` rollouts on the engine with a latency, spread over ``--processes``
+  processes on either side (target >= 0.95);
 * CPU seconds per turn on the engine without latency, against parsing and tokenization alone, and against
   the raw client;
 * the longest processor time for which ``--crowd`` rollouts keep another task waiting (target <= 50 ms),
   and their CPU per turn, on the engine with three times the latency.  Processor time of the thread, so that
-  other load does not count.
+  other load does not count.  Parsing and tokenization alone are measured in a loop, with warm caches, and
+  once every ``--pause`` seconds, as they come in a crowd.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -32,10 +35,9 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
+from benchmarks.scripted_engine import Engine
 from orhpc.config import EnvironmentSettings, ModelSettings, RolloutSettings
-from orhpc.process.ports import free_ports
 from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.types import FinishReason, Sampling, Task
 
@@ -58,66 +60,6 @@ TOOL = ToolSpec(
         "required": ["query"],
     },
 )
-
-
-# --- the engine -------------------------------------------------------------------------------------
-
-
-def serve(port: int, low: float, high: float, call: list[int], answer: list[int]) -> None:
-    """Answer requests until killed; the turn is read from the request id."""
-
-    def body(ids: list[int]) -> bytes:
-        meta = {
-            "finish_reason": {"type": "stop", "matched": ids[-1]},
-            "output_token_logprobs": [[-0.5, i, None] for i in ids],
-            "completion_tokens": len(ids),
-            "prompt_tokens": 1,
-            "cached_tokens": 0,
-            "weight_version": "0",
-        }
-        return json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode()
-
-    call_body, answer_body = body(call), body(answer)
-
-    async def generate(request: web.BaseRequest) -> web.Response:
-        data = await request.read()
-        rid = data[data.index(b'"rid":"') + 7 :].split(b'"', 1)[0].decode()
-        if high:
-            await asyncio.sleep(random.Random(rid).uniform(low, high))
-        last = int(rid.split(".")[3]) == TURNS - 1
-        return web.Response(body=answer_body if last else call_body, content_type="application/json")
-
-    async def run() -> None:
-        runner = web.ServerRunner(web.Server(generate))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=2048).start()
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
-
-
-class Engine:
-    """The engine's process."""
-
-    def __init__(self, low: float, high: float, call: list[int], answer: list[int]) -> None:
-        (port,) = free_ports(1, "127.0.0.1")
-        self.url = f"http://127.0.0.1:{port}"
-        options = {"port": port, "low": low, "high": high, "call": call, "answer": answer}
-        self._process = subprocess.Popen([sys.executable, __file__, "--serve", json.dumps(options)])
-
-    async def ready(self) -> None:
-        async with aiohttp.ClientSession() as session:
-            for _ in range(600):
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.post(self.url + "/generate", data=b'{"rid":"x.0.0.0"}') as response:
-                        await response.read()
-                        return
-                await asyncio.sleep(0.1)
-        raise RuntimeError("the engine did not come up")
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait()
 
 
 # --- both sides -------------------------------------------------------------------------------------
@@ -218,9 +160,103 @@ def text_alone(chat: Any, call: list[int], answer: list[int], rollouts: int) -> 
     return (time.process_time() - began) / (rollouts * TURNS)
 
 
+async def calm_text(chat: Any, call: list[int], answer: list[int], pause_s: float) -> float:
+    """The same with a pause after each rollout, in which the processor's caches are used otherwise."""
+    spent: list[float] = []
+    for _ in range(500):
+        await asyncio.sleep(pause_s)
+        spent.append(text_alone(chat, call, answer, 1))
+    return statistics.fmean(spent)
+
+
+class Side:
+    """A process, set up as a rollout worker is, that runs either side on request."""
+
+    def __init__(self, url: str, model: str) -> None:
+        options = json.dumps({"url": url, "model": model})
+        command = [sys.executable, "-m", "benchmarks.agent_loop", "--side", options]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def begin(self, side: str, rollouts: int, label: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([side, rollouts, label]) + "\n")
+        self._process.stdin.flush()
+
+    def result(self) -> list[float]:
+        """Return seconds of wall clock and of CPU."""
+        return self._read()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+async def run_side(url: str, model: str) -> None:
+    """Run what standard input names, line by line, and write what it took."""
+    from orhpc.process.garbage import collect_steadily, freeze_garbage
+
+    chat, call, _ = texts(model)
+    bodies = raw_bodies(chat, call)
+    freeze_garbage()
+    collecting = asyncio.create_task(collect_steadily(lambda: True))
+    print("[]", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        side, rollouts, label = json.loads(line)
+        run = (
+            agent_side(url, chat, rollouts, label)
+            if side == "agent"
+            else raw_side(url, bodies, rollouts, label)
+        )
+        print(json.dumps(await run), flush=True)
+    collecting.cancel()
+
+
+def requests_a_second(sides: list[Side], side: str, concurrent: int, label: str) -> float:
+    """Requests per second of all processes together, until the last has ended."""
+    began = time.perf_counter()
+    for number, process in enumerate(sides):
+        process.begin(side, concurrent // len(sides), f"{label}{number}-")
+    for process in sides:
+        process.result()
+    return concurrent // len(sides) * len(sides) * TURNS / (time.perf_counter() - began)
+
+
+def throughput(options: argparse.Namespace, call: list[int], answer: list[int]) -> float:
+    """Print requests per second of both sides; return the ratio."""
+    low, high = options.latency
+    engine = Engine(low, high, TURNS, call, answer)
+    sides: list[Side] = []
+    agent, raw = [], []
+    try:
+        asyncio.run(engine.ready())
+        sides += [Side(engine.url, options.model) for _ in range(options.processes)]
+        for repeat in range(options.repeats):
+            raw.append(requests_a_second(sides, "raw", options.concurrent, f"r{repeat}-"))
+            agent.append(requests_a_second(sides, "agent", options.concurrent, f"r{repeat}-"))
+    finally:
+        engine.stop()
+        for process in sides:
+            process.stop()
+    pairs = list(zip(agent, raw, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(
+        f"\n{options.concurrent} concurrent rollouts, processes on either side: {options.processes}, "
+        f"{low:g}-{high:g} s a turn, medians of {options.repeats}"
+    )
+    print(f"  agent loop  {statistics.median(agent):8.1f} requests/s")
+    print(f"  raw client  {statistics.median(raw):8.1f} requests/s")
+    print(f"  ratio       {ratio:8.3f}   (target >= 0.95; {', '.join(f'{a / b:.2f}' for a, b in pairs)})")
+    return ratio
+
+
 async def crowd(options: argparse.Namespace, chat: Any, call: list[int], answer: list[int]) -> None:
     """Print how long other tasks wait while many rollouts run in one process."""
-    from orhpc.process.garbage import collect_rarely, freeze_garbage
+    from orhpc.process.garbage import collect_steadily, freeze_garbage
 
     waits: list[float] = []
 
@@ -231,58 +267,43 @@ async def crowd(options: argparse.Namespace, chat: Any, call: list[int], answer:
             waits.append(time.thread_time() - before)
 
     freeze_garbage()
-    collect_rarely()
+    collecting = asyncio.create_task(collect_steadily(lambda: True))
     low, high = options.latency
-    engine = Engine(3 * low, 3 * high, call, answer)
+    engine = Engine(3 * low, 3 * high, TURNS, call, answer)
     try:
         await engine.ready()
         watching = asyncio.create_task(watch())
         _, cpu = await agent_side(engine.url, chat, options.crowd, "c")
         watching.cancel()
     finally:
+        collecting.cancel()
         engine.stop()
     alone = text_alone(chat, call, answer, options.cpu_rollouts)
+    calm = await calm_text(chat, call, answer, options.pause)
     turn, late = cpu / options.crowd / TURNS, sum(wait > 0.05 for wait in waits)
     print(f"\n{options.crowd} rollouts in one process")
     print(f"  longest wait of another task  {1e3 * max(waits):6.0f} ms of processor time; {late} over 50 ms")
     print(f"  CPU of a turn                 {1e3 * turn:6.3f} ms, {turn / alone:.2f} of parse and tokenize")
+    print(f"  the same with pauses          {1e3 * calm:6.3f} ms, turn / this = {turn / calm:.2f}")
 
 
-async def compare(options: argparse.Namespace) -> int:
+def texts(model: str) -> tuple[Any, list[int], list[int]]:
+    """The chat format, and the ids of a turn that calls a tool and of one that answers."""
     from transformers import AutoTokenizer
 
     from orhpc.models.bundled import ensure
     from orhpc.rollout.chat import chat_format
 
-    tokenizer = AutoTokenizer.from_pretrained(ensure(options.model))
-    chat = chat_format(ModelSettings(), tokenizer)
+    chat = chat_format(ModelSettings(), AutoTokenizer.from_pretrained(ensure(model)))
     end = [chat.stop_token_ids[0]]
     call, answer = (chat.codec.encode([text]) + end for text in (CALL, ANSWER))
+    return chat, call, answer
+
+
+async def compare(options: argparse.Namespace, chat: Any, call: list[int], answer: list[int]) -> None:
+    """Print the CPU time per turn, then that of a crowd."""
     bodies = raw_bodies(chat, call)
-    last = sum(map(len, bodies[-1]))
-    print(f"{TURNS} turns a rollout, {len(call)} sampled tokens a turn, {last} bytes in the last request")
-
-    low, high = options.latency
-    engine = Engine(low, high, call, answer)
-    agent, raw = [], []
-    try:
-        await engine.ready()
-        for repeat in range(options.repeats):
-            label = f"r{repeat}-"
-            requests = options.concurrent * TURNS
-            raw.append(requests / (await raw_side(engine.url, bodies, options.concurrent, label))[0])
-            agent.append(requests / (await agent_side(engine.url, chat, options.concurrent, label))[0])
-    finally:
-        engine.stop()
-    ratio = statistics.median(a / b for a, b in zip(agent, raw, strict=True))
-    print(
-        f"\n{options.concurrent} concurrent rollouts, {low:g}-{high:g} s a turn, medians of {options.repeats}"
-    )
-    print(f"  agent loop  {statistics.median(agent):8.1f} requests/s")
-    print(f"  raw client  {statistics.median(raw):8.1f} requests/s")
-    print(f"  ratio       {ratio:8.3f}   (target >= 0.95)")
-
-    engine = Engine(0.0, 0.0, call, answer)
+    engine = Engine(0.0, 0.0, TURNS, call, answer)
     turns = options.cpu_rollouts * TURNS
     agent, raw, text = [], [], []
     try:
@@ -302,7 +323,6 @@ async def compare(options: argparse.Namespace) -> int:
     print(f"  the loop's own            {loop - alone - client:6.3f} ms")
     if options.crowd:
         await crowd(options, chat, call, answer)
-    return 0 if ratio >= options.target else 1
 
 
 def main() -> int:
@@ -312,16 +332,28 @@ def main() -> int:
     parser.add_argument("--concurrent", type=int, default=512)
     parser.add_argument("--latency", type=float, nargs=2, default=(1.0, 3.0), metavar=("LOW", "HIGH"))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cpu-rollouts", type=int, default=128)
+    parser.add_argument("--processes", type=int, default=1, help="on either side, for the requests a second")
+    parser.add_argument("--cpu-rollouts", type=int, default=128, help="0: requests a second alone")
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds between texts of a crowd")
     parser.add_argument("--crowd", type=int, default=2048, help="0: leave this part out")
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct", help="whose tokenizer")
     parser.add_argument("--target", type=float, default=0.95, help="exit 1 below this ratio")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(**json.loads(options.serve))
-        return 0
-    return asyncio.run(compare(options))
+    from ray._private.async_compat import get_new_event_loop
+
+    with asyncio.Runner(loop_factory=get_new_event_loop) as runner:
+        if options.side:
+            runner.run(run_side(**json.loads(options.side)))
+            return 0
+        chat, call, answer = texts(options.model)
+        last = sum(map(len, raw_bodies(chat, call)[-1]))
+        print(f"{TURNS} turns a rollout, {len(call)} sampled tokens a turn, {last} bytes in the last request")
+        print(f"event loop: {type(runner.get_loop()).__module__}")
+        ratio = throughput(options, call, answer)
+        if options.cpu_rollouts:
+            runner.run(compare(options, chat, call, answer))
+    return 0 if ratio >= options.target else 1
 
 
 if __name__ == "__main__":

@@ -226,6 +226,8 @@ class Engines:
 class EngineWorker:
     """A rollout worker whose rollouts have one turn of a length that belongs to the task and sample."""
 
+    up = True
+
     def __init__(self, engines: Sequence[Engines], seed: int) -> None:
         self._engines, self._seed = engines, seed
 

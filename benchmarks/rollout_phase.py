@@ -1,7 +1,7 @@
 """Time of a short rollout phase by stage, and CPU time by kind of process.
 
-    python benchmarks/rollout_phase.py [--groups 8 --samples 16] [--phases 4] [--workers 4 --replicas 4]
-    python benchmarks/rollout_phase.py --groups 1 --samples 1 --phases 10 --workers 1 --replicas 1
+    python -m benchmarks.rollout_phase [--groups 8 --samples 16] [--phases 4] [--workers 4 --replicas 4]
+    python -m benchmarks.rollout_phase --groups 1 --samples 1 --phases 10 --workers 1 --replicas 1
 
 Everything except the engine is as in a run: the producer, rollout workers under Ray, and OpenReward servers
 of the bundled arithmetic environment. The engine is a separate process that speaks SGLang's protocol and
@@ -36,6 +36,7 @@ import orjson
 import psutil
 from aiohttp import web
 
+from benchmarks.scripted_engine import answer_forever
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.process.ports import free_ports
@@ -75,13 +76,7 @@ def serve(port: int, latency: float, ids: list[int]) -> None:
         answer = bodies[len(orjson.loads(data)["input_ids"])]
         return web.Response(body=answer, content_type="application/json")
 
-    async def run() -> None:
-        runner = web.ServerRunner(web.Server(generate))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=2048).start()
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
+    asyncio.run(answer_forever(port, generate))
 
 
 def answer_ids(tokenizer: Any, tokens: int, end: int) -> list[int]:
@@ -112,7 +107,9 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def start_engine(serving: dict[str, Any]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, __file__, "--serve", json.dumps(serving)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.rollout_phase", "--serve", json.dumps(serving)]
+    )
 
 
 async def engine_ready(url: str) -> None:
@@ -152,7 +149,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     import ray
     from transformers import AutoTokenizer
 
-    from orhpc.driver.fleet import start_workers
+    from orhpc.driver.fleet import Workers, WorkerSetup
     from orhpc.launch.node.environment_servers import ServedEnvironments
     from orhpc.launch.node.first_node import write_secret
     from orhpc.plan.placement import local_node, plan
@@ -181,8 +178,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         os.environ |= {"RAY_worker_niceness": "0"}  # as in a run
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         node_id = ray.nodes()[0]["NodeID"]
-        workers = await start_workers(config, placement, [node_id], str(model), run, attempt, key)
-        await asyncio.gather(*(w.call(RolloutWorker.connect, [url], "") for w in workers))
+        setup = WorkerSetup(config, placement, str(model), run, attempt, key, lambda *_, **__: None, print)
+        workers = await Workers.start(setup, [node_id])
+        await workers.connect([url], "")
         pids = {
             "engine": [engine.pid],
             "servers": [p.pid for p in served._running.values()],
@@ -190,8 +188,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             "driver": [os.getpid()],
         }
         assert len(pids["workers"]) == options.workers
-        for worker in workers:
-            await worker.call(RolloutWorker.published, 0)
+        await workers.published(0)
         tasks = TaskSequence([TaskStream("orhpc/arithmetic", "train", 1000, 1.0)], seed=0)
         producer = Producer(config.rollout, tasks, workers, seed=0)
         rows = [await one_phase(options, producer, workers, pids, folder, n) for n in range(options.phases)]
@@ -212,7 +209,7 @@ def _is_ours(process: psutil.Process) -> bool:
 async def one_phase(
     options: argparse.Namespace,
     producer: Any,
-    workers: list[Any],
+    workers: Any,
     pids: dict[str, list[int]],
     folder: Path,
     number: int,

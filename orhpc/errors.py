@@ -7,6 +7,8 @@ Some failures are handled where they occur, and reach the supervisor only if tha
   (:mod:`orhpc.rollout.agent`);
 * a lost engine is restarted (:mod:`orhpc.driver.fleet.engines`), a failed weight sync is
   repeated once (:mod:`orhpc.driver.runtime`);
+* a rollout worker that dies is restarted alone (:mod:`orhpc.driver.fleet.workers`), and its groups go to
+  others (:mod:`orhpc.rollout.dispatch`);
 * a write that raises :class:`StorageRefused` is retried (:mod:`orhpc.rundir.storage`);
 * trainers of which one is :class:`OutOfMemory` within a step recover in their processes; if one dies all are
   restarted; the step is repeated (:mod:`orhpc.driver.trainer_recovery`);
@@ -131,6 +133,14 @@ class PortTaken(InfraError):
 
 class RayLost(InfraError):
     """Ray's head, a raylet or an actor died."""
+
+
+class WorkerDied(RayLost):
+    """A rollout worker died; it is restarted, and its unfinished groups go to another worker."""
+
+
+class WorkerFails(InfraError):
+    """A rollout worker died too often within a time, or cannot be restarted alone."""
 
 
 class TrainerHangs(InfraError):

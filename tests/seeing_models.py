@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def write_processor(folder: Path, patch: int, *, max_pixels: int = 1 << 20) -> d
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROLS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = TEMPLATE
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
@@ -66,9 +69,23 @@ def write_processor(folder: Path, patch: int, *, max_pixels: int = 1 << 20) -> d
     return {token: int(inner.token_to_id(token)) for token in CONTROLS}
 
 
-def seeing_model(name: str, folder: Path, *, max_pixels: int = 1 << 20) -> PreTrainedModel:
-    """Write a tiny model of :data:`SEEING` as a model folder, and return it."""
+def seeing_model(
+    name: str,
+    folder: Path,
+    *,
+    max_pixels: int = 1 << 20,
+    std: float = 0.15,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Write a tiny model of :data:`SEEING` as a model folder, and return it.
+
+    ``std``: of the random weights; by default large enough that every part matters.
+    ``text``, ``vision``: other sizes of the two parts.
+    """
     content: dict[str, Any] = json.loads(json.dumps(SEEING[name]))
+    content["text_config"] |= text or {}
+    content["vision_config"] |= vision or {}
     ids = write_processor(folder, content["vision_config"]["patch_size"], max_pixels=max_pixels)
     content["text_config"] |= {"vocab_size": len(ids) + 256, "eos_token_id": ids["<|im_end|>"]}
     for key, token in (
@@ -81,9 +98,9 @@ def seeing_model(name: str, folder: Path, *, max_pixels: int = 1 << 20) -> PreTr
     torch.manual_seed(7)
     model: Any = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**content), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # large enough that every part matters
+        for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
+                parameter.normal_(std=std)
     model.save_pretrained(folder)
     return model.eval()
 

@@ -209,6 +209,7 @@ def ranks_of(folder: str) -> Iterator[Callable[..., TrainerRank]]:
         made[:] = [rank]
         rank.connect("127.0.0.1", free_port(), 30)
         rank.build()
+        rank.restore(None)
         return rank
 
     try:

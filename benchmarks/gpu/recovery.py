@@ -54,8 +54,10 @@ print(held.nbytes, flush=True)
 sys.stdin.read()
 """
 """Takes all free memory of the GPU but as many GB as the line on standard input says."""
-ENGINE_FRACTION = 0.1
+ENGINE_FRACTION = 0.05
 """Share of the GPU for the engine: little, so that the update's memory can be taken."""
+KILLED = "faults.inject=[trainer_killed@4:0]"
+"""The run itself ends a rank where an update of half a second could be missed."""
 _OTHERS = ("EngineProcess", "RolloutWorker", "sglang")
 
 
@@ -112,57 +114,99 @@ class Run:
         if code:
             raise RuntimeError(f"{self.rundir.path.name}: exit {code}")
 
+    def next_step(self, least: int) -> Event:
+        """Wait for the end of a step that goes on now, or of this step."""
+        now = time.time()
+        return self.wait(lambda e: e["event"] == "step" and e["step"] >= least and e["time"] > now)
+
     def after(self, event: Event, kind: str) -> Event:
         return self.wait(lambda e: e["event"] == kind and e["time"] > event["time"])
 
 
 def faults(run: Run) -> list[dict[str, Any]]:
     """Inject the faults one after the other, each after two undisturbed steps; one row each."""
-    rows = [_trainer_killed(run, 3, "update"), _trainer_killed(run, 6, "rollout"), _memory_taken(run, 9)]
-    step = run.wait(lambda e: e["event"] == "step" and e["step"] == 12)
+    other = OtherProcess()
+    rows = [killed_in_update(run, 4), killed_in_rollouts(run, 6), memory_taken(run, 9, other)]
+    step = run.next_step(12)
     killed = time.time()
     run.children("raylet/raylet")[0].kill()
-    rows.append(_row("raylet killed", step, run.after(step, "bring_up"), run, killed))
+    rows.append(row("raylet killed", step, run.after(step, "bring_up"), run, killed))
     return rows
 
 
-def _memory_taken(run: Run, after: int) -> dict[str, Any]:
+class OtherProcess:
+    """A process of another user of one of the visible GPUs."""
+
+    def __init__(self, gpu: int = 0) -> None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": visible[gpu]}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", HOLD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self._answer()  # torch is imported: from now on it takes memory at once
+
+    def take(self, left: float) -> None:
+        """Take all free memory of the GPU except ``left`` GB."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{left}\n")
+        self._process.stdin.flush()
+        print(f"another process took {int(self._answer()) / 1e9:.1f} GB", flush=True)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+def memory_taken(run: Run, after: int, other: OtherProcess) -> dict[str, Any]:
     """While the next rollouts are generated, another process takes memory that their update needs."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        other.stdout.readline()
-        step = run.wait(lambda e: e["event"] == "step" and e["step"] == after)
-        time.sleep(step["phases"]["rollout"] / 2)
-        # For the update the engines free their memory too.
-        left = max(0.7, 0.6 * step["memory_trainer_peak_gb"] - ENGINE_FRACTION * 80)
-        other.stdin.write(f"{left}\n")
-        other.stdin.flush()
-        print(f"another process took {int(other.stdout.readline()) / 1e9:.1f} GB", flush=True)
-        began = time.time()
-        kinds = ("out_of_memory_recovered", "trainers_restarted")  # in place, or by a restart
-        handled = run.wait(lambda e: e["event"] in kinds and e["time"] > step["time"])
-        other.kill()
-    row = _row("GPU memory exhausted in an update", step, handled, run, began)
-    return row | {"by": handled["event"], "peak_before_gb": step["memory_trainer_peak_gb"]}
+    step = run.next_step(after)
+    time.sleep(step["phases"]["rollout"] / 2)
+    # For the update the engines free their memory too.
+    other.take(max(0.7, 0.75 * step["memory_trainer_peak_gb"] - ENGINE_FRACTION * 80))
+    began = time.time()
+    kinds = ("out_of_memory_recovered", "trainers_restarted")  # in place, or by a restart
+    handled = run.wait(lambda e: e["event"] in kinds and e["time"] > step["time"])
+    other.end()
+    found = row("GPU memory exhausted in an update", step, handled, run, began)
+    return found | {"by": handled["event"], "peak_before_gb": step["memory_trainer_peak_gb"]}
 
 
-def _trainer_killed(run: Run, after: int, phase: str) -> dict[str, Any]:
+def killed_in_update(run: Run, step: int) -> dict[str, Any]:
+    """Wait until :data:`KILLED` has ended a trainer rank in a step's update."""
+    before = run.wait(lambda e: e["event"] == "step" and e["step"] == step - 1)
+    return _trainer_restarted(run, before, "update", lambda: run.after(before, "fault_injected")["time"])
+
+
+def killed_in_rollouts(run: Run, after: int) -> dict[str, Any]:
+    """Kill the last trainer rank while the rollouts that follow a step are generated."""
     step = run.wait(lambda e: e["event"] == "step" and e["step"] == after)
-    rollout, update = step["phases"]["rollout"], step["phases"]["update"]
-    time.sleep(rollout + update / 2 if phase == "update" else rollout / 2)
+
+    def kill() -> float:
+        time.sleep(step["phases"]["rollout"] / 2)
+        run.children("TrainerRank")[-1].kill()
+        return time.time()
+
+    return _trainer_restarted(run, step, "rollout", kill)
+
+
+def _trainer_restarted(run: Run, step: Event, phase: str, kill: Callable[[], float]) -> dict[str, Any]:
+    """Kill a trainer after a step and wait for its restart; ``kill`` returns the time."""
     before = {p.pid for p in run.children(*_OTHERS)}
-    (trainer,) = run.children("ray::TrainerRank")
-    killed = time.time()
-    trainer.kill()
-    restarted = run.after(step, "trainers_restarted")
-    row = _row(f"trainer killed during {phase}", step, restarted, run, killed)
-    return row | {"others_untouched": before <= {p.pid for p in run.children(*_OTHERS)}}
+    killed = kill()
+    found = row(f"trainer killed during {phase}", step, run.after(step, "trainers_restarted"), run, killed)
+    return found | {"others_untouched": before <= {p.pid for p in run.children(*_OTHERS)}}
 
 
-def _row(what: str, step: Event, handled: Event, run: Run, since: float) -> dict[str, Any]:
+def row(what: str, step: Event, handled: Event, run: Run, since: float) -> dict[str, Any]:
+    """What a fault cost that was handled by an event; ``since``: the time of the fault."""
     following = run.after(handled, "step")
     return {
         "fault": what,
@@ -305,7 +349,7 @@ def _measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
         )
         print(json.dumps(found["copies"]), flush=True)
     if "faults" in only:
-        run = Run("faults", options, steps)
+        run = Run("faults", options, steps, KILLED)
         found["faults"] = faults(run)
         run.finish()
         found["with_copies"] = medians(run.rundir, {row["next_step"] for row in found["faults"]})

@@ -29,6 +29,7 @@ from orhpc.commands import (
     status,
     sweep,
     sync,
+    tune,
     view,
 )
 from orhpc.commands.packages import need
@@ -98,7 +99,12 @@ def _converted(command: list[str], arguments: list[str]) -> list[str]:
     """The arguments of a command, without flags of other projects where it reads settings."""
     if command == ["serve"]:
         return engine_options(arguments)
-    reads = {"check": jobs.add_check, "sweep": sweep.add_sweep, "drill": drill.add_drill}
+    reads = {
+        "check": jobs.add_check,
+        "sweep": sweep.add_sweep,
+        "drill": drill.add_drill,
+        "tune": tune.add_tune,
+    }
     add_arguments = reads.get("".join(command))
     return arguments if add_arguments is None else without_flags(arguments, own_options(add_arguments))
 
@@ -128,6 +134,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     add("check", jobs.add_check, "check whether a config can run, without using a GPU")
     add("launch", add_launch, "start or resume a run, as a SLURM job or here")
     add("sweep", sweep.add_sweep, "start or resume runs with different values of some settings")
+    add("tune", tune.add_tune, "measure layouts and micro-batches on the nodes, and write the best config")
     add("drill", drill.add_drill, "rehearse failures with a short run of a config")
     add("simulate", simulate.add_simulate, "say what failures would cost a run on more nodes")
     add("runs", runs.add_runs, "list the runs of a folder with their state")

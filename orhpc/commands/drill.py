@@ -7,15 +7,12 @@ import json
 import os
 import random
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from orhpc.commands.attended import QUIET, run_here, wait
 from orhpc.commands.drill_table import recoveries, table
-from orhpc.commands.jobs import Standing
 from orhpc.commands.run_state import existing_run
 from orhpc.config import Config
 from orhpc.config.faults import KINDS, VARIABLE, Fault, FaultKind, Target, serves, targets
@@ -25,8 +22,6 @@ from orhpc.launch import prepare
 from orhpc.launch.__main__ import submit
 from orhpc.launch.command_line import HELP, add_nodes, node_overrides, show_faults, split_command_line
 from orhpc.rundir import RunDir, write_atomic
-from orhpc.rundir.event_lines import line_of
-from orhpc.rundir.events import read_events, steps_of
 from orhpc.rundir.prompt_ledger import balance_of, read_lineage
 
 USUAL = (
@@ -47,14 +42,6 @@ _FIRST = 3
 """Step of the first fault: some steps are made before."""
 _SAVE_INTERVAL = 2
 _RANDOM_STEPS = 200
-_POLL_S = 5.0
-_NO_PROGRESS = 3
-"""Starts of a local drill in a row without a new step, after which it ends."""
-_QUIET = (
-    "evaluation.interval=0", "wandb.enabled=false", "tensorboard.enabled=false", "mlflow.enabled=false",
-    "notify.events=[]", "rollout.openreward_upload=false",
-)  # fmt: skip
-"""A drill is no experiment: it evaluates nothing and sends no reports."""
 
 
 def add_drill(parser: argparse.ArgumentParser) -> None:
@@ -121,14 +108,14 @@ def drill(options: argparse.Namespace) -> int:
     prepare.create_directory(config)
     write_atomic(run.path / "drill.json", json.dumps({"within_s": options.within}))
     if options.local:
-        code = _run_here(path, words, run)
+        code = run_here("drill", path, words, run)
         has_begun = run.events.is_file()  # otherwise its own message says why not
         return show(run) if has_begun and code != EXIT_REQUEUE else code
     submit(config, path, words)
     if options.no_wait:
         print(f"  orhpc drill --table {shlex.quote(str(run.path))}")
         return EXIT_OK
-    _wait(run)
+    wait(run)
     return show(run)
 
 
@@ -206,7 +193,7 @@ def _with_faults(
     config: Config, overrides: Sequence[str], schedule: Sequence[Fault], steps: int
 ) -> list[str]:
     words = [
-        *overrides, *_QUIET, f"run.name={config.run.name}-drill", f"train.steps={steps}",
+        *overrides, *QUIET, f"run.name={config.run.name}-drill", f"train.steps={steps}",
         f"faults.inject={json.dumps([str(fault) for fault in schedule])}",
     ]  # fmt: skip
     return words + (["algorithm.critic.warmup_steps=0"] if config.algorithm.critic.warmup_steps else [])
@@ -240,66 +227,6 @@ def _index(config: Config, kind: FaultKind, index: int | None) -> int | None:
     if index is None and kind is FaultKind.ENVIRONMENT_KILLED:
         return 0
     return max(0, targets(config)[target] - 1) if index is None else index
-
-
-def _run_here(path: str, words: Sequence[str], run: RunDir) -> int:
-    """Start the run again whenever it ends as SLURM would requeue it; returns the last exit code."""
-    command = [sys.executable, "-m", "orhpc.launch", "--local", path, *words]
-    idle = 0
-    while True:
-        before = _reached(run)
-        code, stopped = _run_once(command)
-        idle = 0 if _reached(run) > before else idle + 1
-        if stopped:
-            return EXIT_REQUEUE
-        if code not in (EXIT_FAILED, EXIT_REQUEUE) and code >= 0:
-            return code
-        if idle >= _NO_PROGRESS:
-            return EXIT_FAILED
-        ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        print(f"drill: the run ended {ended}; starting it again, as SLURM would", flush=True)
-        time.sleep(1.0)  # its processes end with it, and the kernel needs a moment for that
-
-
-def _run_once(command: Sequence[str]) -> tuple[int, bool]:
-    """Run a command; returns its exit status, and whether a person has ended it.
-
-    A terminal's Ctrl-C reaches the command as well, and SIGTERM is forwarded: it commits and exits.
-    """
-    received: list[int] = []
-    with subprocess.Popen(command) as child:
-
-        def forward(number: int, frame: object) -> None:
-            received.append(number)
-            if number == signal.SIGTERM:
-                child.send_signal(number)
-
-        handlers = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            return child.wait(), bool(received)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-
-def _reached(run: RunDir) -> int:
-    return max(steps_of(read_events(run.events)), default=0)
-
-
-def _wait(run: RunDir) -> None:
-    """Print what happens until no job of the run is left."""
-    shown = 0
-    while True:
-        ended = Standing.of(run).ended
-        events = read_events(run.events)
-        for event in events[shown:]:
-            line = event.get("reason") if event["event"] == "notice" else line_of(event)
-            if line is not None:
-                print(line, flush=True)
-        shown = len(events)
-        if ended:
-            return
-        time.sleep(_POLL_S)
 
 
 def show(run: RunDir) -> int:

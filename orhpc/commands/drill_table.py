@@ -15,10 +15,11 @@ from orhpc.rundir.events import read_events
 Event = Mapping[str, Any]
 _NOTICED = {
     "restart", "node_replaced", "failed", "stopped", "trainers_restarted", "out_of_memory_recovered",
-    "engines_ended", "engines_restarted", "environment_restarted", "storage_refused", "commit_failed",
+    "engines_ended", "engines_restarted", "worker_ended", "worker_restarted", "environment_restarted",
+    "storage_refused", "commit_failed",
 }  # fmt: skip
 """Events that show that the run has noticed a fault."""
-_AFTERWARDS = {"trainers_restarted", "engines_restarted", "out_of_memory_recovered"}
+_AFTERWARDS = {"trainers_restarted", "engines_restarted", "worker_restarted", "out_of_memory_recovered"}
 """Those that are written when the recovery is over, with its ``seconds``."""
 HEAD = ("fault", "detected after, s", "back after, s", "steps lost", "rollouts lost", "restarted", "verdict")
 
@@ -147,8 +148,11 @@ def _restarted(fault: Event, window: Sequence[Event]) -> str:
         "node_replaced": lambda e: f"all parts in place, {e.get('spare')} for {e.get('lost')}",
         "trainers_restarted": lambda _: "trainers",
         "engines_restarted": lambda e: "engine " + ", ".join(map(str, e.get("engines", []))),
+        "worker_ended": lambda e: f"worker {e.get('worker')}",
         "environment_restarted": lambda _: "environment server",
     }
+    if attempts or any(e["event"] in ("restart", "node_replaced") for e in window):
+        kinds.pop("worker_ended")  # it ended with the others, and they have all been started again
     parts += dict.fromkeys(kinds[e["event"]](e) for e in window if e["event"] in kinds)
     if any(e["event"] == "out_of_memory_recovered" for e in window):
         parts.append("nothing; update repeated")

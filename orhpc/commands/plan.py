@@ -24,7 +24,7 @@ from orhpc.launch.slurm import submission
 from orhpc.plan.layout import group_spans
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.placement import Placement
-from orhpc.plan.recompute import describe
+from orhpc.plan.recompute import totals
 from orhpc.plan.run_plan import (
     RunPlan,
     check_host,
@@ -54,13 +54,15 @@ def lines(run: RunPlan) -> Iterator[str]:
     if run.placement.engines:
         yield f"engines   {len(run.placement.engines)} of {run.tp} devices"
     yield from _places(run.placement)
-    yield f"micro-batch of up to {run.demand.tokens} tokens; recomputed: {describe(run.config)}"
+    yield f"micro-batch of up to {run.demand.tokens} tokens"
     yield ""
     yield "trainer device, GiB at the peak of a step"
     for name, size in run.trainer.parts().items():
         yield f"  {name:<12}{gib(size):>9}"
     has = "" if run.device_bytes is None else f" of {gib(run.device_bytes - RESERVED_BYTES)}"
     yield f"  {'total':<12}{gib(run.trainer.total):>9}{has}"
+    if run.config.train.backend == "megatron":
+        yield _recompute_line(run)
     yield from _engine_lines(run)
     yield _lead_line(run.config)
     for what, size in host_parts(run).items():
@@ -71,6 +73,14 @@ def lines(run: RunPlan) -> Iterator[str]:
         yield f"host memory a node for copies of another node's trainers, if it is free: {gib(size)} GiB"
     yield from _commit_lines(run)
     yield f"limit: {limit(run)}"
+
+
+def _recompute_line(run: RunPlan) -> str:
+    """The total by what the backward pass recomputes, and which of them the config has, or its ``auto``."""
+    needed = ", ".join(f"{mode} {gib(total)}" for mode, total in totals(run.config, run.shape).items())
+    layers = run.demand.layers if run.demand.recompute == "full" else None
+    some = "" if layers is None else f", the first {layers} layers of a stage"
+    return f"recomputation: {run.demand.recompute}{some}; total of {needed}"
 
 
 def _commit_lines(run: RunPlan) -> Iterator[str]:

@@ -20,6 +20,7 @@ NOTICE_S, QUEUE_S = 30.0, 900.0
 differs from site to site."""
 _DISTURBED = {
     *("fault_injected", "trainers_restarted", "engines_ended", "engines_restarted", "environment_restarted"),
+    *("worker_ended", "worker_restarted"),
     *("storage_refused", "restart", "failed", "stopped", "bring_up", "ready", "evaluation"),
 }
 """Events after which the time until the next step is not that of an ordinary step."""

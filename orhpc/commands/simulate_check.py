@@ -18,7 +18,6 @@ SCOPES: dict[FaultKind, Scope] = {
     FaultKind.TRAINER_KILLED: Scope.TRAINERS,
     FaultKind.ENGINE_KILLED: Scope.ENGINE,
     FaultKind.ENGINE_OOM: Scope.ENGINE,
-    FaultKind.WORKER_KILLED: Scope.IN_PLACE,
     FaultKind.RAYLET_KILLED: Scope.IN_PLACE,
     FaultKind.RAY_HEAD_KILLED: Scope.IN_PLACE,
     FaultKind.DRIVER_KILLED: Scope.JOB,

@@ -19,6 +19,7 @@ OWN_OPTIONS: dict[str, str] = {
     "api_key": "the run's key",
     "admin_api_key": "the run's key",
     "config": "engine.extra",
+    "custom_weight_loader": "engine.direct_loading",
     "tp": "engine.tp",
     "tp_size": "engine.tp",
     "tensor_parallel_size": "engine.tp",
@@ -119,6 +120,10 @@ class EngineSettings(Section):
     check_weights: bool = False
     """After every weight sync, compare the engines' weights bit for bit with an export of the trainer's.
     Slow; for debugging."""
+    direct_loading: bool = False
+    """Copy weights straight into SGLang's parameters once two syncs have shown where SGLang puts them.
+    Without it, SGLang loads one tensor after the other in every sync. Off by default, because the result has
+    not been compared bit for bit on GPUs yet; ``check_weights`` does so after every sync."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further options of the engine, by its own names, with underscores or hyphens: ``attention_backend``."""
 

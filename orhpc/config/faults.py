@@ -164,7 +164,8 @@ def targets(c: Config) -> dict[Target, int]:
     return {
         Target.RANK: c.placement.trainer_ranks,
         Target.ENGINE: 0 if replays else c.placement.rollout_devices // c.engine.tp,
-        Target.WORKER: 0 if replays else c.placement.nodes * c.rollout.workers_per_node,
+        # A number that depends on the nodes' cores is at least one.
+        Target.WORKER: 0 if replays else c.placement.nodes * (c.rollout.workers_per_node or 1),
         Target.NODE: c.placement.nodes,
     }
 

@@ -13,8 +13,6 @@ from pydantic import Field
 
 from orhpc.config.base import Fraction, Positive, Section
 
-Recompute = Literal["auto", "none", "selective", "full"]
-
 LARGEST_BETA2 = 0.992
 """Largest ``adam_beta2`` for moments in bfloat16, whose relative spacing is up to 2**-7: a moment that decays
 by less in a step may be rounded back to its old value."""
@@ -36,23 +34,22 @@ class MegatronSettings(Section):
     """Expert-parallel size: ranks over which a layer's experts are divided (MoE models)."""
     etp: Positive = 1
     """Tensor-parallel size within an expert (MoE models)."""
-    recompute: Recompute = "auto"
-    """Activations to recompute in the backward pass, if ``train.gradient_checkpointing`` is true. ``none``:
-    none. ``selective``: those of ``recompute_modules``. ``full``: those of whole layers. ``auto``: the first
-    of these that fits the memory of a device, as ``orhpc plan`` computes it; ``full`` on CPUs."""
-    recompute_modules: list[str] | None = None
-    """Modules to recompute with ``selective``, by megatron-core's names. Null: ``moe_act`` and ``layernorm``
-    in a mixture of experts, ``mlp`` in a dense model."""
+    recompute: Literal["full", "selective", "auto"] = "full"
+    """What ``train.gradient_checkpointing`` recomputes in the backward pass. ``full``: whole layers.
+    ``selective``: only ``recompute_modules``. ``auto``: as little as the device's memory allows by the plan,
+    with 5 % to spare; nothing, cheap modules, or whole layers, as few as possible."""
+    recompute_modules: list[str] = Field(default_factory=lambda: ["core_attn"])
+    """Modules to recompute with ``recompute: selective``, by megatron-core's names."""
     recompute_layers: Positive | None = None
-    """Layers that ``full`` recomputes: the first ones of every pipeline stage, with ``vpp`` of every chunk;
-    the others keep their activations. Null: all, and with ``auto`` as few as fit."""
+    """With ``recompute: full``: how many layers of each pipeline stage, the first ones, are recomputed; the
+    others keep their activations. Null: all."""
     overlap: bool = True
     """Overlap the gradient reduction with the backward pass."""
     overlap_moe_expert_parallel_comm: bool = False
     """Overlap the all-to-alls of experts with the computation of another micro-batch: the forward pass of one
-    runs together with the backward pass of the one before. Needs ``ep`` > 1, ``model.dtype: bfloat16``, at
-    least one layer more in device memory, and activations that are not recomputed in whole layers or in
-    whole mixtures (``moe``)."""
+    runs together with the backward pass of the one before. Needs ``ep`` > 1, ``model.dtype: bfloat16``,
+    memory for one layer more, and activations that are not recomputed in whole layers or in whole mixtures
+    (``moe``)."""
     counts_from_routes: bool = False
     """Count the tokens of each expert from the recorded routes, on the host before a micro-batch begins,
     instead of waiting for the device's counts in every layer. Needs ``train.routing_replay``."""
@@ -90,12 +87,16 @@ class MegatronSettings(Section):
             )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"megatron.vpp: {self.vpp} chunks per stage need more than one stage (megatron.pp)")
-        if self.recompute_layers is not None and self.recompute in ("none", "selective"):
-            found.append(f"megatron.recompute_layers: {self.recompute} recomputes no whole layers; remove it")
+        if self.recompute_layers is not None and (self.recompute != "full" or self.vpp > 1):
+            other = "megatron.vpp > 1" if self.vpp > 1 else f"megatron.recompute: {self.recompute}"
+            found.append(f"megatron.recompute_layers: not with {other}")
         return found
 
-    def overlap_problems(self, dtype: str) -> list[str]:
-        """List the settings with which all-to-alls cannot be overlapped with another micro-batch."""
+    def overlap_problems(self, dtype: str, *, recomputes: bool) -> list[str]:
+        """List the settings with which all-to-alls cannot be overlapped with another micro-batch.
+
+        ``recomputes``: ``train.gradient_checkpointing``.
+        """
         if not self.overlap_moe_expert_parallel_comm:
             return []
         wanted = "megatron.overlap_moe_expert_parallel_comm"
@@ -106,9 +107,12 @@ class MegatronSettings(Section):
             found.append(f"{wanted} needs model.dtype: bfloat16, not {dtype}")
         if self.pp > 1 and self.vpp == 1:
             found.append(f"{wanted} needs megatron.vpp > 1 in a pipeline (megatron.pp = {self.pp})")
-        if self.recompute == "full":
-            found.append(f"{wanted} needs megatron.recompute: none, selective or auto, not full")
-        if "moe" in (self.recompute_modules or ()):
+        if recomputes and self.recompute == "full":
+            found.append(
+                f"{wanted} cannot recompute whole layers: set megatron.recompute to auto or selective, or "
+                "train.gradient_checkpointing to false"
+            )
+        if recomputes and self.recompute == "selective" and "moe" in self.recompute_modules:
             found.append(f"{wanted}: megatron.recompute_modules must not have moe")
         return found
 

@@ -84,8 +84,10 @@ class RolloutSettings(Section):
     """Task file that lists the tasks to train on, with their environments and splits, as ``orhpc
     prepare-tasks`` and OpenReward's ``prepare_tasks.py`` write it. The run keeps a copy. Null: all tasks of
     the environments' ``splits``."""
-    workers_per_node: Machines = 4
-    """Rollout worker processes per node."""
+    workers_per_node: Machines | None = 4
+    """Rollout worker processes per node. Null: one for every 128 rollouts that a node is expected to have in
+    flight, at most one for every four CPU cores, and at most 8; but as many as the ``replicas`` of an
+    environment."""
     max_concurrent: Positive = 512
     """Maximum number of rollouts in flight per worker."""
     retries: NonNegative = 2

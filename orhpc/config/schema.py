@@ -20,13 +20,14 @@ from orhpc.config.base import Name, NonNegative, Positive, Seconds, Section
 from orhpc.config.engine import EngineSettings, SamplingSettings
 from orhpc.config.environment import EnvironmentSettings, check_secret_sources
 from orhpc.config.faults import FaultSettings, fault_problems
-from orhpc.config.megatron import MegatronSettings, Recompute
+from orhpc.config.megatron import MegatronSettings
 from orhpc.config.notify import NotifySettings
 from orhpc.config.placement import PlacementSettings
 from orhpc.config.precision import Precision, precision_problems
 from orhpc.config.rollout import RolloutSettings
 from orhpc.config.slurm import SlurmSettings
 from orhpc.config.tracking import MlflowSettings, TensorboardSettings, TrackingSettings, WandbSettings
+from orhpc.config.tuning import TuningSettings
 from orhpc.process.access import Access
 
 
@@ -224,6 +225,7 @@ class Config(Section):
     notify: NotifySettings = NotifySettings()
     slurm: SlurmSettings = SlurmSettings()
     faults: FaultSettings = FaultSettings()
+    tuning: TuningSettings = TuningSettings()
 
     @property
     def data_ranks(self) -> int:
@@ -235,13 +237,6 @@ class Config(Section):
     def ranks_per_sequence(self) -> int:
         """Trainer ranks that share each sequence, and therefore the token budget of a micro-batch."""
         return self.megatron.cp if self.train.backend == "megatron" else 1
-
-    @property
-    def recompute(self) -> Recompute:
-        """Which activations are recomputed; ``auto``: :mod:`orhpc.plan.recompute` has to decide it."""
-        if not self.train.gradient_checkpointing:
-            return "none"
-        return self.megatron.recompute if self.train.backend == "megatron" else "full"
 
     @property
     def policy_optimizer(self) -> TrainSettings:
@@ -325,7 +320,7 @@ def _contradictions(c: Config) -> list[str]:
     if c.train.backend == "megatron":
         problems += c.megatron.problems(c.placement.trainer_ranks)
         problems += c.megatron.moment_problems(c.train.adam_beta2, c.model.dtype)
-        problems += c.megatron.overlap_problems(c.model.dtype)
+        problems += c.megatron.overlap_problems(c.model.dtype, recomputes=c.train.gradient_checkpointing)
         if c.megatron.counts_from_routes and not c.train.routing_replay:
             problems.append("megatron.counts_from_routes: needs train.routing_replay: true")
     elif c.megatron != MegatronSettings():
@@ -360,7 +355,7 @@ def _source_problems(c: Config) -> list[str]:
             problems.append(f"environments.{name}: max_response_tokens must be below max_total_tokens")
         if settings.replicas is not None and not settings.is_served:
             problems.append(f"environments.{name}.replicas: the job does not serve it (serve, data)")
-        elif (settings.replicas or 0) > c.rollout.workers_per_node:
+        elif c.rollout.workers_per_node and (settings.replicas or 0) > c.rollout.workers_per_node:
             problems.append(
                 f"environments.{name}.replicas: {settings.replicas} are more than the "
                 f"{c.rollout.workers_per_node} rollout.workers_per_node, each of which uses one server"

@@ -12,6 +12,7 @@ from orhpc.driver.resume import Start, choose_start, restore
 from orhpc.driver.run import CLOSE_AFTER_STOP_S, Run
 from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
+from orhpc.driver.tuning import tune
 from orhpc.errors import EnvironmentUnavailable, NonFinite, PreflightError, StopRequested
 from orhpc.train.checkpoint.copy_files import CopyId
 
@@ -21,12 +22,17 @@ log = logging.getLogger("orhpc.driver")
 async def attempt_once(run: Run, token_limit: int | None) -> None:
     """Train from the newest copy in memory or intact commit to the end; commit the last step at the end.
 
+    A run with ``tuning.candidates`` measures those instead.
+
     ``token_limit``: maximum tokens per micro-batch, after an attempt that ran out of memory.
 
     Raises:
         StopRequested: the stop file appeared; the last step is committed.
         OrhpcError: something failed; the policy table decides what follows.
     """
+    if run.config.tuning.candidates:
+        await tune(run)
+        return
     phases = Phases()
     run.unreported = None
     runtime, start = await _bring_up(run, token_limit, phases)

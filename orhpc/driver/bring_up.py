@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -15,28 +16,28 @@ from orhpc.config import Config, RolloutSettings
 from orhpc.data.prepared_tasks import listed_tasks
 from orhpc.driver.concurrently import gather_two, timed
 from orhpc.driver.estimator import Estimator
-from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, node_ids, start_workers, wait_for_nodes
+from orhpc.driver.fleet import Engines, Trainers, WorkerHandle, Workers, WorkerSetup, node_ids, wait_for_nodes
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import Start
 from orhpc.driver.run import Run
 from orhpc.driver.runtime import Runtime
-from orhpc.errors import RayLost, RecordError
+from orhpc.errors import RayLost
 from orhpc.launch.checks.fit import device_memory
 from orhpc.launch.model import model_folder
 from orhpc.launch.node.ray_start import use_loopback
 from orhpc.models import read_shape
-from orhpc.plan.memory import GIB
+from orhpc.plan.memory import GIB, recompute_mode
 from orhpc.plan.placement import Placement
-from orhpc.plan.recompute import decided, describe
+from orhpc.plan.recompute import settled
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
+from orhpc.rollout.buffer import finished_group, summarize_group
 from orhpc.rollout.group_filter import GroupFilter, load_filter
 from orhpc.rollout.producer import Position, Producer, is_stale
 from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rollout.tasks import TaskSequence, streams
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
-from orhpc.rundir.record import RolloutFile
 from orhpc.train.checkpoint.copy_files import CopyId
 from orhpc.types import PromptGroup
 
@@ -81,8 +82,7 @@ async def bring_up(
     # Importing libraries takes longer than loading models, so all processes start at once.  On shared devices
     # both models do not fit together: the trainers load theirs after the engines have released theirs.
     starting_engines = Engines.start(config, placement, ids, model_dir, run.folder, key)
-    secret = (run.folder / "environment.key").read_text().strip()
-    starting_workers = start_workers(config, placement, ids, model_dir, rundir, run.attempt, secret)
+    starting_workers = Workers.start(_worker_setup(run, model_dir), ids)
     start, (engines, (trainers, workers)) = await gather_two(
         verified,
         gather_two(
@@ -94,8 +94,7 @@ async def bring_up(
         with phases.timed("model"):
             await engines.release()
             await trainers.build()
-    known = (engines.urls, key, engines.router_url)
-    await asyncio.gather(*(w.call(RolloutWorker.connect, *known) for w in workers))
+    await workers.connect(engines.urls, key, engines.router_url)
     producer = await _producer(run, start, workers, group_filter)
     return Runtime(
         config,
@@ -113,12 +112,19 @@ async def bring_up(
     )
 
 
+def _worker_setup(run: Run, model_dir: str) -> WorkerSetup:
+    """Return what the rollout workers of the attempt are started with."""
+    key = (run.folder / "environment.key").read_text().strip()
+    return WorkerSetup(
+        run.config, run.placement, model_dir, run.rundir, run.attempt, key, run.events.write, run.notice
+    )
+
+
 async def _start_trainers(
     run: Run, ids: Sequence[str], model_dir: str, copied: asyncio.Future[set[CopyId]], phases: Phases
 ) -> Trainers:
     """Start the trainers; they load the model at once unless engines share their devices."""
-    placement = run.placement
-    config = await asyncio.to_thread(_decided, run.config, model_dir)
+    config, placement = trainer_config(run.config, model_dir), run.placement
     trainers = await timed(phases, "trainers", Trainers.start(config, placement, ids, model_dir, run.notice))
     copied.set_result(await trainers.copies() if run.copies.any() else set())
     if not placement.engines or not config.placement.shared_devices:
@@ -126,18 +132,15 @@ async def _start_trainers(
     return trainers
 
 
-def _decided(config: Config, model_dir: str) -> Config:
-    """Return the trainers' config, with ``megatron.recompute: auto`` decided for this node's devices.
-
-    The config alone decides, not the token budget of a restart, so that every start of a run decides alike.
-    """
-    if config.train.backend != "megatron" or config.recompute != "auto":
+def trainer_config(config: Config, model_dir: str) -> Config:
+    """Replace ``megatron.recompute: auto`` by what the memory of this node's devices allows."""
+    if config.train.backend != "megatron" or config.megatron.recompute != "auto":
         return config
-    on_gpus = config.placement.device == "cuda"
-    device_bytes = int(device_memory(config).gib * GIB) if on_gpus else None
-    found = decided(config, read_shape(Path(model_dir)), device_bytes)
-    log.info("megatron.recompute: auto recomputes %s", describe(found))
-    return found
+    memory = device_memory(config)
+    device_bytes = int(memory.gib * GIB) if config.placement.device == "cuda" else None
+    chosen = settled(config, read_shape(model_dir), device_bytes)
+    log.info("recomputation: %s (%.0f GiB a device, %s)", recompute_mode(chosen), memory.gib, memory.source)
+    return chosen
 
 
 def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, start: Start) -> Runtime:
@@ -149,7 +152,7 @@ def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, s
         run.rundir,
         trainers,
         None,
-        [],
+        Workers([]),
         producer,
         run.notice,
         gpus,
@@ -159,9 +162,7 @@ def _replaying(run: Run, trainers: Trainers, gpus: Gpus, estimator: Estimator, s
     )
 
 
-async def _producer(
-    run: Run, start: Start, workers: Sequence[WorkerHandle], group_filter: GroupFilter | None
-) -> Producer:
+async def _producer(run: Run, start: Start, workers: Workers, group_filter: GroupFilter | None) -> Producer:
     """Make the producer, at the position in the data from which the attempt continues."""
     config, position = run.config, start.state.position
     finished = await asyncio.to_thread(
@@ -169,7 +170,7 @@ async def _producer(
     )
     return Producer(
         config.rollout,
-        await task_sequence(config, workers[0], run.rundir.task_file),
+        await task_sequence(config, workers.any(), run.rundir.task_file),
         workers,
         seed=config.run.seed,
         per_environment={name: e.apply_to(config.rollout) for name, e in config.environments.items()},
@@ -177,6 +178,7 @@ async def _producer(
         finished=finished,
         keep=group_filter,
         report_user_error=UserErrorLog(run.folder / USER_ERRORS).add,
+        buffered=partial(finished_group, run.rundir),
     )
 
 
@@ -210,23 +212,13 @@ def finished_groups(
     found: list[PromptGroup] = []
     for path in sorted(rundir.buffer.glob("*_*.h5")):
         finished = path.name.startswith("group_")
-        group = _read_group(path)
+        group = summarize_group(path)
         stale = finished and group is not None and is_stale(group, version, settings)
         if group is None or stale or not _is_wanted(group, position, version):
             path.unlink()
         elif finished:
             found.append(group)
     return found
-
-
-def _read_group(path: Path) -> PromptGroup | None:
-    try:
-        with RolloutFile(path) as record:
-            rollouts = tuple(record.summary(row) for row in range(len(record)))
-    except RecordError as error:
-        log.warning("a buffered group is unreadable and will be generated again: %s", error)
-        return None
-    return PromptGroup(rollouts[0].group_id, rollouts[0].task, rollouts) if rollouts else None
 
 
 def _is_wanted(group: PromptGroup, position: Position, version: int) -> bool:

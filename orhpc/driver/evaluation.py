@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from orhpc.config import Config
 from orhpc.config.environment import EnvironmentSettings
-from orhpc.driver.fleet import WorkerHandle
+from orhpc.driver.fleet import Workers
 from orhpc.driver.metrics import summary_metrics
-from orhpc.rollout.producer import run_all
+from orhpc.rollout.dispatch import run_all
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.types import GroupRequest, PromptGroup, Sampling, Task
 
@@ -38,7 +38,7 @@ def sampling_of(config: Config, environment: str) -> Sampling:
     )
 
 
-async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[PromptGroup], dict[str, float]]:
+async def evaluate(config: Config, workers: Workers) -> tuple[list[PromptGroup], dict[str, float]]:
     """Roll out every evaluation task once; the same tasks and seeds each time.
 
     Returns:
@@ -50,7 +50,7 @@ async def evaluate(config: Config, workers: list[WorkerHandle]) -> tuple[list[Pr
     requests: list[GroupRequest] = []
     for environment, splits in config.evaluation.splits.items():
         for split in splits:
-            count = await workers[0].call(RolloutWorker.num_tasks, environment, split)
+            count = await workers.any().call(RolloutWorker.num_tasks, environment, split)
             count = min(count, config.evaluation.num_samples or count)
             requests += [
                 GroupRequest(

@@ -141,6 +141,8 @@ async def train_on(
         NonFinite: the previous step was skipped too.
     """
     config = run.config
+    if runtime.workers:
+        groups = runtime.workers.located(groups)
     tokens = state.max_tokens * config.ranks_per_sequence
     plan = plan_step(groups, advantages, config, config.data_ranks, tokens, state.step, limit)
     dropped = {"memory_dropped_rollouts": float(limit.dropped)} if limit.dropped else {}

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from orhpc.config import Config
 from orhpc.driver import engine_check
 from orhpc.driver.concurrently import A, all_of
 from orhpc.driver.estimator import Estimator
-from orhpc.driver.fleet import Engines, Trainers, WorkerHandle
+from orhpc.driver.fleet import Engines, Trainers, Workers
 from orhpc.driver.fleet.gpus import Gpus
 from orhpc.driver.fleet.weight_sync import WeightSync
 from orhpc.driver.metrics import Phases
@@ -27,7 +25,6 @@ from orhpc.launch.model import model_folder
 from orhpc.process.access import folder_mode
 from orhpc.rollout.producer import Producer, StepGroups
 from orhpc.rollout.recorded import ReplayProducer
-from orhpc.rollout.worker import RolloutWorker
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import Store, refusals
 from orhpc.train.actor import TrainerRank
@@ -35,10 +32,7 @@ from orhpc.types import PromptGroup
 
 log = logging.getLogger(__name__)
 
-RecordedGroup = tuple[int, str | None, bool]
-"""A group's id, the file of earlier attempts that holds it, and whether the step trained it."""
 _WATCH_S = 2.0
-_CLOSE_S = 45.0
 
 
 @dataclass(slots=True)
@@ -49,7 +43,7 @@ class Runtime:
     rundir: RunDir
     trainers: Trainers
     engines: Engines | None
-    workers: list[WorkerHandle]
+    workers: Workers
     producer: Producer | ReplayProducer
     notice: Callable[[str], None]
     """Called with each notice of the producer while a step collects rollouts."""
@@ -95,7 +89,7 @@ class Runtime:
             await self.engines.resume_weights()
             report = await sync.send(version)
         await self.engines.continue_generation()
-        await asyncio.gather(*(w.call(RolloutWorker.published, version) for w in self.workers))
+        await self.workers.published(version)
         return report | ({"sync_seconds_shed": max(released)} if released else {})
 
     async def _restart_failed_engines(self) -> None:
@@ -128,6 +122,7 @@ class Runtime:
 
         Raises:
             EngineUnavailable: no engine is left.
+            WorkerFails: a worker died too often.
             StopRequested: ``stop`` became true.
         """
         return await self.while_serving(lambda: self._watched(self.producer.collect(version, stop)))
@@ -138,6 +133,7 @@ class Runtime:
         try:
             while not (await asyncio.wait([waiting], timeout=_WATCH_S))[0]:
                 await self._watch_engines()
+                self.workers.raise_failure()
                 self._forward_notices()
             return await waiting
         finally:
@@ -213,8 +209,7 @@ class Runtime:
         """Let rollouts that are carried over pause or go on; on dedicated devices they always go on."""
         assert self.engines is not None
         if self.config.rollout.carries and not self.engines.dedicated:
-            method = RolloutWorker.resume if on else RolloutWorker.pause
-            await asyncio.gather(*(worker.call(method) for worker in self.workers))
+            await (self.workers.resume() if on else self.workers.pause())
 
     async def _engine_samples(self) -> list[engine_check.Answer]:
         if not self.unchecked or self.engines is None:
@@ -239,19 +234,9 @@ class Runtime:
             return
         folder = self.rundir.rollouts_of(step)
         await store(lambda: asyncio.to_thread(_recreate, folder))
-        trained = {g.id for g in step_groups.groups}
-        groups = [*step_groups.groups, *step_groups.dropped]
-        jobs: dict[int, list[RecordedGroup]] = {w.index: [] for w in self.workers}
-        for i, group in enumerate(groups):
-            file = group.rollouts[0].location.file
-            worker = group.rollouts[0].worker if file is None else self.workers[i % len(self.workers)].index
-            jobs[worker].append((group.id, file, group.id in trained))
-        recording = [
-            store(_recording(worker, folder, jobs[worker.index]))
-            for worker in self.workers
-            if jobs[worker.index]
-        ]
-        await all_of([*recording, self._record_trained(folder, store)])
+        groups = [(g, True) for g in step_groups.groups] + [(g, False) for g in step_groups.dropped]
+        recording = self.workers.record(folder, groups, store)
+        await all_of([recording, self._record_trained(folder, store)])
 
     async def _record_trained(self, folder: Path, store: Store) -> None:
         """Add the trainers' part to a step's record; the next sync reports a trainer that has died."""
@@ -264,31 +249,15 @@ class Runtime:
         """:meth:`record` for the rollouts of an evaluation."""
         folder = self.rundir.rollouts / f"evaluation_{step}"
         await store(lambda: asyncio.to_thread(_recreate, folder))
-        for worker in self.workers:
-            own: list[RecordedGroup] = [
-                (g.id, None, False) for g in groups if g.rollouts[0].worker == worker.index
-            ]
-            if own:
-                await store(_recording(worker, folder, own))
+        await self.workers.record(folder, [(group, False) for group in groups], store)
 
     async def close(self) -> None:
         """Stop all parts; parts that have already ended are ignored."""
-        closing = [w.call_within(_CLOSE_S, RolloutWorker.close) for w in self.workers]
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                log.warning("a worker did not close: %s", outcome)
-        for worker in self.workers:
-            ray.kill(worker.actor)
+        await self.workers.close()
         self.gpus.close()
         if self.engines is not None:
             await self.engines.close()
         await self.trainers.close()
-
-
-def _recording(
-    worker: WorkerHandle, folder: Path, groups: list[RecordedGroup]
-) -> Callable[[], Awaitable[None]]:
-    return lambda: worker.call(RolloutWorker.record, str(folder), groups)
 
 
 def _recreate(folder: Path) -> None:

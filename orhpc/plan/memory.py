@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
 from orhpc.plan.layout import Layout, stages
 
+Recompute = Literal["none", "selective", "full"]
+"""What is recomputed in the backward pass: nothing, some modules of each layer, or whole layers."""
 GIB = 1 << 30
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
@@ -37,8 +40,7 @@ class Demand:
     """Tokens of its longest micro-batch."""
     element_bytes: int
     """Bytes per element of weights and activations in the forward pass: 2 or 4."""
-    recompute: bool
-    """Whether whole layers are recomputed in the backward pass."""
+    recompute: Recompute
     logits_rows: int
     """Rows of logits that exist at a time."""
     reference: bool
@@ -53,37 +55,34 @@ class Demand:
     """Whether the trainer computes in FP8 (Megatron)."""
     critic: bool = False
     """Whether a critic is trained as well."""
-    recomputed: Collection[str] | None = ()
-    """Modules within layers that are recomputed, by megatron-core's names, unless whole layers are; None:
-    :func:`selective_modules`."""
-    recomputed_layers: int | None = None
-    """Layers of each pipeline stage that are recomputed, the first ones; None: all."""
+    modules: tuple[str, ...] = ()
+    """What ``selective`` recomputes, by megatron-core's names."""
+    layers: int | None = None
+    """How many layers of a stage ``full`` recomputes; None: all."""
     overlapped: bool = False
     """Whether the forward pass of a micro-batch runs together with the backward pass of another."""
 
 
-def selective_modules(shape: ModelShape, *, on_gpu: bool = True) -> list[str]:
-    """Return the modules that ``megatron.recompute: selective`` recomputes, by megatron-core's names.
+def recompute_mode(config: Config) -> Recompute:
+    """Return what a config recomputes; ``auto`` counts as ``full`` until the devices are known.
 
-    In a mixture of experts the activation function and the norm before the experts: both are computed again
-    in little time and save a seventh of the memory.  In a dense model the MLP, which has most of it.
-    Attention is not among them on GPUs, where its kernels keep no scores.  ``on_gpu``: whether there is
-    TransformerEngine, without which megatron-core can recompute neither of a mixture's two.
+    :func:`orhpc.plan.recompute.settled` chooses for ``auto``.
     """
-    if not shape.experts:
-        return ["mlp"]
-    return ["moe_act", "layernorm"] if on_gpu else ["core_attn"]
+    if not config.train.gradient_checkpointing:
+        return "none"
+    selective = config.train.backend == "megatron" and config.megatron.recompute == "selective"
+    return "selective" if selective else "full"
 
 
 def trainer_demand(config: Config) -> Demand:
-    """Return the demand of a config's trainer ranks; an undecided ``megatron.recompute: auto`` is full."""
+    """Return the demand of a config's trainer ranks."""
     train, longest = config.train, config.rollout.max_total_tokens
     # A rollout longer than the budget gets a separate micro-batch.
     tokens = max(train.max_tokens_per_gpu * config.ranks_per_sequence, longest)
     return Demand(
         tokens=tokens if train.dynamic_batch else train.micro_batch_size * longest,
         element_bytes=ELEMENT_BYTES[config.model.dtype],
-        recompute=config.recompute in ("full", "auto"),
+        recompute=recompute_mode(config),
         logits_rows=train.logprob_chunk_tokens,
         reference=config.algorithm.needs_reference,
         micro_batches=-(-train.global_batch_size // config.data_ranks),
@@ -91,10 +90,8 @@ def trainer_demand(config: Config) -> Demand:
         moment_bytes=config.megatron.moment_bytes,
         fp8=config.precision == "fp8",
         critic=config.algorithm.has_critic,
-        recomputed=config.megatron.recompute_modules if config.recompute == "selective" else (),
-        recomputed_layers=None
-        if (layers := config.megatron.recompute_layers) is None
-        else layers * config.megatron.vpp,
+        modules=tuple(config.megatron.recompute_modules),
+        layers=config.megatron.recompute_layers,
         overlapped=config.megatron.overlap_moe_expert_parallel_comm,
     )
 
@@ -240,21 +237,14 @@ def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:
 
 
 def layer_activations(
-    shape: ModelShape,
-    index: int,
-    element_bytes: int,
-    *,
-    upcast_norms: bool,
-    recomputed: Collection[str] = (),
-    excess: float = 1.0,
+    shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool, excess: float = 1.0
 ) -> int:
     """Return the bytes per token that one layer keeps for its backward pass, before any division.
 
     ``upcast_norms``: transformers' norms keep their input in float32 and the normalized value
-    in the model's type; fused ones keep only their input.  Its experts keep all intermediate values and
-    their outputs; fused ones keep their inputs, both projections and the activated product.
-    ``recomputed``: modules whose activations are not kept.  ``excess``: tokens that a rank's experts receive,
-    over an even share.
+    in the model's type; fused ones keep only their input.  transformers' experts keep all intermediate
+    values and their outputs; fused ones keep their inputs, both projections and the activated product.
+    ``excess``: tokens that a rank's experts receive, over an even share.
     """
     e = element_bytes
     norm = 4 + e if upcast_norms else e
@@ -271,17 +261,35 @@ def layer_activations(
     # Inputs of the projections, then queries, keys, values and the output that attention keeps.
     attention = e * (hidden + queries + keys + values) + extra
     if not shape.layers[index].experts:
-        return norms + attention + (0 if "mlp" in recomputed else e * (hidden + 4 * shape.ffn))
-    if "moe" in recomputed:
-        return norms + attention + e * hidden
+        return norms + attention + e * (hidden + 4 * shape.ffn)
     if upcast_norms:
         each, tables = 2 * hidden + 4 * shape.expert_ffn, 4
     else:
-        each, tables = hidden + (2 if "moe_act" in recomputed else 3) * shape.expert_ffn, TABLE_BYTES
+        each, tables = hidden + 3 * shape.expert_ffn, TABLE_BYTES
     routed = round(excess * shape.experts_per_token * each)
-    shared = 0 if "shared_experts" in recomputed else 4 * shape.shared_ffn
-    normed = 0 if "layernorm" in recomputed else hidden
-    return norms + attention + e * (normed + routed + shared) + tables * shape.experts
+    return norms + attention + e * (hidden + routed + 4 * shape.shared_ffn) + tables * shape.experts
+
+
+def recomputed(
+    shape: ModelShape, index: int, element_bytes: int, modules: Collection[str], excess: float = 1.0
+) -> int:
+    """Return the bytes per token that one layer does not keep if these modules are recomputed.
+
+    Modules are counted as fused ones in :func:`layer_activations`.  Those that are not counted there, as the
+    inside of fused attention, spare nothing, and neither do norms that TransformerEngine fuses with the
+    projection that follows: of these norms only the one before experts is separate.
+    """
+    hidden, routed = shape.hidden, excess * shape.experts_per_token
+    sparse = bool(shape.layers[index].experts)
+    spared = hidden if sparse and "layernorm" in modules else 0
+    if sparse and "moe" in modules:
+        spared += round(routed * (hidden + 3 * shape.expert_ffn)) + 4 * shape.shared_ffn
+    elif sparse:
+        spared += round(routed * shape.expert_ffn) if "moe_act" in modules else 0
+        spared += 4 * shape.shared_ffn if "shared_experts" in modules else 0
+    elif "mlp" in modules:
+        spared += 4 * shape.ffn
+    return element_bytes * spared
 
 
 TABLE_BYTES = 16
@@ -316,28 +324,26 @@ def _activations(
     waiting: int = 1,
 ) -> tuple[int, int]:
     """Return what ``waiting`` micro-batches keep until the backward pass, and one layer's work memory."""
-    tokens = _up(demand.tokens, layout.cp)
-
-    def of_layers(recomputed: Collection[str], excess: float) -> list[int]:
-        options = {"upcast_norms": upcast_norms, "recomputed": recomputed, "excess": excess}
-        return [layer_activations(shape, i, demand.element_bytes, **options) for i in layers]
-
-    whole = of_layers((), 1.0)
-    largest = max(whole, default=0)
-    routed = any(shape.layers[i].experts for i in layers)
-    work = expert_work(shape, layout, demand.element_bytes) if routed else 0
+    tokens, element = _up(demand.tokens, layout.cp), demand.element_bytes
     excess = EXPERT_EXCESS if layout.ep > 1 else 1.0
-    if demand.recompute:
-        some = len(whole) if demand.recomputed_layers is None else min(demand.recomputed_layers, len(whole))
-        inputs = some * demand.element_bytes * shape.hidden + sum(of_layers((), excess)[some:])
-        return _up(tokens * waiting * inputs, layout.tp), _up(tokens * (largest + work), layout.tp)
-    recomputed = selective_modules(shape) if demand.recomputed is None else demand.recomputed
-    kept = of_layers(recomputed, excess)
-    # One layer's recomputed activations exist in its backward pass.
-    work += max((w - k for w, k in zip(whole, of_layers(recomputed, 1.0), strict=True)), default=0)
-    if demand.overlapped:
-        work = 2 * work + largest
-    return _up(tokens * waiting * sum(kept), layout.tp), _up(tokens * work, layout.tp)
+    kept = [layer_activations(shape, i, element, upcast_norms=upcast_norms, excess=excess) for i in layers]
+    alone = [layer_activations(shape, i, element, upcast_norms=upcast_norms) for i in layers]
+    routed = any(shape.layers[i].experts for i in layers)
+    work = expert_work(shape, layout, element) if routed else 0
+    if demand.recompute != "full":
+        spared = [0 for _ in layers]
+        if demand.recompute == "selective":
+            spared = [recomputed(shape, i, element, demand.modules, excess) for i in layers]
+        # What one layer recomputes exists while its gradients are computed.
+        left, work = sum(kept) - sum(spared), work + max(spared, default=0)
+        if demand.overlapped:  # one layer of each of both micro-batches at work
+            work = 2 * work + max(alone, default=0)
+        return _up(tokens * waiting * left, layout.tp), _up(tokens * work, layout.tp)
+    count = len(kept) if demand.layers is None else min(demand.layers, len(kept))
+    inputs = count * element * shape.hidden + sum(kept[count:])
+    return _up(tokens * waiting * inputs, layout.tp), _up(
+        tokens * (max(alone[:count], default=0) + work), layout.tp
+    )
 
 
 def _head(shape: ModelShape, layout: Layout, demand: Demand) -> int:

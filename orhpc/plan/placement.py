@@ -14,6 +14,7 @@ import yaml
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError
+from orhpc.plan.workers import workers_per_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,6 @@ def plan(config: Config, nodes: tuple[Node, ...]) -> Placement:
         )
         for rank in range(p.trainer_ranks)
     ]
-    count = 0 if replay else config.rollout.workers_per_node * len(nodes)
-    workers = [WorkerPlace(i, i // config.rollout.workers_per_node) for i in range(count)]
+    own_workers = workers_per_node(config, min(node.cpus for node in nodes))
+    workers = [WorkerPlace(i, i // own_workers) for i in range(0 if replay else own_workers * len(nodes))]
     return Placement(nodes, tuple(trainers), tuple(engines), tuple(workers))

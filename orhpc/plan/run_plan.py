@@ -28,7 +28,7 @@ from orhpc.plan.memory import (
     trainer_memory,
 )
 from orhpc.plan.placement import Node, Placement, plan
-from orhpc.plan.recompute import decided
+from orhpc.plan.recompute import settled
 
 DEFAULT_DEVICE_GIB = 80.0
 """Memory of an H100 or A100 80GB, used if the device type is unknown."""
@@ -43,7 +43,6 @@ class RunPlan:
     """Computed requirements of a config."""
 
     config: Config
-    """With ``megatron.recompute`` decided."""
     shape: ModelShape
     layout: Layout
     demand: Demand
@@ -108,6 +107,8 @@ class RunPlan:
 def make_plan(config: Config, device_gib: float) -> RunPlan:
     """Compute a config's layout and memory; :mod:`orhpc.launch.checks.fit` decides whether it can run.
 
+    The plan's config has the choice that ``megatron.recompute: auto`` makes.
+
     Raises:
         ConfigError: an impossible placement or layout, or settings that a model with images does not allow.
     """
@@ -120,7 +121,7 @@ def make_plan(config: Config, device_gib: float) -> RunPlan:
     layout = trainer_layout(config)
     _check_layout(shape, layout, p.devices_per_node)
     device_bytes = int(device_gib * GIB) if p.device == "cuda" else None
-    config = decided(config, shape, device_bytes)
+    config = settled(config, shape, device_bytes)
     demand = trainer_demand(config)
     nodes = tuple(Node(f"node {i}", "", 1) for i in range(p.nodes))
     return RunPlan(

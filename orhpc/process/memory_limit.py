@@ -85,6 +85,26 @@ def machine_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     return sum(int(m[1]) for m in [_COUNT.search(_text(vmstat))] if m)
 
 
+def kills() -> tuple[int, int]:
+    """:func:`oom_kills` and :func:`machine_kills`."""
+    return oom_kills(), machine_kills()
+
+
+def verdict_since(before: tuple[int, int], now: tuple[int, int], node: str) -> str | None:
+    """One line if :func:`kills` of a node rose from ``before`` to ``now``, else None."""
+    if now[0] > before[0]:
+        return _by_limit(node, now[0] - before[0])
+    return _by_machine(node, now[1] - before[1]) if now[1] > before[1] else None
+
+
+def _by_limit(node: str, count: int) -> str:
+    return f"{node}: the kernel killed {count} of the job's processes for exceeding its memory"
+
+
+def _by_machine(node: str, count: int) -> str:
+    return f"{node}: the kernel killed {count} processes for lack of memory"
+
+
 def _up_to_the_job(root: Path, path: str) -> list[Path]:
     """The control group of a path and its ancestors, up to and including the SLURM job's group."""
     parts = [p for p in path.split("/") if p]
@@ -118,7 +138,7 @@ class MemoryWatch:
         self._before = now
         if now <= before:
             return None
-        return f"{node}: the kernel killed {now - before} of the job's processes for exceeding its memory"
+        return _by_limit(node, now - before)
 
     def verdict_on_machine(self, node: str) -> str | None:
         """One line if the kernel has killed any process on this machine for memory, else None.
@@ -127,4 +147,4 @@ class MemoryWatch:
         runs out of memory.
         """
         killed = machine_kills() - self._machine_before
-        return f"{node}: the kernel killed {killed} processes for lack of memory" if killed > 0 else None
+        return _by_machine(node, killed) if killed > 0 else None

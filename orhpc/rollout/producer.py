@@ -13,30 +13,18 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from orhpc.config import RolloutSettings
-from orhpc.errors import InfraError, StopRequested, UserCodeError
+from orhpc.errors import StopRequested, UserCodeError
+from orhpc.rollout.dispatch import KILLED_WORKERS, Dispatch, Worker, left_out_notice
 from orhpc.rollout.group_filter import GroupFilter
 from orhpc.rollout.group_watch import GroupWatch
 from orhpc.rollout.tasks import TaskSequence
 from orhpc.types import GroupRequest, PromptGroup, RolloutEnd, Sampling
 
 log = logging.getLogger(__name__)
-
-
-class Worker(Protocol):
-    """The part of a rollout worker that the producer uses."""
-
-    async def run_group(self, request: GroupRequest) -> PromptGroup:
-        """Generate one group; failed rollouts are returned with their error."""
-        ...
-
-    async def cancel(self, group_ids: Sequence[int]) -> None:
-        """Cancel groups that are no longer needed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +72,7 @@ class Producer:
         per_environment: Mapping[str, RolloutSettings] | None = None,
         keep: GroupFilter | None = None,
         report_user_error: Callable[[UserCodeError], None] = lambda error: None,
+        buffered: Callable[[int], PromptGroup | None] = lambda group_id: None,
     ) -> None:
         """Args:
         settings: batch size, samples, filters, staleness.
@@ -95,13 +84,13 @@ class Producer:
         per_environment: rollout settings of environments that override the run's.
         keep: says of a finished group whether it is trained on; None: it always is.
         report_user_error: is called with each error that ``keep`` raises.
+        buffered: reads a finished group from the buffer, after the death of its worker.
         """
         position = position or Position()
         self._settings = settings
         self._per_environment = per_environment or {}
         self._tasks = tasks
-        self._workers = list(workers)
-        self._load = [0] * len(self._workers)
+        self._dispatcher = Dispatch(workers, buffered)
         self._seed = seed
         self._next = position.next_group
         reused = {g.id for g in finished}
@@ -112,7 +101,6 @@ class Producer:
         self._next = max([self._next, *(i + 1 for i in reused)])
         self._requeued += sorted(set(range(position.next_group, self._next)) - reused)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
-        self._worker_of: dict[int, int] = {}
         self._started_at: dict[int, int] = {}
         """Policy version at the start of each group in flight."""
         self._dropped = StepGroups([])
@@ -155,7 +143,7 @@ class Producer:
             StopRequested: ``stop`` became true.
             EnvironmentUnavailable: every group of the step failed, or an environment failed permanently.
             UserCodeError: same, if only the environment's own code failed and it never worked.
-            InfraError: a worker was lost.
+            InfraError: a worker died too often, or failed otherwise.
         """
         self._version = version
         batch, ahead = self._settings.batch_size, self._settings.batch_size * self._settings.max_staleness
@@ -199,7 +187,6 @@ class Producer:
         self._watch.abandoned(in_flight)
         for group_id, task in in_flight.items():
             task.cancel()
-            self._load[self._worker_of.pop(group_id)] -= 1
             del self._started_at[group_id]
             self._requeued.append(group_id)
         return in_flight
@@ -214,7 +201,7 @@ class Producer:
         if not in_flight:
             return
         await asyncio.gather(*in_flight.values(), return_exceptions=True)
-        await asyncio.gather(*(w.cancel(list(in_flight)) for w in self._workers), return_exceptions=True)
+        await self._dispatcher.cancel(list(in_flight))
 
     def _choose(self, batch: int) -> StepGroups:
         ids = sorted(self._ready)[:batch]
@@ -251,9 +238,6 @@ class Producer:
     def _dispatch(self, group_id: int) -> None:
         task = self._tasks.task(group_id)
         s = self._per_environment.get(task.environment, self._settings)
-        worker = self._load.index(min(self._load))
-        self._load[worker] += 1
-        self._worker_of[group_id] = worker
         self._started_at[group_id] = self._version
         request = GroupRequest(
             id=group_id,
@@ -263,25 +247,24 @@ class Producer:
             seed=self._seed,
         )
         self._watch.started(group_id, request.task.environment)
-        self._in_flight[group_id] = asyncio.create_task(self._run(worker, request))
+        self._in_flight[group_id] = asyncio.create_task(self._run(request))
 
-    async def _run(self, worker: int, request: GroupRequest) -> None:
+    async def _run(self, request: GroupRequest) -> None:
         try:
-            group = await self._workers[worker].run_group(request)
-        except InfraError as error:
-            self._failure = error
-            self._changed.set()
-            return
+            group = await self._dispatcher.run(request)
         except Exception as error:  # noqa: BLE001 - a bug in a worker must end the step, not only be logged
             self._failure = error
             self._changed.set()
             return
         self._in_flight.pop(request.id, None)
-        self._worker_of.pop(request.id, None)
         self._started_at.pop(request.id, None)
-        self._load[worker] -= 1
-        self._failure = self._watch.finished(group, len(self._tasks.environments)) or self._failure
-        self._accept_or_drop(group)
+        if group is None:
+            self._watch.abandoned([request.id])
+            self._watch.notice(left_out_notice(request))
+            self._dropped.why[request.id] = KILLED_WORKERS
+        else:
+            self._failure = self._watch.finished(group, len(self._tasks.environments)) or self._failure
+            self._accept_or_drop(group)
         self._fill()
         self._changed.set()
 
@@ -360,17 +343,3 @@ def has_enough(group: PromptGroup, max_failing: float) -> bool:
     allowed = int(max_failing * total + 1e-9) if max_failing < 1 else int(max_failing)
     # A single rollout has no others to be compared with: its advantage would be 0.
     return total > 0 and total - left <= allowed and left >= min(2, total)
-
-
-async def run_all(
-    workers: Sequence[Worker], requests: Sequence[GroupRequest], limit: int
-) -> list[PromptGroup]:
-    """Generate a fixed list of groups (evaluation), at most ``limit`` concurrently."""
-    gate = asyncio.Semaphore(limit)
-
-    async def one(i: int, request: GroupRequest) -> PromptGroup:
-        async with gate:
-            return await workers[i % len(workers)].run_group(request)
-
-    pending: list[Awaitable[PromptGroup]] = [one(i, r) for i, r in enumerate(requests)]
-    return list(await asyncio.gather(*pending))

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from orhpc.errors import EngineUnavailable, MalformedToolCall
+from orhpc.errors import EngineUnavailable, MalformedToolCall, OrhpcError
 from orhpc.rollout.chat.messages import AssistantMessage
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.rollout.images import described
 from orhpc.types import (
     Generation,
+    GroupRequest,
     Image,
     PlacedImage,
     Rollout,
@@ -88,7 +89,7 @@ class RolloutBuilder:
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Append ids that the policy did not sample."""
-        self.tokens.extend(ids)
+        self.tokens.extend(array("i", ids))  # faster than item by item
 
     def add_sampled(self, generation: Generation, *, limit: int, first: bool) -> None:
         """Append sampled ids to a new turn or, after an abort, to the current one."""
@@ -221,3 +222,23 @@ class RolloutBuilder:
         """All rows, or None if some are missing: an aborted turn without tokens has no routes."""
         routes = self.routes.array()
         return routes if routes is not None and len(routes) == length - 1 else None
+
+
+def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:
+    """A rollout without tokens or reward, for the counts and the record, with the transcript so far."""
+    return Rollout(
+        id=f"{request.id}.{sample}",
+        group_id=request.id,
+        sample=sample,
+        task=request.task,
+        seed=0,
+        tokens_T=np.zeros(0, np.int32),
+        loss_mask_T=np.zeros(0, np.bool_),
+        logprobs_T=np.zeros(0, np.float32),
+        versions_T=np.zeros(0, np.int32),
+        end=RolloutEnd.FAILED,
+        reward=None,
+        messages=error.transcript or [],
+        error=f"{type(error).__name__}: {error}",
+        retries=retries,
+    )

@@ -102,6 +102,9 @@ async def _run_calls(
                 arguments = call.fitted(schemas.get(call.name, {}))
                 results[number] = truncated(await session.call(call.name, arguments), longest)
 
+    if len(calls) == 1:  # nearly every turn, which needs no further task
+        await make_calls()
+        return
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(at_once, len(calls))):

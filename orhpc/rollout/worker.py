@@ -20,18 +20,20 @@ import numpy as np
 import ray
 
 from orhpc.config import Config
-from orhpc.errors import BadTask, InfraError, OrhpcError, UserCodeError
+from orhpc.errors import BadTask, InfraError, UserCodeError
 from orhpc.plan.layout import route_layers
-from orhpc.process.garbage import collect_rarely, freeze_garbage
+from orhpc.process.garbage import collect_steadily, freeze_garbage
+from orhpc.process.memory_limit import kills
 from orhpc.process.secrets import resolve_secrets
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
-from orhpc.rollout.buffer import Buffer, has_called, read_group
+from orhpc.rollout.buffer import Buffer, also_in, has_called, read_group
 from orhpc.rollout.client import EnginePool
 from orhpc.rollout.environment.descriptions import find_tasks
 from orhpc.rollout.group_scores import score_group
 from orhpc.rollout.health import Health
 from orhpc.rollout.loaded_agent import Agent, load_agent
 from orhpc.rollout.producer import has_enough
+from orhpc.rollout.transcript import failed_rollout
 from orhpc.rollout.upload import Uploader
 from orhpc.rundir import RunDir
 from orhpc.rundir.record import count_versions, record_path, write_rollouts
@@ -80,6 +82,7 @@ class RolloutWorker:
         """Environments in whose sessions repeated calls have given other answers."""
         self._gate = asyncio.Semaphore(config.rollout.max_concurrent)
         self._stopping = False
+        self._collecting: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         """Ray begins this process's lines in the driver's log with it."""
@@ -109,10 +112,12 @@ class RolloutWorker:
                 images=self._agent.images is not None,
             )
         freeze_garbage()
-        collect_rarely()
+        self._collecting = asyncio.create_task(collect_steadily(lambda: bool(self._running)))
 
-    async def connect(self, engine_urls: Sequence[str], key: str, router_url: str | None = None) -> None:
-        """Set the URLs of all engines of the run, and of the router in front of them if there is one."""
+    async def connect(
+        self, engine_urls: Sequence[str], key: str, router_url: str | None = None, workers: int = 1
+    ) -> None:
+        """Set the URLs of all engines, and of the router if there is one, which ``workers`` workers use."""
         self._pool = EnginePool(
             list(engine_urls),
             key=key,
@@ -120,9 +125,17 @@ class RolloutWorker:
             route_shape=self._agent.route_shape,
             vocabulary=self._agent.vocabulary,
             router=router_url,
-            max_in_flight=max_in_flight(self._config, len(engine_urls)),
+            max_in_flight=max_in_flight(self._config, len(engine_urls), workers),
             place=self._index,
         )
+
+    async def stay(self) -> None:
+        """Return only by an error: the driver awaits this to learn of the worker's death at once."""
+        await asyncio.Event().wait()
+
+    async def memory_kills(self) -> tuple[int, int]:
+        """:func:`orhpc.process.memory_limit.kills` of this node."""
+        return kills()
 
     async def num_tasks(self, environment: str, split: str) -> int:
         """Number of tasks of a split, at most ``num_samples``."""
@@ -172,7 +185,8 @@ class RolloutWorker:
 
         Args:
             folder: ``RUN/rollouts/step_N``.
-            groups: id, buffer file if an earlier attempt generated the group, whether it was trained on.
+            groups: id, buffer file if there is one, whether it was trained on.  The file is read for groups
+                of an earlier attempt and of a worker that died.
 
         Raises:
             StorageRefused: the filesystem refuses writes; the call can be repeated, no group is released.
@@ -183,10 +197,10 @@ class RolloutWorker:
     async def close(self) -> None:
         """Close sessions, connections and the upload queue."""
         self._stopping = True
-        if self._config.rollout.carries and self._running:
-            await self._pool.abort_for_good(_STOP_S)
-            await asyncio.wait(self._running.values(), timeout=_STOP_S)
         running = list(self._running.values())
+        if self._config.rollout.carries and running:
+            await self._pool.abort_for_good(_STOP_S)
+            await asyncio.wait(running, timeout=_STOP_S)  # they may all have ended in the meantime
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -194,6 +208,8 @@ class RolloutWorker:
         for environment in self._environments.values():
             await environment.close()
         await self._pool.close()
+        if self._collecting is not None:
+            self._collecting.cancel()
 
     async def _group(self, request: GroupRequest) -> PromptGroup:
         begun = await asyncio.to_thread(self._buffer.read_begun, request)
@@ -225,7 +241,8 @@ class RolloutWorker:
         notices = (*environment.notices.drain(), *self._uploader.notices.drain())
         group = PromptGroup(request.id, request.task, summaries, notices)
         if not request.evaluation and has_enough(group, self._config.rollout.max_failing_rollouts):
-            await asyncio.to_thread(self._buffer.write, request.id, rollouts)
+            file = await asyncio.to_thread(self._buffer.write, request.id, rollouts)
+            group = group if file is None else also_in(file, group)
         for rollout in rollouts:
             self._uploader.put(rollout)
         return group
@@ -353,7 +370,7 @@ class RolloutWorker:
         trained: set[str] = set()
         for group_id, file, used in groups:
             group_rollouts = self._held.get(group_id, [])
-            if file is not None:
+            if not group_rollouts and file is not None:
                 group_rollouts = read_group(file)
             rollouts += group_rollouts
             trained |= {r.id for r in group_rollouts if r.end.trainable} if used else set()
@@ -366,30 +383,9 @@ class RolloutWorker:
         self._buffer.remove(group_id)
 
 
-def max_in_flight(config: Config, engines: int) -> int:
-    """Return how many requests one worker sends at the same time.
+def max_in_flight(config: Config, engines: int, workers: int) -> int:
+    """Return how many requests one of the run's workers sends at the same time.
 
     Together the workers keep all engines full, and a quarter more requests waiting in them.
     """
-    workers = config.rollout.workers_per_node * config.placement.nodes
     return math.ceil(1.25 * config.engine.max_running * engines / workers)
-
-
-def failed_rollout(request: GroupRequest, sample: int, error: OrhpcError, *, retries: int) -> Rollout:
-    """A rollout without tokens or reward, for the counts and the record, with the transcript so far."""
-    return Rollout(
-        id=f"{request.id}.{sample}",
-        group_id=request.id,
-        sample=sample,
-        task=request.task,
-        seed=0,
-        tokens_T=np.zeros(0, np.int32),
-        loss_mask_T=np.zeros(0, np.bool_),
-        logprobs_T=np.zeros(0, np.float32),
-        versions_T=np.zeros(0, np.int32),
-        end=RolloutEnd.FAILED,
-        reward=None,
-        messages=error.transcript or [],
-        error=f"{type(error).__name__}: {error}",
-        retries=retries,
-    )

@@ -16,6 +16,8 @@ _OF_PARTS: dict[str, Callable[[Event], str]] = {
     "fault_injected": lambda event: f"injected the fault {event.get('fault')}",
     "engines_ended": lambda event: f"engines have ended: {_list(event.get('engines'))}",
     "engines_restarted": lambda event: f"restarted engines: {_list(event.get('engines'))}",
+    "worker_ended": lambda event: f"rollout worker {event.get('worker')} on {event.get('node')} has ended",
+    "worker_restarted": lambda event: f"restarted rollout worker {event.get('worker')}",
     "node_replaced": lambda event: f"node replaced: {event.get('error')}",
     "environment_restarted": lambda event: f"restarted environment server {event.get('server')}",
 }
@@ -63,6 +65,8 @@ def line_of(event: Event) -> str | None:
     if kind == "token_budget_raised":
         tokens, setting = event.get("max_tokens"), event.get("max_tokens_per_gpu")
         return f"trying {tokens} tokens per micro-batch again (train.max_tokens_per_gpu {setting})"
+    if kind == "candidate":
+        return candidate_line(event)
     if kind in _OF_PARTS:
         return _OF_PARTS[kind](event)
     if kind in ("finished", "stopped"):
@@ -88,6 +92,15 @@ def lowered_budget(event: Event) -> str:
         return ""
     lowered = f"{tokens} tokens per micro-batch instead of train.max_tokens_per_gpu {setting}"
     return f"; out of memory before: {lowered}"
+
+
+def candidate_line(event: Event) -> str:
+    """Format what a candidate of ``orhpc tune`` reached."""
+    settings = " ".join(event["settings"]) or "the config as it is"
+    if "error" in event:
+        return f"{settings}: {event['error']}"
+    peak = f", {event['memory_peak_gb']:.1f} GB" if event.get("memory_peak_gb") is not None else ""
+    return f"{settings}: {event['tokens_per_s_per_rank']:.0f} tokens/s a rank{peak}"
 
 
 def step_line(event: Event, left: str = "") -> str:

@@ -111,6 +111,9 @@ METRICS: dict[str, Metric] = {
     "dropped_left_out": Metric(
         "rollout", "prompt groups of environments that rollout.failing_environment leaves out", "per step"
     ),
+    "dropped_killed_workers": Metric(
+        "rollout", "prompt groups left out because two workers died while they ran", "per step"
+    ),
     "dropped_failed": Metric("rollout", "prompt groups replaced because of failed rollouts", "per step"),
     "rollout_seconds_mean": Metric("rollout", "mean duration of a rollout", "s"),
     "rollout_seconds_max": Metric("rollout", "duration of the longest rollout", "s"),
@@ -265,9 +268,6 @@ METRICS: dict[str, Metric] = {
     "gpu_utilization_sync": Metric("perf", "the same during the weight sync"),
     "gpu_power_w": Metric("perf", "mean power of a GPU", "W"),
     # --- memory
-    "recompute": Metric(
-        "memory", "what the update recomputes: 0 nothing, 1 parts of layers (selective), 2 whole layers"
-    ),
     "gpu_memory_used_gb": Metric("memory", "largest memory in use on a GPU, by all processes", "GB"),
     "memory_trainer_peak_gb": Metric(
         "memory", "largest memory that a trainer rank allocated", "GB", "perf/max_memory_allocated_gb"

@@ -21,7 +21,6 @@ from orhpc.config import Config
 from orhpc.errors import InfraError, NonFinite, OutOfMemory
 from orhpc.models.images import image_processor
 from orhpc.plan.layout import route_share, trainer_layout
-from orhpc.plan.recompute import describe, recompute_metric
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
@@ -124,19 +123,18 @@ class TrainerRank(RankState):
             self._offload.prepare(asleep_bytes(self.config, self.model_dir, self.rank, self.world_size))
 
     def build(self) -> dict[str, Any]:
-        """Load the model and compare it with transformers' (collective).
+        """Load the model and compare it with transformers' (collective); :meth:`restore` must follow.
 
         Returns ``parameters``, ``model_check`` (what the comparison found), ``world_size``,
-        ``copy_bytes`` (the size of a copy of this rank's state), ``copies_problem`` (why the state cannot
-        be copied to the node's memory, or null) and ``recompute``: which activations are recomputed.
+        ``copy_bytes`` (the size of a copy of this rank's state) and ``copies_problem``: why the state cannot
+        be copied to the node's memory, or null.
         """
         torch.manual_seed(self.config.run.seed)
         with typed_failures("the model could not be built"):
             backend = self._backend_class(
                 self.config, self.model_dir, self.rank, self.world_size, self._offload
             )
-            self._backend = backend
-            self._whole_at = backend.progress()
+            self._backend, self._whole_at = backend, None
             found = check_trainer(backend, self.config, self.model_dir)
         bucket_bytes = self.config.engine.sync_bucket_mb << 20
         self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
@@ -152,7 +150,6 @@ class TrainerRank(RankState):
             "world_size": self.world_size,
             "copy_bytes": StateCopies.bytes_of(backend.shards()),
             "copies_problem": problem,
-            "recompute": describe(self.config),
         }
 
     # --- training -----------------------------------------------------------------------------
@@ -177,7 +174,6 @@ class TrainerRank(RankState):
         """
         self._finish_copy()
         report = StepReport(self.device, expert_ranks=trainer_layout(self.config).ep)
-        report.add_metrics(recompute_metric(self.config))
         tokens = TrainedTokens()
         self._trained, self._rng = {}, rng_state()
         settings = self.config.algorithm
@@ -238,7 +234,10 @@ class TrainerRank(RankState):
         self._whole_at = self.backend.progress()
 
     def holds_whole_step(self) -> bool:
-        """Whether this rank's state is that after its last whole step and may be committed."""
+        """Whether this rank's state is that after its last whole step and may be committed.
+
+        It is not between :meth:`build`, which loads the base model, and the restoration of the run's state.
+        """
         return self.backend.intact() and self._whole_at == self.backend.progress()
 
     def abandon_collectives(self) -> None:

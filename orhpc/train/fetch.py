@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,10 @@ R = TypeVar("R")
 
 FETCH_TIMEOUT_S = 600.0
 """Deadline for fetching one rollout's arrays from Ray's object store."""
+_FILES_FIRST_S = 60.0
+"""How long rollouts are read from files first after a worker has died: Ray takes a second for each one that
+it has lost."""
+_files_first_until = 0.0
 
 Arrays = Mapping[str, Any]
 
@@ -26,14 +31,16 @@ def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arr
     """Return ``tokens_T``, ``loss_mask_T``, ``logprobs_T``, ``images`` and, if requested, ``routes`` of one
     rollout.
 
-    They come from Ray's object store if it still holds them, else from the record file; routes that were not
-    recorded are None.  Raises RayLost when the only copy was in a lost object store, GroupDamaged
-    for a bad file of the run's buffer, and RecordError for a bad record.
+    They come from Ray's object store if it still holds them, else from the file in the run's buffer or
+    record; routes that were not recorded are None.  Raises RayLost when the only copy was in a lost object
+    store, GroupDamaged for a bad file of the run's buffer, and RecordError for a bad record.
     """
+    global _files_first_until
     held = location.arrays
     if isinstance(held, Mapping):
         return held if routes is None else {**held, "routes": routes.cut(held.get("routes"))}
-    if held is not None:
+    files_first = location.file is not None and routes is None and time.monotonic() < _files_first_until
+    if held is not None and not files_first:
         import ray
         import ray.exceptions
 
@@ -48,6 +55,7 @@ def fetch_arrays(location: Location, *, routes: RouteShare | None = None) -> Arr
             if location.file is None:
                 reason = str(error).split("\n", 1)[0]
                 raise RayLost(f"a rollout's arrays are gone from the object store: {reason}") from error
+            _files_first_until = time.monotonic() + _FILES_FIRST_S
     if location.file is None:
         raise RayLost("a rollout's arrays are neither in memory nor in a record")
     from orhpc.rundir.record import read_arrays

@@ -43,8 +43,8 @@ class RankState:
         self._quantize = (
             unchanged if plain else make_quantizer(power_of_two=config.engine.power_of_two_scales)
         )
-        self._whole_at: dict[str, int] = {}
-        """:meth:`Backend.progress` when the last whole step ended."""
+        self._whole_at: dict[str, Any] | None = None
+        """:meth:`Backend.progress` when the last whole step ended; None: the state is not restored yet."""
 
     @property
     def backend(self) -> Backend:
@@ -66,6 +66,7 @@ class RankState:
         that ``algorithm.advantage: ppo`` needs; a critic that this run does not have is left out.
         """
         if folder is None:
+            self._whole_at = self.backend.progress()
             return
         reader = CheckpointReader(folder)
         if self.config.algorithm.has_critic and "critic_steps" not in reader.progress:

@@ -195,6 +195,10 @@ class _HandlePickler(pickle.Pickler):
 # --- serialized tensors ---------------------------------------------------------------------------
 
 
+NO_TENSORS = pybase64.b64encode(pickle.dumps([])).decode("ascii")
+"""An empty list of named tensors, serialized for ``/update_weights_from_tensor``."""
+
+
 def deserialize_named_tensors(encoded: str | bytes, load_format: str | None = None) -> list[NamedTensor]:
     """Read what a sender serialized, without running code that the sender chose.
 

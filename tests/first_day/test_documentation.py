@@ -28,6 +28,7 @@ NOT_RUN = {
     "orhpc cancel": "tests/slurm cancels jobs",
     "rsync": "not ours",
     "orhpc drill": "runs of minutes; tests/local and tests/slurm have some",
+    "orhpc tune": "the same",
     "ORHPC_FAULT": "the same",
     "train_config.yaml": "tests/unit/launch/test_command_line.py reads these flags",
     "--hf-checkpoint": "the same",

@@ -29,6 +29,15 @@
 #                        (90 s), one_node.py's restart of two layers (250 s)
 #   checks    1     280  sleep and wake (30 s); one product for all experts, FP8 asleep, and the optimiser with
 #                        moments in bfloat16 and in host memory (200 s)
+#   tails     2     560  benchmarks/gpu/heavy_tails.py on GPU 0 (SHARE=60 s a variant after a start of 130 to
+#                        200 s); benchmarks/gpu/recovery.py, faults and replay, on 1
+#   faults    2     420  benchmarks/gpu/recovery.py, faults and replay, on GPU 0; models that see images on 1
+#   loading   2     560  GPU 0: weights copied directly into SGLang's parameters, and loaded by SGLang (two
+#                        starts; DEADLINE=240 s each); GPU 1: models that see images
+#   ranks     2     560  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py), then experts divided
+#                        in trainer and engine, weights copied directly and loaded by SGLang (or LOADING alone)
+#
+# Where bytecode is not kept, Python's imports alone take 30 s a process: run tests/gpu/warm.sh first.
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
 #                        on two GPUs LAYERS=8, and more words of it in NODE
@@ -139,6 +148,25 @@ checks() {
   job residence 0 90 tests/gpu/residence_check.py
   megatron checks 0 220 moe_speed fp8 optimiser
 }
+tails() {
+  job heavy-tails 0 600 benchmarks/gpu/heavy_tails.py --out "$R" --share "${SHARE:-60}" --seconds {} & local all=$!
+  job recovery 1 600 benchmarks/gpu/recovery.py --out "$R" --only faults replay --seconds {} ${GGUF:+--gguf "$GGUF"}
+  wait $all
+}
+faults() {
+  job images 1 400 tests/gpu/images.py --out "$R" --seconds {} & local images=$!
+  job recovery 0 410 benchmarks/gpu/recovery.py --out "$R" --only faults replay --seconds {} ${GGUF:+--gguf "$GGUF"}
+  wait $images
+}
+loading() {
+  job images 1 300 tests/gpu/images.py --out "$R" --seconds {} & local images=$!
+  job loading 0 500 $CHECK loading loading-speed --deadline "${DEADLINE:-240}"
+  wait $images
+}
+ranks() {
+  job recovery-two 0,1 420 benchmarks/gpu/recovery_two_gpus.py --out "$R" --seconds {} ${GGUF:+--gguf "$GGUF"}
+  job loading-experts 0,1 500 $CHECK ${LOADING:-loading loading-speed} --deadline "${DEADLINE:-200}"
+}
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}
   job "node-${cases// /-}" "$(seq -s, 0 $((gpus - 1)))" 600 benchmarks/gpu/one_node.py --out "$R" --seconds {} \
@@ -146,7 +174,7 @@ node() {
 }
 
 case $PLAN in
-  four | one | mismatch | two | suite | pair | unified | checks | node) ;;
+  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | node) ;;
   *) echo "no plan $PLAN" >&2; exit 2 ;;
 esac
 (while sleep 15; do pack; done) & PACKER=$!

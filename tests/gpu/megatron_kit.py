@@ -275,7 +275,7 @@ def peak_against_plan(trainer: TrainerRank, folder: Path, minibatch: MiniBatch, 
     torch.cuda.reset_peak_memory_stats()
     timed_steps(trainer, minibatch, 1)
     peak = torch.cuda.max_memory_allocated()
-    demand = Demand(BUDGET, 2, recompute, BUDGET, False, micro_batches=2)
+    demand = Demand(BUDGET, 2, "full" if recompute else "none", BUDGET, False, micro_batches=2)
     plan = trainer_memory(read_shape(folder), Layout(1), demand)
     parts = ", ".join(f"{n} {b / GIB:.2f}" for n, b in plan.parts().items() if b)
     return f"{peak / GIB:.2f} GiB, planned {plan.total / GIB:.2f} ({parts}): ratio {peak / plan.total:.3f}"

@@ -155,6 +155,8 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
         f"model.path={folder}", "train.steps=3", *room, "rollout.record_routes=true",
         "engine.check_weights=true", "rollout.batch_size=8", "rollout.n_samples=8",
         "train.global_batch_size=64", "train.lr=0.001",
+        # Four layers of the 30B model's shapes then fit a GPU of 80 GB.
+        "train.max_tokens_per_gpu=8192", "train.gradient_checkpointing=true",
         # A random model never answers correctly: without this reward, weights would hardly change.
         "rollout.custom_reward=tests.gpu.random_model:even_tokens",
         "engine.extra.moe_runner_backend=triton", "engine.extra.cuda_graph_bs_decode=[16,64]",
@@ -174,7 +176,12 @@ def moe(options: argparse.Namespace, name: str = "moe", *more: str, layers: int 
     learnt = all(step.get("grad_norm", 0) > 0 for step in done)
     gb = last["sync_bytes"] / 1e9
     plain = last["sync_seconds_total"] - last.get("sync_seconds_check", 0.0)
-    phases = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
+    phases: dict[str, Any] = {k: round(v, 3) for k, v in last.items() if k.startswith("sync_seconds")}
+    phases["each"] = [
+        round(e["sync_seconds_total"] - e.get("sync_seconds_check", 0.0), 3)
+        for e in done
+        if "sync_seconds_total" in e
+    ]
     rows = [
         (row, learnt, f"{len(done)} steps, log-prob difference "
          f"{last['logprob_diff_mean']:.2e} mean, {last['logprob_diff_max']:.2e} max, tokens that take other "
@@ -233,20 +240,46 @@ def mixed(options: argparse.Namespace) -> list[Row]:
     )
 
 
-def experts(options: argparse.Namespace) -> list[Row]:
+def loading(options: argparse.Namespace) -> list[Row]:
+    """Weights copied directly, on one GPU or all: few, because every sync is compared with an export."""
+    size, options.size = options.size, "small"
+    # The third sync is the first direct one.
+    rows = _loading(options, "direct", "train.steps=5", "engine.direct_loading=true")
+    options.size = size
+    return rows
+
+
+def loading_speed(options: argparse.Namespace) -> list[Row]:
+    """Seconds of syncs by SGLang's own loading and by direct copies."""
+    rows = _loading(options, "direct-speed", "train.steps=6", "engine.direct_loading=true", _UNCHECKED)
+    return rows + _loading(options, "by-sglang", "train.steps=6", _UNCHECKED)
+
+
+def _loading(options: argparse.Namespace, name: str, *more: str) -> list[Row]:
+    import torch
+
+    run = moe if torch.cuda.device_count() == 1 else experts
+    return run(options, name, *more)
+
+
+_UNCHECKED = "engine.check_weights=false"
+
+
+def experts(options: argparse.Namespace, name: str = "", *more: str) -> list[Row]:
     """All GPUs, with expert parallelism in the Megatron trainer and in the engine on the same GPUs."""
     import torch
 
     gpus = torch.cuda.device_count()
     return moe(
         options,
-        f"experts{gpus}",
+        name or f"experts{gpus}",
         f"placement.devices_per_node={gpus}",
         "train.backend=megatron",
         "train.routing_replay=true",
         f"megatron.ep={gpus}",
         f"engine.tp={gpus}",
         f"engine.ep={gpus}",
+        *more,
         layers=3,
     )
 
@@ -293,10 +326,12 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "split": split,
     "mixed": mixed,
     "experts": experts,
+    "loading": loading,
+    "loading-speed": loading_speed,
     "dp": dp,
     "speculative": speculative,
 }
-NOT_UNASKED = ("split", "mixed", "experts", "dp", "speculative")
+NOT_UNASKED = ("split", "mixed", "experts", "loading", "loading-speed", "dp", "speculative")
 """Sections that need several GPUs or test rarely used features."""
 
 

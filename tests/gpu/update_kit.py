@@ -16,7 +16,8 @@ import torch
 from orhpc.config import Config
 from orhpc.models import read_shape
 from orhpc.plan.layout import Layout, trainer_layout
-from orhpc.plan.memory import GIB, RESERVED_BYTES, TrainerMemory, trainer_demand, trainer_memory
+from orhpc.plan.memory import GIB, RESERVED_BYTES, Recompute, TrainerMemory, trainer_demand, trainer_memory
+from orhpc.plan.recompute import MODULES
 from orhpc.train.actor import TrainerRank
 from orhpc.train.batch import plan_batches
 from orhpc.train.profile import covered
@@ -54,8 +55,9 @@ class Variant:
     """Whether tokens are counted from the routes, on the host."""
 
     @property
-    def kind(self) -> str:
-        return self.mode.partition("-")[0]
+    def kind(self) -> Recompute:
+        found: Any = self.mode.partition("-")[0]
+        return found
 
     @property
     def layers(self) -> int | None:
@@ -140,9 +142,9 @@ def plan_of(config: Config, folder: Path, variant: Variant, micro_batches: int) 
     demand = replace(
         trainer_demand(config),
         tokens=variant.tokens,
-        recompute=variant.kind == "full",
-        recomputed=None if variant.kind == "selective" else (),
-        recomputed_layers=variant.layers,
+        recompute=variant.kind,
+        modules=tuple(MODULES[True]),
+        layers=variant.layers,
         overlapped=variant.overlap,
         micro_batches=micro_batches,
     )

@@ -15,60 +15,18 @@ from tests.seeing_models import seeing_model
 
 pytestmark = pytest.mark.slow
 
-MODULE = '''
-import base64
-
-from openreward.environments import Environment, ImageBlock, TextBlock, ToolOutput, terminal, tool
-from pydantic import BaseModel
-
-from tests.seeing_models import picture
-
-
-class Answer(BaseModel):
-    text: str
-
-
-class Pictures(Environment):
-    """Every third task is text only."""
-
-    @classmethod
-    def list_splits(cls):
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split):
-        return [{"i": i} for i in range(12)]
-
-    def get_prompt(self):
-        i = self.task_spec["i"]
-        data = [picture(64 + 32 * n, 64 + 20 * i, 100 * i + n) for n in range(i % 3)]
-        seen = [ImageBlock(data=base64.b64encode(d).decode(), mimeType="image/png") for d in data]
-        return [TextBlock(text="What is it?"), *seen]
-
-    @terminal
-    @tool
-    async def answer(self, answer: Answer) -> ToolOutput:
-        """Take the answer."""
-        return ToolOutput(blocks=[TextBlock(text="ok")], reward=1.0, finished=True)
-
-
-def score(rollout):
-    return float(rollout.tokens_T.sum() % 7)
-'''
-
 
 def test_a_model_is_trained_on_what_it_sees(tmp_path: Path) -> None:
     model = tmp_path / "model"
     seeing_model("qwen3-vl", model)
-    (tmp_path / "own_pictures.py").write_text(MODULE)
     done = kit.run(
         tmp_path,
         f"model.path={model}",
-        "environments={pictures: {serve: 'own_pictures:Pictures'}}",
-        "rollout.custom_reward=own_pictures:score",
+        "environments={pictures: {serve: 'tests.seeing_environment:Pictures'}}",
+        "rollout.custom_reward=tests.seeing_environment:score",
         "train.steps=3",
         "wandb.enabled=false",
-        env={"PYTHONPATH": f"{tmp_path}:{kit.ROOT}"},
+        env={"PYTHONPATH": str(kit.ROOT)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rundir = RunDir(tmp_path / "tiny")

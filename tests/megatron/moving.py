@@ -9,18 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 
 
 def install() -> None:
-    """Patch the manager: free tensors' memory, and restore it; call it before one is created."""
-    create, sleep = OffloadManager.__init__, OffloadManager.sleep
-
-    def create_moving(self: OffloadManager, device: torch.device) -> None:
-        create(self, device)
-        self.moves = True
+    """Patch the manager: free tensors' memory, and restore it."""
+    sleep = OffloadManager.sleep
 
     def record(self: OffloadManager, *tensors: Any) -> OffloadStats:
         slept = sleep(self, *tensors)
@@ -28,5 +22,6 @@ def install() -> None:
             file.write(f"{slept.moved_bytes}\n")
         return slept
 
-    OffloadManager.__init__ = create_moving  # type: ignore[method-assign]
+    # Managers move whatever they were created for, also those that exist already.
+    OffloadManager.moves = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
     OffloadManager.sleep = record  # type: ignore[method-assign]

@@ -136,8 +136,8 @@ def test_fp8_is_refused_where_it_would_be_ignored() -> None:
 def test_the_head_and_a_recomputed_layer_are_never_there_at_once() -> None:
     shape = shape_of(REAL["Qwen3-8B"][0])
     for rows in (8192, 512):
-        kept = Demand(8192, 2, False, rows, False)
-        recomputed = Demand(8192, 2, True, rows, False)
+        kept = Demand(8192, 2, "none", rows, False)
+        recomputed = Demand(8192, 2, "full", rows, False)
         head = trainer_memory(shape, Layout(1), kept).head
         logits = 2 * rows * shape.vocabulary
         summed = 2 if rows == 8192 else 6
@@ -152,7 +152,7 @@ def test_the_head_and_a_recomputed_layer_are_never_there_at_once() -> None:
 
 def test_stages_hold_as_many_micro_batches_as_are_ahead_and_recompute_one_layer() -> None:
     shape = shape_of(REAL["Qwen3-8B"][0])
-    demand = Demand(4096, 2, True, 4096, False, micro_batches=16)
+    demand = Demand(4096, 2, "full", 4096, False, micro_batches=16)
     memory = trainer_memory(shape, Layout(4, pp=4), demand)
     layer = 4096 * layer_activations(shape, 0, 2, upcast_norms=False)
     inputs = 4096 * (len(shape.layers) // 4) * 2 * shape.hidden
@@ -161,7 +161,7 @@ def test_stages_hold_as_many_micro_batches_as_are_ahead_and_recompute_one_layer(
 
 def test_what_the_host_keeps_of_the_optimizer_is_not_on_the_device() -> None:
     shape = shape_of(REAL["Qwen3-8B"][0])
-    whole = trainer_memory(shape, Layout(1), Demand(8192, 2, True, 8192, False))
-    half = trainer_memory(shape, Layout(1), Demand(8192, 2, True, 8192, False, offloaded=0.5))
+    whole = trainer_memory(shape, Layout(1), Demand(8192, 2, "full", 8192, False))
+    half = trainer_memory(shape, Layout(1), Demand(8192, 2, "full", 8192, False, offloaded=0.5))
     assert half.optimizer == whole.optimizer // 2
     assert half.weights == whole.weights

@@ -96,8 +96,10 @@ def lose_a_trainer_with_its_copies(cluster: Cluster, run: JobRun, rank: int) -> 
     # If the rank ends outside of an update or a sync, all parts restart in place.
     event = run.wait_event(lambda e: e["event"] == "trainers_restarted" or bool(e.get("copied")))
     assert event["step"] >= held
-    log = (run.run.attempt(run.run.newest_attempt()) / "driver.log").read_text()
-    assert f"the copies of step {event['step']} of ranks [{rank}] came from other nodes" in log
+    # A restart of all parts writes its event before the copies are fetched.
+    log = run.run.attempt(run.run.newest_attempt()) / "driver.log"
+    line = f"the copies of step {event['step']} of ranks [{rank}] came from other nodes"
+    wait_until(lambda: line in log.read_text(), 150, line, run.report)
     run.wait_event(lambda e: e["event"] == "step" and e["step"] > event["step"])
     skipped = [e["peer_copies_skipped"] for e in read_events(run.run.events) if e["event"] == "step"]
     assert 0.0 in skipped

@@ -95,7 +95,9 @@ def test_spares_replace_a_bad_node_at_the_start_and_then_one_whose_launcher_was_
     outcome = run.wait_outcome(1)
     assert outcome.reason is Reason.CANCELLED
     assert (outcome.excluded, outcome.replaced) == (["n1", "n2"], ["n2"])
-    cluster.clear_files(2)  # of a killed launcher: its next start on that node would remove them
+    # What a killed launcher leaves, the next start on that node would remove; first its processes must end.
+    wait_until(lambda: not cluster.processes(), 45, "the end of all processes", run.report)
+    cluster.clear_files(2)
     assert_nothing_left(run)
     assert orhpc(cluster, "status", str(run.run.path), "--ledger").returncode == 0  # each prompt once
     assert_whole(run.run, max(steps_of(read_events(run.run.events))))

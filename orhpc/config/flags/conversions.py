@@ -223,8 +223,8 @@ def recompute(given: Given) -> Settings:
     found: dict[str, Any] = {}
     if granularity is not None or given.on("--gradient-checkpointing"):
         found["train.gradient_checkpointing"] = True
-    if granularity is not None:
-        found["megatron.recompute"] = granularity
+    if granularity == "selective":
+        found["megatron.recompute"] = "selective"
     if modules:
         found["megatron.recompute_modules"] = modules
     return found

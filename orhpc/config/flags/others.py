@@ -71,8 +71,8 @@ NO_EFFECT: tuple[Flag, ...] = (
     only(
         "--attention-backend", ("flash", "auto"), "the trainer chooses", "the trainer chooses; leave it out"
     ),
-    only("--recompute-method", ("uniform",), "each layer is recomputed", "write megatron.recompute_modules"),
-    only("--recompute-num-layers", ("1",), "each layer is recomputed", "write megatron.recompute_modules"),
+    only("--recompute-method", ("uniform",), "each layer is recomputed", "write megatron.recompute_layers"),
+    only("--recompute-num-layers", ("1",), "each layer is recomputed", "write megatron.recompute_layers"),
     only("--moe-router-load-balancing-type", ("none",), "there is no auxiliary loss", "write none"),
     only("--moe-aux-loss-coeff", ("0",), "there is no auxiliary loss", "orhpc trains without one; write 0"),
     only("--moe-router-bias-update-rate", ("0",), "biases are constant", "expert biases stay; write 0"),

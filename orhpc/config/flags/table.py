@@ -268,8 +268,8 @@ _TRAINER: tuple[Flag, ...] = (
     ),
     joint(
         "--recompute-granularity", _RECOMPUTE, by.recompute,
-        "Sets `megatron.recompute`, whose default is `auto`.",
-        read=lambda c: c.recompute if c.recompute in ("full", "selective") else None,
+        "`full`: whole layers. `selective`: `megatron.recompute: selective`.",
+        read=lambda c: c.megatron.recompute if c.train.gradient_checkpointing else None,
     ),
     joint(
         "--recompute-modules", _RECOMPUTE, by.recompute, "By megatron-core's names.", arity="many",

@@ -8,6 +8,7 @@ always applies.
 from orhpc.driver.fleet.actors import node_ids, wait_for_nodes
 from orhpc.driver.fleet.engines import Engines
 from orhpc.driver.fleet.trainers import Trainers
-from orhpc.driver.fleet.workers import WorkerHandle, start_workers
+from orhpc.driver.fleet.worker_handle import WorkerHandle
+from orhpc.driver.fleet.workers import Workers, WorkerSetup
 
-__all__ = ["Engines", "Trainers", "WorkerHandle", "node_ids", "start_workers", "wait_for_nodes"]
+__all__ = ["Engines", "Trainers", "WorkerHandle", "WorkerSetup", "Workers", "node_ids", "wait_for_nodes"]

@@ -248,11 +248,11 @@ def _too_long(run: RunPlan, room: int) -> str:
 
 
 def _recompute_more(run: RunPlan) -> str:
-    """Return the setting that recomputes whole layers; empty if they are recomputed."""
-    if run.demand.recompute:
-        return ""
-    checkpointing = run.config.train.gradient_checkpointing
-    return "megatron.recompute=full" if checkpointing else "train.gradient_checkpointing=true"
+    """Return the setting that recomputes whole layers; empty if all are, or if they must not be."""
+    if run.demand.recompute == "none":
+        return "train.gradient_checkpointing=true"
+    can = run.demand.recompute == "selective" and not run.demand.overlapped
+    return "megatron.recompute=full" if can else ""
 
 
 def _fits(run: RunPlan, room: int, tokens: int) -> bool:
@@ -270,8 +270,7 @@ def _way_out(run: RunPlan, room: int) -> str:
             f"train.backend=megatron divides them; {_way_out_divided(run, room)}"
         )
     if fixed > room:
-        setting = _recompute_more(run)
-        what = f"{setting}, or " if setting else ""
+        what = "" if run.demand.recompute != "none" else "train.gradient_checkpointing=true, or "
         return (
             f"no number of ranks helps, since {gib(fixed)} GiB are not divided by them: {what}"
             "a lower rollout.max_total_tokens or train.max_tokens_per_gpu"

@@ -71,10 +71,12 @@ class Codec:
     def _content(self, text: str) -> list[int]:
         if not text:
             return []
-        cuts: list[int] = []
-        if self._control.search(text):
+        if self._control.search(text) is None:
+            ids = self._plain(text)
+        else:
             cuts = [match.start() + 1 for match in self._overlapping.finditer(text)]
-        ids = [i for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for i in self._plain(text[a:b])]
+            ends = zip([0, *cuts], [*cuts, len(text)], strict=True)
+            ids = [i for start, end in ends for i in self._plain(text[start:end])]
         if self._control_ids.isdisjoint(ids):
             return ids
         # Normalization has produced control text from other text: encode each character separately.

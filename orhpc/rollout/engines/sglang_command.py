@@ -18,6 +18,9 @@ from orhpc.models.images import folder_sees
 FP8_BLOCK = 128
 """Rows and columns per scale (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3)."""
 
+LOADER = "orhpc.rollout.engines.sglang_loading.install"
+"""Function with which SGLang's processes prepare their models for weight syncs."""
+
 RENAMED: dict[str, tuple[str, ...]] = {
     "tp_size": ("tensor_parallel_size",),
     "dp_size": ("data_parallel_size",),
@@ -66,6 +69,8 @@ def sglang_options(
         "enable_deterministic_inference": engine.deterministic,
         "enable_memory_saver": part.shares,
     }
+    if engine.direct_loading:
+        options["custom_weight_loader"] = LOADER
     if engine.dp > 1:
         options |= {"dp_size": engine.dp, "enable_dp_attention": True}
     if engine.ep > 1:

@@ -22,7 +22,7 @@ from orhpc.train.fsdp.critic import FsdpCritic
 from orhpc.train.fsdp.load import ModelLoader, rows_of
 from orhpc.train.fsdp.model import DeviceBatch
 from orhpc.train.fsdp.optim import Optimizer, local
-from orhpc.train.fsdp.recovery import can_reset, drop_groups, reset, take_new_groups
+from orhpc.train.fsdp.recovery import drop_groups, reset, take_new_groups
 from orhpc.train.gather import ELEMENTS, gathered
 from orhpc.train.hf_model import HfNames, model_parameters, saved_buffers
 from orhpc.train.loss.grpo import MetricSums, packed_loss
@@ -182,14 +182,10 @@ class FsdpBackend(Backend):
         return [model for model in (self.policy, self.reference, critic) if model is not None]
 
     def leave_groups(self) -> bool:
-        if not can_reset(self._models()):
-            return False
         drop_groups(self._models())
         return True
 
     def recover(self, *, new_groups: bool) -> bool:
-        if not can_reset(self._models()):
-            return False
         if new_groups:
             take_new_groups(self._models(), self.device, self.world_size)
         reset(self._models())

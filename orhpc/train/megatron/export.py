@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
+from math import prod
 from typing import Any
 
 import torch
@@ -32,6 +33,24 @@ class _Owner:
     """Expert-parallel rank; None: all ranks of the stage."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Targets of a bucket that are sent as one flat tensor."""
+
+    owner: _Owner
+    dtype: torch.dtype
+    of_experts: bool
+    targets: Sequence[Target]
+    names: Sequence[str]
+    """The targets' names in the whole model."""
+    shapes: Sequence[tuple[int, ...]]
+    """Of one part of each target."""
+    counts: Sequence[int]
+    """Elements of one part of each target."""
+    units: Sequence[tuple[str, int]]
+    """Names of the units to which the targets belong, in order, and how many of the targets do."""
+
+
 class Exporter:
     """Exports whole weights of one role's chunks."""
 
@@ -41,6 +60,7 @@ class Exporter:
         self._mapping, self._settings, self._dtype = mapping, settings, dtype
         self._held: dict[str, Tensor] = {}
         self._waiting: dict[str, list[Tensor]] = {}
+        self._planned: dict[tuple[str, ...], list[_Transfer]] = {}
         for chunk in chunks:
             tensors = held_tensors(chunk.model)
             first_expert = chunk.part.experts.start if chunk.part.experts else 0
@@ -65,14 +85,33 @@ class Exporter:
 
     def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors in the order of ``names`` (collective)."""
-        units = self._mapping.units()
-        wanted = [(name, target) for name in names for target in units[name]]
-        for _, run in groupby(wanted, key=lambda item: self._kind(item[1])):
-            group = list(run)
-            tensors = self._gathered([target for _, target in group])
-            for name, found in groupby(zip(group, tensors, strict=True), key=lambda item: item[0][0]):
-                parts = [tensor for _, tensor in found]
-                yield from self._collected(name, parts)
+        for transfer in self._transfers(tuple(names)):
+            tensors = iter(self._gathered(transfer))
+            for name, count in transfer.units:
+                yield from self._collected(name, list(islice(tensors, count)))
+
+    def _transfers(self, names: tuple[str, ...]) -> list[_Transfer]:
+        """Divide a bucket's targets into transfers; kept, because a mixture has thousands in every sync."""
+        if (found := self._planned.get(names)) is None:
+            units = self._mapping.units()
+            wanted = [(name, target) for name in names for target in units[name]]
+            runs = [list(run) for _, run in groupby(wanted, key=lambda item: self._kind(item[1]))]
+            found = self._planned[names] = [self._transfer(run) for run in runs]
+        return found
+
+    def _transfer(self, run: Sequence[tuple[str, Target]]) -> _Transfer:
+        targets = [target for _, target in run]
+        shapes = [target.local_shape() for target in targets]
+        return _Transfer(
+            owner=self._owner(targets[0]),
+            dtype=self._type(targets[0]),
+            of_experts=targets[0].expert is not None,
+            targets=targets,
+            names=[target.name for target in targets],
+            shapes=shapes,
+            counts=[prod(shape) for shape in shapes],
+            units=[(name, len(list(same))) for name, same in groupby(name for name, _ in run)],
+        )
 
     def _collected(self, name: str, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Collect a unit's targets, which may come in several runs, and yield it once complete."""
@@ -101,29 +140,27 @@ class Exporter:
     def _type(self, target: Target) -> torch.dtype:
         return torch.float32 if target.name.endswith("router.expert_bias") else self._dtype
 
-    def _gathered(self, targets: Sequence[Target]) -> list[Tensor]:
-        """Return whole tensors of targets with the same owners."""
-        owner, dtype = self._owner(targets[0]), self._type(targets[0])
-        expert = targets[0].expert is not None
-        if expert:
+    def _gathered(self, transfer: _Transfer) -> list[Tensor]:
+        """Return the whole tensors of a transfer."""
+        if transfer.of_experts:
             group, ways = parallel_state.get_expert_tensor_parallel_group(), self._settings.etp
         else:
             group, ways = parallel_state.get_tensor_model_parallel_group(), self._settings.tp
-        counts = [torch.Size(t.local_shape()).numel() for t in targets]
-        own = self._own(targets, dtype) if self._holds(owner) else None
+        size, dtype = sum(transfer.counts), transfer.dtype
         device = next(iter(self._held.values())).device if self._held else torch.device("cpu")
-        flat = torch.empty(ways * sum(counts), dtype=dtype, device=device)
-        if own is not None:
+        flat = torch.empty(ways * size, dtype=dtype, device=device)
+        if self._holds(transfer.owner):
+            held = [self._held[name].detach().to(dtype).reshape(-1) for name in transfer.names]
             if ways > 1:
-                gather_into(flat, own, group=group)
+                gather_into(flat, torch.cat(held), group=group)
             else:
-                flat.copy_(own)
-        self._spread(flat, owner)
-        rows = flat.view(ways, sum(counts)).split(counts, dim=1)
-        return [_whole(target, part) for target, part in zip(targets, rows, strict=True)]
-
-    def _own(self, targets: Sequence[Target], dtype: torch.dtype) -> Tensor:
-        return torch.cat([self._held[t.name].detach().to(dtype).reshape(-1) for t in targets])
+                torch.cat(held, out=flat)
+        self._spread(flat, transfer.owner)
+        rows = flat.view(ways, size).split(transfer.counts, dim=1)
+        parts = zip(transfer.targets, transfer.shapes, rows, strict=True)
+        return [
+            target.whole([row[i].view(shape) for i in range(target.ways)]) for target, shape, row in parts
+        ]
 
     def _holds(self, owner: _Owner) -> bool:
         if parallel_state.get_pipeline_model_parallel_rank() != owner.stage:
@@ -138,12 +175,6 @@ class Exporter:
         if self._settings.pp > 1:
             stages: Any = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(flat, group=stages, group_src=owner.stage)
-
-
-def _whole(target: Target, rows: Tensor) -> Tensor:
-    """Join the parts of one target: ``[ways of its group, elements of a part]``."""
-    shape = target.local_shape()
-    return target.whole([rows[i].view(shape) for i in range(target.ways)])
 
 
 def parameter_targets(

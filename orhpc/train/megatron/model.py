@@ -21,7 +21,6 @@ from torch.nn import functional
 from orhpc.errors import ConfigError, ModelError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import stages
-from orhpc.plan.memory import selective_modules
 from orhpc.train.megatron.hf_mapping import HfMapping, ModelPart, Source
 from orhpc.train.megatron.layers import with_family_layers
 from orhpc.train.megatron.model_config import Build, spans
@@ -96,7 +95,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "deterministic_mode": config.train.deterministic,
         **_precision(config),
-        **_recompute(config, shape),
+        **_recompute(config),
         **_overlap(config, shape),
         **spans(build, config),
     }
@@ -176,19 +175,17 @@ def _precision(config: Config) -> dict[str, Any]:
     return {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}
 
 
-def _recompute(config: Config, shape: ModelShape) -> dict[str, Any]:
-    if config.recompute == "none":
+def _recompute(config: Config) -> dict[str, Any]:
+    if not config.train.gradient_checkpointing:
         return {}
-    if config.recompute == "selective":
-        modules = config.megatron.recompute_modules
-        if modules is None:
-            modules = selective_modules(shape, on_gpu=config.placement.device == "cuda")
-        return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-    # The driver has decided "auto"; without one, nothing is known about the device.
+    if config.megatron.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": config.megatron.recompute_modules}
     layers = config.megatron.recompute_layers
     if layers is None:
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+        method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    else:
+        method = {"recompute_method": "block", "recompute_num_layers": layers}
+    return {"recompute_granularity": "full", **method}
 
 
 def _overlap(config: Config, shape: ModelShape) -> dict[str, Any]:

@@ -65,6 +65,33 @@ def test_faults_that_cost_no_attempt(tmp_path: Path) -> None:
     ]
 
 
+def test_a_worker_that_restarts_after_the_run_has_gone_on(tmp_path: Path) -> None:
+    """Its end is noticed at once; the step that another worker made counts."""
+    lines = events(
+        (100.0, "step", step(1)),
+        (101.0, "fault_injected", fault("worker_killed@2:0")),
+        (101.5, "worker_ended", {"worker": 0, "node": "n1", "error": "the actor died"}),
+        (102.0, "step", step(2)),
+        (106.5, "worker_restarted", {"worker": 0, "node": "n1", "seconds": 5.0}),
+        (107.0, "step", step(3)),
+    )
+    run, config = made(tmp_path, "worker_killed@2:0", lines=lines)
+    assert recoveries(run, config, 60.0) == [Recovery("worker_killed@2:0", 0.5, 1.0, 0, 0, "worker 0", BACK)]
+
+
+def test_a_worker_that_ended_with_all_other_parts_is_not_named(tmp_path: Path) -> None:
+    lines = events(
+        (100.0, "step", step(1)),
+        (101.0, "fault_injected", fault("raylet_killed@2:0")),
+        (101.5, "worker_ended", {"worker": 0, "node": "n1", "error": "the actor died"}),
+        (102.0, "restart", {"kind": "RayLost", "error": "the actor died", "exit_code": 75}),
+        (110.0, "bring_up", {"step": 1, "commit": None}),
+        (112.0, "step", step(2)),
+    )
+    run, config = made(tmp_path, "raylet_killed@2:0", lines=lines)
+    assert recoveries(run, config, 60.0)[0].restarted == "all parts in place"
+
+
 def test_a_lost_node_that_a_spare_replaced(tmp_path: Path) -> None:
     """The attempt goes on from the commit of step 2."""
     lost = {

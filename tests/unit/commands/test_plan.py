@@ -27,7 +27,7 @@ from tests.model_folder import write_model_folder
 QWEN = shape_of(REAL["Qwen3-30B-A3B"][0])
 LLAMA = shape_of(REAL["Llama-3.1-8B"][0])
 DEEPSEEK = shape_of(REAL["DeepSeek-V3"][0])
-DEMAND = Demand(tokens=8192, element_bytes=2, recompute=True, logits_rows=1024, reference=False)
+DEMAND = Demand(tokens=8192, element_bytes=2, recompute="full", logits_rows=1024, reference=False)
 
 
 @given(st.integers(1, 4096))
@@ -40,7 +40,7 @@ def test_fsdp_shards_sixteen_bytes_per_parameter(ranks: int) -> None:
 
 
 def test_one_float32_rank_gathers_nothing_and_a_reference_has_its_own_type() -> None:
-    plain = Demand(8192, 4, True, 1024, reference=True)
+    plain = Demand(8192, 4, "full", 1024, reference=True)
     memory = trainer_memory(LLAMA, Layout(1, sharded=True), plain)
     assert memory.gathered == 0
     assert memory.reference == memory.weights == 4 * LLAMA.parameters
@@ -97,8 +97,8 @@ def test_pipeline_stages_divide_the_layers_evenly(pp: int) -> None:
 
 
 def test_activations_shrink_with_recomputation_context_and_tensor_parallelism() -> None:
-    kept = Demand(8192, 2, False, 1024, False, micro_batches=8)
-    recomputed = Demand(8192, 2, True, 1024, False, micro_batches=8)
+    kept = Demand(8192, 2, "none", 1024, False, micro_batches=8)
+    recomputed = Demand(8192, 2, "full", 1024, False, micro_batches=8)
     base = trainer_memory(LLAMA, Layout(8), kept).activations
     per_layer = layer_activations(LLAMA, 0, 2, upcast_norms=False)
     assert base == 8192 * 32 * per_layer

@@ -13,6 +13,7 @@ import torch
 
 from orhpc.config import Config
 from orhpc.driver import engine_check
+from orhpc.driver.fleet import Workers
 from orhpc.driver.runtime import Runtime
 from orhpc.errors import EngineUnavailable, ModelError
 from orhpc.rollout.client import EnginePool
@@ -136,7 +137,9 @@ def test_engines_are_compared_once_and_again_only_if_they_could_not_answer(
             engines: Any = SimpleNamespace(urls=[engine], pool=pool, shared=[])
             run_dir = RunDir(Path(folder).parent)
             anything: Any = None
-            runtime = Runtime(config, run_dir, trainers, engines, [], *[anything] * 6, unchecked=True)
+            runtime = Runtime(
+                config, run_dir, trainers, engines, Workers([]), *[anything] * 6, unchecked=True
+            )
 
             async def failing(*_: Any) -> Any:
                 raise EngineUnavailable("away")

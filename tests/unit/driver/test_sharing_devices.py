@@ -32,7 +32,7 @@ def order(overrides: list[str], *, dedicated: list[str]) -> list[str]:
     config = load_config("configs/tiny.yaml", overrides)
     engines: Any = Recorded("engines", calls, shared=["http://a"], dedicated=dedicated, down=[])
     trainers: Any = Recorded("trainers", calls)
-    workers: Any = [Recorded("worker", calls)]
+    workers: Any = Recorded("worker", calls)
     anything: Any = None
 
     async def rollouts() -> None:

@@ -34,6 +34,8 @@ def settings_of(**changes: object) -> RolloutSettings:
 class ScriptedWorker:
     """Returns the specified groups after the specified delays and records its requests."""
 
+    up = True
+
     def __init__(self, outcome: Outcome, delay: Callable[[int], float] = lambda _: 0.0) -> None:
         self.outcome, self.delay = outcome, delay
         self.requested: list[int] = []

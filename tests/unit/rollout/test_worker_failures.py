@@ -383,3 +383,28 @@ def test_unfinished_groups_of_another_lineage_are_removed(
     if kept:
         Buffer(rundir, 0, routes=False).remove(5)
         assert not list(rundir.buffer.iterdir())
+
+
+class Slow(Pool):
+    """Every group ends before the engines have aborted all requests."""
+
+    running: asyncio.Future[PromptGroup]
+
+    async def abort_for_good(self, timeout_s: float) -> None:
+        await super().abort_for_good(timeout_s)
+        await self.running
+
+
+def test_a_stop_whose_groups_end_while_the_engines_abort_closes_everything(tmp_path: Path) -> None:
+    worker = made(tmp_path, lambda sample, before: None, partial=True)
+
+    async def stopped() -> PromptGroup:
+        parts: Any = worker
+        pool = parts._pool = Slow()
+        parts._agent = Interrupted(pool)
+        pool.running = asyncio.ensure_future(worker.run_group(replace(request_of(5), n_samples=3)))
+        await until(lambda: len(parts._agent.begun) == 3)
+        await worker.close()
+        return await pool.running
+
+    assert asyncio.run(stopped()).id == 5

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from orhpc.errors import InfraError, OutOfMemory
 from orhpc.train.actor import TrainerRank
@@ -119,7 +120,11 @@ def failure_of(rank: TrainerRank, plan: tuple[MiniBatch, ...]) -> str:
     return "none"
 
 
-def _recovers(rank: int, world: int, port: int, folder: str, meet: str, dtype: str, recompute: bool) -> Any:
+def _recovers(
+    rank: int, world: int, port: int, folder: str, meet: str, dtype: str, recompute: bool, own: bool
+) -> Any:
+    if own:
+        del FSDPModule.reset_iter_state
     config = make_config(
         ranks=world,
         dtype=dtype,
@@ -154,14 +159,23 @@ def _recovers(rank: int, world: int, port: int, folder: str, meet: str, dtype: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "dtype", "recompute"),
-    [(1, "float32", False), (1, "bfloat16", True), (2, "float32", True), (3, "bfloat16", False)],
+    ("world", "dtype", "recompute", "own"),
+    [
+        (1, "float32", False, False),
+        (1, "bfloat16", True, False),
+        (2, "float32", True, False),
+        (3, "bfloat16", False, False),
+        (2, "bfloat16", True, True),
+    ],
 )
 def test_the_step_is_repeated_in_place_with_the_same_gradient(
-    folder: str, tmp_path: Path, world: int, dtype: str, recompute: bool
+    folder: str, tmp_path: Path, world: int, dtype: str, recompute: bool, own: bool
 ) -> None:
-    """Whatever the ranks do when one of them runs out of memory, with FSDP and without."""
-    results = run_ranks(_recovers, world, folder, str(tmp_path), dtype, recompute)
+    """Whatever the ranks do when one of them runs out of memory, with FSDP and without.
+
+    ``own``: without torch's ``reset_iter_state``, as in torch 2.11.
+    """
+    results = run_ranks(_recovers, world, folder, str(tmp_path), dtype, recompute, own)
     for rank, found in enumerate(results):
         for where, failed, answer, untouched, equal, seconds in found:
             about = f"rank {rank}, {where}"

@@ -53,6 +53,16 @@ def test_memory_that_runs_out_in_the_first_mini_batch_costs_nothing(
     assert rank.holds_whole_step()
 
 
+def test_a_new_process_holds_no_step_before_its_state_is_restored(make: Callable[..., TrainerRank]) -> None:
+    """In the middle of a run it has the base model's weights, which must not be committed."""
+    rank = make()
+    rank.step(plan(0), step=1)
+    rank.build()
+    assert not rank.holds_whole_step()
+    rank.restore(None)
+    assert rank.holds_whole_step()
+
+
 def test_between_two_mini_batches_and_in_the_middle_of_an_optimizer_step_there_is_no_whole_step(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
-from orhpc.launch.node.replicas import expected_rollouts, replicas_of
+from orhpc.launch.node.replicas import replicas_of
+from orhpc.plan.workers import expected_rollouts
 
 LETTERS = "environments.orhpc/letters"
 
@@ -50,18 +51,19 @@ def test_the_number_of_servers_follows_the_load_within_cores_and_workers(
 def test_an_environment_gets_its_share_of_the_load() -> None:
     other = ["environments.other.serve=arithmetic", "environments.other.weight=3"]
     config = batch(64, 8, "rollout.workers_per_node=8", *other)
-    assert expected_rollouts(config, "orhpc/letters") == 128
-    assert expected_rollouts(config, "other") == 384
+    assert expected_rollouts(config, "orhpc/letters", 4096) == 128
+    assert expected_rollouts(config, "other", 4096) == 384
     config = batch(64, 8, "rollout.workers_per_node=8", *other, "environments.other.n_samples=2")
-    assert expected_rollouts(config, "other") == 96
+    assert expected_rollouts(config, "other", 4096) == 96
 
 
 def test_evaluation_counts_as_load() -> None:
     only = ["environments.e.serve=arithmetic", "environments.e.splits=[]", "evaluation.splits.e=[test]"]
     config = batch(2, 4, *only, "evaluation.num_samples=100", "evaluation.n_samples=2")
-    assert expected_rollouts(config, "e") == 200
-    unknown = batch(2, 4, *only, "rollout.workers_per_node=2", "rollout.max_concurrent=100")
-    assert expected_rollouts(unknown, "e") == 200  # the workers' limit
+    assert expected_rollouts(config, "e", 4096) == 200
+    unknown = batch(2, 4, *only, "rollout.workers_per_node=4", "rollout.max_concurrent=30")
+    assert expected_rollouts(unknown, "e", 200) == 200  # the limit
+    assert replicas_of(unknown, "e", 64) == 2  # for the 120 rollouts that the workers have at most
 
 
 @pytest.mark.slow

@@ -107,10 +107,8 @@ def test_places_are_never_exceeded_nor_lost(places: int, requests: list[tuple[in
 
 @pytest.mark.parametrize(("engines", "running", "expected"), [(1, 256, 80), (4, 256, 320), (1, 1, 1)])
 def test_workers_together_keep_the_engines_full(engines: int, running: int, expected: int) -> None:
-    config = load_config(
-        "configs/gpu-smollm2.yaml", [f"engine.max_running={running}", "rollout.workers_per_node=4"]
-    )
-    assert max_in_flight(config, engines) == expected
+    config = load_config("configs/gpu-smollm2.yaml", [f"engine.max_running={running}"])
+    assert max_in_flight(config, engines, workers=4) == expected
 
 
 def test_a_request_that_waits_at_a_stop_is_answered_as_aborted() -> None:

@@ -34,7 +34,7 @@ KNOWN = frozenset(
         "ep_size", "nnodes", "node_rank", "dist_init_addr", "load_format",
         "json_model_override_args", "speculative_algorithm", "speculative_num_steps",
         "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_draft_model_path",
-        "enable_draft_weights_cpu_backup",
+        "enable_draft_weights_cpu_backup", "custom_weight_loader",
     ]
 )  # fmt: skip
 """Fields of ServerArgs that we use and that exist in both 0.5.16 and 0.5.23, according to their sources."""
@@ -59,7 +59,7 @@ def options(part: EnginePart | None = None, **engine: Any) -> dict[str, Any]:
 def test_only_arguments_that_both_releases_have_are_used() -> None:
     everything = options(
         EnginePart(devices=(0, 1), node_rank=1, nnodes=2, rendezvous="10.0.0.1:5000", shares=True),
-        tp=4, dp=2, ep=4, trusted_network=True, deterministic=True,
+        tp=4, dp=2, ep=4, trusted_network=True, deterministic=True, direct_loading=True,
         speculative={"algorithm": "EAGLE", "draft_model": "/draft"},
     )  # fmt: skip
     everything |= options(precision="fp8-rollout", power_of_two_scales=True)

@@ -1,0 +1,163 @@
+"""Layouts, micro-batch sizes and recomputation that may make a config's updates faster.
+
+:func:`candidates` lists those whose memory fits by :mod:`orhpc.plan.memory`, in the order in which they are
+worth a measurement.  The order is a guess: only ``orhpc tune`` measures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from orhpc.config import Config
+from orhpc.errors import ConfigError
+from orhpc.models import ModelShape
+from orhpc.plan.layout import Layout, check_layout, trainer_layout
+from orhpc.plan.memory import RESERVED_BYTES, trainer_demand, trainer_memory
+from orhpc.plan.recompute import SPARE, settled
+from orhpc.plan.run_plan import candidate_layouts
+
+BUDGETS = (0.5, 1, 2, 4)
+"""Factors between a candidate's micro-batches and the config's; smaller ones may need less recomputation."""
+_EXTRA_PASS = 1 / 3
+"""A layer that is recomputed costs a third more: one forward pass on top of one forward and one backward."""
+_DIVIDED = {"tp": 0.10, "cp": 0.06, "ep": 0.04}
+"""Assumed cost of each doubling of a kind of parallelism, as a share of the time."""
+_FILLED = {"dense": 1024, "experts": 1024}
+"""Tokens for which a matrix product takes about twice the time per token of a large one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings to measure."""
+
+    settings: tuple[tuple[str, Any], ...]
+    """Names and values that differ from the config; empty: the config as it is."""
+    bytes: int
+    """Planned memory of the fullest device at the step's peak."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as overrides of a command line."""
+        return [f"{name}={_text(value)}" for name, value in self.settings]
+
+
+def candidates(config: Config, shape: ModelShape, device_bytes: int | None, most: int) -> list[Candidate]:
+    """Return the config itself and then up to ``most - 1`` others that fit, the most promising first.
+
+    Args:
+        config: of the run.
+        shape: of its model.
+        device_bytes: memory of a device; None: devices are processes, whose memory is not limited here.
+        most: candidates to return.
+    """
+    room = math.inf if device_bytes is None else (1 - SPARE) * device_bytes - RESERVED_BYTES
+    found: dict[tuple[tuple[str, Any], ...], tuple[float, Candidate]] = {}
+    for changed in _variants(config, shape, device_bytes):
+        settings = _differences(config, changed)
+        layout = trainer_layout(changed)
+        memory = trainer_memory(shape, layout, trainer_demand(changed)).total
+        if settings and memory <= room:
+            found.setdefault(settings, (_guess(changed, shape, layout), Candidate(settings, memory)))
+    own = settled(config, shape, device_bytes)
+    first = Candidate((), trainer_memory(shape, trainer_layout(own), trainer_demand(own)).total)
+    ordered = sorted(found.values(), key=lambda each: (each[0], each[1].settings))
+    return [first, *(candidate for _, candidate in ordered[: most - 1])]
+
+
+def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> Iterator[Config]:
+    for budgeted in _budgets(config):
+        if config.train.backend == "fsdp":
+            for recomputes in (False, True):
+                train = budgeted.train.model_copy(update={"gradient_checkpointing": recomputes})
+                yield budgeted.model_copy(update={"train": train})
+            continue
+        for layout in _layouts(config, shape):
+            divided = _with_megatron(
+                budgeted, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, recompute="auto",
+                recompute_layers=None,
+            )  # fmt: skip
+            train = divided.train.model_copy(update={"gradient_checkpointing": True})
+            chosen = settled(divided.model_copy(update={"train": train}), shape, device_bytes)
+            if not chosen.train.gradient_checkpointing:  # what would be recomputed does not matter then
+                own = {n: getattr(config.megatron, n) for n in ("recompute", "recompute_layers")}
+                chosen = _with_megatron(chosen, **own)
+            recomputes = chosen.train.gradient_checkpointing
+            if not chosen.megatron.overlap_problems(config.model.dtype, recomputes=recomputes):
+                yield chosen
+
+
+def _budgets(config: Config) -> Iterator[Config]:
+    """The config with micro-batches of several sizes, up to a rank's whole mini-batch."""
+    train = config.train
+    own = train.max_tokens_per_gpu if train.dynamic_batch else train.micro_batch_size
+    name = "max_tokens_per_gpu" if train.dynamic_batch else "micro_batch_size"
+    samples = max(1, train.global_batch_size // config.data_ranks)
+    whole = samples * config.rollout.max_total_tokens if train.dynamic_batch else samples
+    for factor in BUDGETS:
+        size = int(own * factor)
+        if factor == 1 or 1 <= size < 2 * whole:
+            changed = train.model_copy(update={name: size})
+            yield config.model_copy(update={"train": changed})
+
+
+def _layouts(config: Config, shape: ModelShape) -> Iterator[Layout]:
+    ranks, per_node, m = config.placement.trainer_ranks, config.placement.devices_per_node, config.megatron
+    if m.vpp > 1:  # chunks of a pipeline belong to its number of stages
+        yield trainer_layout(config)
+        return
+    for layout in candidate_layouts(shape, ranks, per_node, m.cp):
+        try:
+            check_layout(shape, layout, per_node)
+        except ConfigError:
+            continue
+        if config.train.global_batch_size % (layout.dense_copies // layout.cp) == 0:
+            yield layout
+
+
+def _with_megatron(config: Config, **settings: Any) -> Config:
+    return config.model_copy(update={"megatron": config.megatron.model_copy(update=settings)})
+
+
+_COMPARED = (
+    "train.max_tokens_per_gpu", "train.micro_batch_size", "train.gradient_checkpointing",
+    "megatron.tp", "megatron.pp", "megatron.ep", "megatron.etp", "megatron.recompute",
+    "megatron.recompute_layers", "megatron.recompute_modules",
+)  # fmt: skip
+
+
+def _differences(config: Config, changed: Config) -> tuple[tuple[str, Any], ...]:
+    found = []
+    for name in _COMPARED:
+        section, _, key = name.partition(".")
+        value = getattr(getattr(changed, section), key)
+        if value != getattr(getattr(config, section), key):
+            found.append((name, value))
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in found)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _guess(config: Config, shape: ModelShape, layout: Layout) -> float:
+    """Return a number that is roughly proportional to the time of a token's update."""
+    demand = trainer_demand(config)
+    cost = 1.0
+    if demand.recompute == "full":
+        stage = -(-len(shape.layers) // layout.pp)
+        cost += _EXTRA_PASS * (1.0 if demand.layers is None else demand.layers / stage)
+    elif demand.recompute == "selective":
+        cost += _EXTRA_PASS / 10
+    for kind, share in _DIVIDED.items():
+        cost *= 1 + share * math.log2(getattr(layout, kind))
+    micro_batches = max(1, demand.micro_batches * config.rollout.max_total_tokens // (2 * demand.tokens))
+    cost *= 1 + (layout.pp - 1) / micro_batches  # the pipeline's bubble
+    rows = demand.tokens / (layout.tp * layout.cp)
+    cost *= 1 + _FILLED["dense"] / rows
+    if shape.experts:
+        cost *= 1 + _FILLED["experts"] / (rows * layout.ep * shape.experts_per_token / shape.experts)
+    return cost
