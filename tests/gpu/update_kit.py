@@ -1,4 +1,4 @@
-"""Trainers, routes and recomputation modes with which ``benchmarks/gpu/moe_update.py`` times updates."""
+"""Trainers, routes and cases with which ``benchmarks/gpu/moe_update.py`` times updates."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from orhpc.commands.made_up_rollouts import drawn_routes, route_pools
 from orhpc.config import Config
 from orhpc.models import read_shape
 from orhpc.plan.layout import Layout, trainer_layout
@@ -43,6 +44,10 @@ KINDS = {
 """Kinds of kernels, by parts of their names; the first that matches.  All others are elementwise."""
 
 
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+"""Calls in which the host waits, except those of :func:`run_steps`."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """What an update recomputes, and the tokens of its micro-batches."""
@@ -53,6 +58,8 @@ class Variant:
     overlap: bool = False
     counted: bool = False
     """Whether tokens are counted from the routes, on the host."""
+    routes: str = "natural"
+    """``natural``: some experts are more popular than others; ``even``: all have as many tokens."""
 
     @property
     def kind(self) -> Recompute:
@@ -66,7 +73,7 @@ class Variant:
     @property
     def name(self) -> str:
         more = f"{' overlapped' if self.overlap else ''}{' counted' if self.counted else ''}"
-        return f"{self.mode}{more}, {self.tokens}"
+        return f"{self.mode}{more}, {self.tokens}, {self.routes}"
 
 
 def make_config(ranks: int, device: str, layout: dict[str, Any], tokens: int) -> Config:
@@ -76,7 +83,9 @@ def make_config(ranks: int, device: str, layout: dict[str, Any], tokens: int) ->
         "gradient_checkpointing": True,
     }  # fmt: skip
     mode = "selective" if device == "cuda" else "full"
-    megatron = {**layout, "recompute": mode, "counts_from_routes": True}
+    megatron = {
+        **layout, "recompute": mode, "recompute_modules": MODULES[True], "counts_from_routes": True,
+    }  # fmt: skip
     config = kit.make_config(ranks, device, train=train, megatron=megatron, rollout={"record_routes": True})
     model = config.model.model_copy(update={"dtype": "bfloat16", "check": False})
     return config.model_copy(update={"model": model})
@@ -116,12 +125,25 @@ def planned(samples: Sequence[Sample], ranks: int, tokens: int) -> MiniBatch:
     return plan_batches(samples, ranks=ranks, n_minibatches=1, max_tokens=tokens).minibatches[0]
 
 
-def record_routes(trainer: TrainerRank, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """The routers' own choices, by sample."""
-    from tests.gpu.megatron_replay import NoReplay, own_routes
+def made_routes(folder: Path, kind: str, count: int, scale: int = 1) -> dict[str, np.ndarray]:
+    """Routes of the samples of :func:`samples_of`, ``[T - 1, layers, topk]`` each.
 
-    with NoReplay(trainer):
-        return own_routes(trainer, samples)[0]
+    ``natural``: drawn by a lognormal popularity of experts, different in every layer, as ``orhpc tune`` does.
+    ``even``: in turns.
+    """
+    shape, generator = read_shape(folder), np.random.default_rng(7)
+    pools = route_pools(generator, shape)
+    found: dict[str, np.ndarray] = {}
+    for index, length in enumerate(LENGTHS * count):
+        rows = length // scale - 1
+        if kind == "natural":
+            routes = drawn_routes(generator, pools, rows)
+        else:
+            first = np.arange(rows)[:, None] * shape.experts_per_token
+            even = (first + np.arange(shape.experts_per_token)) % shape.experts
+            routes = np.repeat(even[:, None], len(pools), 1).astype(np.uint8)
+        found[f"0.{index}"] = routes
+    return found
 
 
 def skew(routes: dict[str, np.ndarray], experts: int, ranks: int) -> dict[str, float]:
@@ -137,8 +159,6 @@ def skew(routes: dict[str, np.ndarray], experts: int, ranks: int) -> dict[str, f
 
 def plan_of(config: Config, folder: Path, variant: Variant, micro_batches: int) -> TrainerMemory:
     """What ``orhpc plan`` computes for a variant."""
-    from dataclasses import replace
-
     demand = replace(
         trainer_demand(config),
         tokens=variant.tokens,
@@ -194,12 +214,6 @@ def run_steps(trainer: TrainerRank, minibatch: MiniBatch, count: int) -> Timed:
     return Timed(seconds, peak, metrics)
 
 
-def after_failure(trainer: TrainerRank) -> None:
-    """Forget a step that ran out of memory."""
-    trainer.backend.recover(new_groups=False)
-    empty()
-
-
 def empty() -> None:
     import gc
 
@@ -233,31 +247,42 @@ def distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> fl
 
 
 def profiled(trainer: TrainerRank, minibatch: MiniBatch) -> dict[str, Any]:
-    """Seconds of kernels by kind in one step, and the share of it in which the GPU does nothing."""
+    """What the GPU and the host do in one step, in seconds, by torch's profiler.
+
+    ``exchange_s``: kernels of all-to-alls, which include the wait for the other rank; ``exposed_s``: the part
+    of it in which no other kernel runs; ``host_wait_s``: calls in which the host waits for the GPU, those at
+    the ends of the step excluded.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     run_steps(trainer, minibatch, 1)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         took = run_steps(trainer, minibatch, 1).median
     kinds: defaultdict[str, float] = defaultdict(float)
-    names: defaultdict[str, float] = defaultdict(float)
     spans: list[tuple[float, float]] = []
+    exchange: list[tuple[float, float]] = []
+    others: list[tuple[float, float]] = []
+    waits: list[float] = []
     for event in found.events() or []:
-        if not str(event.device_type).endswith("CUDA"):
-            continue
         seconds = event.time_range.elapsed_us() / 1e6
+        if not str(event.device_type).endswith("CUDA"):
+            if event.name in WAITS:
+                waits.append(seconds)
+            continue
         kinds[kind_of(event.name)] += seconds
-        names[event.name[:100]] += seconds
         spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+        (exchange if "sendrecv" in event.name.lower() else others).append(spans[-1])
     busy = covered(spans)
-    largest = sorted(names, key=lambda n: -names[n])[:20]
     return {
-        "seconds": took,
-        "busy": busy,
-        "idle_share": 1 - busy / took,
+        "profiled_s": round(took, 4),
+        "idle_share": round(1 - busy / took, 4),
+        "exchange_s": round(covered(exchange), 4),
+        "exchange_share": round(covered(exchange) / took, 4),
+        "exposed_s": round(busy - covered(others), 4),
+        "host_waits": len(waits),
+        "host_wait_s": round(sum(waits), 4),
         "kernels": len(spans),
-        "by_kind": dict(sorted(kinds.items(), key=lambda item: -item[1])),
-        "largest": {name: round(names[name], 5) for name in largest},
+        "by_kind": {k: round(s, 4) for k, s in sorted(kinds.items(), key=lambda item: -item[1])},
     }
 
 
