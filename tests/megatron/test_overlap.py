@@ -25,10 +25,13 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"ep": 2, "recompute": "selective"}, SELECTIVE),
     ({"tp": 2, "ep": 2}, {}),
 ]
-FAMILIES = ["qwen3-moe", "deepseek-v3"]
+DEEP = "qwen3-moe-deep"
+MODELS[DEEP] = MODELS["qwen3-moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
+"""With a layer for each chunk of two virtual stages."""
+FAMILIES = ["qwen3-moe", "deepseek-v3", DEEP]
 CASES = [
     Case(family, layout | more, train, dtype="bfloat16")
-    for family in FAMILIES
+    for family in FAMILIES[:2]
     for layout, train in LAYOUTS
     for more in ({}, OVERLAP)
 ]
@@ -43,20 +46,28 @@ COUNTED = [
         ("qwen3-moe", {"tp": 2, "etp": 2}, {}),
         ("deepseek-v3", {"tp": 2, "ep": 2}, {}),
         ("qwen3-moe", {}, {}),
+        ("qwen3-moe", {"ep": 2, "recompute_layers": 1}, SELECTIVE),
+        ("qwen3-moe", {"pp": 2}, SELECTIVE),
+        ("qwen3-moe", {"cp": 2, "ep": 2}, SELECTIVE),
+        (DEEP, {"pp": 2, "vpp": 2}, SELECTIVE),
     ]
     for more in ({}, ROUTES)
 ] + [Case("qwen3-moe", {"ep": 2} | OVERLAP | ROUTES, dtype="bfloat16")]
 """Without and with counts from routes; the last is compared with the one of :data:`CASES`."""
+ON_FOUR = [
+    Case(DEEP, {"pp": 2, "vpp": 2, "ep": 2} | more, dtype="bfloat16")
+    for more in ({}, OVERLAP, OVERLAP | ROUTES)
+]
 
 
 def _key(case: Case) -> str:
     return f"{case.name} {case.dtype}"
 
 
-def _config(case: Case) -> Config:
+def _config(case: Case, world: int) -> Config:
     layout = dict(case.layout)
     counted = layout.pop("counts_from_routes", False)  # which only a config with replay may have
-    raw = case_config(replace(case, layout=layout), 2).model_dump(mode="json")
+    raw = case_config(replace(case, layout=layout), world).model_dump(mode="json")
     raw["rollout"]["record_routes"] = raw["train"]["routing_replay"] = True
     raw["megatron"]["counts_from_routes"] = counted
     return Config.model_validate(raw)
@@ -110,7 +121,7 @@ def run_cases(
 def _run(
     case: Case, rank: int, world: int, port: int, folder: str, built: Callable[[], None]
 ) -> dict[str, Any]:
-    config = _config(case)
+    config = _config(case, world)
     trainer = TrainerRank(config, f"{folder}/{case.family}", rank, world, 1)
     trainer.connect("127.0.0.1", port, 120)
     trainer.build()
@@ -135,13 +146,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         save_model(Path(folder) / family, family)
-    cases = [*CASES, *COUNTED]
-    ports = free_ports(len(cases), "127.0.0.1")
-    ranks = run_ranks(run_cases, 2, str(folder), cases, ports, timeout_s=550)
-    return {_key(case): [of_rank[i] for of_rank in ranks] for i, case in enumerate(cases)}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world, cases in ((2, [*CASES, *COUNTED]), (4, ON_FOUR)):
+        ports = free_ports(len(cases), "127.0.0.1")
+        ranks = run_ranks(run_cases, world, str(folder), cases, ports, timeout_s=280)
+        found |= {_key(case): [of_rank[i] for of_rank in ranks] for i, case in enumerate(cases)}
+    return found
 
 
 PAIRS = [(CASES[i], CASES[i + 1]) for i in range(0, len(CASES), 2)]
+PAIRS.append((ON_FOUR[0], ON_FOUR[1]))
 
 
 @pytest.mark.parametrize(("plain", "overlapped"), PAIRS, ids=[plain.name for plain, _ in PAIRS])
@@ -162,6 +176,7 @@ def test_overlap_changes_no_gradient(plain: Case, overlapped: Case, results: dic
 
 COUNTED_PAIRS = [(COUNTED[i], COUNTED[i + 1]) for i in range(0, len(COUNTED) - 1, 2)]
 COUNTED_PAIRS.append((next(c for c in CASES if c.layout == {"ep": 2} | OVERLAP), COUNTED[-1]))
+COUNTED_PAIRS.append((ON_FOUR[1], ON_FOUR[2]))
 
 
 @pytest.mark.parametrize(("plain", "counted"), COUNTED_PAIRS, ids=[c.name for _, c in COUNTED_PAIRS])

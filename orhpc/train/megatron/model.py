@@ -94,6 +94,7 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "deterministic_mode": config.train.deterministic,
+        "mtp_num_layers": None,  # such layers are not trained, and replay does not know them
         **_precision(config),
         **_recompute(config),
         **_overlap(config, shape),
