@@ -13,6 +13,7 @@ import pytest
 from orhpc.config import Config
 from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
+from orhpc.train.backend import Batches, Role
 from tests.megatron.kit import MODELS, Case, _gradients, batches_of, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks, with_routes
 
@@ -133,10 +134,13 @@ def _run(
     try:
         minibatch = planned(samples, config.data_ranks)
         batches = [trainer.load_batch(m) for m in minibatch.ranks[backend.data_rank]]
+        forward = backend.logprobs(Batches(batches, len(batches)), Role.POLICY)
+        logprobs = [None if found is None else found.numpy() for found in forward]
         gradients = _gradients(backend, batches, minibatch)
         metrics = trainer.step([minibatch], step=0)  # with the optimizer's step replaced by _gradients
         assert len(batches_of(minibatch, backend.data_rank)) > 1
-        return {"gradients": gradients, "metrics": metrics, "trained": trainer.take_trained()}
+        trained = trainer.take_trained()
+        return {"gradients": gradients, "metrics": metrics, "trained": trained, "logprobs": logprobs}
     finally:
         trainer.close()
 
@@ -185,6 +189,10 @@ def test_counts_from_routes_change_no_gradient(plain: Case, counted: Case, resul
     tolerance = 2e-5 if plain.dtype == "float32" else 2e-2
     for before, after in zip(results[_key(plain)], results[_key(counted)], strict=True):
         assert before["counted_on_device"] > 0 == after["counted_on_device"]
+        for old, new in zip(before["logprobs"], after["logprobs"], strict=True):
+            assert (old is None) == (new is None)
+            if old is not None:
+                np.testing.assert_allclose(old, new, rtol=tolerance, atol=tolerance)
         total = sum(float(np.square(block[-1]).sum()) for block in before["gradients"])
         off = 0.0
         for old, new in zip(before["gradients"], after["gradients"], strict=True):
