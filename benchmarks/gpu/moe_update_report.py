@@ -124,6 +124,10 @@ def table(found: dict[str, dict[str, Any]]) -> str:
                     others.append(f"{layout}, {name}: {row['kernels']} kernels; s by kind: {kinds}")
             if name not in timed or "failed" in row:
                 others.append(f"{layout}, {name}: {row.get('failed') or row.get('skipped') or row}")
+        for kind in ("natural", "even"):
+            norms = [row["grad_norm"] for name, row in timed.items() if name.endswith(kind)]
+            if norms:
+                others.append(f"{layout}, {kind}: gradient norms within {max(norms) / min(norms) - 1:.1e}")
     return "\n".join([*lines, *others])
 
 
