@@ -2,9 +2,9 @@
 
 By SLURM: preemption by a job of a higher partition, with and without grace time; ``scontrol requeue``; USR2
 sent three times; USR2 during the rendezvous of the nodes; the time limit; ``scancel`` of the step; slurmctld
-unavailable while the driver is killed or the batch shell receives a signal; slurmd killed on a node whose
-tasks continue. By ``kill -9`` on the nodes: the launcher of the first node and of another, the driver, Ray's
-GCS, the raylet of the head and of another node, a trainer, an engine, a rollout worker, an environment
+unavailable while the first launcher is killed or the batch shell receives a signal; slurmd killed on a node
+whose tasks continue. By ``kill -9`` on the nodes: the launcher of the first node and of another, the driver,
+Ray's GCS, the raylet of the head and of another node, a trainer, an engine, a rollout worker, an environment
 server.  By the machine: power failure of the first node and of another (killing the node's pid 1), the driver
 stopped for some seconds, a full filesystem (a tmpfs, filled to its last byte), and an unavailable file
 server. Only the last is simulated: ``tests/local/away`` makes the job's Python processes fail with EIO when
@@ -162,9 +162,9 @@ def _without_controller(scene: Scene, fault: Callable[[], float]) -> float:
     return now
 
 
-def _controller_away_driver_killed(scene: Scene) -> float:
+def _controller_away_launcher_killed(scene: Scene) -> float:
     node = scene.first()
-    return _without_controller(scene, lambda: scene.signal(node, "python", "orhpc.driver"))
+    return _without_controller(scene, lambda: scene.signal(node, "python", "orhpc.launch.node"))
 
 
 def _controller_away_signal(scene: Scene) -> float:
@@ -245,13 +245,13 @@ KINDS = (
     Kind("USR2 while the nodes gather", _signal_while_nodes_gather, True),
     Kind("time limit", _time_limit, True),
     Kind("scancel of the step", _step_cancelled, True),
-    Kind("controller away, driver killed", _controller_away_driver_killed, True),
+    Kind("controller away, first node's launcher killed", _controller_away_launcher_killed, True),
     Kind("controller away, USR2", _controller_away_signal, True),
     Kind("slurmd of the first node lost, tasks alive", lambda s: _slurmd_lost(s, s.first()), True),
     Kind("slurmd of another node lost, tasks alive", lambda s: _slurmd_lost(s, s.other()), True),
     Kind("kill -9 of the first node's launcher", _kill("python", _LAUNCHER, Scene.first), True),
     Kind("kill -9 of another node's launcher", _kill("python", _LAUNCHER, Scene.other), True),
-    Kind("kill -9 of the driver", _kill("python", _DRIVER, Scene.first), True),
+    Kind("kill -9 of the driver", _kill("python", _DRIVER, Scene.first), False),
     Kind("kill -9 of Ray's GCS", _kill("gcs_server", "", Scene.first), False),
     Kind("kill -9 of the head's raylet", _kill("raylet", "", Scene.first), False),
     Kind("kill -9 of another raylet", _kill("raylet", "", Scene.other), False),

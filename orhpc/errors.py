@@ -15,6 +15,10 @@ Some failures are handled where they occur, and reach the supervisor only if tha
 * a first :class:`NonFinite` skips the step on all ranks (:mod:`orhpc.driver.loop`);
 * a :class:`CheckpointError` costs one commit, not the run (:mod:`orhpc.driver.saver`).
 
+A driver that a signal ended cannot act on its own end: the launcher does, as the row of :class:`DriverKilled`
+says.  Once its budget is used up, and after a kill for memory, the attempt ends with the reason that
+:mod:`orhpc.launch.slurm.verdict` finds.
+
 All others, and these if they persist, go to :func:`policy_of`: the driver's supervisor
 (:mod:`orhpc.driver.__main__`), the launcher (:mod:`orhpc.launch.node`) and every command use nothing
 else.  An infrastructure failure never becomes a reward.
@@ -133,6 +137,15 @@ class PortTaken(InfraError):
 
 class RayLost(InfraError):
     """Ray's head, a raylet or an actor died."""
+
+
+class DriverKilled(InfraError):
+    """The driver was ended by a signal: SIGKILL, a segmentation fault; its launcher starts it again."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        """``status``: the driver's exit status, the negative number of the signal."""
+        super().__init__(message)
+        self.status = status
 
 
 class WorkerDied(RayLost):
@@ -258,6 +271,7 @@ POLICY: dict[type[OrhpcError], Policy] = {
     EndedFromOutside: Policy(Action.END, EXIT_REQUEUE),
     StorageRefused: Policy(Action.END, EXIT_REQUEUE),
     InfraError: Policy(Action.RESTART, EXIT_REQUEUE, budget=3),
+    DriverKilled: Policy(Action.RESTART, EXIT_REQUEUE, budget=2),
     TrainerHangs: Policy(Action.RESTART, EXIT_REQUEUE, budget=2),
     OutOfMemory: Policy(Action.RESTART_SMALLER, EXIT_REQUEUE, budget=3),
     NonFinite: Policy(Action.RESTART, EXIT_REQUEUE, budget=1),

@@ -38,6 +38,8 @@ _DRIVER_OF_CUDA = {12: 525, 13: 580}
 """Oldest driver branch of each major release of CUDA (NVIDIA's CUDA compatibility guide, minor version
 compatibility)."""
 _HOPPER = 9.0
+_LARGE = ("torch", "transformers", "sglang", "ray", "megatron.core", "transformer_engine")
+"""Packages with thousands of modules, which the processes of a run import."""
 _NEWER = {"python_version": "3.13", "python_full_version": "3.13.0"}
 """A Python version for which every extra has its packages."""
 _EXTRAS = {
@@ -88,6 +90,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
     for extra in _EXTRAS:
         yield _extra(extra, extra in needed)
     yield from _conflicts()
+    yield from _bytecode()
     yield from _gpus(config)
     yield from _machine()
     yield _slurm()
@@ -204,6 +207,33 @@ def _conflicts() -> Iterator[Finding]:
     else:
         versions = [f"{p} {importlib.metadata.version(p)}" for p in checked[1:] if _is_installed(p)]
         yield Finding("ok", "versions", f"{', '.join(versions) or 'no packages'} are compatible")
+
+
+def _bytecode() -> Iterator[Finding]:
+    """Large packages whose modules Python compiles anew in every process, as images without bytecode do."""
+    folders = {name: Path(path).parent for name in _LARGE if (path := _origin(name)) is not None}
+    compiled = {
+        name: Path(importlib.util.cache_from_source(f / "__init__.py")) for name, f in folders.items()
+    }
+    bare = [name for name, path in compiled.items() if not path.exists()]
+    if bare:
+        command = f"{sys.executable} -m compileall -q -j 0 {' '.join(str(folders[n]) for n in bare)}"
+        unset = "; PYTHONDONTWRITEBYTECODE must not be set then" if sys.dont_write_bytecode else ""
+        yield Finding(
+            "--",
+            "bytecode",
+            f"none of {', '.join(bare)}, so that every process of a run starts up to half a minute later: "
+            f"{command} (where these folders can be written: for an image when it is built){unset}",
+        )
+
+
+def _origin(module: str) -> str | None:
+    """File of a package, which is not imported; None if there is none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # there is not even its parent
+        return None
+    return None if spec is None else spec.origin
 
 
 def _is_installed(package: str) -> bool:

@@ -50,6 +50,10 @@ def lines(run: RunPlan) -> Iterator[str]:
             f"spares    {spares}, which wait for a node to be lost: the job requests {requested} nodes, "
             f"{requested * p.devices_per_node} devices"
         )
+    if groups := run.config.slurm.node_groups:
+        submission.nodes_to_request(run.config)
+        kinds = [p.nodes - sum(group.nodes for group in groups), *(group.nodes for group in groups)]
+        yield f"groups    of {', '.join(map(str, kinds))} nodes, in this order: a heterogeneous job"
     yield f"trainers  {run.layout.ranks} ranks, {run.config.train.backend}, {_shared(run)}"
     if run.placement.engines:
         yield f"engines   {len(run.placement.engines)} of {run.tp} devices"

@@ -38,7 +38,7 @@ class State(StrEnum):
     """SLURM is not available here, or does not answer."""
 
 
-_QUEUED = ("PENDING", "REQUEUE_HOLD", "REQUEUED", "SPECIAL_EXIT")
+_QUEUED = ("PENDING", "REQUEUE_HOLD", "REQUEUED", "SPECIAL_EXIT", "EXPEDITING")
 """States of a job that waits in the queue."""
 _STOPS = {
     ledger.Reason.CANCELLED,

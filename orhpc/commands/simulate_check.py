@@ -20,7 +20,7 @@ SCOPES: dict[FaultKind, Scope] = {
     FaultKind.ENGINE_OOM: Scope.ENGINE,
     FaultKind.RAYLET_KILLED: Scope.IN_PLACE,
     FaultKind.RAY_HEAD_KILLED: Scope.IN_PLACE,
-    FaultKind.DRIVER_KILLED: Scope.JOB,
+    FaultKind.DRIVER_KILLED: Scope.IN_PLACE,
     FaultKind.NODE_LOST: Scope.JOB,
     FaultKind.PREEMPTION: Scope.JOB,
 }

@@ -144,8 +144,12 @@ def _dry_run(
         what = "would run" if element in todo else f"left alone: {states[element.name]}"
         print(f"  {element.index}  {element.name}  {sweeps.described(element)}  {what}")
     if todo and not options.local:
-        print("sbatch " + shlex.join([*sweeps.array_options(folder, todo, options.parallel), "SCRIPT"]))
+        print("sbatch " + shlex.join([*sweeps.array_options(folder, todo, options.parallel, _say), "SCRIPT"]))
     return EXIT_OK
+
+
+def _say(line: str) -> None:
+    print(f"orhpc: {line}", file=sys.stderr)
 
 
 def _submit(folder: Path, elements: Sequence[Element], text: str, parallel: int | None) -> int:
@@ -159,7 +163,7 @@ def _submit(folder: Path, elements: Sequence[Element], text: str, parallel: int 
                 model.fetch_snapshots(element.config, rundir)
             except HubUnreachable as error:
                 print(f"orhpc: {error}; the jobs' first nodes try to fetch it", file=sys.stderr)
-    array = sweeps.submit(folder, elements, text, parallel)
+    array = sweeps.submit(folder, elements, text, parallel, _say)
     where = shlex.quote(
         os.path.relpath(folder) if folder.absolute().is_relative_to(Path.cwd()) else str(folder)
     )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from orhpc.config.base import NonNegative, Positive, Seconds, Section, Spares
+from orhpc.config.base import Machines, NonNegative, Positive, Seconds, Section, Spares
 
 _SBATCH_VALUE = re.compile(r"[A-Za-z0-9_.,:;@=+/%&|*!()\[\]-]+")
 _TIME_LIMIT = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
@@ -76,6 +76,27 @@ class ContainerSettings(Section):
         return self
 
 
+class NodeGroup(Section):
+    """Nodes of another kind. Null: as in ``slurm``."""
+
+    nodes: Machines
+    """Number of nodes."""
+    partition: SbatchValue | None = None
+    """Partition of these nodes."""
+    qos: SbatchValue | None = None
+    """Quality of service."""
+    constraint: SbatchValue | None = None
+    """Features that these nodes must have."""
+    reservation: SbatchValue | None = None
+    """A reservation to use."""
+    gpus_per_node: NonNegative | None = None
+    """GPUs requested per node."""
+    cpus_per_task: Positive | None = None
+    """CPU cores per node."""
+    mem: SbatchValue | None = None
+    """Memory per node, in SLURM's notation."""
+
+
 class SlurmSettings(Section):
     """The batch job. Null: the cluster's default."""
 
@@ -103,6 +124,14 @@ class SlurmSettings(Section):
     spares: Spares = 0
     """Nodes to request in addition to ``placement.nodes``. They wait, and one takes the place of a node that
     is lost, without a requeue."""
+    node_groups: list[NodeGroup] = Field(default_factory=list)
+    """Further kinds of nodes, for a heterogeneous job, each as ``{nodes: 2, constraint: a100}``: ``nodes``
+    and any of ``partition``, ``qos``, ``constraint``, ``reservation``, ``gpus_per_node``, ``cpus_per_task``
+    and ``mem``. They are the last of ``placement.nodes``, where engines run with ``placement.mode: split``;
+    the settings of this section describe the first."""
+    expedited_requeue: bool = False
+    """Submit with ``--requeue=expedite`` (SLURM 25.11 and newer, if the site allows it): after a node failure
+    SLURM restarts the job at once, ahead of all others. Elsewhere it has no effect, and a line says so."""
     exclude_slow_nodes: bool = False
     """Requeue the job without a node on which a trainer rank has computed 1.5 times slower than the other
     ranks for ten steps. Otherwise the run only reports it."""

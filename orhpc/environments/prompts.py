@@ -16,6 +16,8 @@ from orhpc.config.data import DataSettings
 from orhpc.environments.task import Options as TaskOptions
 from orhpc.environments.task import TaskEnvironment, ToolOutput, reply, terminal, tool
 from orhpc.environments.verifiers import Verifier, verifier_of
+from orhpc.errors import UserCodeError
+from orhpc.process.user_code import error_metadata
 
 
 class Options(TaskOptions):
@@ -114,7 +116,11 @@ class Prompts(TaskEnvironment[Line]):
     async def answer(self, answer: Answer) -> ToolOutput:
         """Take the answer."""
         line = self.line
-        verdict = await self._verifier()(answer.text, line.get("label"), line.get("row", {}))
+        try:
+            verdict = await self._verifier()(answer.text, line.get("label"), line.get("row", {}))
+        except UserCodeError as error:
+            # As a result, since the protocol sends only the message of an exception.
+            return reply("The verifier raised.", finished=True, metadata=error_metadata(error))
         note = {"verifier": verdict.note} if verdict.note else None
         text = "Right." if verdict.reward > 0 else "Wrong."
         return reply(text, reward=verdict.reward, finished=True, metadata=note)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orhpc.errors import ConfigError
+from orhpc.process.user_code import user_error
 
 _PROCESSES = 2
 """Processes of a server that compare expressions."""
@@ -77,12 +78,15 @@ def _function(name: str) -> Verifier:
         raise ConfigError(f"data.verifier: {name} cannot be loaded: {error}") from None
 
     async def judge(answer: str, label: Any, row: Mapping[str, Any]) -> Verdict:
-        if inspect.iscoroutinefunction(function):
-            reward = await function(answer, label, row)
-        else:
-            reward = await asyncio.to_thread(function, answer, label, row)
-        if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
-            raise TypeError(f"data.verifier: {name} returned {reward!r}, not a finite number")
+        try:
+            if inspect.iscoroutinefunction(function):
+                reward = await function(answer, label, row)
+            else:
+                reward = await asyncio.to_thread(function, answer, label, row)
+            if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
+                raise TypeError(f"it returned {reward!r}, not a finite number")
+        except Exception as error:
+            raise user_error(f"data.verifier: {name}", error) from error
         return Verdict(float(reward))
 
     return judge

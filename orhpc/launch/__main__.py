@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides += node_overrides(options)
         overrides += faults_of_environment()
         config = load_config(path, overrides)
-        show_faults(config, lambda line: print(f"orhpc: {line}", file=sys.stderr))
+        show_faults(config, _say)
         if options.local:
             return show_local(config) if options.dry_run else _run_local(config)
         if options.dry_run:
@@ -70,12 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return policy_of(error).exit_code
 
 
+def _say(line: str) -> None:
+    print(f"orhpc: {line}", file=sys.stderr)
+
+
 def dry_run(config: Config, path: str, overrides: list[str]) -> int:
     """Print the batch script, the resolved config and the placement; fail where a submission would."""
     checklist.require(checklist.of_config(config))
     rundir = prepare.run_directory(config)
     lead = submission.signal_lead(config, rundir)
-    options, script_arguments = submission.sbatch_arguments(config, rundir, path, overrides)
+    options, script_arguments = submission.sbatch_arguments(config, rundir, path, overrides, _say)
     print("# submitted as\nsbatch " + shlex.join([*options, "SCRIPT", *script_arguments]))
     print("\n# batch script\n" + submission.render(config, lead, submission.own_python()))
     print("# resolved config\n" + dump_config(config))
@@ -114,7 +118,7 @@ def submit(config: Config, path: str, overrides: list[str]) -> int:
         task_files.ensure(config, rundir)
     except PreflightError as error:
         print(f"orhpc: {error}; the job's first node tries it", file=sys.stderr)
-    job = submission.submit(config, rundir, path, overrides)
+    job = submission.submit(config, rundir, path, overrides, _say)
     holder.note_submission(rundir, job)
     below_cwd = rundir.path.is_relative_to(Path.cwd())
     where = shlex.quote(str(rundir.path.relative_to(Path.cwd()) if below_cwd else rundir.path))

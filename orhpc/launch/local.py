@@ -18,6 +18,7 @@ from orhpc.launch.node.notifications import Notifier
 from orhpc.launch.slurm import holder
 from orhpc.models import chat_formats
 from orhpc.plan.placement import local_node, plan
+from orhpc.process.memory_limit import MemoryWatch
 from orhpc.rundir import RunDir
 from orhpc.rundir.storage import probe
 
@@ -37,12 +38,20 @@ class LocalAttempt(Attempt):
         """``signals``: those received so far; the second one ends the driver without a commit."""
         super().__init__(rundir, number, config, local_node(), stop_file)
         self._signals, self._display = signals, display
+        self._memory = MemoryWatch()
 
     def tick(self) -> None:
         self._display.tick()
 
     def must_kill(self) -> bool:
         return len(self._signals) > 1
+
+    def restarts_after(self, status: int) -> bool:
+        """False if the kernel has killed processes for memory: nothing here would need less of it."""
+        killed = self._memory.verdict_on_machine(self.node.name) if status == -signal.SIGKILL else None
+        if killed is not None:
+            self._display.say(killed)
+        return killed is None
 
 
 def run_local(config: Config) -> int:

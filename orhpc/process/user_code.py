@@ -1,7 +1,8 @@
 """Exceptions of the user's code: their location, in one line, and the traceback to show.
 
 User code runs in two places: in this process (``rollout.custom_agent``,
-``rollout.custom_reward``), and in an environment server, which sends its traceback as text.
+``rollout.custom_reward``), and in an environment server, which sends its traceback as text.  The job's
+own server sends that of a verifier function (``data.verifier``) in the metadata of its result.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import re
 import sysconfig
 import textwrap
 import traceback
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from orhpc.errors import UserCodeError
 from orhpc.process.secrets import redact
@@ -26,6 +29,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 _LONGEST_TRACE = 8000
 """Maximum characters of a traceback; that of a recursion would fill the terminal."""
 _LONGEST_LINE = 300
+_RAISED, _TRACE = "orhpc_user_error", "orhpc_user_trace"
 
 
 def user_error(what: str, error: BaseException) -> UserCodeError:
@@ -75,6 +79,19 @@ def server_error(what: str, detail: str, trace: str) -> UserCodeError:
         trace: its traceback; empty if the server does not send it.
     """
     return _error(what, "raised", detail, trace)
+
+
+def error_metadata(error: UserCodeError) -> dict[str, str]:
+    """Return an error as metadata of a tool's result, in which the job's own servers send it."""
+    return {_RAISED: str(error), _TRACE: error.trace}
+
+
+def error_of_metadata(metadata: Mapping[str, Any] | None) -> UserCodeError | None:
+    """Return the error that :func:`error_metadata` has written; None if there is none."""
+    line, trace = ((metadata or {}).get(key) for key in (_RAISED, _TRACE))
+    if not isinstance(line, str) or not isinstance(trace, str):
+        return None
+    return UserCodeError(line, trace=trace)
 
 
 def place_of(trace: str) -> str:

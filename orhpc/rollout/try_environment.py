@@ -33,6 +33,7 @@ from orhpc.errors import (
     MalformedToolCall,
     OrhpcError,
     ToolTimeout,
+    UserCodeError,
 )
 from orhpc.process.user_code import user_error, user_frames
 from orhpc.rollout.chat.messages import load_json
@@ -60,6 +61,7 @@ ERROR_EXPLANATIONS = {
 _CONSEQUENCES = {
     ToolTimeout: "the call exceeded its timeout (rollout.tool_timeout_s): the rollout would fail",
     BadAnswer: "the server's answer violates the protocol: the rollout would fail",
+    UserCodeError: "your function raised: the rollout would fail (rollout.max_user_errors)",
     EnvironmentRaised: "the environment's code raised: the rollout would be retried, then fail",
     EnvironmentUnavailable: "the session or the server is lost: the rollout would be retried, then fail",
     BadTask: "the environment refused this task: the rollout would fail",
@@ -171,7 +173,7 @@ def _first_split(config: Config, name: str, settings: EnvironmentSettings) -> st
 def _explain(error: OrhpcError, own: OwnServer | None) -> None:
     """Print the consequence of an exception in one line, and the traceback if there is one."""
     trace = user_frames(getattr(error, "trace", "")) or (own.last_traceback() if own else "")
-    if trace and isinstance(error, EnvironmentRaised):
+    if trace and isinstance(error, EnvironmentRaised | UserCodeError):
         print(trace.rstrip())
     meaning = next(
         (text for kind, text in _CONSEQUENCES.items() if isinstance(error, kind)), "the rollout would fail"

@@ -79,6 +79,14 @@ def discard(rundir: RunDir, name: CommitName) -> None:
     shutil.rmtree(rundir.checkpoints / f".{name}.partial", ignore_errors=True)
 
 
+def discard_all(rundir: RunDir, attempt: int) -> None:
+    """Delete the incomplete saves of an attempt whose driver and ranks have ended; never raises."""
+    for path in rundir.checkpoints.glob(".*.partial"):
+        name = CommitName.parse(path.name.removeprefix(".").removesuffix(".partial"))
+        if name is not None and name.attempt == attempt:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def finalize(folder: Path, manifest: Manifest) -> Path:
     """Turn a folder of shards that are on disk into a commit.
 

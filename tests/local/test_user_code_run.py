@@ -107,3 +107,24 @@ def test_code_that_raises_sometimes_is_counted_and_the_other_rollouts_are_traine
     traces = (RunDir(tmp_path / "tiny").attempt(1) / "user_errors.log").read_text()
     assert 'raise LookupError("no answer of sample %d" % rollout.sample)' in traces
     assert traces.count("Traceback") <= 4  # once per worker
+
+
+def test_a_verifier_that_raises_sometimes_is_counted_and_its_traceback_kept(tmp_path: Path) -> None:
+    (tmp_path / "judging.py").write_text(
+        "def judge(answer, label, row):\n    if row['n'] % 2:\n"
+        "        raise LookupError('no points of %d' % row['n'])\n"
+        "    return float(len(answer))\n"
+    )
+    rows = "".join(f'{{"prompt": "Count {n}.", "label": "{n}", "n": {n}}}\n' for n in range(40))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = f"{{path: {tmp_path}/rows.jsonl, verifier: 'judging:judge'}}"
+    result = kit.run(
+        tmp_path, f"environments={{letters: {{serve: letters}}, p: {{data: {data}, weight: 3}}}}",
+        "wandb.enabled=false", "rollout.max_user_errors=2", "rollout.max_refills=100", "train.steps=30",
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 2, result.stdout + result.stderr
+    traces = (RunDir(tmp_path / "tiny").attempt(1) / "user_errors.log").read_text()
+    assert "data.verifier: judging:judge raised LookupError: no points of" in traces
+    assert "raise LookupError('no points of %d' % row['n'])" in traces
+    assert "judging.py:3 in judge" in result.stderr

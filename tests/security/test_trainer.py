@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_ranks_of_one_node_rendezvous_in_a_private_file(stranger: Stranger) -> N
         assert not any(stranger("store", HOST, port) for port in listening() - before)
     finally:
         dist.destroy_process_group()
+        shutil.rmtree(Path(meeting).parent)
 
 
 def test_a_held_store_listens_on_one_address(stranger: Stranger) -> None:

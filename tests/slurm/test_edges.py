@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from orhpc.errors import DriverKilled, policy_of
 from orhpc.launch.slurm.ledger import Reason
+from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import JobRun, assert_nothing_left, orhpc, preempt, sbatch
 
@@ -23,7 +26,7 @@ def test_two_nodes_through_late_signals_and_an_absent_controller(cluster: Cluste
     run = sbatch(cluster, root, *arguments, options=("--partition=abrupt", "--nodes=2", "--export=NONE"))
     signal_while_nodes_gather(run)
     first_launcher_killed(run)
-    controller_away_while_the_driver_is_killed(run)
+    controller_away_while_drivers_are_killed(run)
     step_cancelled(run)
     preempted_without_grace_time(run)
     cluster.run("scancel", run.job)
@@ -56,18 +59,54 @@ def first_launcher_killed(run: JobRun) -> None:
     assert "the first node is gone: exiting" in run.whole_output()
 
 
-def controller_away_while_the_driver_is_killed(run: JobRun) -> None:
+def controller_away_while_drivers_are_killed(run: JobRun) -> None:
+    """A driver restarts without SLURM; the requeue after too many kills waits for the controller."""
     step = run.committed()
     run.cluster.stop_controller()
     try:
-        os.kill(run.pid_of("orhpc.driver"), signal.SIGKILL)
+        driver_killed(run, 3)
+        killed: set[int] = set()
+        for _ in range(1 + policy_of(DriverKilled).budget):
+            killed.add(kill_driver(run, killed))
         wait_until(lambda: "controller does not answer" in run.output(), 150, "the wait", run.whole_output)
         time.sleep(5)
     finally:
         run.cluster.start_controller()
     run.comes_back(4)
-    assert run.wait_outcome(3).reason is Reason.KILLED
+    outcome = run.wait_outcome(3)
+    assert outcome.reason is Reason.KILLED
+    assert "the driver was ended by SIGKILL" in outcome.detail
     assert committed_in(run, 4) > step
+
+
+def kill_driver(run: JobRun, but: set[int]) -> int:
+    """Wait for a driver that has not been killed yet, and kill it; returns its process id."""
+
+    def running() -> int | None:
+        with contextlib.suppress(AssertionError):
+            pid = run.pid_of("orhpc.driver")
+            return pid if pid not in but else None
+        return None
+
+    pid = wait_until(running, 90, "a new driver", run.report)
+    assert isinstance(pid, int)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def driver_killed(run: JobRun, attempt: int) -> None:
+    """It starts again with Ray on both nodes, in the same attempt, from the copies of its last step."""
+    reached = max(steps_of(read_events(run.run.events)))
+    killed = time.time()
+    kill_driver(run, set())
+    run.wait_event(lambda e: e["event"] == "ready" and e["attempt"] == attempt and e["time"] > killed)
+    run.wait_event(lambda e: e["event"] == "step" and e["attempt"] == attempt and e["step"] > reached + 1)
+    events = [e for e in read_events(run.run.events) if e["time"] > killed]
+    assert [e["kind"] for e in events if e["event"] == "restart"] == ["DriverKilled"]
+    (start,) = [e for e in events if e["event"] == "bring_up"]
+    assert start["copied"]
+    assert start["step"] >= reached
+    assert run.run.newest_attempt() == attempt
 
 
 def step_cancelled(run: JobRun) -> None:

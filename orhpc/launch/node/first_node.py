@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -15,14 +16,14 @@ from pathlib import Path
 from subprocess import Popen
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_FAILED, EXIT_REQUEUE, NodeLost, RayLost, policy_of
+from orhpc.errors import EXIT_FAILED, EXIT_REQUEUE, DriverKilled, InfraError, NodeLost, RayLost, policy_of
 from orhpc.launch.node import processes
 from orhpc.launch.node.environment_servers import ServedEnvironments
 from orhpc.launch.node.network_variables import say
 from orhpc.launch.node.ray_cluster import RayNode, make_token
 from orhpc.launch.node.scratch import SharedMemorySweeper, StateFolder
 from orhpc.plan.placement import Node, Placement, plan
-from orhpc.rundir import RunDir, write_atomic
+from orhpc.rundir import RunDir, commits, write_atomic
 from orhpc.rundir.events import EventLog, read_events, steps_of
 from orhpc.rundir.storage import ToleratedOutages
 
@@ -100,6 +101,14 @@ class Attempt:
         """Prepare a restart in place after the loss of a node; false if the loss ends the attempt."""
         return False
 
+    def restarts_after(self, status: int) -> bool:
+        """Whether a driver that a signal ended may be started again in place.
+
+        ``status``: its exit status.  False if the signal was meant for the whole job, or if the kernel killed
+        the driver for memory, of which the next start has to use less.
+        """
+        return True
+
     def driver_ended(self, status: int) -> None:
         """Called with the driver's exit status before the other processes are ended."""
 
@@ -146,10 +155,13 @@ class Attempt:
             self._environments.start()
 
     def _wait(self) -> int:
-        """Wait for the driver; if Ray or a node that can be replaced is lost, restart Ray and it in place.
+        """Wait for the driver; restart Ray and it in place if Ray, the driver or a node is lost.
 
-        Returns the driver's exit status.  Raises NodeLost if a lost node cannot be replaced, and RayLost if
-        Ray is lost after a stop, or more often than the policy table allows without a new step.
+        Returns the driver's exit status: that of a signal once it cannot be restarted any more.
+
+        Raises:
+            NodeLost: a lost node cannot be replaced.
+            RayLost: Ray is lost after a stop, or more often than the policy table allows without a new step.
         """
         failures, step = 0, -1
         while True:
@@ -158,17 +170,27 @@ class Attempt:
             except NodeLost as error:
                 if not self.continues_after(error):
                     raise
-            except RayLost as error:
+            except (RayLost, DriverKilled) as error:
                 reached = max(steps_of(read_events(self.rundir.events)), default=0)
                 failures, step = (failures + 1 if reached <= step else 1), reached
-                policy = policy_of(error)
-                if failures > policy.budget or self.stop_file.exists() or self.must_kill():
+                # A signal to the job may have reached Ray or the driver before its launcher.
+                if failures > policy_of(error).budget or self._leaves():
+                    if isinstance(error, DriverKilled):
+                        return error.status
                     raise
-                say(f"{error}; restarting it")
-                events = EventLog(self.rundir.events, self.number)
-                events.write("restart", kind="RayLost", error=str(error), exit_code=policy.exit_code)
-                events.close()
+                self._report_restart(error)
             self._restart()
+
+    def _leaves(self) -> bool:
+        """Whether the job was asked to stop."""
+        return self.stop_file.exists() or self.must_kill()
+
+    def _report_restart(self, error: InfraError) -> None:
+        say(f"{error}; restarting it")
+        events = EventLog(self.rundir.events, self.number)
+        kind, code = type(error).__name__, policy_of(error).exit_code
+        events.write("restart", kind=kind, error=str(error), exit_code=code)
+        events.close()
 
     def _wait_once(self) -> int:
         driver, ray = self._driver, self._ray
@@ -194,7 +216,10 @@ class Attempt:
             raise RayLost(f"Ray's processes on {self.node.name} ended: {ray.last_log_line()}")
         if is_suspect and not leaves:
             self.require_nodes(now=True)
-        return driver.wait()
+        status = driver.wait()
+        if status < 0 and self.restarts_after(status):
+            raise DriverKilled(f"the driver was ended by {signal_name(-status)}", status)
+        return status
 
     def _poll(self) -> None:
         """Call :meth:`tick`; an unavailable run directory is reported and otherwise ignored."""
@@ -237,6 +262,7 @@ class Attempt:
         finally:
             if before is not None:
                 before.stop()
+        commits.discard_all(self.rundir, self.number)  # what they were writing when they ended
         self._start_driver(ray)
 
     def _end_ray(self) -> None:
@@ -252,6 +278,14 @@ class Attempt:
             self._state.remove()
         for secret in SECRETS:
             (self._folder / secret).unlink(missing_ok=True)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; real-time signals have none but their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def write_secret(path: Path) -> None:

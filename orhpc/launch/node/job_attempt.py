@@ -159,6 +159,10 @@ class JobAttempt(Attempt):
         self.place(*self._placed(self._spares.roster))
         return True
 
+    def restarts_after(self, status: int) -> bool:
+        """False after a signal to this job, and if the kernel has killed processes for memory."""
+        return not self._signals.received and not self._recorder.killed_for_memory(status)
+
     def run(self) -> int:
         try:
             return super().run()

@@ -60,6 +60,11 @@ class OutcomeRecorder:
         """Whether srun has reported tasks that refused to run: a wrong config, or something is missing."""
         return bool(self._output.ended_tasks().exit_codes & {EXIT_CONFIG, EXIT_PREFLIGHT})
 
+    def killed_for_memory(self, status: int) -> bool:
+        """Whether the driver ended because processes were killed for memory; ``status``: its exit status."""
+        self.memory = self._memory_at_end(status)
+        return bool(self.memory)
+
     def record(self, attempt: int, status: int, error: OrhpcError | None = None) -> None:
         """Record the outcome and end the attempt for the other nodes; call it before the teardown.
 

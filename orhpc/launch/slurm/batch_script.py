@@ -46,7 +46,20 @@ export ORHPC_JOB_FOLDER=$job_folder ORHPC_CHAIN=${ORHPC_CHAIN:-$job} ORHPC_START
 ORHPC_OUTPUT=$(readlink -f "/proc/$$/fd/2")
 export ORHPC_OUTPUT
 
-show_job() { timeout 20 scontrol show job --oneliner "$job" 2>/dev/null; }
+# A heterogeneous job has a component for each kind of node, and one step spans them all.  SLURM's commands
+# know it by the id of the first component, whose line comes first.
+step=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
+empty_step=(--nodes=1 --ntasks=1)
+if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
+  step=(--het-group="0-$((SLURM_HET_SIZE - 1))" --ntasks-per-node=1)
+  empty_step=("${step[@]}")
+fi
+
+first_line() { echo "${1%%$'\n'JobId=*}"; }
+show_job() {
+  local shown
+  shown=$(timeout 20 scontrol show job --oneliner "$job" 2>/dev/null) && first_line "$shown"
+}
 field() { sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$job_info"; }
 
 # The driver polls the stop file, commits, and exits with code 75.
@@ -94,7 +107,11 @@ submit_successor() {
   when=$1
   shift
   with_retries scontrol show job --oneliner "$job"
-  job_info=" $output "
+  job_info=" $(first_line "$output") "
+  if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
+    output="a heterogeneous job has no successor, so SLURM must be allowed to requeue it"
+    echo "orhpc: $output" && return 1
+  fi
   options=(--parsable --export=ALL --dependency="$when:$job" --chdir="$PWD")
   options+=(--nodes="$SLURM_JOB_NUM_NODES")
   options+=(--job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION")
@@ -112,17 +129,30 @@ submit_successor() {
   [ -z "${attempt:-}" ] || echo "$successor" >"$attempt/successor"
   echo "orhpc: job $successor continues this run"
 }
-exit_job() {
-  [ -z "$successor" ] || with_retries scancel "$successor"
+# After a failure, SLURM holds a job with --requeue=expedite for a requeue instead of ending it.
+leave() {
+  if [ -n "$expedited" ] && [ "$1" != 0 ]; then
+    trap '' TERM USR2
+    echo "orhpc: exit $1; canceling the job, which SLURM would hold (--requeue=expedite)"
+    with_retries scancel "$job"
+  fi
   exit "$1"
 }
-case " $(show_job) " in *" Requeue=0 "*) submit_successor afternotok "$@" ;; esac
+exit_job() {
+  [ -z "$successor" ] || with_retries scancel "$successor"
+  leave "$1"
+}
+expedited=
+case " $(show_job) " in
+  *" Requeue=0 "*) submit_successor afternotok "$@" ;;
+  *" ExpeditedRequeue=Yes "*) expedited=1 ;;
+esac
 
 # The controller ends a step by its number, and repeats the request after a minute if a node was slow.
 # A requeued job numbers its steps from 0 again, so the repeated request would end the new start.  Therefore
 # every second start uses number 0 for an empty step.
 if [ $((${SLURM_RESTART_COUNT:-0} % 2)) = 1 ]; then
-  timeout 60 srun --nodes=1 --ntasks=1 --mpi=none --export=ALL true
+  timeout 60 srun "${empty_step[@]}" --mpi=none --export=ALL true
 fi
 
 # srun may wait forever: to start tasks (fetching an image takes long too), or for a node that has lost power
@@ -151,8 +181,7 @@ limit_srun() {
 }
 
 for retries_left in 2 1 0; do
-  srun "${survive[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
-    --mpi=none --export=ALL@SRUN_ARGS@ \
+  srun "${survive[@]}" "${step[@]}" --cpu-bind=none --mpi=none --export=ALL@SRUN_ARGS@ \
     @INSIDE@"$python" -m orhpc.launch.node "$@" &
   task=$!
   limit_srun "$task" &
@@ -184,7 +213,7 @@ attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun
 # A start that SLURM considered dead finds a newer start running, which it must not requeue.
 # While SLURM delivers a signal, it shows a running job as SIGNALING.
 with_retries scontrol show job --oneliner "$job"
-job_info=" $output "
+job_info=" $(first_line "$output") "
 case ${job_info/ JobState=SIGNALING / JobState=RUNNING } in
   *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
   *" JobState="* | *"Invalid job id"*)
@@ -226,7 +255,7 @@ if [ -n "$next_job" ]; then
     update_job "ExcNodeList=$exclude"
   fi
 fi
-exit "$code"
+leave "$code"
 """
 
 CHECK = r"""

@@ -17,7 +17,7 @@ _TIMEOUT_S = 20.0
 _TRIES = 3
 ACTIVE = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"}
-    | {"SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}
+    | {"SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD", "EXPEDITING"}
 )
 """States of a job that runs or will run.  A COMPLETING job has ended."""
 
@@ -108,14 +108,21 @@ def job_states(job_ids: Sequence[str]) -> dict[str, str]:
     )  # --array: a line for each element, also of those that wait together
     if result.returncode:  # squeue refuses a list if it knows none of its jobs
         return {}
-    found = dict(line.split()[:2] for line in result.stdout.splitlines() if len(line.split()) >= 2)
+    found: dict[str, str] = {}
+    for line in result.stdout.splitlines():
+        if len(words := line.split()) >= 2:
+            # The components of a heterogeneous job are JOB+0, JOB+1; the first stands for all.
+            found.setdefault(words[0].partition("+")[0], words[1])
     return {job: found[job] for job in job_ids if job in found}
 
 
 def job_info(job_id: str) -> JobInfo | None:
-    """The controller's fields of a job; None if it does not know the job any more."""
+    """The controller's fields of a job; None if it does not know the job any more.
+
+    Of a heterogeneous job, they are those of its first component.
+    """
     result = query("scontrol", "show", "job", "--oneliner", job_id)
-    return JobInfo.parse(result.stdout) if result.returncode == 0 else None
+    return JobInfo.parse(result.stdout.strip().partition("\n")[0]) if result.returncode == 0 else None
 
 
 def grace_time_s(partition: str) -> float:

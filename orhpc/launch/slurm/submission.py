@@ -13,13 +13,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orhpc.config import Config
+from orhpc.config.slurm import NodeGroup
 from orhpc.errors import ConfigError, PreflightError
 from orhpc.launch import model
-from orhpc.launch.slurm import scheduler
+from orhpc.launch.slurm import features, scheduler
 from orhpc.launch.slurm.batch_script import BODY, CHECK
 from orhpc.process.access import folder_mode
 from orhpc.rundir import RunDir
@@ -73,8 +74,19 @@ def nodes_to_request(config: Config) -> int:
     """Nodes of the job: those that take part, and the spares.
 
     Raises:
-        ConfigError: a spare could never take another node's place.
+        ConfigError: a spare could never take another node's place, or ``slurm.node_groups`` leave no node for
+            the first group.
     """
+    grouped = sum(group.nodes for group in config.slurm.node_groups)
+    if grouped >= config.placement.nodes:
+        raise ConfigError(
+            f"slurm.node_groups: they have {grouped} nodes, which leave none of placement.nodes="
+            f"{config.placement.nodes} for the first group"
+        )
+    if grouped and config.slurm.spares:
+        raise ConfigError(
+            "slurm.node_groups: a spare node cannot replace a node of another kind: set slurm.spares to 0"
+        )
     if config.slurm.spares and config.placement.nodes == 1:
         raise ConfigError(
             "slurm.spares: spares cannot replace a job's first node, and placement.nodes is 1: set it to 0"
@@ -83,18 +95,39 @@ def nodes_to_request(config: Config) -> int:
 
 
 def header(config: Config, lead_s: int) -> list[str]:
-    """The ``#SBATCH`` lines."""
+    """The ``#SBATCH`` lines; those of further kinds of nodes follow ``#SBATCH hetjob``."""
     s = config.slurm
-    gpus = s.gpus_per_node
+    nodes = nodes_to_request(config) - sum(group.nodes for group in s.node_groups)
+    first = [
+        *_resources(config, nodes, None, lead_s),
+        # With an address alone, SLURM sends nothing.
+        ("mail-user", s.mail_user),
+        ("mail-type", s.mail_type or (_MAIL_TYPES if s.mail_user is not None else None)),
+    ]
+    lines = [*_lines(first), *s.extra_sbatch]
+    for group in s.node_groups:
+        lines += ["hetjob", *_lines(_resources(config, group.nodes, group, lead_s)), *s.extra_sbatch]
+    return [f"#SBATCH {line}" for line in lines]
+
+
+def _resources(config: Config, nodes: int, group: NodeGroup | None, lead_s: int) -> list[tuple[str, object]]:
+    """sbatch's options for nodes of one kind; ``group`` replaces settings of the section."""
+    s = config.slurm
+
+    def of_group(name: str) -> object:
+        own = getattr(group, name, None)
+        return getattr(s, name) if own is None else own
+
+    gpus = of_group("gpus_per_node")
     if gpus is None:
         gpus = config.placement.devices_per_node if config.placement.device == "cuda" else 0
-    options: list[tuple[str, object]] = [
+    return [
         ("job-name", "orhpc"),
-        ("nodes", nodes_to_request(config)),
+        ("nodes", nodes),
         ("ntasks-per-node", 1),
         ("gpus-per-node", gpus or None),
-        ("cpus-per-task", s.cpus_per_task),
-        ("mem", s.mem),
+        ("cpus-per-task", of_group("cpus_per_task")),
+        ("mem", of_group("mem")),
         ("exclusive", s.exclusive or None),
         ("time", s.time),
         ("signal", f"B:USR2@{lead_s}"),
@@ -102,18 +135,17 @@ def header(config: Config, lead_s: int) -> list[str]:
         ("no-kill", s.spares > 0 or None),
         ("open-mode", "append"),
         ("output", "slurm-%j.out"),
-        ("partition", s.partition),
+        ("partition", of_group("partition")),
         ("account", s.account),
-        ("qos", s.qos),
-        ("constraint", s.constraint),
-        ("reservation", s.reservation),
+        ("qos", of_group("qos")),
+        ("constraint", of_group("constraint")),
+        ("reservation", of_group("reservation")),
         ("exclude", s.exclude),
-        ("mail-user", s.mail_user),
-        # With an address alone, SLURM sends nothing.
-        ("mail-type", s.mail_type or (_MAIL_TYPES if s.mail_user is not None else None)),
     ]
-    lines = [f"--{k}" if v is True else f"--{k}={v}" for k, v in options if v is not None]
-    return [f"#SBATCH {line}" for line in [*lines, *s.extra_sbatch]]
+
+
+def _lines(options: Sequence[tuple[str, object]]) -> list[str]:
+    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in options if v is not None]
 
 
 def render(
@@ -195,22 +227,35 @@ def test_submission(config: Config) -> str:
 
 
 def sbatch_arguments(
-    config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]
+    config: Config,
+    rundir: RunDir,
+    config_path: str,
+    overrides: Sequence[str],
+    say: Callable[[str], object],
 ) -> tuple[list[str], list[str]]:
-    """Options before and arguments after the script on sbatch's command line."""
-    options = ["--output", str(rundir.path / "slurm-%j.out")]
-    options += ["--job-name", f"orhpc-{config.run.name}"]
+    """Options before and arguments after the script on sbatch's command line.
+
+    ``say`` receives a line for each setting that this cluster's SLURM does not support.
+    """
+    options = ["--output", str(rundir.path / features.output_name())]
+    options += ["--job-name", f"orhpc-{config.run.name}", *features.requeue_options(config, say)]
     return options, [config_path, *overrides]
 
 
-def submit(config: Config, rundir: RunDir, config_path: str, overrides: Sequence[str]) -> str:
-    """Submit the job from the current directory and return its id.
+def submit(
+    config: Config,
+    rundir: RunDir,
+    config_path: str,
+    overrides: Sequence[str],
+    say: Callable[[str], object],
+) -> str:
+    """Submit the job from the current directory and return its id; ``say``: as of :func:`sbatch_arguments`.
 
     Raises:
         PreflightError: sbatch is missing, refuses, or does not answer in time.
     """
     text = render(config, signal_lead(config, rundir), own_python())
-    options, arguments = sbatch_arguments(config, rundir, config_path, overrides)
+    options, arguments = sbatch_arguments(config, rundir, config_path, overrides, say)
     return sbatch(text, options, arguments, rundir.path / "submitted")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from orhpc.config import Config
 from orhpc.config.files import dump_config, load_config
 from orhpc.errors import ConfigError, OrhpcError
 from orhpc.launch import prepare
-from orhpc.launch.slurm import holder, submission
+from orhpc.launch.slurm import features, holder, submission
 from orhpc.launch.sweep.values import Values, name_of
 from orhpc.rundir import RunDir
 from orhpc.rundir.sealed import Damaged, read_sealed, write_sealed
@@ -159,9 +159,12 @@ def script(elements: Sequence[Element]) -> str:
     """The batch script of the array.
 
     Raises:
-        ConfigError: an element would need another script, because it differs in the job's resources.
+        ConfigError: an element would need another script, because it differs in the job's resources, or a
+            heterogeneous job.
     """
     configs = [e.config for e in elements]
+    if any(config.slurm.node_groups for config in configs):
+        raise ConfigError("slurm.node_groups: a sweep is a job array, which SLURM cannot make heterogeneous")
     directories = [prepare.run_directory(config) for config in configs]
     lead_s = max(submission.signal_lead(c, r) for c, r in zip(configs, directories, strict=True))
     python = submission.own_python()
@@ -179,12 +182,22 @@ def script(elements: Sequence[Element]) -> str:
     return submission.render(configs[0], lead_s, python, arguments)
 
 
-def array_options(folder: Path, elements: Sequence[Element], parallel: int | None) -> list[str]:
-    """sbatch's options; ``parallel``: how many elements run at the same time at most, null: all."""
+def array_options(
+    folder: Path, elements: Sequence[Element], parallel: int | None, say: Callable[[str], object]
+) -> list[str]:
+    """sbatch's options.
+
+    Args:
+        folder: the sweep's.
+        elements: of the array; the first one's settings are those of all.
+        parallel: how many run at the same time at most; null: all.
+        say: receives a line for each setting that this cluster's SLURM does not support.
+    """
     indices = _ranges([e.index for e in elements])
     limit = f"%{parallel}" if parallel is not None else ""
     output = str(folder.absolute() / "slurm-%A_%a.out")
-    return [f"--array={indices}{limit}", "--output", output, "--job-name", f"orhpc-{folder.name}"]
+    options = [f"--array={indices}{limit}", "--output", output, "--job-name", f"orhpc-{folder.name}"]
+    return [*options, *features.requeue_options(elements[0].config, say)]
 
 
 def _ranges(indices: Sequence[int]) -> str:
@@ -198,19 +211,25 @@ def _ranges(indices: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def submit(folder: Path, elements: Sequence[Element], text: str, parallel: int | None) -> str:
+def submit(
+    folder: Path,
+    elements: Sequence[Element],
+    text: str,
+    parallel: int | None,
+    say: Callable[[str], object],
+) -> str:
     """Submit elements as one job array; return its id.
 
     Args:
         folder: the sweep's.
         elements: their run directories must exist, with their configs.
         text: their :func:`script`.
-        parallel: how many run at the same time at most; null: all.
+        parallel, say: as of :func:`array_options`.
 
     Raises:
         PreflightError: sbatch refuses.
     """
-    options = array_options(folder, elements, parallel)
+    options = array_options(folder, elements, parallel, say)
     array = submission.sbatch(text, options, [], folder / "submitted")
     for element in elements:
         rundir = RunDir(folder / element.name)

@@ -339,6 +339,7 @@ class Environment:
             return Session(
                 prompt=prompt,
                 images=tuple((told if conversation else images).data),
+                judges=self.settings.data is not None,
                 sees=self._sees,
                 tools=offered.specs,
                 conversation=conversation,

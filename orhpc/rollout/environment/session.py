@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orhpc.errors import BadTask, EnvironmentRaised, EnvironmentUnavailable, PreflightError, ToolTimeout
+from orhpc.process.user_code import error_of_metadata
 from orhpc.rollout.environment.answers import AnswerImages, tool_result
 from orhpc.rollout.environment.call_history import CallHistory
 from orhpc.rollout.environment.deadline import Deadline
@@ -39,6 +40,8 @@ class Session:
     """The prompt as (role, text) pairs if it is a conversation of several messages; otherwise empty."""
     images: tuple[str, ...] = ()
     """Images of the prompt or conversation (base64), one for each mark in its texts."""
+    judges: bool = False
+    """Whether the job's own server judges answers by ``data.verifier``."""
     sees: bool = False
     """Whether the model sees images; otherwise placeholders replace them."""
 
@@ -72,15 +75,18 @@ class Session:
         """Pass a plain answer to the terminal tool; requires ``terminal``.
 
         Raises the same errors as :meth:`call`, and EnvironmentRaised when the tool raises, since any text is
-        a valid answer.
+        a valid answer.  Raises UserCodeError when the function ``data.verifier`` raises.
         """
         if self._terminal_tool is None:
             raise RuntimeError(f"{self._wire.label}: the session has no terminal tool for an answer")
         name, argument = self._terminal_tool
         try:
-            return await self._call(name, {} if argument is None else {argument: text})
+            result = await self._call(name, {} if argument is None else {argument: text})
         except ToolRaised as error:
             raise EnvironmentRaised(f"{self._wire.label}: tool {name!r} raised: {error}") from None
+        if self.judges and (raised := error_of_metadata(result.metadata)) is not None:
+            raise raised
+        return result
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         what, budget = f"{self._wire.label}: tool {name!r}", self._history.deadline_s(name)

@@ -155,3 +155,23 @@ def test_doctor_imports_neither_torch_nor_ray() -> None:
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=dict(os.environ))
+
+
+def test_packages_without_bytecode_are_named_with_the_command_that_compiles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "ray"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('must not be imported')\n")
+    real = doctor._origin
+    here = {name: str(tmp_path / name / "__init__.py") for name in ("torch", "ray")}
+    monkeypatch.setattr(doctor, "_origin", lambda name: here.get(name))
+    line = found()["bytecode"]
+    assert line.startswith("-- none of torch, ray, so that")
+    command = re.search(r"later: (.*) \(where", line)
+    assert command is not None
+    subprocess.run(command[1].split(), check=True)
+    assert "bytecode" not in found()
+    assert real("orhpc.config") == str(ROOT / "orhpc/config/__init__.py")
+    assert real("orhpc_is_not_installed") is None
+    assert real("orhpc_is_not_installed.core") is None

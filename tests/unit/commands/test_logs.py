@@ -174,6 +174,7 @@ def test_the_output_of_a_batch_script_is_read_for_one_of_its_attempts(
     assert printed(run, capsys, "--errors") == ["slurm-7.out:4: TypeError: of 3"]
 
 
+@pytest.mark.slow
 def test_a_followed_run_goes_on_with_the_next_attempt_and_ends_with_its_code(run: RunDir) -> None:
     with run.locked():
         process = subprocess.Popen(

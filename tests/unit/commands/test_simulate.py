@@ -11,10 +11,11 @@ import pytest
 from orhpc.commands.cli import main
 from orhpc.commands.recovery_costs import NOTICE_S, QUEUE_S, measure
 from orhpc.commands.simulate import nodes_of, parsed_cost
-from orhpc.commands.simulate_check import measured, simulated_time
+from orhpc.commands.simulate_check import measured, planned, simulated_time
+from orhpc.config.faults import Fault
 from orhpc.config.files import dump_config, load_config
 from orhpc.errors import ConfigError
-from orhpc.plan.failures import Costs
+from orhpc.plan.failures import Costs, Scope
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
 
@@ -129,6 +130,13 @@ def test_the_time_simulated_for_the_faults_of_a_run_is_its_time(tmp_path: Path) 
     assert simulated.total_s == pytest.approx(seconds - restarted_in_place_s, rel=0.15)
 
 
+def test_a_killed_driver_costs_a_restart_in_place_and_no_wait_in_the_queue(tmp_path: Path) -> None:
+    assert planned(Fault.parse("driver_killed@4")).scope is Scope.IN_PLACE
+    costs = Costs(10.0, 4.0, 1.0, 2, 2.0, 33.0, 20.0, 40.0, 60.0, 9000.0)
+    simulated = simulated_time(costs, Story(tmp_path, "driver_killed@4").config, 10)
+    assert (simulated.queue_s, simulated.new_jobs, simulated.restarts_s) == (0.0, 0, 42.0)
+
+
 @pytest.mark.parametrize("text", ["queue", "queue=x", "queue=-1", "que=3", "step=0", "interval=1.5", "=3"])
 def test_a_wrong_cost_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--cost"):
@@ -149,6 +157,7 @@ def test_a_run_without_a_fault_that_is_simulated_is_refused(tmp_path: Path) -> N
         simulated_time(costs, Story(tmp_path / "other").config, 10)
 
 
+@pytest.mark.slow
 def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = whole(tmp_path)
     for words in (["--node-share", "2"], ["--days", "-1"], ["--failures", "nan"], ["--spares", "-2"]):

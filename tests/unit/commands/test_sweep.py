@@ -54,6 +54,12 @@ def test_each_element_gets_its_own_run_and_arguments(
     assert capsys.readouterr().out == "srun: waiting\n"
 
 
+def test_an_array_is_expedited_as_a_job_is(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *WORDS, "run.seed=0,1", "slurm.expedited_requeue=true"]) == EXIT_OK
+    assert "slurm.expedited_requeue: the release of SLURM is not known here" in capsys.readouterr().err
+    assert "--requeue" not in (cluster / "calls").read_text().splitlines()[-1]
+
+
 def test_only_elements_that_are_neither_finished_nor_in_the_queue_are_submitted_again(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +86,10 @@ def test_only_elements_that_are_neither_finished_nor_in_the_queue_are_submitted_
     [
         (["tiny.yaml"], "no setting has several values"),
         ([*WORDS, "train.lr=1e-4,x"], "element lr-x: "),
+        (
+            [*WORDS, "run.seed=0,1", "placement.nodes=2", "slurm.node_groups=[{nodes: 1}]"],
+            "slurm.node_groups: a sweep is a job array",
+        ),
         ([*WORDS, "train.lr=x,1e-4"], "with train.lr=x: "),
         ([*WORDS, "train.lr=1e-4,0.0001"], "elements lr-1e-4 and lr-0.0001 are equal"),
         ([*WORDS, "placement.nodes=1,2"], "element nodes-2: it needs '#SBATCH --nodes=2'"),

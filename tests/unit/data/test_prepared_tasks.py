@@ -61,6 +61,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.text(), JSON, min_size=1), min_size=1, max_size=5))
 def test_a_file_that_was_written_here_lists_the_tasks(
     tmp_path_factory: pytest.TempPathFactory, specifications: list[Any]

@@ -92,6 +92,7 @@ def test_splits_of_a_folder_and_of_a_mapping(tmp_path: Path) -> None:
     assert [t["prompt"] for t in tasks(tmp_path / "chosen", "easy")] == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     plain = [{"prompt": row["prompt"], "label": row["label"]} for row in ROWS]

@@ -15,7 +15,8 @@ from orhpc.data.task_file import write_tasks
 from orhpc.environments.prompts import Answer, Prompts
 from orhpc.environments.server import environment_class
 from orhpc.environments.verifiers import equal_expressions, verifier_of
-from orhpc.errors import ConfigError
+from orhpc.errors import ConfigError, UserCodeError
+from orhpc.process.user_code import error_of_metadata
 
 ROWS = [{"prompt": f"What is {i} + {i}? Grüße", "label": str(2 * i)} for i in range(5)]
 
@@ -32,7 +33,11 @@ def served(tmp_path: Path, **settings: Any) -> Any:
 def reward(environment: Any, answer: str, index: int = 3) -> float:
     async def run() -> float:
         session: Prompts = environment(await environment.get_task("train", index))
-        return (await session.answer(Answer(text=answer))).reward
+        output = await session.answer(Answer(text=answer))
+        if error := error_of_metadata(output.metadata):
+            assert (output.reward, output.finished) == (None, True)
+            raise error
+        return output.reward
 
     return asyncio.run(run())
 
@@ -119,8 +124,20 @@ def test_a_function_of_the_user_judges(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_function_that_returns_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "judging_wrongly.py").write_text("def judge(answer, label, row):\n    return 'good'\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(TypeError, match="judging_wrongly"):
+    with pytest.raises(UserCodeError, match=r"judging_wrongly:judge raised TypeError: it returned 'good'"):
         reward(served(tmp_path, verifier="judging_wrongly:judge"), "x")
+
+
+def test_an_exception_of_a_function_keeps_its_type_place_and_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judging_raises.py").write_text("def judge(answer, label, row):\n    return row['points']\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(
+        UserCodeError, match=r"raised KeyError: 'points' \(.*judging_raises.py:2 in judge"
+    ) as caught:
+        reward(served(tmp_path, verifier="judging_raises:judge"), "x")
+    assert "return row['points']" in caught.value.trace
 
 
 def test_a_missing_function_is_a_config_error(tmp_path: Path) -> None:

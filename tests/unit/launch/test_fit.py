@@ -253,6 +253,7 @@ def test_configs_fit_their_devices(config: str, tmp_path: Path, commands: Path) 
     assert run_plan.state_bytes(run) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_rollout_that_does_not_fit_alone_is_refused_with_the_longest_that_does(
     tmp_path: Path, backend: str

@@ -27,6 +27,7 @@ def config(**sections: object) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_accepts_a_changed_config_and_discards_its_rollouts(run: RunDir) -> None:
     assert write_config(run, config()) == []
     events = EventLog(run.events, run.begin_attempt())

@@ -40,6 +40,7 @@ def _asked_starts(call: ast.Call) -> Iterator[str]:
                 yield str(node.value)
 
 
+@pytest.mark.slow
 def test_no_other_module_names_a_family() -> None:
     modules = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
     assert len(modules) > 100

@@ -235,6 +235,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     assert first.startswith("gemma3_text: log-probabilities")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_is_not_compared_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +265,7 @@ def test_free_memory_respects_the_limit_of_the_jobs_control_group(tmp_path: Path
     assert model_check.free_host_bytes(tmp_path / "none", groups) > 10_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "values"), [("phi3", _LONGROPE), ("llama", _DYNAMIC)])
 def test_length_dependent_positions_are_correct_within_the_limit_and_refused_beyond(
     family: str, values: dict[str, Any], tmp_path: Path
@@ -276,6 +278,7 @@ def test_length_dependent_positions_are_correct_within_the_limit_and_refused_bey
         assert_packed_samples_are_transformers(rank, folder, [16, 5, 9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [{}, {"router_jitter_noise": 0.3}, {"sliding_window": 6}])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_phimoe_equals_transformers_in_evaluation_mode(

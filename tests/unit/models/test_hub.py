@@ -266,6 +266,7 @@ def test_the_error_of_a_node_without_the_shared_cache_names_the_setting(
         model.check_seen(config_of(), rundir)
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_downloaded_too(hub: Hub, rundir: RunDir) -> None:
     write_model_folder(hub.root / "Acme" / "Drafter", TINY["llama"])
     config = Config.model_validate(

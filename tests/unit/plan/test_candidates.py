@@ -33,6 +33,7 @@ def config_of(backend: str, *, nodes: int = 1, **train: Any) -> Config:
     return Config.model_validate(tree)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(NAMES),
@@ -67,6 +68,7 @@ def _with(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_overrides_are_those_of_a_command_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(dump_config(config_of("megatron")))
@@ -83,6 +85,7 @@ def test_a_small_model_is_tried_without_recomputation_first() -> None:
     assert dict(best.settings)["train.gradient_checkpointing"] is False
 
 
+@pytest.mark.slow
 def test_parallelism_is_tried_only_where_a_mixture_needs_it() -> None:
     tried = candidates(config_of("megatron"), SHAPES["Qwen3-30B-A3B"], 139 * GIB, 4)[1:]
     assert all(dict(each.settings).get("megatron.ep", 1) > 1 for each in tried)

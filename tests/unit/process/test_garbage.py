@@ -79,6 +79,7 @@ def test_old_garbage_is_collected_once_the_process_is_idle(monkeypatch: pytest.M
     assert asyncio.run(run()) is is_busy
 
 
+@pytest.mark.slow
 def test_a_process_that_is_never_idle_collects_everything_at_times(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "_YOUNG_S", 0.001)
     monkeypatch.setattr(garbage, "_BUSY_S", 0.05)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from orhpc.process.pacing import pace
 
 TASKS = 2048
@@ -40,6 +42,7 @@ async def longest_stall(paced: bool) -> float:
     return max(stalls)
 
 
+@pytest.mark.slow
 def test_no_iteration_takes_all_the_work_at_once() -> None:
     assert asyncio.run(longest_stall(paced=False)) > TASKS * WORK_S / 2
     # One piece that begins within the budget, and the waiting of all others, come on top.

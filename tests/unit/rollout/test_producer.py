@@ -373,6 +373,7 @@ def test_partial_groups_may_be_one_version_older(age: int, reasons: dict[str, in
         assert step(age).reasons == reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("oversample", "staleness"), [(1.0, 0), (1.5, 0), (1.0, 1), (1.5, 2)])
 def test_no_task_is_skipped_and_none_is_trained_on_twice(oversample: float, staleness: int) -> None:
     """With durations of a long tail: those of the trained tasks are those of all tasks."""

@@ -134,6 +134,7 @@ def test_a_run_root_without_write_permission_gives_one_error_line(
         RunDir(root / "other").create(known=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", AWAY)
 def test_a_temporarily_unreadable_commit_is_not_skipped(server: Server, tmp_path: Path, error: int) -> None:
     """Skipping it would cost the steps since the previous commit."""

@@ -105,6 +105,7 @@ def test_old_log_probabilities_come_from_the_start_of_the_step(make: Callable[..
         torch.testing.assert_close(tensor, after_auto[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_a_step_keeps_the_log_probabilities_at_its_start(
     make: Callable[..., TrainerRank], minibatches: int, tmp_path: Path
@@ -265,6 +266,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_save_holds_the_state_at_its_beginning(
     make: Callable[..., TrainerRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool

@@ -228,6 +228,7 @@ def test_tokens_of_too_old_policies_are_not_trained_on() -> None:
         pack([Sample("0.0", 6, 4, 1.0, Location(), min_version=3)], [arrays])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", ["lognormal", "near half the budget", "equal"])
 def test_planning_time_grows_linearly(lengths: str) -> None:
     def seconds(n: int) -> float:

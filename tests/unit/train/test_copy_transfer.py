@@ -72,6 +72,7 @@ def outcome(copies: StateCopies, within_s: float = 20) -> SendStatus:
     return status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_after_the_loss_of_any_node_every_rank_restores_its_last_step(
     make_holder: MakeHolder, tmp_path: Path, seed: int
@@ -226,6 +227,7 @@ def test_two_receivers_never_write_to_one_file(
     assert new.held() == [(0, CopyId(1, "a"))]
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_an_error_of_the_copy_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def fixed_batch(ranks: int = 1) -> tuple[MiniBatch, ...]:
     return plan_batches(samples, ranks=ranks, n_minibatches=1, max_tokens=MAX_TOKENS).minibatches
 
 
+@pytest.mark.slow
 def test_the_critic_learns_what_a_rollout_returns(make: Callable[..., TrainerRank], tmp_path: Path) -> None:
     rank = make(algorithm=ppo(lr=1e-2, value_clip=None))
     batches = fixed_batch()
@@ -302,6 +303,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(
     }
 
 
+@pytest.mark.slow
 def test_a_commit_without_a_critic_is_refused_and_one_with_it_starts_any_run(
     make: Callable[..., TrainerRank], tmp_path: Path
 ) -> None:

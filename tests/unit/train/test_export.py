@@ -150,6 +150,7 @@ def _cut(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [_drop, _change, _change_buffer, _swap, _add, _cut])
 def test_an_export_that_is_not_the_commit_is_found_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage

@@ -14,6 +14,7 @@ from tests.trainer_kit import plan as plan_of
 KINDS = {"nan_gradient": NonFinite, "trainer_oom": OutOfMemory}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_an_armed_step_fails_and_the_next_succeeds(kind: str, make: Callable[..., TrainerRank]) -> None:
     rank = make()

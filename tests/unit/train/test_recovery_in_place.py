@@ -186,6 +186,7 @@ def test_the_step_is_repeated_in_place_with_the_same_gradient(
             assert seconds < 60, about  # the collectives' own timeout is 100
 
 
+@pytest.mark.slow
 def test_the_failure_names_a_sample_that_was_alone_in_its_micro_batch(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def failing_at(count: int, call: Callable[..., Any]) -> Callable[..., Any]:
     return limited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [0, 1])
 def test_memory_that_runs_out_in_the_first_mini_batch_costs_nothing(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch, micro_batches: int

@@ -43,6 +43,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(t, other[key]) for key, t in one.items())
 
 
+@pytest.mark.slow
 def test_a_new_rank_continues_from_each_of_the_last_two_steps_to_the_bit(make: Make) -> None:
     rank = make(train={"lr": 1e-2})
     after: dict[int, dict[str, torch.Tensor]] = {}
@@ -67,6 +68,7 @@ def test_a_new_rank_continues_from_each_of_the_last_two_steps_to_the_bit(make: M
     assert steps(make()) == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_made_again_replaces_the_copy_of_the_first_time(make: Make) -> None:
     """The run goes back, because the first copy was never reported, and trains on other rollouts."""
     rank = make()
@@ -139,10 +141,12 @@ def test_what_does_not_fit_is_named_before_anything_is_copied(
     assert copies.problem(shards, 1) is None  # a restarted rank: the memory is allocated already
 
 
-def test_a_node_without_shared_memory_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_shared_memory_is_named(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(state_folder.VARIABLE)
     rank = TrainerRank(make_config(), folder, 0, 1, 1)
-    rank.connect("127.0.0.1", rank.meeting_file(), 60)
+    rank.connect("127.0.0.1", str(tmp_path / "store"), 60)
     try:
         assert rank.build()["copies_problem"] == "a node has no shared memory"
         assert rank.copies() == []

@@ -127,6 +127,7 @@ def test_a_killed_driver_and_a_lost_node_are_reported(tmp_path: Path, hook: Webh
     assert texts == ["tiny: failed: its driver was killed", "tiny: failed: NodeLost: node7 is gone"]
 
 
+@pytest.mark.slow
 def test_a_long_gap_is_reported_once(tmp_path: Path, hook: Webhook) -> None:
     run = Started(tmp_path, "notify.gap_at_least_s=0.5", "notify.gap_factor=2", "notify.events=[gap]")
     with run.notifier():
@@ -155,6 +156,7 @@ def test_what_is_usual_is_learned_from_steps() -> None:
     assert watch.gap_s(9999.0) is None
 
 
+@pytest.mark.slow
 def test_a_failing_webhook_is_one_notice_without_its_url(
     tmp_path: Path, hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,7 @@ def test_without_enough_nodes_the_rendezvous_fails_as_without_spares(kit: Kit) -
         rendezvous.gather(kit.rundir, kit.attempt, 5, 0.3, lambda: None, spares=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["named", "ended", "dropped"])
 def test_a_spare_waits_until_the_placement_names_it_or_does_without_it(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, end: str

@@ -114,6 +114,7 @@ def test_a_successor_survives_the_loss_of_a_node_if_it_has_spares(shell: Shell, 
     assert ("--no-kill" in shell.calls("sbatch")[-1].split()) == bool(spares)
 
 
+@pytest.mark.slow
 def test_with_spares_an_srun_whose_first_task_was_killed_is_ended_soon(shell: Shell) -> None:
     """Nothing else ends the tasks of other nodes, which wait for the first."""
     shell.program("srun", f'{ATTEMPT}; : >"$ORHPC_JOB_FOLDER/held"; exec sleep 50')
@@ -198,6 +199,7 @@ def test_tasks_have_the_script_s_variables_for_any_export_option(shell: Shell) -
         assert option in preflight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first_node",
     [
@@ -215,6 +217,7 @@ def test_an_srun_that_hangs_after_the_first_node_has_exited_is_killed(shell: She
     assert shell.calls("scontrol")[-1] == "requeue 7"
 
 
+@pytest.mark.slow
 def test_an_srun_that_starts_no_task_is_killed_and_the_job_requeued_with_a_delay(shell: Shell) -> None:
     shell.program("srun", "exec sleep 50")
     start = time.monotonic()
@@ -274,6 +277,73 @@ def test_a_successor_job_waits_instead_of_the_job(shell: Shell) -> None:
 def test_a_job_without_a_delay_is_not_updated(shell: Shell) -> None:
     assert shell.run().returncode == 0
     assert not [call for call in shell.calls("scontrol") if call.startswith("update")]
+
+
+@pytest.mark.parametrize(
+    ("code", "expedited", "canceled"),
+    [(0, True, False), (2, True, True), (4, True, True), (75, True, False), (2, False, False)],
+)
+def test_a_job_that_has_ended_is_not_held_for_an_expedited_requeue(
+    shell: Shell, code: int, expedited: bool, canceled: bool
+) -> None:
+    """SLURM 25.11 holds such a job after a failure, as if somebody were to release it."""
+    flag = "ExpeditedRequeue=Yes " if expedited else ""
+    shell.program("scontrol", f'echo "{RUNNING.format(restarts=0)}" "{flag}"')
+    shell.program("scancel", "true")
+    shell.program("srun", f'{ATTEMPT}; echo {code} >"$ORHPC_JOB_FOLDER/code"; exit {code}')
+    result = shell.run()
+    assert result.returncode == (0 if code == 75 else code)
+    assert shell.calls("scancel") == (["7"] if canceled else [])
+    assert ("canceling the job" in result.stdout) is canceled
+    assert ("requeue 7" in shell.calls("scontrol")) is (code == 75)
+
+
+SECOND = "JobId=8 HetJobId=7 JobState={state} Requeue=1 Restarts={restarts} ExcNodeList=n[8-9] StdOut=y"
+
+
+def heterogeneous(shell: Shell, first: str, second: str = "RUNNING", restarts: int = 0) -> None:
+    """Show a job of two components, each on its own line."""
+    line = RUNNING.format(restarts=restarts).replace("RUNNING", first)
+    shell.program("scontrol", f'echo "{line}"; echo "{SECOND.format(state=second, restarts=restarts)}"')
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_one_step_spans_all_components_of_a_heterogeneous_job(shell: Shell, restarts: int) -> None:
+    heterogeneous(shell, "RUNNING", restarts=restarts)
+    assert shell.run(restarts, SLURM_HET_SIZE="3").returncode == 0
+    calls = shell.calls("srun")
+    assert len(calls) == 1 + restarts
+    assert all("--het-group=0-2 --ntasks-per-node=1 " in call for call in calls)
+    assert not [call for call in calls if "--nodes" in call]
+    assert shell.calls("scontrol")[-1] == "requeue 7"
+
+
+def test_the_first_component_decides_about_the_requeue(shell: Shell) -> None:
+    """The others may still be running when a heterogeneous job is canceled."""
+    heterogeneous(shell, "CANCELLED")
+    result = shell.run(SLURM_HET_SIZE="2")
+    assert "the job is canceled, ending or restarted: not requeued" in result.stdout
+    assert "requeue 7" not in shell.calls("scontrol")
+
+
+def test_nodes_are_excluded_from_all_components_by_the_first(shell: Shell) -> None:
+    shell.program(
+        "srun", f'{ATTEMPT}; echo n4 >"$ORHPC_JOB_FOLDER/exclude"; echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75'
+    )
+    heterogeneous(shell, "RUNNING")
+    assert shell.run(SLURM_HET_SIZE="2").returncode == 0
+    assert shell.calls("scontrol")[-1] == "update JobId=7 ExcNodeList=n4"
+
+
+def test_a_heterogeneous_job_that_may_not_be_requeued_has_no_successor(shell: Shell) -> None:
+    """sbatch's options for it would be those of one component."""
+    line = RUNNING.format(restarts=0).replace("Requeue=1", "Requeue=0")
+    shell.program("scontrol", f'echo "{line}"; [ "$1" != requeue ]')
+    shell.program("sbatch", "echo 9")
+    result = shell.run(SLURM_HET_SIZE="2")
+    assert result.returncode == 75
+    assert "a heterogeneous job has no successor" in result.stdout
+    assert shell.calls("sbatch") == []
 
 
 def test_an_interpreter_without_the_package_gives_one_error_line(shell: Shell) -> None:

@@ -55,6 +55,41 @@ def test_spares_are_requested_in_addition_and_the_job_survives_a_lost_node() -> 
         submission.render(load_config(DEFAULT, ["slurm.spares=1"]))
 
 
+def test_each_kind_of_node_is_a_component_of_the_job() -> None:
+    groups = "[{nodes: 2, partition: a100, mem: 300G, gpus_per_node: 8}, {nodes: 1, constraint: big, qos: q}]"
+    config = load_config(
+        DEFAULT, ["placement.nodes=7", "slurm.partition=h100", "slurm.time=60", f"slurm.node_groups={groups}",
+                  "slurm.account=acc", "slurm.extra_sbatch=[--comment=x]", "slurm.mail_user=me@site.org"],
+    )  # fmt: skip
+    text = "\n".join(head_of(submission.render(config, 77)))
+    parts = [set(part.split("\n#SBATCH --")) for part in text.split("\n#SBATCH hetjob")]
+    of_all = {"signal=B:USR2@77", "requeue", "exclusive", "time=60", "account=acc", "comment=x"}
+    assert len(parts) == 3
+    assert all(of_all | {"ntasks-per-node=1", "open-mode=append"} <= part for part in parts)
+    assert {"nodes=4", "partition=h100", "mem=0", "gpus-per-node=4", "mail-user=me@site.org"} <= parts[0]
+    assert {"nodes=2", "partition=a100", "mem=300G", "gpus-per-node=8"} <= parts[1]
+    assert {"nodes=1", "partition=h100", "mem=0", "gpus-per-node=4", "constraint=big", "qos=q"} <= parts[2]
+    assert not [line for part in parts[1:] for line in part if line.startswith("mail")]
+    assert "hetjob" not in submission.render(load_config(DEFAULT))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["placement.nodes=2", "slurm.node_groups=[{nodes: 2}]"], "leave none of placement.nodes=2"),
+        (["placement.nodes=4", "slurm.node_groups=[{nodes: 2}]", "slurm.spares=1"], "set slurm.spares to 0"),
+        (["slurm.node_groups=[{nodes: 0}]"], "slurm.node_groups"),
+        (["slurm.node_groups=[{partition: a}]"], "slurm.node_groups"),
+        (["slurm.node_groups=[{nodes: 1, partition: 'a b'}]"], "in a #SBATCH line"),
+        (['slurm.node_groups=[{nodes: 1, mem: "1\\n#SBATCH --x"}]'], "in a #SBATCH line"),
+        (["slurm.node_groups=[{nodes: 1, devices: 4}]"], "devices"),
+    ],
+)
+def test_groups_of_nodes_that_cannot_be_are_refused(words: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        submission.render(load_config(DEFAULT, words))
+
+
 def test_every_setting_reaches_the_header() -> None:
     config = config_of(
         partition="gpu,big", account="acc", qos="high", time="1-12:00:00", gpus_per_node=8, cpus_per_task=64,
@@ -195,6 +230,7 @@ def test_job_info_is_parsed_from_scontrol_s_output() -> None:
     assert JobInfo.parse(line.replace("2030-01-01T00:00:00", "Unknown")).seconds_left() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "restarts", "back"),
     [
