@@ -38,7 +38,7 @@ def write_made_up(folder: Path, config: Config, shape: ModelShape, count: int) -
     generator = np.random.default_rng(config.run.seed)
     longest = config.rollout.max_total_tokens
     lengths = np.exp(generator.normal(np.log(longest * _MEDIAN), _SPREAD, count))
-    pools = _pools(generator, shape) if config.train.routing_replay else None
+    pools = route_pools(generator, shape) if config.train.routing_replay else None
     name = next(iter(config.environments), "none")
     rollouts = []
     for number, length in enumerate(np.clip(lengths, 2, longest).astype(int)):
@@ -57,14 +57,14 @@ def write_made_up(folder: Path, config: Config, shape: ModelShape, count: int) -
                 versions_T=np.where(mask_T, 0, -1).astype(np.int32),
                 end=RolloutEnd.TERMINAL,
                 reward=float(number % 2),
-                routes=None if pools is None else _routes(generator, pools, length - 1),
+                routes=None if pools is None else drawn_routes(generator, pools, length - 1),
             )
         )
     path = record_path(folder / "step_1", 1, 0)
     write_rollouts(path, rollouts, trained=[r.id for r in rollouts])
 
 
-def _pools(generator: Generator, shape: ModelShape) -> list[NDArray[np.integer]]:
+def route_pools(generator: Generator, shape: ModelShape) -> list[NDArray[np.integer]]:
     """For each layer ``[patterns, topk]``: choices of different experts, by their popularity.
 
     Drawn by adding Gumbel noise to the logarithms and taking the largest (Kool et al., arXiv 1903.06059); a
@@ -82,6 +82,6 @@ def _pools(generator: Generator, shape: ModelShape) -> list[NDArray[np.integer]]
     return pools
 
 
-def _routes(generator: Generator, pools: list[NDArray[np.integer]], rows: int) -> NDArray[np.integer]:
+def drawn_routes(generator: Generator, pools: list[NDArray[np.integer]], rows: int) -> NDArray[np.integer]:
     """Routes of one rollout, ``[rows, layers, topk]``."""
     return np.stack([pool[generator.integers(0, len(pool), rows)] for pool in pools], axis=1)

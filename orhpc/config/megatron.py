@@ -45,6 +45,14 @@ class MegatronSettings(Section):
     others keep their activations. Null: all."""
     overlap: bool = True
     """Overlap the gradient reduction with the backward pass."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Overlap the all-to-alls of experts with the computation of another micro-batch: the forward pass of one
+    runs together with the backward pass of the one before. Needs ``ep`` > 1, ``model.dtype: bfloat16``,
+    memory for one layer more, and activations that are not recomputed in whole layers or in whole mixtures
+    (``moe``)."""
+    counts_from_routes: bool = False
+    """Count the tokens of each expert from the recorded routes, on the host before a micro-batch begins,
+    instead of waiting for the device's counts in every layer. Needs ``train.routing_replay``."""
     offload_optimizer: Fraction = 0.0
     """Fraction of the optimizer state that is stored and updated in host memory. Saves GPU memory; slower."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -82,6 +90,30 @@ class MegatronSettings(Section):
         if self.recompute_layers is not None and (self.recompute != "full" or self.vpp > 1):
             other = "megatron.vpp > 1" if self.vpp > 1 else f"megatron.recompute: {self.recompute}"
             found.append(f"megatron.recompute_layers: not with {other}")
+        return found
+
+    def overlap_problems(self, dtype: str, *, recomputes: bool) -> list[str]:
+        """List the settings with which all-to-alls cannot be overlapped with another micro-batch.
+
+        ``recomputes``: ``train.gradient_checkpointing``.
+        """
+        if not self.overlap_moe_expert_parallel_comm:
+            return []
+        wanted = "megatron.overlap_moe_expert_parallel_comm"
+        found: list[str] = []
+        if self.ep == 1:
+            found.append(f"{wanted} needs megatron.ep > 1: without it there is no all-to-all")
+        if dtype != "bfloat16":
+            found.append(f"{wanted} needs model.dtype: bfloat16, not {dtype}")
+        if self.pp > 1 and self.vpp == 1:
+            found.append(f"{wanted} needs megatron.vpp > 1 in a pipeline (megatron.pp = {self.pp})")
+        if recomputes and self.recompute == "full":
+            found.append(
+                f"{wanted} cannot recompute whole layers: set megatron.recompute to auto or selective, or "
+                "train.gradient_checkpointing to false"
+            )
+        if recomputes and self.recompute == "selective" and "moe" in self.recompute_modules:
+            found.append(f"{wanted}: megatron.recompute_modules must not have moe")
         return found
 
     def moment_problems(self, adam_beta2: float, dtype: str) -> list[str]:

@@ -68,6 +68,8 @@ def dropped_notice(config: Config, step: int, limit: SampleLimit) -> str:
     ways = ["lower rollout.max_total_tokens"]
     if not config.train.gradient_checkpointing:
         ways.append("set train.gradient_checkpointing")
+    elif config.train.backend == "megatron" and config.megatron.recompute != "full":
+        ways.append("set megatron.recompute to full")
     ways.append(
         "raise megatron.cp" if config.train.backend == "megatron" else "use train.backend=megatron with cp"
     )

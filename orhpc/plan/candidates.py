@@ -85,7 +85,9 @@ def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> It
             if not chosen.train.gradient_checkpointing:  # what would be recomputed does not matter then
                 own = {n: getattr(config.megatron, n) for n in ("recompute", "recompute_layers")}
                 chosen = _with_megatron(chosen, **own)
-            yield chosen
+            recomputes = chosen.train.gradient_checkpointing
+            if not chosen.megatron.overlap_problems(config.model.dtype, recomputes=recomputes):
+                yield chosen
 
 
 def _budgets(config: Config) -> Iterator[Config]:

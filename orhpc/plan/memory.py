@@ -59,6 +59,8 @@ class Demand:
     """What ``selective`` recomputes, by megatron-core's names."""
     layers: int | None = None
     """How many layers of a stage ``full`` recomputes; None: all."""
+    overlapped: bool = False
+    """Whether the forward pass of a micro-batch runs together with the backward pass of another."""
 
 
 def recompute_mode(config: Config) -> Recompute:
@@ -90,6 +92,7 @@ def trainer_demand(config: Config) -> Demand:
         critic=config.algorithm.has_critic,
         modules=tuple(config.megatron.recompute_modules),
         layers=config.megatron.recompute_layers,
+        overlapped=config.megatron.overlap_moe_expert_parallel_comm,
     )
 
 
@@ -233,11 +236,15 @@ def _on_stage(tensor: HfTensor, first: bool, last: bool, tied: bool) -> bool:
     return last
 
 
-def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool) -> int:
+def layer_activations(
+    shape: ModelShape, index: int, element_bytes: int, *, upcast_norms: bool, excess: float = 1.0
+) -> int:
     """Return the bytes per token that one layer keeps for its backward pass, before any division.
 
     ``upcast_norms``: transformers' norms keep their input in float32 and the normalized value
-    in the model's type; fused ones keep only their input.
+    in the model's type; fused ones keep only their input.  transformers' experts keep all intermediate
+    values and their outputs; fused ones keep their inputs, both projections and the activated product.
+    ``excess``: tokens that a rank's experts receive, over an even share.
     """
     e = element_bytes
     norm = 4 + e if upcast_norms else e
@@ -255,34 +262,45 @@ def layer_activations(shape: ModelShape, index: int, element_bytes: int, *, upca
     attention = e * (hidden + queries + keys + values) + extra
     if not shape.layers[index].experts:
         return norms + attention + e * (hidden + 4 * shape.ffn)
-    routed = shape.experts_per_token * (2 * hidden + 4 * shape.expert_ffn)
-    return norms + attention + e * (hidden + routed + 4 * shape.shared_ffn) + 4 * shape.experts
+    if upcast_norms:
+        each, tables = 2 * hidden + 4 * shape.expert_ffn, 4
+    else:
+        each, tables = hidden + 3 * shape.expert_ffn, TABLE_BYTES
+    routed = round(excess * shape.experts_per_token * each)
+    return norms + attention + e * (hidden + routed + 4 * shape.shared_ffn) + tables * shape.experts
 
 
-def recomputed(shape: ModelShape, index: int, element_bytes: int, modules: Collection[str]) -> int:
+def recomputed(
+    shape: ModelShape, index: int, element_bytes: int, modules: Collection[str], excess: float = 1.0
+) -> int:
     """Return the bytes per token that one layer does not keep if these modules are recomputed.
 
-    Modules are counted as in :func:`layer_activations`.  Those that are not counted there, as the inside of
-    fused attention, spare nothing, and neither do norms that TransformerEngine fuses with the projection that
-    follows: of these norms only the one before experts is separate.
+    Modules are counted as fused ones in :func:`layer_activations`.  Those that are not counted there, as the
+    inside of fused attention, spare nothing, and neither do norms that TransformerEngine fuses with the
+    projection that follows: of these norms only the one before experts is separate.
     """
-    hidden, routed = shape.hidden, shape.experts_per_token
+    hidden, routed = shape.hidden, excess * shape.experts_per_token
     sparse = bool(shape.layers[index].experts)
     spared = hidden if sparse and "layernorm" in modules else 0
     if sparse and "moe" in modules:
-        spared += routed * (2 * hidden + 4 * shape.expert_ffn) + 4 * shape.shared_ffn
+        spared += round(routed * (hidden + 3 * shape.expert_ffn)) + 4 * shape.shared_ffn
     elif sparse:
-        spared += routed * shape.expert_ffn if "moe_act" in modules else 0
+        spared += round(routed * shape.expert_ffn) if "moe_act" in modules else 0
         spared += 4 * shape.shared_ffn if "shared_experts" in modules else 0
     elif "mlp" in modules:
         spared += 4 * shape.ffn
     return element_bytes * spared
 
 
-EXCHANGED = 8
+TABLE_BYTES = 16
+"""Bytes per token and expert of the router's scores, of its map and of the places of permuted tokens."""
+EXCHANGED = 9.4
 """Copies of a routed token beyond what a layer keeps, where experts are divided over ranks: sent to
 experts, received, and sent back, the same for gradients, and the excess of ranks with more than their share.
-Measured: 7.6 (four H200, EP 4, TP 2, micro-batches of 32,768 and of 16,384 tokens)."""
+Measured: 9.0 (four H200, EP 4, TP 2, micro-batches of 32,768 and of 16,384 tokens)."""
+EXPERT_EXCESS = 1.2
+"""Tokens that the fullest of several ranks receives for its experts over an even share, mean over layers:
+single layers have more, but rarely on the same rank."""
 
 
 def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
@@ -293,7 +311,7 @@ def expert_work(shape: ModelShape, layout: Layout, element_bytes: int) -> int:
     copies = 2 * shape.hidden + 3 * shape.expert_ffn
     if layout.ep > 1:
         copies += EXCHANGED * shape.hidden
-    return element_bytes * shape.experts_per_token * copies
+    return round(element_bytes * shape.experts_per_token * copies)
 
 
 def _activations(
@@ -306,22 +324,26 @@ def _activations(
     waiting: int = 1,
 ) -> tuple[int, int]:
     """Return what ``waiting`` micro-batches keep until the backward pass, and one layer's work memory."""
-    tokens = _up(demand.tokens, layout.cp)
-    kept = [layer_activations(shape, i, demand.element_bytes, upcast_norms=upcast_norms) for i in layers]
+    tokens, element = _up(demand.tokens, layout.cp), demand.element_bytes
+    excess = EXPERT_EXCESS if layout.ep > 1 else 1.0
+    kept = [layer_activations(shape, i, element, upcast_norms=upcast_norms, excess=excess) for i in layers]
+    alone = [layer_activations(shape, i, element, upcast_norms=upcast_norms) for i in layers]
     routed = any(shape.layers[i].experts for i in layers)
-    work = expert_work(shape, layout, demand.element_bytes) if routed else 0
+    work = expert_work(shape, layout, element) if routed else 0
     if demand.recompute != "full":
         spared = [0 for _ in layers]
         if demand.recompute == "selective":
-            spared = [recomputed(shape, i, demand.element_bytes, demand.modules) for i in layers]
+            spared = [recomputed(shape, i, element, demand.modules, excess) for i in layers]
         # What one layer recomputes exists while its gradients are computed.
         left, work = sum(kept) - sum(spared), work + max(spared, default=0)
+        if demand.overlapped:  # one layer of each of both micro-batches at work
+            work = 2 * work + max(alone, default=0)
         return _up(tokens * waiting * left, layout.tp), _up(tokens * work, layout.tp)
-    again = kept if demand.layers is None else kept[: demand.layers]
-    whole = sum(kept) - sum(again)
-    inputs = len(again) * demand.element_bytes * shape.hidden
-    left, work = waiting * (inputs + whole), max(again, default=0) + work
-    return _up(tokens * left, layout.tp), _up(tokens * work, layout.tp)
+    count = len(kept) if demand.layers is None else min(demand.layers, len(kept))
+    inputs = count * element * shape.hidden + sum(kept[count:])
+    return _up(tokens * waiting * inputs, layout.tp), _up(
+        tokens * (max(alone[:count], default=0) + work), layout.tp
+    )
 
 
 def _head(shape: ModelShape, layout: Layout, demand: Demand) -> int:

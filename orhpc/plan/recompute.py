@@ -18,11 +18,15 @@ MODULES = {True: ["layernorm", "moe_act"], False: ["mlp"]}
 
 
 def totals(config: Config, shape: ModelShape) -> dict[Recompute, int]:
-    """Return the bytes at the peak of a step by what is recomputed, the fastest first."""
+    """Return the bytes at the peak of a step by what is recomputed, the fastest first.
+
+    Without whole layers if ``megatron.overlap_moe_expert_parallel_comm`` excludes them.
+    """
     layout, demand = trainer_layout(config), trainer_demand(config)
     modules = tuple(MODULES[bool(shape.experts)])
     demand = replace(demand, modules=modules, layers=None)
-    return {mode: trainer_memory(shape, layout, replace(demand, recompute=mode)).total for mode in MODES}
+    modes = MODES[:-1] if demand.overlapped else MODES
+    return {mode: trainer_memory(shape, layout, replace(demand, recompute=mode)).total for mode in modes}
 
 
 def fewest_layers(config: Config, shape: ModelShape, room: float) -> int | None:
@@ -39,14 +43,17 @@ def fewest_layers(config: Config, shape: ModelShape, room: float) -> int | None:
 def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Config:
     """Return a config in which ``megatron.recompute: auto`` is replaced by a choice.
 
-    ``device_bytes``: memory of a device; None: devices are processes, where whole layers are recomputed.
+    If nothing fits, as much as possible is recomputed.  ``device_bytes``: memory of a device; None: devices
+    are processes, where whole layers are recomputed, or nothing if all-to-alls are overlapped.
     """
     automatic = config.train.backend == "megatron" and config.megatron.recompute == "auto"
     if not automatic or not config.train.gradient_checkpointing:
         return config
     room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - RESERVED_BYTES
     needed = totals(config, shape)
-    mode = next((m for m in MODES if needed[m] <= room), MODES[-1])
+    mode = next((m for m, total in needed.items() if total <= room), list(needed)[-1])
+    if device_bytes is None and mode != "full":
+        mode = "none"  # "selective" needs TransformerEngine
     if mode == "none":
         train = config.train.model_copy(update={"gradient_checkpointing": False})
         return config.model_copy(update={"train": train})

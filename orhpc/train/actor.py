@@ -199,12 +199,15 @@ class TrainerRank(RankState):
 
     @contextlib.contextmanager
     def _naming_the_sample(self, passes: StepPasses) -> Iterator[None]:
-        """Say in OutOfMemory whether a sample was alone; a pipeline computes several at a time."""
+        """Say in OutOfMemory whether a sample was alone; pipelines and overlap compute several at once."""
         try:
             yield
         except OutOfMemory as error:
-            pipeline = self.config.train.backend == "megatron" and self.config.megatron.pp > 1
-            error.alone = None if pipeline else passes.alone
+            m = self.config.megatron
+            several = self.config.train.backend == "megatron" and (
+                m.pp > 1 or m.overlap_moe_expert_parallel_comm
+            )
+            error.alone = None if several else passes.alone
             raise
 
     def take_trained(self) -> dict[str, TrainedRollout]:

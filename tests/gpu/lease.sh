@@ -37,6 +37,9 @@
 #   ranks     2     560  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py), then experts divided
 #                        in trainer and engine, weights copied directly and loaded by SGLang (or LOADING alone)
 #
+#   update    1-2   500  benchmarks/gpu/moe_update.py: updates of a mixture by recomputation, micro-batches, counts
+#                        and overlap, on GPUS=0,1 (or one: 0); UPDATE: more of its words, as --layers 6
+#
 # Where bytecode is not kept, Python's imports alone take 30 s a process: run tests/gpu/warm.sh first.
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
@@ -167,6 +170,12 @@ ranks() {
   job recovery-two 0,1 420 benchmarks/gpu/recovery_two_gpus.py --out "$R" --seconds {} ${GGUF:+--gguf "$GGUF"}
   job loading-experts 0,1 500 $CHECK ${LOADING:-loading loading-speed} --deadline "${DEADLINE:-200}"
 }
+update() {
+  local gpus=${GPUS:-0,1} count
+  count=$(tr -cd , <<<"$gpus" | wc -c)
+  job moe-update "$gpus" 590 benchmarks/gpu/moe_update.py --out "$R" --gpus $((count + 1)) --seconds {} ${UPDATE:-}
+  cat "$R/moe_update.md"
+}
 node() {
   local gpus=${GPUS:-8} cases=${CASES:-bf16}
   job "node-${cases// /-}" "$(seq -s, 0 $((gpus - 1)))" 600 benchmarks/gpu/one_node.py --out "$R" --seconds {} \
@@ -174,7 +183,7 @@ node() {
 }
 
 case $PLAN in
-  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | node) ;;
+  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | update | node) ;;
   *) echo "no plan $PLAN" >&2; exit 2 ;;
 esac
 (while sleep 15; do pack; done) & PACKER=$!

@@ -79,6 +79,7 @@ def install() -> None:
     for part in (
         "transformer",
         "models.gpt",
+        "models.common",
         "optimizer",
         "distributed",
         "pipeline_parallel",
@@ -115,6 +116,7 @@ def _fake_cuda() -> None:
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda._lazy_call = lambda call, **_: call()
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
     plain_type = torch.Tensor.type
 

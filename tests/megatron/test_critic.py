@@ -91,6 +91,22 @@ def _steps(one: Case, rank: int, world: int, port: int, folder: str) -> dict[str
         trainer.close()
 
 
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+OVERLAPPED = [
+    Case("qwen3-moe", {"ep": 2} | more, {"adam_eps": 1e-2}, ALGORITHM, dtype="bfloat16")
+    for more in ({}, OVERLAP)
+]
+
+
+def test_overlapped_all_to_alls_change_no_step_of_policy_and_critic(tmp_path: Path) -> None:
+    save_model(tmp_path / "qwen3-moe", "qwen3-moe")
+    found = launch(2, tmp_path, OVERLAPPED)
+    for plain, overlapped in zip(*(found[one.name] for one in OVERLAPPED), strict=True):
+        for before, after in zip(plain["metrics"], overlapped["metrics"], strict=True):
+            assert before["critic_grad_norm"] > 0
+            assert {n: before[n] for n in COMPARED} == {n: after[n] for n in COMPARED}
+
+
 def launch(world: int, folder: Path, cases: list[Case]) -> dict[str, list[dict[str, Any]]]:
     ports = free_ports(len(cases), "127.0.0.1")
     found = run_ranks(run_steps, world, str(folder), cases, ports, timeout_s=600)

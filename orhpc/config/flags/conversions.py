@@ -230,6 +230,12 @@ def recompute(given: Given) -> Settings:
     return found
 
 
+def overlapped_exchange(given: Given) -> Settings:
+    """All-to-alls of experts beside the computation of another micro-batch."""
+    on = given.on("--overlap-moe-expert-parallel-comm")
+    return {"megatron.overlap_moe_expert_parallel_comm": True} if on else {}
+
+
 def offloaded_optimizer(given: Given) -> Settings:
     """The fraction of the optimizer state in host memory."""
     fraction = given.number("--optimizer-offload-fraction")

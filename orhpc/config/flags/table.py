@@ -275,6 +275,11 @@ _TRAINER: tuple[Flag, ...] = (
         "--recompute-modules", _RECOMPUTE, by.recompute, "By megatron-core's names.", arity="many",
         read=lambda c: c.megatron.recompute_modules,
     ),
+    joint(
+        "--overlap-moe-expert-parallel-comm", ("megatron.overlap_moe_expert_parallel_comm",),
+        by.overlapped_exchange, "Needs `megatron.ep` > 1.", arity="none",
+        read=lambda c: c.megatron.overlap_moe_expert_parallel_comm,
+    ),
     sets("--tensor-model-parallel-size", "megatron.tp", "integer", "More than 1 sets `train.backend`."),
     sets("--pipeline-model-parallel-size", "megatron.pp", "integer", "More than 1 sets `train.backend`."),
     sets("--context-parallel-size", "megatron.cp", "integer", "More than 1 sets `train.backend`."),

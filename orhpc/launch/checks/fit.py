@@ -233,7 +233,7 @@ def _too_long(run: RunPlan, room: int) -> str:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(run, room, middle) else (low, middle)
-    ways = [] if run.demand.recompute != "none" else ["train.gradient_checkpointing=true"]
+    ways = [setting] if (setting := _recompute_more(run)) else []
     if run.layout.sharded:
         ways.append("train.backend=megatron, which divides a rollout over megatron.cp devices")
     else:
@@ -245,6 +245,14 @@ def _too_long(run: RunPlan, room: int) -> str:
         f"a rollout of rollout.max_total_tokens={longest} does not fit even alone, one of {low} would: lower "
         f"it, or set {', or '.join(ways)}"
     )
+
+
+def _recompute_more(run: RunPlan) -> str:
+    """Return the setting that recomputes whole layers; empty if all are, or if they must not be."""
+    if run.demand.recompute == "none":
+        return "train.gradient_checkpointing=true"
+    can = run.demand.recompute == "selective" and not run.demand.overlapped
+    return "megatron.recompute=full" if can else ""
 
 
 def _fits(run: RunPlan, room: int, tokens: int) -> bool:

@@ -59,7 +59,8 @@ class MegatronBackend(Backend):
         self._routers: StageReplay | None = None
         if config.routes_wanted:
             refuse_dense(loader.shape.experts)
-            self._routers = StageReplay(chunks, replay=config.train.routing_replay)
+            replay, known = config.train.routing_replay, config.megatron.counts_from_routes
+            self._routers = StageReplay(chunks, replay=replay, known_counts=known)
         # Never in the reference: it must not depend on the engines' routing.
         self._policy = loader.pipeline(wrapped, self._routers)
         self._exporter = Exporter(chunks, self._mapping, config.megatron, self.dtype)

@@ -94,8 +94,10 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "deterministic_mode": config.train.deterministic,
+        "mtp_num_layers": None,  # such layers are not trained, and replay does not know them
         **_precision(config),
         **_recompute(config),
+        **_overlap(config, shape),
         **spans(build, config),
     }
     known = {f.name for f in dataclasses.fields(kind) if f.init}
@@ -185,6 +187,18 @@ def _recompute(config: Config) -> dict[str, Any]:
     else:
         method = {"recompute_method": "block", "recompute_num_layers": layers}
     return {"recompute_granularity": "full", **method}
+
+
+def _overlap(config: Config, shape: ModelShape) -> dict[str, Any]:
+    """Raise ModelError where megatron-core 0.19.2's overlapped schedule would leave out the final norm: it
+    is part of the last layer's exchange."""
+    wanted = config.megatron.overlap_moe_expert_parallel_comm
+    if wanted and not shape.layers[-1].experts:
+        raise ModelError(
+            "megatron.overlap_moe_expert_parallel_comm: the model's last layer has no experts; remove the "
+            "setting"
+        )
+    return {"overlap_moe_expert_parallel_comm": wanted}
 
 
 def naming_of(config: Config) -> Naming:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from orhpc.errors import ConfigError, ModelError, RoutesMissing
 from orhpc.train.batch import PackedBatch
 from orhpc.train.expert_choices import ExpertLoads, chose_recorded
 from orhpc.train.loss.grpo import MetricSums
+from orhpc.train.megatron.known_counts import CountExchange, LayerCounts, count_from, with_all_routes
 from orhpc.train.megatron.model import Chunk
 from orhpc.train.pinned import to_device
 
@@ -44,6 +46,8 @@ class _Rows:
     pass that is not counted."""
     used_NK: Tensor | None = None
     """Experts used in the forward pass, for its recomputation: recorded ones, the router's own if unknown."""
+    counts: LayerCounts | None = None
+    """Set if ``experts_NK`` has routes for all rows, also for those that are not known."""
 
 
 @dataclass(slots=True)
@@ -57,6 +61,8 @@ class _Router:
     layer_number: int | None = None
     """Set by megatron-core."""
     rows: _Rows | None = None
+    counts: LayerCounts | None = None
+    """Of the pass that the router is in, for :class:`CountingDispatcher`, which follows it."""
     in_flight: deque[_Rows | None] = field(default_factory=deque)
 
     def get_replay_topk(
@@ -70,6 +76,7 @@ class _Router:
         assert default_compute_topk is not None
         recomputing = torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
         rows = self.in_flight.popleft() if recomputing else self.rows
+        self.counts = None if rows is None else rows.counts
         if recomputing and rows is not None and rows.used_NK is not None:
             again = rows.used_NK.long()
             return scores.gather(1, again), again
@@ -84,7 +91,7 @@ class _Router:
             self.loads.add(self.layer, recorded if self.replay else own, rows.known_N)
         if not self.replay:
             return values, own
-        chosen = torch.where(rows.known_N[:, None], recorded, own)
+        chosen = torch.where(rows.known_N[:, None], recorded, own) if rows.counts is None else recorded
         rows.used_NK = chosen.to(rows.experts_NK.dtype)
         return scores.gather(1, chosen), chosen
 
@@ -102,7 +109,8 @@ class _Counted:
 class StageReplay:
     """All routers of one rank's chunks of the policy.  With ``replay=False`` they only count."""
 
-    def __init__(self, chunks: Iterable[Chunk], *, replay: bool) -> None:
+    def __init__(self, chunks: Iterable[Chunk], *, replay: bool, known_counts: bool = False) -> None:
+        """``known_counts``: see :mod:`orhpc.train.megatron.known_counts`; collective over all ranks then."""
         self._routers: dict[nn.Module, list[_Router]] = {}
         self._counted: dict[nn.Module, list[_Counted]] = {}
         chunks = list(chunks)
@@ -118,7 +126,23 @@ class StageReplay:
                     "remove the setting"
                 )
             self._routers[chunk.model] = _routers_of(chunk, replay, self._loads)
+        self._topk, self._experts = mcore.moe_router_topk, mcore.num_moe_experts or 0
+        self._exchange: CountExchange | None = None
+        if known_counts and replay:
+            self._exchange = self._counted_by_routes()
         self.forget()
+
+    def _counted_by_routes(self) -> CountExchange:
+        found = [
+            count_from(router, layer)
+            for model, routers in self._routers.items()
+            for router, layer in zip(routers, _expert_layers(model), strict=True)
+        ]
+        if not found:
+            raise ConfigError(
+                "megatron.counts_from_routes: a pipeline stage has no layer with experts; remove the setting"
+            )
+        return CountExchange(self._experts, found[0])
 
     def start(self, model: nn.Module, batch: PackedBatch, places_L: np.ndarray, device: torch.device) -> None:
         """Set the micro-batch that the next forward pass of a chunk computes.
@@ -136,6 +160,14 @@ class StageReplay:
         known = real & batch.routes_known_P[at]
         known_N = to_device(known, device)
         experts_NMK = _own_routes(batch, at, [self._columns[router.layer] for router in routers])
+        counts: list[LayerCounts] | None = None
+        if self._exchange is not None and routers:
+            sizes = (len(routers), self._topk, self._experts)
+            whole: np.ndarray | None = None
+            if experts_NMK is not None or not batch.sample_ids:
+                whole = with_all_routes(experts_NMK, known, *sizes)
+            counts = self._exchange.counts(whole, len(routers), device)
+            experts_NMK = experts_NMK if counts is None else whole
         experts = None if experts_NMK is None else to_device(experts_NMK, device)
         # Passes without gradient are not counted: they see the same tokens as the update.
         same_MN = None
@@ -144,7 +176,10 @@ class StageReplay:
             self._counted[model].append(_Counted(same_MN, known_N, int(known.sum())))
         for index, router in enumerate(routers):
             same_N = None if same_MN is None else same_MN[index]
-            rows = None if experts is None else _Rows(experts[:, index], known_N, same_N)
+            rows = None
+            if experts is not None:
+                of_layer = None if counts is None else counts[index]
+                rows = _Rows(experts[:, index], known_N, same_N, counts=of_layer)
             router.rows = rows
             router.in_flight.append(rows)
 
@@ -154,7 +189,7 @@ class StageReplay:
         for model, routers in self._routers.items():
             self._counted[model] = []
             for router in routers:
-                router.rows = None
+                router.rows = router.counts = None
                 router.in_flight.clear()
 
     def metrics(self) -> MetricSums:
@@ -200,6 +235,11 @@ def _routers_of(chunk: Chunk, replay: bool, loads: ExpertLoads) -> list[_Router]
                 found.append(_Router(layer, replay, loads))
                 router.router_replay = found[-1]  # type: ignore[assignment]
     return found
+
+
+def _expert_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a chunk that have a router, in the order of the routers."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
 def _own_routes(batch: PackedBatch, at: np.ndarray, columns: Sequence[int]) -> np.ndarray | None:

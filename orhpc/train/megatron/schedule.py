@@ -142,7 +142,14 @@ class Pipeline:
         )
         return gate.closed
 
-    def _forward(self, stream: _Stream, model: nn.Module, *, loss: Loss) -> tuple[Tensor, Any]:
+    def _forward(
+        self, stream: _Stream, model: Any, return_schedule_plan: bool = False, *, loss: Loss
+    ) -> tuple[Any, Any]:
+        """Compute the next micro-batch; return the output and its loss function, as megatron-core expects.
+
+        ``return_schedule_plan``: instead of the output return a plan, whose layers megatron-core runs
+        together with the backward pass of the micro-batch before.
+        """
         training = next(stream)
         cp = parallel_state.get_context_parallel_world_size()
         batch = rank_batch(
@@ -155,7 +162,8 @@ class Pipeline:
         )
         if self.routers is not None:
             self.routers.start(model, training.batch, batch.places_L, self.device)
-        output = model(
+        compute = model.build_schedule_plan if return_schedule_plan else model
+        output = compute(
             input_ids=batch.input_ids_L[None],
             position_ids=batch.position_ids_L[None],
             attention_mask=None,
@@ -194,7 +202,9 @@ def _loss(
     output_KP: Tensor, *, training: TrainingBatch, batch: RankBatch, loss: Loss
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return what megatron-core expects: the loss, a token count (unused here), a report."""
-    value = loss(output_KP, training, batch)
+    # A schedule plan frees the memory of the output after the loss's backward pass, but log-probabilities are
+    # kept until the end of the step.
+    value = loss(output_KP.clone(), training, batch)
     return value, torch.zeros((), dtype=torch.int, device=output_KP.device), {}
 
 
