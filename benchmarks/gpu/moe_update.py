@@ -139,7 +139,7 @@ def main() -> int:
     end = time.monotonic() + options.seconds
     layouts = options.layouts or ([EXPERTS, TENSORS] if options.gpus == 2 else [ALONE])
     for index, layout in enumerate(layouts):
-        # The first layout matters most: the others share a third of what is left.
+        # The first layout matters most: the others share a third of the remaining time.
         share = 1.0 if index == len(layouts) - 1 else 2 / 3
         Launch(options, layout, time.monotonic() + share * (end - time.monotonic())).run()
         print(table(joined(options.out, layouts[: index + 1])), flush=True)

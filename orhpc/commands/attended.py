@@ -1,16 +1,22 @@
-"""Start a run for a command that reports its result: here, or as a job whose events it prints."""
+"""Runs of commands that print a table at the end: started here, or as a job whose events are printed."""
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from orhpc.commands.jobs import Standing
-from orhpc.errors import EXIT_FAILED, EXIT_REQUEUE
-from orhpc.rundir import RunDir
+from orhpc.config.files import load_config
+from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
+from orhpc.launch.__main__ import submit
+from orhpc.launch.command_line import HELP, add_nodes
+from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.event_lines import line_of
 from orhpc.rundir.events import read_events, steps_of
 
@@ -22,6 +28,65 @@ QUIET = (
 _POLL_S = 5.0
 _NO_PROGRESS = 3
 """Starts in a row without progress, after which a local run ends."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the arguments that these commands share; ``what``: a run of the command, in words."""
+    parser.epilog = HELP
+    parser.add_argument(
+        "arguments", nargs="*", metavar="CONFIG | key=value | RUN",
+        help=f"a YAML file, then overrides; with --table, the run directory of a {what}",
+    )  # fmt: skip
+    add_nodes(parser)
+    parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
+    parser.add_argument(
+        "--no-wait", action="store_true", help="submit the job, and leave the table for later"
+    )
+    parser.add_argument("--table", action="store_true", help=f"print the table of a {what} again")
+
+
+def check_arguments(options: argparse.Namespace) -> None:
+    """Raise ConfigError for arguments of :func:`add_arguments` that contradict each other."""
+    if options.table and len(options.arguments) != 1:
+        raise ConfigError("--table: name one run directory")
+    if options.local and options.no_wait:
+        raise ConfigError("--no-wait: --local runs in the foreground")
+
+
+def refuse_finished(run: RunDir, what: str, command: str) -> NoReturn:
+    """Raise ConfigError: the run is finished, so that its command has nothing to do."""
+    raise ConfigError(
+        f"run.name: {run.path} holds a finished {what} (orhpc {command} --table prints it); remove the "
+        "folder to repeat it"
+    )
+
+
+def attend(
+    command: str, options: argparse.Namespace, path: str, words: Sequence[str], run: RunDir,
+    show: Callable[[RunDir], int],
+) -> int:  # fmt: skip
+    """Start a run, wait for its end unless ``--no-wait`` is given, and return what ``show`` returns.
+
+    ``command``: its name; ``path`` and ``words``: the config and its overrides.
+    """
+    if options.local:
+        code = run_here(command, path, words, run)
+        has_begun = run.events.is_file()  # otherwise its own message says why not
+        return show(run) if has_begun and code != EXIT_REQUEUE else code
+    submit(load_config(path, words), path, list(words))
+    if options.no_wait:
+        print(f"  orhpc {command} --table {shlex.quote(str(run.path))}")
+        return EXIT_OK
+    wait(run)
+    return show(run)
+
+
+def write_table(run: RunDir, name: str, text: str) -> None:
+    """Write a table to the run directory, unless it is another user's, who shares it with the group."""
+    try:
+        write_atomic(run.path / name, text + "\n")
+    except PermissionError:
+        print(f"orhpc: {run.path} cannot be written by you: {name} stays as it is", file=sys.stderr)
 
 
 def run_here(what: str, path: str, words: Sequence[str], run: RunDir) -> int:

@@ -210,7 +210,7 @@ def _conflicts() -> Iterator[Finding]:
 
 
 def _bytecode() -> Iterator[Finding]:
-    """Large packages whose modules Python compiles anew in every process, as images without bytecode do."""
+    """Name large packages without bytecode, whose modules every process compiles again."""
     folders = {name: Path(path).parent for name in _LARGE if (path := _origin(name)) is not None}
     compiled = {
         name: Path(importlib.util.cache_from_source(f / "__init__.py")) for name, f in folders.items()
@@ -222,7 +222,8 @@ def _bytecode() -> Iterator[Finding]:
         yield Finding(
             "--",
             "bytecode",
-            f"none of {', '.join(bare)}, so that every process of a run starts up to half a minute later: "
+            f"none of {', '.join(bare)}, so that every process of a run first compiles their modules, for "
+            "seconds: "
             f"{command} (where these folders can be written: for an image when it is built){unset}",
         )
 

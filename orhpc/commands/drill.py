@@ -6,21 +6,25 @@ import argparse
 import json
 import os
 import random
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orhpc.commands.attended import QUIET, run_here, wait
+from orhpc.commands.attended import (
+    QUIET,
+    add_arguments,
+    attend,
+    check_arguments,
+    refuse_finished,
+    write_table,
+)
 from orhpc.commands.drill_table import recoveries, table
 from orhpc.commands.run_state import existing_run
 from orhpc.config import Config
 from orhpc.config.faults import KINDS, VARIABLE, Fault, FaultKind, Target, serves, targets
 from orhpc.config.files import load_config
-from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
+from orhpc.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from orhpc.launch import prepare
-from orhpc.launch.__main__ import submit
-from orhpc.launch.command_line import HELP, add_nodes, node_overrides, show_faults, split_command_line
+from orhpc.launch.command_line import node_overrides, show_faults, split_command_line
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.prompt_ledger import balance_of, read_lineage
 
@@ -45,13 +49,7 @@ _RANDOM_STEPS = 200
 
 
 def add_drill(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = HELP
-    parser.add_argument(
-        "arguments", nargs="*", metavar="CONFIG | key=value | RUN",
-        help="a YAML file, then overrides; with --table, the run directory of a drill",
-    )  # fmt: skip
-    add_nodes(parser)
-    parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
+    add_arguments(parser, "drill")
     parser.add_argument(
         "--faults", metavar="A,B", help=f"kinds, or kind:index; of {', '.join(FaultKind)}; default: the usual"
     )
@@ -70,19 +68,14 @@ def add_drill(parser: argparse.ArgumentParser) -> None:
         "--within", type=float, default=1800.0, metavar="SECONDS",
         help="until the first new step after each fault; more is a failure; default: 1800",
     )  # fmt: skip
-    parser.add_argument(
-        "--no-wait", action="store_true", help="submit the job, and leave the table for later"
-    )
     parser.add_argument("--dry-run", action="store_true", help="print what would fail when; start nothing")
-    parser.add_argument("--table", action="store_true", help="print the table of a drill again")
     parser.set_defaults(run=drill)
 
 
 def drill(options: argparse.Namespace) -> int:
     """Rehearse faults; returns 0 only if the run came back after every one of them."""
+    check_arguments(options)
     if options.table:
-        if len(options.arguments) != 1:
-            raise ConfigError("--table: name one run directory")
         return show(existing_run(Path(options.arguments[0])))
     _check_options(options)
     path, overrides = split_command_line(options.arguments)
@@ -101,22 +94,10 @@ def drill(options: argparse.Namespace) -> int:
         return EXIT_OK
     run = prepare.run_directory(config)
     if run.config.is_file() and prepare.is_finished(run, config):
-        raise ConfigError(
-            f"run.name: {run.path} holds a finished drill (orhpc drill --table prints it); remove the folder "
-            "to repeat it"
-        )
+        refuse_finished(run, "drill", "drill")
     prepare.create_directory(config)
     write_atomic(run.path / "drill.json", json.dumps({"within_s": options.within}))
-    if options.local:
-        code = run_here("drill", path, words, run)
-        has_begun = run.events.is_file()  # otherwise its own message says why not
-        return show(run) if has_begun and code != EXIT_REQUEUE else code
-    submit(config, path, words)
-    if options.no_wait:
-        print(f"  orhpc drill --table {shlex.quote(str(run.path))}")
-        return EXIT_OK
-    wait(run)
-    return show(run)
+    return attend("drill", options, path, words, run, show)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -128,8 +109,6 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--steps and --seed belong to --random COUNT")
     if options.within <= 0:
         raise ConfigError(f"--within: {options.within:g} is not a positive number of seconds")
-    if options.local and options.no_wait:
-        raise ConfigError("--no-wait: --local runs in the foreground")
 
 
 def drill_overrides(path: str, overrides: Sequence[str], faults: str | None, every: int) -> list[str]:
@@ -251,8 +230,5 @@ def show(run: RunDir) -> int:
         ]
     )
     print(text)
-    try:
-        write_atomic(run.path / "drill.md", text + "\n")
-    except PermissionError:  # a run that its owner shares with the group
-        print(f"orhpc: {run.path} cannot be written by you: drill.md stays as it is", file=sys.stderr)
+    write_table(run, "drill.md", text)
     return EXIT_OK if back == len(rows) and not balance.problems else EXIT_FAILED

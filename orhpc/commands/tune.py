@@ -6,45 +6,47 @@ import argparse
 import json
 import math
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from orhpc.commands.attended import QUIET, run_here, wait
+from orhpc.commands.attended import (
+    QUIET,
+    add_arguments,
+    attend,
+    check_arguments,
+    refuse_finished,
+    write_table,
+)
 from orhpc.commands.drill_table import columns
 from orhpc.commands.packages import need
 from orhpc.commands.run_state import existing_run
 from orhpc.config import Config
 from orhpc.config.files import PACKAGED, find_config, load_config
-from orhpc.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, ConfigError
+from orhpc.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from orhpc.launch import model, prepare
-from orhpc.launch.__main__ import submit
 from orhpc.launch.checks import fit
-from orhpc.launch.command_line import HELP, add_nodes, node_overrides, split_command_line
+from orhpc.launch.command_line import node_overrides, split_command_line
 from orhpc.models import ModelShape, read_shape
 from orhpc.models.folders import find_model
 from orhpc.plan.candidates import Candidate, candidates
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.recompute import SPARE
+from orhpc.plan.run_plan import make_plan
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import read_events
 
-_MICRO_BATCHES = 4
-"""Micro-batches of each rank and pipeline stage in a measured update."""
+_MICRO_BATCHES = 2
+"""Micro-batches of the largest size, of each rank and pipeline stage, in a measured update."""
+_WRITTEN = "# Chosen by orhpc tune"
+"""How a config that a tuning has written begins."""
 HEAD = ("settings", "tokens/s a rank", "a whole step, s", "peak, GB", "micro-batches", "start, s", "note")
 
 
 def add_tune(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = HELP
-    parser.add_argument(
-        "arguments", nargs="*", metavar="CONFIG | key=value | RUN",
-        help="a YAML file, then overrides; with --table, the run directory of a tuning",
-    )  # fmt: skip
-    add_nodes(parser)
-    parser.add_argument("--local", action="store_true", help="run here, in the foreground, without SLURM")
+    add_arguments(parser, "tuning")
     parser.add_argument(
         "--candidates", type=int, default=12, metavar="N", help="settings to measure at most; default: 12"
     )
@@ -54,19 +56,14 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
         help="train on the recorded rollouts of this run; default: made-up ones",
     )  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: CONFIG-tuned.yaml, here")
-    parser.add_argument(
-        "--no-wait", action="store_true", help="submit the job, and leave the table for later"
-    )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured; start nothing")
-    parser.add_argument("--table", action="store_true", help="print the table of a tuning again")
     parser.set_defaults(run=tune)
 
 
 def tune(options: argparse.Namespace) -> int:
     """Measure the updates of several settings; returns 0 if the best of them is written."""
+    check_arguments(options)
     if options.table:
-        if len(options.arguments) != 1:
-            raise ConfigError("--table: name one run directory")
         return show(existing_run(Path(options.arguments[0])), options.output)
     _check_options(options)
     path, overrides = split_command_line(options.arguments)
@@ -75,38 +72,25 @@ def tune(options: argparse.Namespace) -> int:
     model.ensure_config(config)
     shape = read_shape(find_model(config.model.path, config.model.revision))
     device_bytes = _device_bytes(config)
-    chosen = candidates(config, shape, device_bytes, options.candidates)
+    chosen = candidates(config, shape, device_bytes, options.candidates, _fits)
     print(_listed(chosen))
     if options.dry_run:
         return EXIT_OK
     run = prepare.run_directory(load_config(path, [*overrides, _name(config)]))
     if any(event["event"] == "finished" for event in read_events(run.events)):
-        raise ConfigError(
-            f"run.name: {run.path} holds a finished tuning (orhpc tune --table prints it); remove the folder "
-            "to repeat it"
-        )
+        refuse_finished(run, "tuning", "tune")
     words = [*overrides, *tuning_overrides(config, run, chosen, options)]
     prepare.create_directory(load_config(path, words))
     if options.rollouts is None:
         _write_rollouts(config, shape, run, chosen)
     _remember(run, path, overrides, config, device_bytes)
-    if options.local:
-        code = run_here("tune", path, words, run)
-        return show(run, options.output) if run.events.is_file() and code != EXIT_REQUEUE else code
-    submit(load_config(path, words), path, words)
-    if options.no_wait:
-        print(f"  orhpc tune --table {shlex.quote(str(run.path))}")
-        return EXIT_OK
-    wait(run)
-    return show(run, options.output)
+    return attend("tune", options, path, words, run, lambda ended: show(ended, options.output))
 
 
 def _check_options(options: argparse.Namespace) -> None:
     for name in ("candidates", "updates"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name}: {getattr(options, name)} is not a positive number")
-    if options.local and options.no_wait:
-        raise ConfigError("--no-wait: --local runs in the foreground")
     if options.rollouts is not None:
         existing_run(options.rollouts)
 
@@ -114,6 +98,15 @@ def _check_options(options: argparse.Namespace) -> None:
 def _device_bytes(config: Config) -> int | None:
     """Memory of a device; None if devices are processes."""
     return int(fit.device_memory(config).gib * GIB) if config.placement.device == "cuda" else None
+
+
+def _fits(config: Config) -> bool:
+    """Whether the run itself could start with these settings, its engines included."""
+    try:
+        fit.check_fit(make_plan(config, fit.device_memory(config).gib))
+    except ConfigError:
+        return False
+    return True
 
 
 def _name(config: Config) -> str:
@@ -164,7 +157,6 @@ def _remember(
         "config": found.name if found.parent == PACKAGED else str(found.absolute()),
         "overrides": list(overrides),
         "samples": config.rollout.batch_size * config.rollout.n_samples,
-        "optimizer_steps": config.train.steps_per_rollout,
         "room_gb": None if device_bytes is None else ((1 - SPARE) * device_bytes - RESERVED_BYTES) / 1e9,
     }
     write_atomic(run.path / "tuning.json", json.dumps(told))
@@ -189,20 +181,25 @@ def show(run: RunDir, output: Path | None) -> int:
     ranked = sorted(measured, key=lambda event: _rank(event, told))
     text = columns(HEAD, [_cells(event, told) for event in ranked])
     print(text)
-    write_atomic(run.path / "tuning.md", text + "\n")
+    write_table(run, "tuning.md", text)
     if not ranked or _problem(ranked[0], told):
         print("nothing could be measured; orhpc logs has the reasons")
         return EXIT_FAILED
     best, own = ranked[0], next((e for e in measured if not e["settings"]), None)
-    gain = (
-        ""
-        if own is None or _problem(own, told)
-        else f", {_step_s(own, told) / _step_s(best, told):.2f}x of before"
-    )
+    gain = ""
+    if own is not None and not _problem(own, told):
+        gain = f", {_step_s(own, told) / _step_s(best, told):.2f}x of before"
     file = output or Path(f"{Path(told['config']).stem}-tuned.yaml")
+    _refuse_other(file)
     write_atomic(file, _best_config(told, best, file, gain))
     print(f"{file}: {' '.join(best['settings']) or 'the config as it is'}{gain}")
     return EXIT_OK
+
+
+def _refuse_other(file: Path) -> None:
+    """Raise ConfigError for a file that is there and that no tuning has written."""
+    if file.exists() and not file.read_text(errors="replace").startswith(_WRITTEN):
+        raise ConfigError(f"{file} is there, and not written by orhpc tune; name another file with -o FILE")
 
 
 def _problem(event: Mapping[str, Any], told: Mapping[str, Any]) -> str:
@@ -250,9 +247,7 @@ def _best_config(told: Mapping[str, Any], best: Mapping[str, Any], file: Path, g
     near = os.path.relpath(base, file.absolute().parent) if Path(base).is_absolute() else base
     changes = {"extends": near, **_changed(before, after)}
     tokens = f"{best['tokens_per_s_per_rank']:.0f} tokens/s a rank in updates{gain}"
-    return f"# Chosen by orhpc tune: {tokens}.\n" + yaml.safe_dump(
-        changes, sort_keys=False, allow_unicode=True
-    )
+    return f"{_WRITTEN}: {tokens}.\n" + yaml.safe_dump(changes, sort_keys=False, allow_unicode=True)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

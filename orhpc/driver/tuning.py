@@ -9,7 +9,6 @@ because it may have caused the restart.
 from __future__ import annotations
 
 import asyncio
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ from orhpc.rollout.recorded import ReplayProducer
 from orhpc.rundir.events import read_events
 from orhpc.types import BatchPlan, Float64Array, PromptGroup
 
-log = logging.getLogger("orhpc.driver")
 WARM_UP = 2
 """Updates that are not timed: the first compiles kernels, the second fills caches."""
 

@@ -6,9 +6,10 @@ worth a measurement.  The order is a guess: only ``orhpc tune`` measures.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,13 @@ class Candidate:
         return [f"{name}={_text(value)}" for name, value in self.settings]
 
 
-def candidates(config: Config, shape: ModelShape, device_bytes: int | None, most: int) -> list[Candidate]:
+def candidates(
+    config: Config,
+    shape: ModelShape,
+    device_bytes: int | None,
+    most: int,
+    allowed: Callable[[Config], bool] = lambda _: True,
+) -> list[Candidate]:
     """Return the config itself and then up to ``most - 1`` others that fit, the most promising first.
 
     Args:
@@ -53,19 +60,21 @@ def candidates(config: Config, shape: ModelShape, device_bytes: int | None, most
         shape: of its model.
         device_bytes: memory of a device; None: devices are processes, whose memory is not limited here.
         most: candidates to return.
+        allowed: whether a run could start with a config; asked for the most promising ones only.
     """
     room = math.inf if device_bytes is None else (1 - SPARE) * device_bytes - RESERVED_BYTES
-    found: dict[tuple[tuple[str, Any], ...], tuple[float, Candidate]] = {}
+    found: dict[tuple[tuple[str, Any], ...], tuple[float, Candidate, Config]] = {}
     for changed in _variants(config, shape, device_bytes):
         settings = _differences(config, changed)
         layout = trainer_layout(changed)
         memory = trainer_memory(shape, layout, trainer_demand(changed)).total
         if settings and memory <= room:
-            found.setdefault(settings, (_guess(changed, shape, layout), Candidate(settings, memory)))
+            found.setdefault(settings, (_guess(changed, shape, layout), Candidate(settings, memory), changed))
     own = settled(config, shape, device_bytes)
     first = Candidate((), trainer_memory(shape, trainer_layout(own), trainer_demand(own)).total)
     ordered = sorted(found.values(), key=lambda each: (each[0], each[1].settings))
-    return [first, *(candidate for _, candidate in ordered[: most - 1])]
+    others = (candidate for _, candidate, changed in ordered if allowed(changed))
+    return [first, *itertools.islice(others, most - 1)]
 
 
 def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> Iterator[Config]:

@@ -40,7 +40,7 @@
 #   update    1-2   500  benchmarks/gpu/moe_update.py: updates of a mixture by recomputation, micro-batches, counts
 #                        and overlap, on GPUS=0,1 (or one: 0); UPDATE: more of its words, as --layers 6
 #
-# Where bytecode is not kept, Python's imports alone take 30 s a process: run tests/gpu/warm.sh first.
+# Where bytecode is not kept, every process compiles what it imports: run tests/gpu/warm.sh first.
 #   node      2-8   560  benchmarks/gpu/one_node.py, one case a command: CASES="bf16" (540 s: model, kernels and
 #                        host memory are new), then "split", "fp8" (380 s each); "restart plain" as LAYERS=8;
 #                        on two GPUs LAYERS=8, and more words of it in NODE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -199,18 +198,9 @@ class Timed:
 
 
 def run_steps(trainer: TrainerRank, minibatch: MiniBatch, count: int) -> Timed:
-    """Steps after the first of this kind; ``peak``: bytes of this rank's tensors."""
-    seconds: list[float] = []
-    metrics: dict[str, float] = {}
-    peak = 0
-    for index in range(count):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        metrics = trainer.step([minibatch], step=index)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-        if torch.cuda.is_available():
-            peak = max(peak, torch.cuda.max_memory_allocated())
+    """Steps after the first of this kind; ``peak``: bytes of this rank's tensors in the last one."""
+    metrics, seconds = kit.timed_steps(trainer, minibatch, count)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return Timed(seconds, peak, metrics)
 
 

@@ -3,7 +3,7 @@
 #
 #   setsid tests/gpu/warm.sh FOLDER... >/tmp/warm.log 2>&1 &      # FOLDER: where packages were unpacked
 #
-# On a fresh machine without bytecode, on a slow disk, every process otherwise needs 30 s for its imports.
+# Otherwise every process on a fresh machine compiles their modules first.
 set -u
 LARGE="torch triton transformers tokenizers huggingface_hub numpy scipy sympy pandas PIL torchvision \
 aiohttp pydantic fastapi uvicorn starlette httpx h5py psutil networkx jinja2 einops requests"

@@ -231,7 +231,7 @@ def recompute(given: Given) -> Settings:
 
 
 def overlapped_exchange(given: Given) -> Settings:
-    """All-to-alls of experts beside the computation of another micro-batch."""
+    """Overlap the all-to-alls of experts with the computation of another micro-batch."""
     on = given.on("--overlap-moe-expert-parallel-comm")
     return {"megatron.overlap_moe_expert_parallel_comm": True} if on else {}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from types import EllipsisType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,7 +32,6 @@ from pydantic import TypeAdapter
 from orhpc.config import EnvironmentSettings, RolloutSettings
 from orhpc.errors import (
     BadAnswer,
-    BadTask,
     ConfigError,
     EnvironmentRaised,
     EnvironmentUnavailable,
@@ -55,8 +54,9 @@ from orhpc.rollout.environment.descriptions import describe_task
 from orhpc.rollout.environment.diagnosis import Diagnosis
 from orhpc.rollout.environment.leaving import SessionDeletions
 from orhpc.rollout.environment.notices import Notices
-from orhpc.rollout.environment.openreward_session import GuardedSession, ToolRaised, required_secrets
+from orhpc.rollout.environment.openreward_session import GuardedSession, required_secrets
 from orhpc.rollout.environment.receiving import Refused
+from orhpc.rollout.environment.scoring import score_group
 from orhpc.rollout.environment.session import Session, failure, image_notice
 from orhpc.rollout.environment.tools import ToolResult, ToolSpec
 from orhpc.types import Task
@@ -382,29 +382,8 @@ class Environment:
                 raise
             return await wire.fetch("GET", self.path("/tools"), deadline)  # an older server
 
-    async def score_group(self, task: Task, transcripts: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
-        """Score the finished rollouts of a group against each other; ``transcripts``: their ``messages``.
-
-        Returns one score per transcript, to be added to the rollout's step rewards.
-        Raises BadTask when scoring fails, EnvironmentUnavailable when the server does not answer.
-        """
-        candidates = [
-            {"messages": answers.wire_messages(messages, rich=self._rich)} for messages in transcripts
-        ]
-        budget = self.rollout.tool_timeout_s
-        async with self.session(task) as session:
-            try:
-                async with Deadline(f"{task.id}: group scoring", budget, budget) as deadline:
-                    answer = await session._wire.invoke(
-                        self.path("/score_group"), {"candidates": candidates}, deadline
-                    )
-            except ToolRaised as error:
-                raise BadTask(f"{task.id}: group scoring failed: {error}") from None
-            except Refused as refused:
-                raise failure(session._wire, refused) from None
-        return answers.group_scores(answer, len(candidates), f"{task.id}: group scoring")
-
     describe_task = describe_task
+    score_group = score_group
 
     async def close(self) -> None:
         """Wait for pending session deletions, then close every connection."""

@@ -168,7 +168,7 @@ def test_packages_without_bytecode_are_named_with_the_command_that_compiles_them
     monkeypatch.setattr(doctor, "_origin", lambda name: here.get(name))
     line = found()["bytecode"]
     assert line.startswith("-- none of torch, ray, so that")
-    command = re.search(r"later: (.*) \(where", line)
+    command = re.search(r"for seconds: (.*) \(where", line)
     assert command is not None
     subprocess.run(command[1].split(), check=True)
     assert "bytecode" not in found()

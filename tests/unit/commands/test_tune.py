@@ -14,6 +14,7 @@ from orhpc.commands import cli, tune
 from orhpc.commands.made_up_rollouts import MEAN_LENGTH, write_made_up
 from orhpc.config import Config
 from orhpc.config.files import load_config
+from orhpc.errors import ConfigError
 from orhpc.models import shape_of
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
@@ -63,7 +64,7 @@ def tuned(tmp_path: Path, *events: dict[str, Any], room_gb: float | None = 70.0)
     (tmp_path / "mine.yaml").write_text("extends: tiny.yaml\ntrain: {max_tokens_per_gpu: 512}\n")
     told = {
         "config": str(tmp_path / "mine.yaml"), "overrides": ["train.lr=0.5"], "samples": 400,
-        "optimizer_steps": 1, "room_gb": room_gb,
+        "room_gb": room_gb,
     }  # fmt: skip
     (run.path / "tuning.json").write_text(json.dumps(told))
     log = EventLog(run.events, 1)
@@ -121,6 +122,18 @@ def test_an_optimizer_step_does_not_grow_with_the_samples(
     run = tuned(tmp_path, measured(2.5, 1.0, optimizer=1.0), measured(5.0, 1.0, "train.x=1", optimizer=4.0))
     assert tune.show(run, tmp_path / "out.yaml") == 0
     assert "train.x" not in (tmp_path / "out.yaml").read_text()
+
+
+def test_a_file_of_the_user_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tuned(tmp_path, measured(4.0, 30.0))
+    own = tmp_path / "mine-tuned.yaml"
+    own.write_text("train: {lr: 1}\n")
+    with pytest.raises(ConfigError, match="-o FILE"):
+        tune.show(run, None)
+    assert own.read_text() == "train: {lr: 1}\n"
+    own.unlink()
+    assert [tune.show(run, None) for _ in range(2)] == [0, 0]  # that of a tuning is
 
 
 def test_nothing_measured_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,15 @@ def test_overrides_are_those_of_a_command_line(tmp_path: Path) -> None:
             assert (tuple(found) if isinstance(found, list) else found) == value
 
 
+def test_what_the_run_could_not_start_with_is_left_out() -> None:
+    config, shape = config_of("megatron"), SHAPES["Qwen3-30B-A3B"]
+    every = candidates(config, shape, 139 * GIB, 10)
+    allowed = candidates(config, shape, 139 * GIB, 10, lambda changed: changed.megatron.tp > 1)
+    assert any(dict(each.settings).get("megatron.tp", 1) == 1 for each in every[1:])
+    assert len(allowed) > 1
+    assert all(dict(each.settings)["megatron.tp"] > 1 for each in allowed[1:])
+
+
 def test_a_small_model_is_tried_without_recomputation_first() -> None:
     best = candidates(config_of("fsdp"), SHAPES["Llama-3.1-8B"], 139 * GIB, 12)[1]
     assert dict(best.settings)["train.gradient_checkpointing"] is False
