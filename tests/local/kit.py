@@ -61,16 +61,19 @@ def assert_balanced(rundir: RunDir) -> Balance:
     return balance_of(lineage)
 
 
-def finished_during_updates(rundir: RunDir) -> int:
-    """Count the rollouts that ended during the update of the step before the one that trained them."""
+def started_before_update_ended(rundir: RunDir) -> int:
+    """Count the rollouts that started before the update of the preceding step had ended.
+
+    A synchronous run has none.  Whether one *ends* during an update depends on its length.
+    """
     steps, count = steps_of(read_events(rundir.events)), 0
     for number, event in steps.items():
         after = sum(event["phases"][name] for name in ("record", "sync", "checkpoint"))
-        end = event["time"] - after
-        start = end - event["phases"]["update"]
+        update_end = event["time"] - after
         for summary in read_step(rundir.rollouts_of(number + 1)) if number + 1 in steps else ():
             with RolloutFile(str(summary.location.file)) as record:
-                count += start < record.rollout(summary.location.row).finished < end
+                rollout = record.rollout(summary.location.row)
+            count += rollout.finished - rollout.seconds < update_end
     return count
 
 

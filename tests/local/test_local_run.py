@@ -111,7 +111,7 @@ def test_the_record_contains_every_trained_rollout(finished: RunDir) -> None:
         assert {r.min_version for r in rollouts} == {step - 1}
     assert list(finished.buffer.iterdir()) == []
     assert kit.assert_balanced(finished).trained == 4 * STEPS
-    assert kit.finished_during_updates(finished) == 0  # as some do in an asynchronous run
+    assert kit.started_before_update_ended(finished) == 0  # as some do in an asynchronous run
     location = read_step(finished.rollouts_of(1))[0].location
     with RolloutFile(location.file or "") as record:
         rollout = record.rollout(location.row)
@@ -364,7 +364,7 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
             assert routes is not None
             assert routes.shape == (summary.length - 1, 3, 2)
     assert seen == {"orhpc/letters", "gym", "t"}
-    assert kit.finished_during_updates(rundir) > 0
+    assert kit.started_before_update_ended(rundir) > 0
     assert ages == {0, 1}
     assert max(e["staleness_mean"] for e in events.values()) > 0.2
     assert kit.assert_balanced(rundir).step == 4

@@ -54,7 +54,10 @@ def test_the_process_starts_serves_and_stops(folders: dict[str, tuple[Path, Path
     process.stop()
     process.start()
     assert process.pid is not None
-    command = psutil.Process(process.pid).cmdline()
+    started = psutil.Process(process.pid)
+    # Popen returns when exec closes its pipe, a moment before the kernel sets the new command line.
+    assert wait_for(lambda: "--api-key-file" in started.cmdline())
+    command = started.cmdline()
     assert not any(KEY in part for part in command)
     key_file = Path(command[command.index("--api-key-file") + 1])
     assert key_file.stat().st_mode & 0o777 == 0o600
