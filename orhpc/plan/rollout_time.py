@@ -30,8 +30,10 @@ class RolloutTime:
     """Requests that one engine decodes at once at most."""
     full: bool
     """Whether requests wait because the KV cache is full."""
+    steps: float
+    """Decoding steps."""
     token: float
-    """Of one decoding step."""
+    """Seconds of one of them."""
 
     @property
     def seconds(self) -> float:
@@ -67,6 +69,7 @@ def predict_rollout(run: RunPlan, card: Card, work: Workload, sync_s: float, upd
         rest=speed("rollout"),
         concurrent=at_once,
         full=kept < min(config.engine.max_running, own),
+        steps=steps,
         token=token,
     )
 
@@ -96,7 +99,7 @@ def _weights_read(run: RunPlan, requests: float) -> float:
 def turns(run: RunPlan, sync_s: float, update_s: float) -> tuple[float, float]:
     """Return the seconds in which a step waits for trainers to leave shared GPUs and to come back.
 
-    Weights and reference are moved then; optimizer state is moved during sync and update, as far as they last.
+    Weights and reference are moved then; optimizer state during sync and update, as far as they last.
     """
     config = run.config
     if not (run.placement.engines and config.placement.shared_devices):

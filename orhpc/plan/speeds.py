@@ -1,7 +1,7 @@
 """Speeds of cards, links and programs from which step times are predicted; each with its source.
 
-A :class:`Speed` names the section of ``benchmarks/RESULTS.md`` that it is fitted on or taken from; the test
-``tests/unit/plan/test_step_time.py`` looks each up there, and compares the predictions with all measured rows.
+A :class:`Speed` names the section of ``benchmarks/RESULTS.md`` that it is fitted on or taken from;
+``tests/unit/plan/test_step_time.py`` looks each up there and compares predictions with all measured rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SPEEDS = {
         25.0, "reads or writes of each activation", TAILS, "the same for FSDP: update of Qwen3-0.6B's shape",
     ),
     "head_reads": Speed(
-        4.6, "reads of bfloat16 logits", DENSE_UPDATES, "log-probability, loss and backward: 1.18 + 3.43 reads",
+        4.6, "reads of bfloat16 logits", DENSE_UPDATES, "log-probability, loss, backward: 1.18 + 3.43 reads",
     ),
     "kernel": Speed(
         57e-6, "s of the host", MEGATRON_UPDATES,
@@ -116,8 +116,8 @@ SPEEDS = {
     "record": Speed(5.5e-4, "s a rollout", FOUR_H200, "0.26 to 0.29 s for 512"),
     # --- weight sync
     "sync": Speed(0.03, "s", SMOLLM2, "calls of a sync, whatever its size"),
-    "load": Speed(7e-5, "s a tensor", "Sync against direct calls", "engines of one GPU: 0.26 s, 3,100 tensors"),
-    "load_group": Speed(1.85e-4, "s a tensor", FOUR_H200, "engines of two GPUs, three runs: 3.2, 4.0 and 1.7 s"),
+    "load": Speed(7e-5, "s a tensor", "Sync against direct calls", "engines of one GPU: 0.26 s for 3,100"),
+    "load_group": Speed(1.85e-4, "s a tensor", FOUR_H200, "engines of two GPUs, three runs: 1.7 to 4.0 s"),
     "gather": Speed(60e9, "bytes/s", FOUR_H200, "61.06 GB in 1.02 s, inside a node"),
     "gather_fsdp": Speed(4.9e-4, "s a parameter", SMOLLM2, "0.133 s for 272 parameters"),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 Every trainer rank gathers every bucket as whole tensors.  Engines on the trainers' devices map it; others
 receive it from trainer rank 0 by one broadcast to all of them, in which NCCL passes the bucket from one rank
-to the next.  While the engines load a bucket, the ranks gather the next (:mod:`orhpc.driver.fleet.weight_sync`).
+to the next.  While the engines load a bucket, the ranks gather the next (``orhpc.driver.fleet.weight_sync``).
 """
 
 from __future__ import annotations

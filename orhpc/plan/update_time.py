@@ -55,8 +55,8 @@ class _MicroBatch:
     length: float
     excess: float
     layers: int
-    across: bool
-    """Whether experts are exchanged across nodes."""
+    nodes: int
+    """Nodes over which experts are exchanged."""
 
     @property
     def _share(self) -> float:
@@ -101,9 +101,12 @@ class _MicroBatch:
         each = self.demand.element_bytes * hidden
         seconds = 0.0
         if layout.ep > 1:
-            moved = self._share * self.shape.experts_per_token * each * (1 - 1 / layout.ep)
-            rate = speed("network" if self.across else "nvlink")
-            seconds += 2 * (forwards - 1) * moved * self.excess * self._expert_layers / rate
+            moved = self._share * self.shape.experts_per_token * each * self.excess
+            # What stays in a node and what leaves it go at the same time.
+            slowest = max(
+                (1 / self.nodes - 1 / layout.ep) / speed("nvlink"), (1 - 1 / self.nodes) / speed("network")
+            )
+            seconds += 2 * (forwards - 1) * moved * slowest * self._expert_layers
         if layout.tp > 1:
             gathered = self.tokens / layout.cp * each * (1 - 1 / layout.tp)
             seconds += 4 * forwards * gathered * self.layers / speed("nvlink")
@@ -162,7 +165,7 @@ def predict_update(run: RunPlan, card: Card, work: Workload) -> UpdateTime:
     one = _MicroBatch(
         run.shape, layout, run.demand, card,
         tokens=work.tokens / config.data_ranks / count, length=work.length, excess=work.excess,
-        layers=layers, across=experts_across(run) > 1,
+        layers=layers, nodes=experts_across(run),
     )  # fmt: skip
     host, device, exchange = (part(forwards) for part in (one.host, one.device, one.exchange))
     if layout.sharded:
