@@ -238,7 +238,11 @@ def parse(arguments: Sequence[str]) -> Request:
 
 def _times(request: Request, run: RunPlan) -> Iterator[str]:
     """The lines about times, for lengths that the user named, an earlier run had, or that are assumed."""
-    measured = measured_times(request.config)
+    try:
+        measured = measured_times(request.config)
+    except ConfigError as error:  # of an earlier release, perhaps
+        print(f"orhpc: {' '.join(str(error).split())}; its times are not used", file=sys.stderr)
+        measured = None
     work: Workload | None = None
     if request.rollout_tokens is None and measured is not None:
         work = measured.work
