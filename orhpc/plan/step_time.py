@@ -78,8 +78,8 @@ def predict(run: RunPlan, card: str | None, work: Workload) -> StepTimes:
         card: name of the GPU in :data:`~orhpc.plan.speeds.CARDS`; None or another name: no times.
         work: sizes of the step.
     """
-    found = CARDS.get(card or "")
     what = _unknown_card(run, card)
+    found = None if what else CARDS[card or ""]
     engines = bool(run.placement.engines)
     no_update = what or unknown_update(run)
     no_rollout = what or _unknown_rollout(run)

@@ -244,7 +244,10 @@ def _megatron(settings: list[str]) -> list[str]:
 
 def test_devices_that_are_processes_have_no_times() -> None:
     run = make_plan(load_config("tiny.yaml"), 80)
-    assert predict(run, "h100", assumed_workload(run.config)).seconds is None
+    times = predict(run, "h100", assumed_workload(run.config))
+    assert times.card is None
+    assert {phase.seconds for phase in times.phases} == {None}
+    assert all("CPU processes" in phase.why for phase in times.phases)
 
 
 # --- advice ---------------------------------------------------------------------------------------
