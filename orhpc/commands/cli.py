@@ -130,7 +130,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     add("doctor", doctor.add_doctor, "show what is installed here and what is missing")
     add("files", files.add_files, "list the packaged configs, batch scripts and GPU pins")
     add("fetch", jobs.add_fetch, "download a model into the Hugging Face cache")
-    add("plan", add_plan, "compute ranks and memory of a config, without a node")
+    add("plan", add_plan, "compute ranks, memory and step times of a config, without a node")
     add("check", jobs.add_check, "check whether a config can run, without using a GPU")
     add("launch", add_launch, "start or resume a run, as a SLURM job or here")
     add("sweep", sweep.add_sweep, "start or resume runs with different values of some settings")

@@ -10,15 +10,13 @@ from numpy.typing import NDArray
 
 from orhpc.config import Config
 from orhpc.models import ModelShape
+from orhpc.plan.workload import PROMPT
 from orhpc.rundir.record import record_path, write_rollouts
 from orhpc.types import Rollout, RolloutEnd, Task
 
 _MEDIAN, _SPREAD = 1 / 4, 0.7
-"""Median length as a share of ``rollout.max_total_tokens``, and the standard deviation of its logarithm."""
-MEAN_LENGTH = 0.3
-"""Mean length as a share of ``rollout.max_total_tokens``."""
-_PROMPT = 0.1
-"""Share of a rollout that is prompt."""
+"""Median length as a share of ``rollout.max_total_tokens``, and the standard deviation of its logarithm;
+:data:`orhpc.plan.workload.MEAN_LENGTH` is the mean."""
 _UNEVEN = 0.7
 """Standard deviation of the logarithm of the experts' popularity."""
 _PATTERNS = 4096
@@ -43,7 +41,7 @@ def write_made_up(folder: Path, config: Config, shape: ModelShape, count: int) -
     rollouts = []
     for number, length in enumerate(np.clip(lengths, 2, longest).astype(int)):
         group, sample = divmod(number, config.rollout.n_samples)
-        mask_T = np.arange(length) >= max(1, round(length * _PROMPT))
+        mask_T = np.arange(length) >= max(1, round(length * PROMPT))
         rollouts.append(
             Rollout(
                 id=f"{group}.{sample}",

@@ -1,16 +1,20 @@
-"""``orhpc plan CONFIG``: print the ranks, each device's memory by part and the limit; start nothing."""
+"""``orhpc plan CONFIG``: print ranks, memory by part, what limits, and step times; start nothing."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from orhpc.commands.plan_measured import measured_times
+from orhpc.commands.plan_times import time_lines
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_OK, ConfigError, OrhpcError, policy_of
 from orhpc.launch import model
 from orhpc.launch.checks import fit
+from orhpc.launch.checks.card import FoundCard, card_of
 from orhpc.launch.command_line import (
     HELP,
     add_nodes,
@@ -36,6 +40,7 @@ from orhpc.plan.run_plan import (
     peer_copies_bytes,
     state_bytes,
 )
+from orhpc.plan.workload import Workload, assumed_workload
 
 
 def lines(run: RunPlan) -> Iterator[str]:
@@ -184,12 +189,33 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory of one GPU; default: as orhpc check detects it, or 80",
     )
+    parser.add_argument(
+        "--card",
+        metavar="NAME",
+        help="GPU for whose speed times are predicted: h100 or h200; default: detected",
+    )
+    parser.add_argument(
+        "--rollout-tokens", type=float, metavar="N",
+        help="mean tokens of a rollout, prompt included; default: those of an earlier run of the config, or "
+        "0.3 of rollout.max_total_tokens",
+    )  # fmt: skip
 
 
-def parse(arguments: Sequence[str]) -> tuple[Config, float]:
-    """Return the config and the memory of a device in GiB, from the command line."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is planned."""
+
+    config: Config
+    device_gib: float
+    card: FoundCard
+    rollout_tokens: float | None
+    """Mean tokens of a rollout; null: of an earlier run, or assumed."""
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Return what the command line asks for."""
     parser = argparse.ArgumentParser(
-        prog="orhpc plan", description="Compute ranks and memory of a config; start nothing."
+        prog="orhpc plan", description="Compute ranks, memory and step times of a config; start nothing."
     )
     add_plan(parser)
     options = parser.parse_intermixed_args(without_flags(arguments, own_options(add_plan)))
@@ -200,16 +226,40 @@ def parse(arguments: Sequence[str]) -> tuple[Config, float]:
         raise ConfigError(
             f"--device-memory: {memory} GiB is not more than the reserved {gib(RESERVED_BYTES)} GiB"
         )
-    return config, memory
+    mean = options.rollout_tokens
+    if mean is not None and not 1 <= mean <= config.rollout.max_total_tokens:
+        raise ConfigError(f"--rollout-tokens: {mean:g} is not between 1 and rollout.max_total_tokens")
+    if options.card is not None:
+        card = FoundCard(options.card.lower(), "--card")
+    else:
+        card = card_of(config, memory, given=options.device_memory is not None)
+    return Request(config, memory, card, mean)
+
+
+def _times(request: Request, run: RunPlan) -> Iterator[str]:
+    """The lines about times, for lengths that the user named, an earlier run had, or that are assumed."""
+    try:
+        measured = measured_times(request.config)
+    except ConfigError as error:  # of an earlier release, perhaps
+        print(f"orhpc: {' '.join(str(error).split())}; its times are not used", file=sys.stderr)
+        measured = None
+    work: Workload | None = None
+    if request.rollout_tokens is None and measured is not None:
+        work = measured.work
+    yield from time_lines(
+        run, request.card, work or assumed_workload(run.config, request.rollout_tokens), measured
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan, then fail if it cannot fit; return the exit code."""
     try:
-        config, device_gib = parse(arguments)
+        request = parse(arguments)
+        config = request.config
         model.ensure_config(config)
-        run = make_plan(config, device_gib)
+        run = make_plan(config, request.device_gib)
         print("\n".join(lines(run)))
+        print("\n".join(_times(request, run)))
         fit.check_engines(run)
         fit.check_fit(run)
         if host_gib := config.placement.host_memory_gib:

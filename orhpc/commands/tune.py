@@ -35,6 +35,7 @@ from orhpc.plan.candidates import Candidate, candidates
 from orhpc.plan.memory import GIB, RESERVED_BYTES
 from orhpc.plan.recompute import SPARE
 from orhpc.plan.run_plan import make_plan
+from orhpc.plan.workload import MEAN_LENGTH
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import read_events
 
@@ -134,7 +135,7 @@ def tuning_overrides(
 def _write_rollouts(config: Config, shape: ModelShape, run: RunDir, chosen: Sequence[Candidate]) -> None:
     """Write as many rollouts as give each rank some of the largest micro-batches, a whole step at most."""
     need("h5py", "numpy")
-    from orhpc.commands.made_up_rollouts import MEAN_LENGTH, write_made_up  # login nodes do without numpy
+    from orhpc.commands.made_up_rollouts import write_made_up  # login nodes do without numpy
 
     settings = [dict(each.settings) for each in chosen]
     own, samples = config.train, config.rollout.n_samples
@@ -173,10 +174,7 @@ def show(run: RunDir, output: Path | None) -> int:
 
     Returns 0 only if a candidate could be measured.
     """
-    try:
-        told = json.loads((run.path / "tuning.json").read_text())
-    except (OSError, ValueError):
-        raise ConfigError(f"{run.path}: is no directory of orhpc tune") from None
+    told = _told(run)
     measured = [event for event in read_events(run.events) if event["event"] == "candidate"]
     ranked = sorted(measured, key=lambda event: _rank(event, told))
     text = columns(HEAD, [_cells(event, told) for event in ranked])
@@ -194,6 +192,24 @@ def show(run: RunDir, output: Path | None) -> int:
     write_atomic(file, _best_config(told, best, file, gain))
     print(f"{file}: {' '.join(best['settings']) or 'the config as it is'}{gain}")
     return EXIT_OK
+
+
+def own_update_s(run: RunDir) -> float | None:
+    """Return the seconds of a whole step's update that a tuning measured for its config as it is, if it did.
+
+    Raises ConfigError if the run is not a tuning.
+    """
+    told = _told(run)
+    measured = [e for e in read_events(run.events) if e["event"] == "candidate" and not e["settings"]]
+    seconds = [_step_s(event, told) for event in measured]
+    return next((each for each in seconds if math.isfinite(each)), None)
+
+
+def _told(run: RunDir) -> Mapping[str, Any]:
+    try:
+        return json.loads((run.path / "tuning.json").read_text())
+    except (OSError, ValueError):
+        raise ConfigError(f"{run.path}: is no directory of orhpc tune") from None
 
 
 def _refuse_other(file: Path) -> None:

@@ -7,6 +7,7 @@ weights, gradients and optimizer; for activations, the bytes that the backward p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -216,11 +217,16 @@ class _Held:
 
 def _held(shape: ModelShape, layout: Layout, demand: Demand, stage: int, *, critic: bool = False) -> _Held:
     first, last = stage == 0, stage == layout.pp - 1
-    held = [t for i in stages(shape, layout.pp)[stage] for t in shape.layer_tensors(i)]
+    # Layers with and without experts: all of a kind have the same tensors.
+    kinds = Counter(bool(shape.layers[i].experts) for i in stages(shape, layout.pp)[stage])
+    example = {bool(layer.experts): i for i, layer in enumerate(shape.layers)}
+    held = [(t, count) for kind, count in kinds.items() for t in shape.layer_tensors(example[kind])]
     # The critic's head, one row, is not counted; it is never tied to the embedding.
     outer = [t for t in shape.outer_tensors() if not (critic and t.part == "head")]
-    held += [t for t in outer if _on_stage(t, first, last, shape.tied and not critic)]
-    sizes = [(t.part, _up(t.elements * t.copies, layout.share(t))) for t in held if t.part != "bias"]
+    held += [(t, 1) for t in outer if _on_stage(t, first, last, shape.tied and not critic)]
+    sizes = [
+        (t.part, count * _up(t.elements * t.copies, layout.share(t))) for t, count in held if t.part != "bias"
+    ]
     experts = sum(size for part, size in sizes if part == "expert")
     dense = sum(size for _, size in sizes) - experts
     per_element = MASTER_BYTES + demand.moment_bytes

@@ -58,7 +58,7 @@ def device_memory(config: Config) -> DeviceMemory:
         return DeviceMemory(config.placement.device_memory_gib, "placement.device_memory_gib", known=True)
     if (here := _driver_gib()) is not None:
         return DeviceMemory(here, "nvidia-smi", known=True)
-    if (kind := _gres_type(config.slurm.partition)) is not None:
+    if (kind := gres_type(config.slurm.partition)) is not None:
         return DeviceMemory(KNOWN_DEVICES[kind], f"SLURM's GRES type {kind}", known=True)
     return DeviceMemory(DEFAULT_DEVICE_GIB, "assumed", known=False)
 
@@ -76,7 +76,7 @@ def _driver_gib() -> float | None:
     return min(sizes) / 1024 if answer.returncode == 0 and sizes else None
 
 
-def _gres_type(partition: str | None) -> str | None:
+def gres_type(partition: str | None) -> str | None:
     """The known GPU type of a partition's nodes; None if there is none or several."""
     if shutil.which("sinfo") is None:
         return None

@@ -80,9 +80,9 @@ def rows(heading: str) -> list[list[str]]:
 def test_the_memory_that_the_page_shows_is_the_plan_s(row: list[str], tmp_path: Path) -> None:
     recipe, *shown = row
     memory = H200 if shown[0].endswith(" 136") else H100
-    config, device_gib = parse(arguments_of(tmp_path, recipe, memory))
-    ensure_config(config)
-    planned = make_plan(config, device_gib)
+    request = parse(arguments_of(tmp_path, recipe, memory))
+    ensure_config(request.config)
+    planned = make_plan(request.config, request.device_gib)
     assert planned.device_bytes is not None
     assert planned.kv_tokens is not None
     cache, host = planned.kv_tokens * planned.kv_token, sum(host_parts(planned).values())

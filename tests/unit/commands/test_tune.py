@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from orhpc.commands import cli, tune
-from orhpc.commands.made_up_rollouts import MEAN_LENGTH, write_made_up
+from orhpc.commands.made_up_rollouts import write_made_up
 from orhpc.config import Config
 from orhpc.config.files import load_config
 from orhpc.errors import ConfigError
 from orhpc.models import shape_of
+from orhpc.plan.workload import MEAN_LENGTH
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import EventLog
 from orhpc.rundir.record import RolloutFile, read_step

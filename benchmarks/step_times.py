@@ -1,0 +1,142 @@
+"""Compare the step times that ``orhpc plan`` predicts with the measured ones of RESULTS.md.
+
+    python -m benchmarks.step_times [--errors]
+
+The rows are in ``benchmarks/step_times.yaml``.  Without an option it prints the table of
+``docs/guide/step-times.md``; with ``--errors`` the table of ``orhpc/plan/step_errors.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orhpc.config.files import load_config
+from orhpc.launch.checks.fit import KNOWN_DEVICES
+from orhpc.plan.run_plan import RunPlan, make_plan
+from orhpc.plan.speeds import CARDS, speed
+from orhpc.plan.step_errors import Error
+from orhpc.plan.step_time import StepTimes, predict
+from orhpc.plan.update_time import predict_update
+from orhpc.plan.workload import Workload
+
+ROWS = Path(__file__).with_suffix(".yaml")
+HEAD = ("measured on", "phase", "measured, s", "predicted, s", "off", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One measured time and its prediction."""
+
+    row: dict[str, Any]
+    phase: str
+    kind: str
+    """Key of the table of errors."""
+    measured: float
+    predicted: float
+
+    @property
+    def off(self) -> float:
+        """Deviation, as a share of the measured seconds."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def fitted(self) -> bool:
+        return self.phase in self.row.get("fitted", [])
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return the measured rows, each with the ``config.json`` of its model as ``content``."""
+    read = yaml.safe_load(ROWS.read_text())
+    found = []
+    for row in read["rows"]:
+        content = dict(read["models"][row["model"]])
+        content["num_hidden_layers"] = row.get("layers", content["num_hidden_layers"])
+        found.append({**row, "content": content})
+    return found
+
+
+def plan_of(row: dict[str, Any], folder: Path) -> RunPlan:
+    """Return the plan of a row's config; ``folder`` gets its model's ``config.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(row["content"]))
+    overrides = [*row["settings"], *row.get("more", [])]
+    return make_plan(
+        load_config(row["config"], [f"model.path={folder}", *overrides]), KNOWN_DEVICES[row["card"]]
+    )
+
+
+def compare(folder: Path) -> Iterator[Compared]:
+    """Yield every measured time with its prediction."""
+    for index, row in enumerate(rows()):
+        run = plan_of(row, folder / str(index))
+        work = Workload(**row["work"], assumed=False)
+        times = predict(run, row["card"], work)
+        kind = "mixture" if run.shape.experts else "dense"
+        predicted = _seconds(run, times)
+        if row.get("alone"):  # without what a run's driver and workers add
+            predicted["update"] = predict_update(run, CARDS[row["card"]], work).seconds - speed("step")
+        for phase, measured in row["seconds"].items():
+            of_backend = f", {run.config.train.backend}" if phase == "update" else ""
+            yield Compared(row, phase, f"{phase}, {kind}{of_backend}", measured, predicted[phase])
+
+
+def _seconds(run: RunPlan, times: StepTimes) -> dict[str, float]:
+    found = {phase.name: phase.seconds for phase in times.phases if phase.seconds is not None}
+    if times.seconds is not None:
+        found["step"] = times.seconds
+    if times.rollout is not None:
+        found |= {name: getattr(times.rollout, name) for name in ("generate", "sleep", "wake")}
+    return found
+
+
+def errors(compared: list[Compared]) -> dict[str, Error]:
+    """Return the deviations by kind."""
+    found: dict[str, list[float]] = {}
+    for each in compared:
+        found.setdefault(each.kind, []).append(abs(each.off))
+    return {
+        kind: Error(len(off), round(statistics.median(off), 2), round(max(off), 2))
+        for kind, off in sorted(found.items())
+    }
+
+
+def table(compared: list[Compared]) -> str:
+    """Return the comparison in Markdown, held-out rows marked."""
+    lines = [" | ".join(HEAD), "|".join("---" for _ in HEAD)]
+    for each in compared:
+        row = each.row
+        where = f"{row['name']} ({row['card'].upper()}, `{row['commit']}`)"
+        cells = (
+            where, each.phase, f"{each.measured:.3g}", f"{each.predicted:.3g}", f"{100 * each.off:+.0f} %",
+            "fitted" if each.fitted else "held out",
+        )  # fmt: skip
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--errors", action="store_true", help="print the table of orhpc/plan/step_errors.py")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        compared = list(compare(Path(folder)))
+    if options.errors:
+        for kind, error in errors(compared).items():
+            print(f'    "{kind}": Error({error.rows}, {error.median}, {error.largest}),')
+    else:
+        print(table(compared))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

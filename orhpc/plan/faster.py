@@ -1,0 +1,93 @@
+"""What would shorten the longest phase of a step, as far as the model of step times can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from orhpc.plan.candidates import Candidate, candidates
+from orhpc.plan.layout import trainer_layout
+from orhpc.plan.memory import trainer_demand, trainer_memory
+from orhpc.plan.rollout_time import RolloutTime
+from orhpc.plan.run_plan import RunPlan
+from orhpc.plan.speeds import Card
+from orhpc.plan.step_time import StepTimes
+from orhpc.plan.update_time import UpdateTime, predict_update
+from orhpc.plan.workload import Workload
+
+_TRIED = 24
+"""Candidates whose update is predicted."""
+_WORTH = 0.15
+"""Share of an update that a change must save to be named."""
+_TAIL = 1.5
+"""Decoding steps of the longest rollout, over those that all rollouts need, from which it is named."""
+
+
+def advice(run: RunPlan, times: StepTimes, phase: str, allowed: Callable[[RunPlan], bool]) -> str:
+    """Return what would shorten a phase; empty: the model cannot tell.
+
+    Args:
+        run: the plan.
+        times: its predicted times.
+        phase: ``rollout``, ``update`` or another.
+        allowed: whether a run could start with a plan.
+    """
+    if times.card is None:
+        return ""
+    if phase == "update" and times.update is not None:
+        return _faster_update(run, times.card, times.work, times.update, allowed)
+    if phase == "rollout" and times.rollout is not None:
+        return _faster_rollout(run, times.rollout, times.work)
+    return ""
+
+
+def _faster_update(
+    run: RunPlan, card: Card, work: Workload, now: UpdateTime, allowed: Callable[[RunPlan], bool]
+) -> str:
+    """The fastest candidate of ``orhpc tune`` on one node; between nodes no speed was measured."""
+    bound = ""
+    if now.host > now.device + now.exchange:
+        bound = (
+            "the host launches kernels more slowly than the GPU runs them; larger micro-batches have fewer"
+        )
+    if run.config.placement.nodes > 1:
+        return bound
+    timed: list[tuple[float, Candidate]] = []
+    for candidate in candidates(run.config, run.shape, run.device_bytes, _TRIED)[1:]:
+        other = changed(run, candidate)
+        seconds = predict_update(other, card, work).seconds
+        if seconds < (1 - _WORTH) * now.seconds and allowed(other):
+            timed.append((seconds, candidate))
+    if not timed:
+        return bound
+    seconds, best = min(timed, key=lambda each: (each[0], len(each[1].settings)))
+    return f"update about {seconds:.1f} s with {' '.join(best.overrides)}, which fits; orhpc tune measures it"
+
+
+def changed(run: RunPlan, candidate: Candidate) -> RunPlan:
+    """Return the plan with a candidate's settings."""
+    config = run.config
+    for name, value in candidate.settings:
+        section, _, key = name.partition(".")
+        update = {key: list(value) if isinstance(value, tuple) else value}
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+    layout, demand = trainer_layout(config), trainer_demand(config)
+    trainer = trainer_memory(run.shape, layout, demand)
+    return replace(run, config=config, layout=layout, demand=demand, trainer=trainer)
+
+
+def _faster_rollout(run: RunPlan, time: RolloutTime, work: Workload) -> str:
+    if time.full:
+        return (
+            f"the KV cache holds {time.concurrent} rollouts an engine: a higher engine.memory_fraction, or "
+            "engines of more GPUs"
+        )
+    needed = work.rollouts / len(run.placement.engines) * work.response / time.concurrent
+    if work.longest > _TAIL * needed:
+        return (
+            f"the longest rollout takes {work.longest / needed:.1f} times the decoding steps that all "
+            "need: rollout.oversample with rollout.partial, or rollout.max_staleness"
+        )
+    if work.rollouts / len(run.placement.engines) > time.concurrent:
+        return "rollouts wait for each other: a higher engine.max_running"
+    return ""

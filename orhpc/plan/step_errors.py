@@ -1,0 +1,36 @@
+"""How far predicted step times are off, by kind; ``python -m benchmarks.step_times --errors`` prints it.
+
+A test compares this table with the predictions for all measured rows (``benchmarks/step_times.yaml``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Deviations of predictions from measurements, as shares of the measured seconds."""
+
+    rows: int
+    median: float
+    largest: float
+
+
+ERRORS: dict[str, Error] = {
+    "generate, mixture": Error(7, 0.12, 0.23),
+    "record, mixture": Error(1, 0.08, 0.08),
+    "rollout, dense": Error(5, 0.05, 0.23),
+    "rollout, mixture": Error(5, 0.05, 0.17),
+    "sleep, mixture": Error(3, 0.29, 0.36),
+    "step, dense": Error(5, 0.07, 0.09),
+    "step, mixture": Error(5, 0.09, 0.27),
+    "sync, dense": Error(2, 0.14, 0.24),
+    "sync, mixture": Error(14, 0.14, 0.49),
+    "update, dense, fsdp": Error(5, 0.05, 0.22),
+    "update, dense, megatron": Error(3, 0.06, 0.1),
+    "update, mixture, fsdp": Error(1, 0.08, 0.08),
+    "update, mixture, megatron": Error(14, 0.06, 0.32),
+    "wake, mixture": Error(3, 0.21, 0.29),
+}
+"""By phase, kind of model and, for updates, backend."""
