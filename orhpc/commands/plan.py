@@ -26,7 +26,7 @@ from orhpc.launch.command_line import (
 from orhpc.launch.prepare import run_directory
 from orhpc.launch.slurm import submission
 from orhpc.plan.layout import group_spans
-from orhpc.plan.memory import GIB, RESERVED_BYTES
+from orhpc.plan.memory import GIB, reserved_bytes
 from orhpc.plan.placement import Placement
 from orhpc.plan.recompute import totals
 from orhpc.plan.run_plan import (
@@ -68,7 +68,7 @@ def lines(run: RunPlan) -> Iterator[str]:
     yield "trainer device, GiB at the peak of a step"
     for name, size in run.trainer.parts().items():
         yield f"  {name:<12}{gib(size):>9}"
-    has = "" if run.device_bytes is None else f" of {gib(run.device_bytes - RESERVED_BYTES)}"
+    has = "" if run.device_bytes is None else f" of {gib(run.device_bytes - reserved_bytes(run.config))}"
     yield f"  {'total':<12}{gib(run.trainer.total):>9}{has}"
     if run.config.train.backend == "megatron":
         yield _recompute_line(run)
@@ -161,7 +161,7 @@ def limit(run: RunPlan) -> str:
     largest = max(parts, key=lambda name: parts[name])
     if run.device_bytes is None:
         return f"host memory: {gib(run.trainer.total)} GiB a trainer rank, most of it {largest}"
-    room = run.device_bytes - RESERVED_BYTES
+    room = run.device_bytes - reserved_bytes(run.config)
     trainer = run.trainer.total / room
     if run.kv_tokens is not None and run.placement.engines:
         rollouts = run.kv_tokens // run.config.rollout.max_total_tokens
@@ -222,10 +222,9 @@ def parse(arguments: Sequence[str]) -> Request:
     path, overrides = split_command_line(options.arguments)
     config = load_config(path, [*overrides, *node_overrides(options)])
     memory = fit.device_memory(config).gib if options.device_memory is None else options.device_memory
-    if memory * GIB <= RESERVED_BYTES:
-        raise ConfigError(
-            f"--device-memory: {memory} GiB is not more than the reserved {gib(RESERVED_BYTES)} GiB"
-        )
+    reserved = reserved_bytes(config)
+    if memory * GIB <= reserved:
+        raise ConfigError(f"--device-memory: {memory} GiB is not more than the reserved {gib(reserved)} GiB")
     mean = options.rollout_tokens
     if mean is not None and not 1 <= mean <= config.rollout.max_total_tokens:
         raise ConfigError(f"--rollout-tokens: {mean:g} is not between 1 and rollout.max_total_tokens")

@@ -32,7 +32,7 @@ from orhpc.launch.command_line import node_overrides, split_command_line
 from orhpc.models import ModelShape, read_shape
 from orhpc.models.folders import find_model
 from orhpc.plan.candidates import Candidate, candidates
-from orhpc.plan.memory import GIB, RESERVED_BYTES
+from orhpc.plan.memory import GIB, reserved_bytes
 from orhpc.plan.recompute import SPARE
 from orhpc.plan.run_plan import make_plan
 from orhpc.plan.workload import MEAN_LENGTH
@@ -154,11 +154,12 @@ def _remember(
 ) -> None:
     """Write what the table needs later."""
     found = find_config(Path(path))
+    room = None if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
     told = {
         "config": found.name if found.parent == PACKAGED else str(found.absolute()),
         "overrides": list(overrides),
         "samples": config.rollout.batch_size * config.rollout.n_samples,
-        "room_gb": None if device_bytes is None else ((1 - SPARE) * device_bytes - RESERVED_BYTES) / 1e9,
+        "room_gb": None if room is None else room / 1e9,
     }
     write_atomic(run.path / "tuning.json", json.dumps(told))
 

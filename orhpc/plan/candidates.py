@@ -17,7 +17,7 @@ from orhpc.config import Config
 from orhpc.errors import ConfigError
 from orhpc.models import ModelShape
 from orhpc.plan.layout import Layout, check_layout, trainer_layout
-from orhpc.plan.memory import RESERVED_BYTES, trainer_demand, trainer_memory
+from orhpc.plan.memory import reserved_bytes, trainer_demand, trainer_memory
 from orhpc.plan.recompute import SPARE, settled
 from orhpc.plan.run_plan import candidate_layouts
 
@@ -62,7 +62,7 @@ def candidates(
         most: candidates to return.
         allowed: whether a run could start with a config; asked for the most promising ones only.
     """
-    room = math.inf if device_bytes is None else (1 - SPARE) * device_bytes - RESERVED_BYTES
+    room = math.inf if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
     found: dict[tuple[tuple[str, Any], ...], tuple[float, Candidate, Config]] = {}
     for changed in _variants(config, shape, device_bytes):
         settings = _differences(config, changed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
 from orhpc.config import Config
 from orhpc.models import ModelShape
 from orhpc.plan.layout import stages, trainer_layout
-from orhpc.plan.memory import RESERVED_BYTES, Recompute, trainer_demand, trainer_memory
+from orhpc.plan.memory import Recompute, reserved_bytes, trainer_demand, trainer_memory
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 SPARE = 0.05
@@ -34,10 +35,14 @@ def fewest_layers(config: Config, shape: ModelShape, room: float) -> int | None:
     layout, demand = trainer_layout(config), trainer_demand(config)
     if config.megatron.vpp > 1:
         return None
-    for layers in range(1, max(len(stage) for stage in stages(shape, layout.pp))):
-        if trainer_memory(shape, layout, replace(demand, recompute="full", layers=layers)).total <= room:
-            return layers
-    return None
+
+    def fits(layers: int) -> bool:
+        return trainer_memory(shape, layout, replace(demand, recompute="full", layers=layers)).total <= room
+
+    # Each layer that is recomputed keeps less, so the counts that fit are the largest ones.
+    counts = range(1, max(len(stage) for stage in stages(shape, layout.pp)))
+    index = bisect_left(counts, True, key=fits)
+    return counts[index] if index < len(counts) else None
 
 
 def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Config:
@@ -49,7 +54,7 @@ def settled(config: Config, shape: ModelShape, device_bytes: int | None) -> Conf
     automatic = config.train.backend == "megatron" and config.megatron.recompute == "auto"
     if not automatic or not config.train.gradient_checkpointing:
         return config
-    room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - RESERVED_BYTES
+    room = 0 if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
     needed = totals(config, shape)
     mode = next((m for m, total in needed.items() if total <= room), list(needed)[-1])
     if device_bytes is None and mode != "full":

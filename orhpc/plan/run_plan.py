@@ -20,10 +20,10 @@ from orhpc.plan.memory import (
     GIB,
     MASTER_BYTES,
     QUANTIZED_PARTS,
-    RESERVED_BYTES,
     Demand,
     TrainerMemory,
     critic_parameters,
+    reserved_bytes,
     trainer_demand,
     trainer_memory,
 )
@@ -178,7 +178,7 @@ def candidate_layouts(shape: ModelShape, ranks: int, per_node: int, cp: int) -> 
 
 def sync_bytes(run: RunPlan) -> int:
     """Memory of a shared device during weight sync: both sides' weights and the optimizer, no gradients."""
-    return run.trainer.kept + run.engine_weights + 2 * RESERVED_BYTES
+    return run.trainer.kept + run.engine_weights + reserved_bytes(run.config)
 
 
 def host_parts(run: RunPlan) -> dict[str, int]:

@@ -17,7 +17,7 @@ from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.launch.slurm import scheduler
 from orhpc.models import ModelShape
 from orhpc.plan.layout import Layout, check_layout
-from orhpc.plan.memory import RESERVED_BYTES, trainer_memory
+from orhpc.plan.memory import reserved_bytes, trainer_memory
 from orhpc.plan.run_plan import (
     DEFAULT_DEVICE_GIB,
     FP8_BLOCK,
@@ -183,13 +183,13 @@ def check_fit(run: RunPlan) -> None:
     """Raise ConfigError, with the arithmetic, if the trainers or engines do not fit their devices."""
     if run.device_bytes is None:
         return
-    room = run.device_bytes - RESERVED_BYTES
+    reserved = reserved_bytes(run.config)
+    room = run.device_bytes - reserved
     if run.trainer.total > room:
         parts = " + ".join(f"{n} {gib(b)}" for n, b in run.trainer.parts().items() if b)
         raise ConfigError(
             f"placement: a trainer device needs {parts} = {gib(run.trainer.total)} GiB and has "
-            f"{gib(run.device_bytes)} - {gib(RESERVED_BYTES)} reserved = {gib(room)} GiB; "
-            + _ways_out(run, room)
+            f"{gib(run.device_bytes)} - {gib(reserved)} reserved = {gib(room)} GiB; " + _ways_out(run, room)
         )
     if not run.placement.engines:
         return
@@ -197,7 +197,7 @@ def check_fit(run: RunPlan) -> None:
         raise ConfigError(
             f"placement: during weight sync, a shared device holds {gib(run.trainer.kept)} GiB of the "
             f"trainer's and {gib(run.engine_weights)} GiB of the engine's, {gib(both)} with "
-            f"{gib(2 * RESERVED_BYTES)} reserved, and has {gib(run.device_bytes)} GiB; raise engine.tp, or "
+            f"{gib(reserved)} reserved, and has {gib(run.device_bytes)} GiB; raise engine.tp, or "
             "train on more devices"
         )
     tokens, longest = run.kv_tokens or 0, run.config.rollout.max_total_tokens

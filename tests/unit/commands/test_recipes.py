@@ -13,7 +13,7 @@ from orhpc.commands.plan import parse
 from orhpc.config.files import load_config
 from orhpc.errors import EXIT_CONFIG, EXIT_OK
 from orhpc.launch.model import ensure_config
-from orhpc.plan.memory import GIB, RESERVED_BYTES
+from orhpc.plan.memory import GIB, reserved_bytes
 from orhpc.plan.run_plan import host_parts, make_plan, state_bytes
 from tests.model_configs import REAL
 
@@ -79,15 +79,16 @@ def rows(heading: str) -> list[list[str]]:
 @pytest.mark.parametrize("row", rows("Memory"), ids=lambda row: row[0])
 def test_the_memory_that_the_page_shows_is_the_plan_s(row: list[str], tmp_path: Path) -> None:
     recipe, *shown = row
-    memory = H200 if shown[0].endswith(" 136") else H100
+    memory = H200 if float(shown[0].split(" of ")[1]) > 100 else H100
     request = parse(arguments_of(tmp_path, recipe, memory))
     ensure_config(request.config)
     planned = make_plan(request.config, request.device_gib)
     assert planned.device_bytes is not None
     assert planned.kv_tokens is not None
     cache, host = planned.kv_tokens * planned.kv_token, sum(host_parts(planned).values())
+    room = planned.device_bytes - reserved_bytes(planned.config)
     assert shown == [
-        f"{planned.trainer.total / GIB:.1f} of {(planned.device_bytes - RESERVED_BYTES) / GIB:.0f}",
+        f"{planned.trainer.total / GIB:.1f} of {room / GIB:.0f}",
         f"{planned.engine_weights / GIB:.1f} + {cache / GIB:.1f}",
         f"{host / GIB:.0f}",
         f"{state_bytes(planned) / 1e9:.0f}",

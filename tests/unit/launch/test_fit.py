@@ -278,7 +278,7 @@ def test_a_rollout_that_does_not_fit_alone_is_refused_with_the_longest_that_does
     assert found is not None, text
     longest = int(found[1])
     run = plan(longest)
-    room = (run.device_bytes or 0) - run_plan.RESERVED_BYTES
+    room = (run.device_bytes or 0) - run_plan.reserved_bytes(run.config)
     assert run.trainer.total <= room < plan(longest + 100).trainer.total
     if backend == "megatron":
         cp = int(text.rpartition("megatron.cp=")[2])

@@ -15,7 +15,7 @@ from orhpc.config.files import dump_config, load_config
 from orhpc.models import shape_of
 from orhpc.plan.candidates import candidates
 from orhpc.plan.layout import check_layout, trainer_layout
-from orhpc.plan.memory import GIB, RESERVED_BYTES, trainer_demand, trainer_memory
+from orhpc.plan.memory import GIB, reserved_bytes, trainer_demand, trainer_memory
 from orhpc.plan.recompute import settled
 from tests.model_configs import REAL
 
@@ -56,7 +56,7 @@ def test_every_candidate_can_be_loaded_and_fits(
         check_layout(shape, trainer_layout(changed), changed.placement.devices_per_node)
         whole = settled(changed, shape, device)
         memory = trainer_memory(shape, trainer_layout(whole), trainer_demand(whole)).total
-        assert memory == candidate.bytes <= device - RESERVED_BYTES
+        assert memory == candidate.bytes <= device - reserved_bytes(config)
 
 
 def _with(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

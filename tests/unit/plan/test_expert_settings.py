@@ -12,7 +12,7 @@ from orhpc.config import Config
 from orhpc.models import ModelShape, shape_of
 from orhpc.plan.candidates import candidates
 from orhpc.plan.layout import Layout
-from orhpc.plan.memory import GIB, RESERVED_BYTES, Demand, recompute_mode, trainer_memory
+from orhpc.plan.memory import GIB, Demand, recompute_mode, reserved_bytes, trainer_memory
 from orhpc.plan.recompute import SPARE, settled, totals
 from tests.model_configs import REAL
 
@@ -83,10 +83,10 @@ def test_auto_recomputes_no_whole_layers_where_all_to_alls_are_overlapped() -> N
     needed = totals(config, SHAPE)
     assert list(needed) == ["none", "selective"]
     for mode, total in needed.items():
-        enough = int((total + RESERVED_BYTES) / (1 - SPARE)) + 1
+        enough = int((total + reserved_bytes(config)) / (1 - SPARE)) + 1
         assert recompute_mode(settled(config, SHAPE, enough)) == mode
     # Even where nothing fits: the check of the fit refuses it.
-    assert recompute_mode(settled(config, SHAPE, RESERVED_BYTES)) == "selective"
+    assert recompute_mode(settled(config, SHAPE, reserved_bytes(config))) == "selective"
     assert recompute_mode(settled(config, SHAPE, None)) == "none"
 
 

@@ -13,10 +13,10 @@ from orhpc.config import Config
 from orhpc.models import ModelShape, shape_of
 from orhpc.plan.layout import trainer_layout
 from orhpc.plan.memory import (
-    RESERVED_BYTES,
     layer_activations,
     recompute_mode,
     recomputed,
+    reserved_bytes,
     trainer_demand,
     trainer_memory,
 )
@@ -52,11 +52,12 @@ def test_less_recomputation_needs_more_memory_and_the_first_that_fits_is_chosen(
     assert list(needed) == ["none", "selective", "full"]
     assert needed["none"] > needed["selective"] > needed["full"]
     for mode, total in needed.items():
-        enough = int((total + RESERVED_BYTES) / (1 - SPARE)) + 1
+        enough = int((total + reserved_bytes(config)) / (1 - SPARE)) + 1
         assert recompute_mode(settled(config, shape, enough)) == mode
-    assert recompute_mode(settled(config, shape, RESERVED_BYTES)) == "full"  # the check of the fit refuses it
+    # Nothing fits, which the check of the fit refuses.
+    assert recompute_mode(settled(config, shape, reserved_bytes(config))) == "full"
     assert recompute_mode(settled(config, shape, None)) == "full"
-    chosen = settled(config, shape, int((needed["selective"] + RESERVED_BYTES) / (1 - SPARE)) + 1)
+    chosen = settled(config, shape, int((needed["selective"] + reserved_bytes(config)) / (1 - SPARE)) + 1)
     assert chosen.megatron.recompute_modules == MODULES[bool(shape.experts)]
     assert totals(chosen, shape) == needed
 
@@ -69,7 +70,7 @@ def test_as_few_layers_are_recomputed_as_the_memory_allows(shape: ModelShape) ->
     before = 0
     for share in (0.0, 0.2, 0.5, 0.9):
         room = needed["full"] + share * (needed["selective"] - needed["full"])
-        chosen = settled(config, shape, int((room + RESERVED_BYTES) / (1 - SPARE)) + 1)
+        chosen = settled(config, shape, int((room + reserved_bytes(config)) / (1 - SPARE)) + 1)
         assert recompute_mode(chosen) == "full"
         layers = chosen.megatron.recompute_layers or most
         demand = trainer_demand(chosen)
