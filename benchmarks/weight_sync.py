@@ -142,7 +142,7 @@ def rank_class() -> type[Any]:
 
             torch.set_num_threads(1)
             cpu = torch.device("cpu")
-            join_default_group(cpu, "127.0.0.1", f"{folder}/meeting", rank, world, 300.0)
+            join_default_group(cpu, "127.0.0.1", f"{folder}/meeting", rank, world, 900.0)
             module: Any = rank_sync
             module.BucketStage = EmptyStage
             quantize = make_quantizer(power_of_two=False)
@@ -242,7 +242,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     engines.start()
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, options.layers)
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=options.ranks, include_dashboard=False, log_to_driver=False)
         try:
             trainers, fleet = parts(pipe.recv(), options.ranks, folder)
             found = asyncio.run(measured(trainers, fleet, folder))
@@ -269,8 +269,10 @@ def main() -> None:
     sides = {"now": Path(__file__).parents[1]} | ({"base": options.base.resolve()} if options.base else {})
     for side in sorted(sides):
         environment = {**os.environ, "PYTHONPATH": str(sides[side]), "RAY_raylet_start_wait_time_s": "300"}
-        command = [sys.executable, __file__, "--one", *sizes]
-        result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        command = [sys.executable, str(Path(__file__).resolve()), "--one", *sizes]
+        result = subprocess.run(
+            command, env=environment, cwd=sides[side], stdout=subprocess.PIPE, text=True, check=True
+        )
         print(side, result.stdout.strip().splitlines()[-1], flush=True)
 
 
