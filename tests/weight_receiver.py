@@ -25,7 +25,7 @@ def receive(port: int, rank: int, world: int, buckets: list[list[Announced]], pi
             world_size=world,
             name="weights",
             backend="gloo",
-            timeout_s=30,
+            timeout_s=120,
         )
         for bucket in buckets:
             metadata = empty_bucket((name, getattr(torch, dtype), shape) for name, dtype, shape in bucket)

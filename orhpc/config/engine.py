@@ -116,7 +116,8 @@ class EngineSettings(Section):
     sync_bucket_mb: Positive = 512
     """MiB of weights per transfer. A trainer rank holds two such buckets during a sync."""
     sync_timeout_s: Seconds = 600.0
-    """Timeout of each transfer of a weight sync, in seconds."""
+    """Timeout of each transfer of a weight sync, in seconds. Trainers that need more than twice this for a
+    bucket are restarted."""
     check_weights: bool = False
     """After every weight sync, compare the engines' weights bit for bit with an export of the trainer's.
     Slow; for debugging."""

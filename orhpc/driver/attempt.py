@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from orhpc.driver.bring_up import bring_up
-from orhpc.driver.loop import train
+from orhpc.driver.loop import publish, train
 from orhpc.driver.metrics import Phases
 from orhpc.driver.resume import Start, choose_start, restore
 from orhpc.driver.run import CLOSE_AFTER_STOP_S, Run
@@ -40,7 +40,7 @@ async def attempt_once(run: Run, token_limit: int | None) -> None:
         with phases.timed("restore"):
             await run.unless_stopped(restore(run, runtime.trainers, start))
         with phases.timed("sync"):
-            await run.unless_stopped(runtime.publish(start.state.step))
+            await run.unless_stopped(publish(run, runtime, start.state.step))
         saver = Saver(
             run.rundir,
             run.attempt,

@@ -77,7 +77,7 @@ async def train(run: Run, runtime: Runtime, saver: Saver) -> None:
                 run,
                 runtime,
                 state,
-                lambda held: runtime.publish(held.step),
+                lambda held: publish(run, runtime, held.step),
                 during="sync",
                 restarted=saver.begin_again,
             )
@@ -238,8 +238,17 @@ async def update(run: Run, runtime: Runtime, plan: BatchPlan, state: State) -> d
         return {"skipped": 1.0, "non_finite": 1.0}
 
 
+async def publish(run: Run, runtime: Runtime, step: int) -> dict[str, float]:
+    """Send the weights after ``step`` to the engines; see :meth:`Runtime.publish`."""
+    try:
+        return await runtime.publish(step)
+    except TrainerHangs as error:
+        note_stacks(run, error)
+        raise
+
+
 def note_stacks(run: Run, error: TrainerHangs) -> None:
-    """Append what the ranks did when an update hung to ``stacks.log`` of the attempt."""
+    """Append what the ranks did when an update or a sync hung to ``stacks.log`` of the attempt."""
     try:
         with (run.folder / "stacks.log").open("a") as file:
             file.write(error.stacks)
@@ -259,5 +268,5 @@ async def evaluate(run: Run, runtime: Runtime, saver: Saver) -> None:
         run.notice(line)
     await saver.store(run.require_newest)
     await runtime.record_evaluation(step, groups, saver.store)
-    await runtime.publish(step)
+    await publish(run, runtime, step)
     run.tracker.log(run.events.write("evaluation", step=step, seconds=phases.total, **metrics))

@@ -24,6 +24,7 @@ from orhpc.plan.layout import route_share, trainer_layout
 from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
+from orhpc.process.secrets import remember_secrets
 from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
@@ -43,8 +44,8 @@ from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
 from orhpc.train.trained_tokens import TrainedTokens
-from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.rank_sync import RankSync
+from orhpc.train.weights.update_requests import SyncPlan, SyncReport
 from orhpc.types import MiniBatch
 from orhpc.wire.weights import start_shared_memory_manager
 
@@ -53,8 +54,8 @@ class TrainerRank(RankState):
     """One rank: its model and optimizer state, and its side of weight sync and checkpoints.
 
     Call order: ``connect``, ``build``, ``restore``, then steps, saves and syncs.  One method at a time,
-    except :meth:`save_poll`, :meth:`request_stop`, :meth:`stacks` and :meth:`abandon_collectives`, which may
-    be called at any time.
+    except :meth:`save_poll`, :meth:`request_stop`, :meth:`stacks`, :meth:`sync_progress` and
+    :meth:`abandon_collectives`, which may be called at any time.
     """
 
     def __init__(
@@ -291,10 +292,6 @@ class TrainerRank(RankState):
 
     # --- weights ------------------------------------------------------------------------------
 
-    def weight_buckets(self) -> list[BucketSpec]:
-        """Return the contents of a weight sync, bucket by bucket, as sent; the same on all ranks."""
-        return self.sync.buckets()
-
     def join_weight_group(
         self, address: str, port: int, world_size: int, group_name: str, timeout_s: float
     ) -> None:
@@ -306,22 +303,20 @@ class TrainerRank(RankState):
         held = self._pop_held_socket()
         self.sync.join_group(address, port, world_size, group_name, timeout_s, held)
 
-    def stage_bucket(self, index: int, *, handle: bool, broadcast: bool) -> str | None:
-        """Gather one bucket into one of this rank's two slots (collective).
+    def send_weights(self, plan: SyncPlan) -> SyncReport:
+        """Send all weights to the engines of a plan, bucket by bucket (collective).
 
-        ``handle``: return the slot's memory handle, for an engine rank on the same device, which must read
-        it before the slot's next use, two buckets later.  ``broadcast``: rank 0 starts to send the bucket to
-        its group, and waits for that at the slot's next use.  Raises WeightSyncFailed when an engine may
-        not have received all of an earlier bucket.
+        Each rank gathers the buckets, maps or broadcasts them, and makes the requests of the engines that it
+        serves.  Raises WeightSyncFailed when an engine may not have received all weights for a reason that is
+        not its own; engines that failed themselves are in the report.  InfraError: another rank has failed.
         """
-        return self.sync.stage(index, handle=handle, broadcast=broadcast)
+        if plan.key is not None:
+            remember_secrets([plan.key])
+        return self.sync.send(plan)
 
-    def finish_sync(self) -> float:
-        """Wait for pending sends and free the slots; return the seconds spent gathering.
-
-        Raises WeightSyncFailed when an engine may not have received all weights.
-        """
-        return self.sync.finish()
+    def sync_progress(self) -> int:
+        """Return a number that grows with every bucket of a sync."""
+        return 0 if self._sync is None else self._sync.progress
 
     def leave_weight_group(self) -> None:
         """Leave the engines' group; safe to call again."""

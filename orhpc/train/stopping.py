@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch import Tensor
 from orhpc.errors import InfraError, StopRequested
 
 _POLL_S = 0.0005
+_FUTURE_POLL_S = 0.1
+T = TypeVar("T")
 _abandoned = threading.Event()
 """Set when this process (one rank) gives up its collectives, because another rank will never join them."""
 
@@ -33,23 +37,42 @@ def allow_collectives() -> None:
     _abandoned.clear()
 
 
-def agree(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+def agree(
+    tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, timeout_s: float = float("inf")
+) -> None:
     """All-reduce a small host tensor in place.
 
-    Raises InfraError on a rank that is asked to abandon its collectives while it waits.
+    Raises InfraError on a rank that is asked to abandon its collectives while it waits, or after the timeout.
     """
-    wait_for(dist.all_reduce(tensor, op=op, async_op=True))
+    wait_for(dist.all_reduce(tensor, op=op, async_op=True), timeout_s)
 
 
-def wait_for(work: dist.Work | None) -> None:
-    """Wait for a collective; raises InfraError once this rank is asked to abandon its collectives."""
+def wait_for(work: dist.Work | None, timeout_s: float = float("inf")) -> None:
+    """Wait for a collective.
+
+    Raises InfraError once this rank is asked to abandon its collectives, or after the timeout.
+    """
     if work is None:
         return
+    end = time.monotonic() + timeout_s
     while not work.is_completed():
-        if _abandoned.is_set():
-            raise InfraError("another rank failed in this step")
+        _raise_if_abandoned()
+        if time.monotonic() > end:
+            raise InfraError(f"another rank did not answer within {timeout_s:g} s")
         time.sleep(_POLL_S)
     work.wait()
+
+
+def wait_for_future(future: Future[T]) -> T:
+    """Wait for what another thread does; raises InfraError as :func:`wait_for`."""
+    while not wait([future], _FUTURE_POLL_S).done:
+        _raise_if_abandoned()
+    return future.result()
+
+
+def _raise_if_abandoned() -> None:
+    if _abandoned.is_set():
+        raise InfraError("another rank failed in this step")
 
 
 MESSAGE = "stopped between micro-batches; the parameters are those of the last completed step"

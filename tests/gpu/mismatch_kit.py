@@ -31,6 +31,7 @@ from orhpc.train.backend import Batches, Role
 from orhpc.train.batch import PackedBatch, plan_batches
 from orhpc.train.weights.fp8 import make_quantizer, unchanged
 from orhpc.train.weights.rank_sync import RankSync
+from orhpc.train.weights.update_requests import SyncPlan, SyncReport
 from orhpc.types import Location, MiniBatch, Sample, Sampling
 from orhpc.wire.routes import RouteShape
 from tests.gpu.sglang_check import KERNELS
@@ -249,7 +250,10 @@ class _OneTrainer:
     """The part of a run's trainers that a weight sync uses, for one rank in this process."""
 
     def __init__(self, rank: TrainerRank) -> None:
-        self._rank = rank
+        self._rank, self.ranks = rank, [rank]
+
+    async def send_weights(self, plan: SyncPlan) -> list[SyncReport]:
+        return await self.all(TrainerRank.send_weights, plan)
 
     async def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return await self.all_within(None, method, *args, **kwargs)
@@ -267,10 +271,10 @@ async def give_weights(trainer: TrainerRank, url: str, *, quantized: bool, round
     inside._quantize = make_quantizer(power_of_two=False) if quantized else unchanged
     bucket_bytes = trainer.config.engine.sync_bucket_mb << 20
     inside._sync = RankSync(trainer.backend, inside._quantize, bucket_bytes, trainer.device, trainer.rank)
-    trainer.weight_buckets()
+    trainer.sync.buckets()
     async with EnginePool([url], key=KEY, request_timeout_s=240.0) as pool:
         engines = SimpleNamespace(
-            pool=pool, config=trainer.config, by_handle={url: [0]}, by_broadcast={}, group_name=None
+            pool=pool, key=KEY, config=trainer.config, by_handle={url: [0]}, by_broadcast={}, group_name=None
         )
         trainers: Any = _OneTrainer(trainer)
         sync = WeightSync(trainers, cast(Any, engines), WORK)

@@ -55,7 +55,7 @@ def buckets_of(trainer: Any) -> list[list[NamedTensor]]:
     """Copies of the trainer's weights as they would travel, in its buckets."""
     return [
         [(name, tensor.detach().clone()) for name, tensor in trainer.backend.export(bucket.parameters)]
-        for bucket in trainer.weight_buckets()
+        for bucket in trainer.sync.buckets()
     ]
 
 

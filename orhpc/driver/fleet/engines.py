@@ -47,7 +47,7 @@ class Engines:
         key: str,
         vocabulary: int | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.key = config, key
         self._engines = list(engines)
         self._start_timeout_s = config.engine.start_timeout_s
         self.urls = [e.url for e in engines]

@@ -24,6 +24,7 @@ from orhpc.rundir.storage import Store
 from orhpc.train.actor import TrainerRank
 from orhpc.train.checkpoint.copy_files import CopyId
 from orhpc.train.checkpoint.copy_transfer import Address
+from orhpc.train.weights.update_requests import SyncPlan, SyncReport
 from orhpc.types import BatchPlan, MiniBatch
 
 COLLECTIVE_TIMEOUT_S = 900.0
@@ -252,7 +253,7 @@ class Trainers:
                 break
             if time.monotonic() > began + limit:
                 stepping.cancel()
-                raise await self._hang(f"step {step + 1}", self._limit.why(tokens))
+                raise await self._hang(f"the update of step {step + 1}", self._limit.why(tokens))
         metrics = (await stepping)[0]
         self._limit.note(tokens, time.monotonic() - began)
         return metrics | await self._compare_paces()
@@ -265,10 +266,40 @@ class Trainers:
         known = [seconds for seconds in paces if seconds is not None]
         return self.paces.note(known) if len(known) == len(paces) else {}
 
-    async def _hang(self, step: str, limit: str) -> TrainerHangs:
+    async def _hang(self, what: str, limit: str) -> TrainerHangs:
         found = await hang.report(self.ranks, _CONTROL)
-        message = f"the update of {step} has not ended in time ({limit}): {found.line}"
+        message = f"{what} has not ended in time ({limit}): {found.line}"
         return TrainerHangs(message, stacks=found.text(message))
+
+    async def send_weights(self, plan: SyncPlan) -> list[SyncReport]:
+        """Have the ranks send the weights to the engines; returns what each has done.
+
+        Raises:
+            TrainerHangs: the ranks have not ended a bucket within twice the limit of a transfer: one for the
+                engines, one to gather it.
+        """
+        sending = asyncio.ensure_future(self.all(TrainerRank.send_weights, plan))
+        limit, reached = 2 * plan.timeout_s, (cast(int | None, None), time.monotonic())
+        try:
+            while not (await asyncio.wait([sending], timeout=plan.timeout_s / 4))[0]:
+                progress = await self._sync_progress()
+                if progress != reached[0]:
+                    reached = progress, time.monotonic()
+                elif time.monotonic() > reached[1] + limit:
+                    raise await self._hang(
+                        "a bucket of the weight sync", f"{limit:g} s, engine.sync_timeout_s"
+                    )
+            return await sending
+        finally:
+            sending.cancel()
+
+    async def _sync_progress(self) -> int | None:
+        """Rank 0's progress in a sync; all ranks are at the same bucket.  None: it does not answer."""
+        asking = self.ranks[0].sync_progress.options(concurrency_group=_CONTROL).remote()
+        try:
+            return await call(asking, "trainer sync_progress", ANSWER_S)
+        except OrhpcError:
+            return None
 
     async def record(self, folder: Path, store: Store) -> None:
         """Write what the last step computed for its rollouts to the folder of their record.

@@ -1,9 +1,9 @@
 """Weight sync from the trainer to the engines; engines serve only after a complete sync.
 
-Buckets are double-buffered: engines load a bucket while the ranks gather the next one.  An engine on the
-trainer's devices maps, on each device, the bucket of the rank on that device; engines with dedicated devices
-receive a broadcast from rank 0.  During the sync the engines' weight version is ``syncing``, which no worker
-accepts as a policy version.
+The driver makes one call to each rank for a whole sync; the ranks gather the buckets and make the engines'
+requests for each (:mod:`orhpc.train.weights.rank_sync`).  An engine on the trainer's devices maps, on each
+device, the bucket of the rank on that device; engines with dedicated devices receive a broadcast from rank 0.
+During the sync the engines' weight version is ``syncing``, which no worker accepts as a policy version.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orhpc.driver.fleet.actors import call
-from orhpc.errors import ConfigError, EngineUnavailable, RayLost, WeightSyncFailed
+from orhpc.errors import ConfigError, EngineUnavailable, WeightSyncFailed
 from orhpc.train.actor import TrainerRank
+from orhpc.train.weights.update_requests import Receiver, SyncPlan
 
 if TYPE_CHECKING:
     from orhpc.driver.fleet.engines import Engines
     from orhpc.driver.fleet.trainers import Trainers
-    from orhpc.train.weights.buckets import BucketSpec
 
 SYNCING = "syncing"
 _MAX_NAMES_SHOWN = 3
@@ -47,6 +46,7 @@ class WeightSync:
         Raises:
             WeightSyncFailed: engines may hold part of the new weights; none serves until a complete sync
                 has followed.
+            RayLost, InfraError, TrainerHangs, OutOfMemory: the same, and the trainers have to recover first.
         """
         pool = self._engines.pool
         started = time.monotonic()
@@ -62,7 +62,7 @@ class WeightSync:
             if self._settings.check_weights:
                 report["sync_seconds_check"] = await self._check()
             await pool.update_weight_version(version)
-        except (EngineUnavailable, RayLost, TimeoutError, ConfigError) as error:
+        except (EngineUnavailable, TimeoutError, ConfigError) as error:
             raise WeightSyncFailed(f"sync of version {version} failed: {error}") from error
         pool.published_version = version
         return report | {"sync_seconds_total": time.monotonic() - started}
@@ -74,47 +74,39 @@ class WeightSync:
         if engines.by_broadcast and engines.group_name is None:
             await self._form_group(timeout)
         joined = time.monotonic() - began
-        buckets = (await trainers.all(TrainerRank.weight_buckets))[0]
-        loading: asyncio.Task[None] | None = None
-        try:
-            for index, bucket in enumerate(buckets):
-                handles = await trainers.all_within(
-                    timeout, TrainerRank.stage_bucket, index, handle=bool(engines.by_handle),
-                    broadcast=bool(engines.by_broadcast),
-                )  # fmt: skip
-                if loading is not None:
-                    await loading
-                loading = asyncio.ensure_future(self._load_bucket(bucket, handles, timeout))
-            if loading is not None:
-                await loading
-        finally:
-            if loading is not None and not loading.done():
-                loading.cancel()
-            seconds = await trainers.all_within(timeout, TrainerRank.finish_sync)
+        reports = await trainers.send_weights(self._plan())
+        failures = {url: why for report in reports for url, why in report.failures.items()}
+        for url, why in failures.items():
+            engines.pool.mark_down(url, why)
+        if failures:
+            raise EngineUnavailable("; ".join(list(failures.values())[:_MAX_NAMES_SHOWN]))
         return {
-            "sync_bytes": float(sum(bucket.nbytes for bucket in buckets)),
+            "sync_bytes": float(reports[0].nbytes),
             "sync_seconds_join": joined,
-            "sync_seconds_gather": max(seconds),
+            "sync_seconds_gather": max(report.gather_seconds for report in reports),
         }
 
-    async def _load_bucket(self, bucket: BucketSpec, handles: Sequence[str | None], timeout_s: float) -> None:
-        """Have every engine load a bucket that the ranks have staged."""
-        engines = self._engines
-        by_url = {url: [handles[r] for r in ranks] for url, ranks in engines.by_handle.items()}
-
-        async def map_memory(client: Any) -> None:
-            await client.update_weights_from_tensor(
-                by_url[client.url], load_format="flattened_bucket", flush_cache=False
-            )
-
-        loading = [engines.pool.each(map_memory, list(by_url))]
-        if engines.by_broadcast:
-            receiving = engines.pool.update_weights_from_distributed(
-                bucket.names, bucket.dtypes, bucket.shapes, urls=list(engines.by_broadcast),
-                group_name=engines.group_name, load_format="flattened_bucket", flush_cache=False,
-            )  # fmt: skip
-            loading.append(receiving)  # type: ignore[arg-type]
-        await asyncio.wait_for(asyncio.gather(*loading), timeout_s)
+    def _plan(self) -> SyncPlan:
+        """What the ranks need to know; engines that are down are left out."""
+        engines, down = self._engines, self._engines.pool.down()
+        mapping = {url: ranks for url, ranks in engines.by_handle.items() if url not in down}
+        receiving, world = list(engines.by_broadcast), len(self._trainers.ranks)
+        # All ranks share the requests: a large model has thousands of buckets.
+        serving = {url: [n * world // len(receiving)] for n, url in enumerate(receiving)}
+        return SyncPlan(
+            receivers=tuple(
+                Receiver(
+                    url,
+                    tuple(ranks),
+                    url in mapping,
+                    engines.pool.client(url).update_fields(broadcast=url in serving),
+                )
+                for url, ranks in (mapping | serving).items()
+            ),
+            group_name=engines.group_name or "",
+            timeout_s=self._settings.sync_timeout_s,
+            key=engines.key,
+        )
 
     async def _form_group(self, timeout_s: float) -> None:
         """Form a group of rank 0 and the engines with dedicated devices."""

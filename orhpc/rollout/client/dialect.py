@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from orhpc.errors import EngineUnavailable
 
 BEGIN_UPDATE = "/begin_weight_update"
@@ -49,16 +47,3 @@ def target_only_fields(*, sessions: bool) -> dict[str, Any]:
     Without these fields, releases of both kinds load the weights into both models when updating from disk.
     """
     return {"selector": "target"} if sessions else {"disable_draft_model": True}
-
-
-def error_message(data: bytes) -> str:
-    """The message of an error answer on one line, from any of SGLang's formats."""
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        body = data.decode("utf-8", "replace")
-    if isinstance(body, dict):
-        error = body.get("error")
-        nested = error.get("message") if isinstance(error, dict) else error
-        body = nested or body.get("message") or body.get("detail") or body
-    return " ".join(str(body).split())[:500]

@@ -78,19 +78,6 @@ class EngineCalls(ABC):
     async def destroy_weights_update_group(self, group_name: str, urls: Sequence[str] | None = None) -> None:
         await self.each(lambda c: c.destroy_weights_update_group(group_name), urls)
 
-    async def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        urls: Sequence[str] | None = None,
-        **options: Any,
-    ) -> None:
-        """Receive on every engine of ``urls`` (default all); a broadcast waits for each of them."""
-        self._all_up("a broadcast of weights", urls)
-        await self.each(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, **options), urls)
-
     async def update_weights_from_disk(self, model_path: str, **options: Any) -> None:
         await self.each(lambda c: c.update_weights_from_disk(model_path, **options))
 

@@ -7,46 +7,45 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
 import orjson
 
-from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, WeightSyncFailed
+from orhpc.errors import ConfigError, EngineUnavailable, WeightSyncFailed
 from orhpc.process.pacing import pace
-from orhpc.rollout.client.connections import (
-    CONTROL_BYTES,
-    HEALTH_BYTES,
-    Connections,
-    generation_bytes,
-    read_answer,
-)  # fmt: skip
 from orhpc.rollout.client.dialect import (
     BEGIN_UPDATE,
     END_UPDATE,
     ROUTING_KEY,
-    error_message,
     read_checksums,
     target_only_fields,
 )
 from orhpc.rollout.client.wire import (
     TokenIds,
     generate_body,
-    parsed,
-    parsed_object,
+    generation_bytes,
     read_generation,
     read_version,
-)  # fmt: skip
+)
 from orhpc.types import Generation, PlacedImage, Sampling
+from orhpc.wire.engine_requests import (
+    CONTROL_BYTES,
+    HEALTH_BYTES,
+    Connections,
+    EngineRequests,
+    NoSuchEndpoint,
+    TimedOut,
+    parsed,
+    parsed_object,
+)
 from orhpc.wire.routes import RouteShape
+from orhpc.wire.weight_updates import FROM_DISTRIBUTED, FROM_TENSOR, from_distributed_body, from_tensor_body
 
 log = logging.getLogger(__name__)
 
 _INLINE_BYTES = 128 << 10
 """Larger answers (they carry routes) are parsed in a thread."""
 
-_CONNECT_S = 10.0
 _ABORT_S = 5.0
 _DRAIN_S = 30.0
-_TOO_LONG = ("context length", "maximum allowed length", "input is too long")
 
 
 class EngineClient:
@@ -82,6 +81,7 @@ class EngineClient:
         self._control_timeout_s = control_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._connections = connections or Connections(key)
+        self._requests = EngineRequests(url, self._connections)
         self._has_sessions = True
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class EngineClient:
                 len(prompt_ids), sampling, None if routes_start is None else self.route_shape
             )
             data = await self._send("POST", "/generate", body, self._request_timeout_s, headers, limit)
-        except _TimedOut:
+        except TimedOut:
             await self._abort_quietly(rid)
             raise
 
@@ -223,7 +223,7 @@ class EngineClient:
             return
         try:
             await self._transfer(BEGIN_UPDATE, self._selected())
-        except _NoSuchEndpoint:
+        except NoSuchEndpoint:
             self._has_sessions = False
         except WeightSyncFailed:
             # An interrupted session is still open: close it first.
@@ -238,54 +238,38 @@ class EngineClient:
         if self._has_sessions:
             await self._transfer(END_UPDATE, {})
 
+    def update_fields(self, *, broadcast: bool) -> dict[str, Any]:
+        """Further fields of the requests that update weights, of which trainers make most.
+
+        ``broadcast``: for tensors that the engine receives through a group.
+        """
+        # Without update sessions, a broadcast updates only the target model.
+        return self._selected() if self._has_sessions or not broadcast else {}
+
     async def update_weights_from_distributed(
         self,
         names: Sequence[str],
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
-        *,
-        group_name: str,
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        abort_all_requests: bool = False,
-        weight_version: str | None = None,
+        **options: Any,
     ) -> None:
         """Receive these tensors from the group's rank 0; returns when they are in place.
 
-        Setting ``weight_version`` completes the update.
+        ``options``: of :func:`orhpc.wire.weight_updates.from_distributed_body`; setting ``weight_version``
+        completes the update.
         """
-        body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            "load_format": load_format,
-            "flush_cache": flush_cache,
-            "abort_all_requests": abort_all_requests,
-            "weight_version": weight_version,
-        }
-        # Without update sessions, a broadcast updates only the target model.
-        selected = self._selected() if self._has_sessions else {}
-        await self._transfer("/update_weights_from_distributed", body | selected)
+        body = from_distributed_body(names, dtypes, shapes, **options)
+        await self._transfer(FROM_DISTRIBUTED, body | self.update_fields(broadcast=True))
 
     async def update_weights_from_tensor(
-        self,
-        serialized_named_tensors: Sequence[str],
-        *,
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        abort_all_requests: bool = False,
-        weight_version: str | None = None,
+        self, serialized_named_tensors: Sequence[str], **options: Any
     ) -> None:
-        """Load serialized tensors, one string per tensor-parallel rank."""
-        body = {
-            "serialized_named_tensors": list(serialized_named_tensors),
-            "load_format": load_format,
-            "flush_cache": flush_cache,
-            "abort_all_requests": abort_all_requests,
-            "weight_version": weight_version,
-        }
-        await self._transfer("/update_weights_from_tensor", body | self._selected())
+        """Load serialized tensors, one string per tensor-parallel rank.
+
+        ``options``: of :func:`orhpc.wire.weight_updates.from_tensor_body`.
+        """
+        body = from_tensor_body(serialized_named_tensors, **options)
+        await self._transfer(FROM_TENSOR, body | self.update_fields(broadcast=False))
 
     async def update_weights_from_disk(
         self,
@@ -327,16 +311,7 @@ class EngineClient:
         await self._send("POST", path, orjson.dumps(body), self._control_timeout_s)
 
     async def _transfer(self, path: str, body: dict[str, Any]) -> None:
-        payload = await asyncio.to_thread(orjson.dumps, body)
-        try:
-            data = await self._send("POST", path, payload, self._transfer_timeout_s)
-        except _NoSuchEndpoint:
-            raise
-        except ConfigError as error:
-            raise WeightSyncFailed(str(error)) from error
-        answer = parsed_object(data, f"engine {self.url}: {path}") if data else {}
-        if not answer.get("success", True):
-            raise WeightSyncFailed(f"engine {self.url}: {path}: {str(answer.get('message'))[:500]}")
+        await self._requests.transfer(path, body, self._transfer_timeout_s)
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         payload = None if body is None else orjson.dumps(body)
@@ -352,47 +327,7 @@ class EngineClient:
         headers: dict[str, str] | None = None,
         limit: int = CONTROL_BYTES,
     ) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
-        session = self._connections.session()
-        if path != "/health":  # called before the server is known to be ours, and open as in SGLang
-            headers = {**self._connections.authorization, **(headers or {})}
-        try:
-            async with session.request(
-                method, self.url + path, data=body, timeout=timeout, headers=headers, allow_redirects=False
-            ) as response:
-                data = await read_answer(response, limit, f"engine {self.url}: {path}")
-        except aiohttp.ConnectionTimeoutError as error:
-            raise EngineUnavailable(
-                f"engine {self.url}: no connection within {timeout.sock_connect:g} s"
-            ) from error
-        except TimeoutError as error:
-            raise _TimedOut(f"engine {self.url}: {path} did not answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"engine {self.url}: {path}: {error or type(error).__name__}") from error
-        if response.status == 200:
-            return data
-        raise self._refusal(path, response.status, data)
-
-    def _refusal(self, path: str, status: int, data: bytes) -> Exception:
-        message = error_message(data)
-        text = f"engine {self.url}: {path} answered {status}: {message}"
-        if status >= 500 or status in (408, 429):
-            return EngineUnavailable(text)
-        if status == 404:
-            return _NoSuchEndpoint(text)
-        if status in (401, 403):
-            return ConfigError(f"engine {self.url} refuses the key")
-        if any(phrase in message.lower() for phrase in _TOO_LONG):
-            return PromptTooLong(text)
-        return ConfigError(text)
-
-
-class _NoSuchEndpoint(ConfigError):
-    """The engine has no such endpoint."""
-
-
-class _TimedOut(EngineUnavailable):
-    """The request timed out; the engine may still be processing it."""
+        return await self._requests.send(method, path, body, timeout_s, headers, limit)
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from typing import Any
 
 from orhpc.errors import ConfigError, EngineUnavailable, InfraError
 from orhpc.rollout.client.admission import Admission
-from orhpc.rollout.client.connections import Connections
 from orhpc.rollout.client.engine_calls import EngineCalls
 from orhpc.rollout.client.http import EngineClient
 from orhpc.rollout.client.member import Member, spread
 from orhpc.rollout.client.wire import TokenIds, aborted
 from orhpc.types import Generation, PlacedImage, Sampling
+from orhpc.wire.engine_requests import Connections
 from orhpc.wire.routes import RouteShape
 
 log = logging.getLogger(__name__)

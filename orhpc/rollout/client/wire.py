@@ -26,6 +26,12 @@ _MALFORMED = (KeyError, TypeError, ValueError, IndexError, OverflowError, Attrib
 """Raised when decoding an answer of unexpected structure; a JSONDecodeError is a ValueError."""
 _SEEDS = 1 << 31
 """Some SGLang releases store seeds as int32."""
+_FRAME_BYTES = 1 << 20
+"""Of a generation without any token."""
+_TOKEN_BYTES = 1 << 10
+"""Of one token: its id twice, its log-probability, and the text that it stands for, in JSON."""
+_ROUTE_BYTES = 6
+"""Of one expert's index: int32 in base64, which makes four characters of three bytes, rounded up."""
 
 
 def generate_body(
@@ -68,6 +74,19 @@ def generate_body(
         body["return_routed_experts"] = True
         body["routed_experts_start_len"] = routes_start
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def generation_bytes(prompt_tokens: int, sampling: Sampling, routes: RouteShape | None) -> int:
+    """The longest answer to a request for a generation.
+
+    ``routes``: the model's, where they were asked for.  All positions are counted, also those before the
+    first one that was asked for, so that an engine that sends them all is told so by what reads them.
+    """
+    limit = _FRAME_BYTES + sampling.max_new_tokens * _TOKEN_BYTES
+    if routes is not None:
+        rows = prompt_tokens + sampling.max_new_tokens
+        limit += rows * routes.layers * routes.topk * _ROUTE_BYTES
+    return limit
 
 
 def read_generation(
@@ -147,22 +166,6 @@ def _ids(values: list[Any]) -> NDArray[np.int32]:
     if not set(map(type, values)) <= {int}:  # True would be 1
         raise TypeError("an id of a token is no integer")
     return np.array(values, dtype=np.int32)
-
-
-def parsed(data: bytes, what: str) -> Any:
-    """Parse an engine's answer; raises EngineUnavailable when it is not JSON."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise EngineUnavailable(f"{what} did not answer with JSON") from error
-
-
-def parsed_object(data: bytes, what: str) -> dict[str, Any]:
-    """Parse an engine's answer; raises EngineUnavailable when it is not a JSON object."""
-    answer = parsed(data, what)
-    if not isinstance(answer, dict):
-        raise EngineUnavailable(f"{what} did not answer with an object")
-    return answer
 
 
 def read_version(value: Any, url: str) -> int:

@@ -3,8 +3,9 @@
 The receiving side is SGLang, or an engine with the same protocol.  Engines on the same device map
 the bucket's memory (``/update_weights_from_tensor``); for all others ``/init_weights_update_group``
 makes them ranks 1 and up of a process group whose rank 0 is trainer rank 0, and
-``/update_weights_from_distributed`` makes them receive one broadcast per bucket.  The driver makes those
-calls; this module only gathers and sends.
+``/update_weights_from_distributed`` makes them receive one broadcast per bucket.  This module only gathers
+and sends; :mod:`orhpc.train.weights.update_requests` makes the requests for each bucket, the driver all
+others.
 
 A rank holds two buckets (double buffering): while engines read one, the next is gathered into the other.
 """

@@ -19,9 +19,11 @@ from orhpc.process.ports import is_free
 from orhpc.train.actor import TrainerRank
 from orhpc.train.fetch import fetch_arrays, load_batch, prefetched
 from orhpc.train.weights.buckets import BucketSpec
+from orhpc.train.weights.update_requests import Receiver, SyncPlan
 from orhpc.types import Location, MicroBatch, Sample
 from orhpc.wire.routes import RouteShare
 from tests.trainer_kit import add_root_to_path, free_port, make_config, plan
+from tests.update_engine import KEY, UpdateEngine, update_engines
 from tests.weight_receiver import receive
 
 # --- weight sync ----------------------------------------------------------------------------------
@@ -49,6 +51,12 @@ def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any
             process.join()
 
 
+def broadcast_to(told: Sequence[UpdateEngine]) -> SyncPlan:
+    """A sync to engines that receive broadcasts; ``told``: those that get the requests."""
+    receivers = tuple(Receiver(engine.url, (0,), maps_memory=False, fields={}) for engine in told)
+    return SyncPlan(receivers, "weights", 60.0, KEY)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 2), ("bfloat16", 1)])
 def test_weights_reach_every_engine(
@@ -57,14 +65,15 @@ def test_weights_reach_every_engine(
     rank = make(dtype=dtype)
     monkeypatch.setattr(rank.sync, "_bucket_bytes", 20_000)
     rank.step(plan(0), step=1)
-    specs = rank.weight_buckets()
+    specs = rank.sync.buckets()
     assert len(specs) > 1
     port = free_port()
-    with engines(n, port, specs) as pipes:
+    with update_engines(n) as told, engines(n, port, specs) as pipes:
+        sent = broadcast_to(told)
         rank.join_weight_group("127.0.0.1", port, n + 1, "weights", 60)
-        for index in range(len(specs)):
-            rank.stage_bucket(index, handle=False, broadcast=True)
-        assert rank.finish_sync() > 0
+        report = rank.send_weights(sent)
+        assert report.gather_seconds > 0
+        assert report.failures == {}
         exported = rank.backend.export(rank.backend.parameter_shapes())
         expected = {name: tensor.float().numpy() for name, tensor in exported}
         for pipe in pipes:
@@ -76,31 +85,30 @@ def test_weights_reach_every_engine(
     rank.leave_weight_group()
     rank.leave_weight_group()
     with pytest.raises(WeightSyncFailed, match="before"):
-        rank.stage_bucket(0, handle=False, broadcast=True)
+        rank.send_weights(sent)
 
 
 @pytest.mark.slow
 def test_a_bucket_is_announced_before_its_broadcast_connects(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's first broadcast blocks until the engines join, which they do after a bucket is staged."""
+    """NCCL's first broadcast blocks until the engines join, once they are told of the bucket."""
     rank = make()
-    specs = rank.weight_buckets()
-    told, port = threading.Event(), free_port()
+    specs, port = rank.sync.buckets(), free_port()
     broadcast = dist.broadcast
 
     def connecting(*arguments: Any, **options: Any) -> Any:
-        if not told.wait(30):
-            raise RuntimeError("the engine was not told")
+        end = time.monotonic() + 30
+        while not told[0].bodies:
+            if time.monotonic() > end:
+                raise RuntimeError("the engine was not told")
+            time.sleep(0.01)
         return broadcast(*arguments, **options)
 
-    with engines(1, port, specs) as (pipe,):
+    with update_engines(1) as told, engines(1, port, specs) as (pipe,):
         rank.join_weight_group("127.0.0.1", port, 2, "weights", 60)
         monkeypatch.setattr("orhpc.train.weights.sender.dist.broadcast", connecting)
-        for index in range(len(specs)):
-            rank.stage_bucket(index, handle=False, broadcast=True)
-            told.set()
-        rank.finish_sync()
+        assert rank.send_weights(broadcast_to(told)).failures == {}
         assert pipe.poll(60)
         assert pipe.recv()[0] is None
     rank.leave_weight_group()
@@ -125,9 +133,8 @@ def test_an_engine_that_dies_is_a_failed_sync(make: Callable[..., TrainerRank]) 
     with engines(1, port, []) as (pipe,):  # it expects no tensor, so it exits after joining
         rank.join_weight_group("127.0.0.1", port, 2, "weights", 10.0)
         assert pipe.poll(60)
-    with pytest.raises(WeightSyncFailed, match="did not reach"):
-        rank.stage_bucket(0, handle=False, broadcast=True)
-        rank.finish_sync()
+    with update_engines(1) as told, pytest.raises(WeightSyncFailed, match="did not reach"):
+        rank.send_weights(broadcast_to(told))
     rank.leave_weight_group()
     rank.step(plan(0), step=1)
 

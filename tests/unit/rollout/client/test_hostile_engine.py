@@ -14,9 +14,9 @@ import pytest
 from orhpc.config.files import load_config
 from orhpc.errors import EngineUnavailable, InfraError
 from orhpc.models import bundled
-from orhpc.rollout.client.connections import generation_bytes
 from orhpc.rollout.client.dialect import END_UPDATE
 from orhpc.rollout.client.http import EngineClient
+from orhpc.rollout.client.wire import generation_bytes
 from orhpc.rollout.loaded_agent import load_agent
 from orhpc.rollout.worker import RolloutWorker
 from orhpc.types import Sampling

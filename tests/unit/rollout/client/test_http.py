@@ -238,7 +238,7 @@ def test_a_refused_update_raises_a_failed_sync() -> None:
 
 
 def test_a_connection_that_is_not_made_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orhpc.rollout.client.http._CONNECT_S", 0.2)
+    monkeypatch.setattr("orhpc.wire.engine_requests._CONNECT_S", 0.2)
 
     async def run() -> None:
         with socket.socket() as listener:

@@ -257,15 +257,11 @@ def test_calls_reach_every_engine_with_its_own_rank() -> None:
             master_address="h", master_port=5, rank_offsets=offsets, world_size=7, group_name="g",
             backend="gloo",
         )  # fmt: skip
-        await pool.update_weights_from_distributed(
-            ["a"], ["float32"], [[2]], group_name="g", weight_version="1"
-        )
         await pool.continue_generation()
 
     with_pool(engines, run)
     assert [e.bodies["/init_weights_update_group"]["rank_offset"] for e in engines] == [1, 3, 5]
     assert all(e.calls["/pause_generation"] == 1 for e in engines)
-    assert all(e.bodies["/update_weights_from_distributed"]["weight_version"] == "1" for e in engines)
 
 
 def test_a_failed_call_is_raised_and_takes_its_engine_down() -> None:
@@ -278,11 +274,14 @@ def test_a_failed_call_is_raised_and_takes_its_engine_down() -> None:
             await pool.update_weights_from_disk("/m", weight_version="1")
         assert list(pool.down()) == [engines[1].url]
         with pytest.raises(EngineUnavailable, match="needs all engines"):
-            await pool.update_weights_from_distributed(["a"], ["float32"], [[2]], group_name="g")
+            await pool.init_weights_update_group(
+                master_address="h", master_port=5, rank_offsets=dict.fromkeys(pool.urls, 1), world_size=3,
+                group_name="g", backend="gloo",
+            )  # fmt: skip
         await pool.pause_generation()
 
     with_pool(engines, run)
-    assert engines[0].calls["/update_weights_from_distributed"] == 0
+    assert engines[0].calls["/init_weights_update_group"] == 0
     assert engines[1].calls["/pause_generation"] == 0
 
 
