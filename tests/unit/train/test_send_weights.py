@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from orhpc.errors import InfraError, OrhpcError, OutOfMemory, WeightSyncFailed
@@ -230,6 +231,9 @@ def _fails_at_a_bucket(
     def failing(self: BucketStage, index: int) -> str:
         if index == 2:
             if how == "dies":
+                # torch's child has inherited the pipe of the results.
+                for child in psutil.Process().children():
+                    child.kill()
                 os._exit(1)
             if how == "hangs":
                 time.sleep(6.0)
