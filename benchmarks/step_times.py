@@ -84,7 +84,9 @@ def compare(folder: Path) -> Iterator[Compared]:
         kind = "mixture" if run.shape.experts else "dense"
         predicted = _seconds(run, times)
         if row.get("alone"):  # without what a run's driver and workers add
-            predicted["update"] = predict_update(run, CARDS[row["card"]], work).seconds - speed("step")
+            predicted["update"] = predict_update(
+                run.config, run.shape, CARDS[row["card"]], work
+            ).seconds - speed("step")
         for phase, measured in row["seconds"].items():
             of_backend = f", {run.config.train.backend}" if phase == "update" else ""
             yield Compared(row, phase, f"{phase}, {kind}{of_backend}", measured, predicted[phase])

@@ -28,6 +28,7 @@ from orhpc.config.files import PACKAGED, find_config, load_config
 from orhpc.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from orhpc.launch import model, prepare
 from orhpc.launch.checks import fit
+from orhpc.launch.checks.card import card_of
 from orhpc.launch.command_line import node_overrides, split_command_line
 from orhpc.models import ModelShape, read_shape
 from orhpc.models.folders import find_model
@@ -35,6 +36,7 @@ from orhpc.plan.candidates import Candidate, candidates
 from orhpc.plan.memory import GIB, reserved_bytes
 from orhpc.plan.recompute import SPARE
 from orhpc.plan.run_plan import make_plan
+from orhpc.plan.speeds import CARDS, Card
 from orhpc.plan.workload import MEAN_LENGTH
 from orhpc.rundir import RunDir, write_atomic
 from orhpc.rundir.events import read_events
@@ -73,7 +75,7 @@ def tune(options: argparse.Namespace) -> int:
     model.ensure_config(config)
     shape = read_shape(find_model(config.model.path, config.model.revision))
     device_bytes = _device_bytes(config)
-    chosen = candidates(config, shape, device_bytes, options.candidates, _fits)
+    chosen = candidates(config, shape, device_bytes, options.candidates, _fits, _card(config))
     print(_listed(chosen))
     if options.dry_run:
         return EXIT_OK
@@ -99,6 +101,13 @@ def _check_options(options: argparse.Namespace) -> None:
 def _device_bytes(config: Config) -> int | None:
     """Memory of a device; None if devices are processes."""
     return int(fit.device_memory(config).gib * GIB) if config.placement.device == "cuda" else None
+
+
+def _card(config: Config) -> Card | None:
+    """The card of the devices; None if no speeds are known for it."""
+    if config.placement.device != "cuda":
+        return None
+    return CARDS.get(card_of(config, fit.device_memory(config).gib, given=False).name or "")
 
 
 def _fits(config: Config) -> bool:

@@ -1,7 +1,8 @@
 """Layouts, micro-batch sizes and recomputation that may make a config's updates faster.
 
 :func:`candidates` lists those whose memory fits by :mod:`orhpc.plan.memory`, in the order in which they are
-worth a measurement.  The order is a guess: only ``orhpc tune`` measures.
+worth a measurement: by the update that :mod:`orhpc.plan.update_time` predicts, which ``orhpc tune`` then
+measures.
 """
 
 from __future__ import annotations
@@ -20,15 +21,12 @@ from orhpc.plan.layout import Layout, check_layout, trainer_layout
 from orhpc.plan.memory import reserved_bytes, trainer_demand, trainer_memory
 from orhpc.plan.recompute import SPARE, settled
 from orhpc.plan.run_plan import candidate_layouts
+from orhpc.plan.speeds import CARDS, Card
+from orhpc.plan.update_time import predict_update
+from orhpc.plan.workload import Workload, assumed_workload
 
 BUDGETS = (0.5, 1, 2, 4)
 """Factors between a candidate's micro-batches and the config's; smaller ones may need less recomputation."""
-_EXTRA_PASS = 1 / 3
-"""A layer that is recomputed costs a third more: one forward pass on top of one forward and one backward."""
-_DIVIDED = {"tp": 0.10, "cp": 0.06, "ep": 0.04}
-"""Assumed cost of each doubling of a kind of parallelism, as a share of the time."""
-_FILLED = {"dense": 1024, "experts": 1024}
-"""Tokens for which a matrix product takes about twice the time per token of a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,8 @@ def candidates(
     device_bytes: int | None,
     most: int,
     allowed: Callable[[Config], bool] = lambda _: True,
+    card: Card | None = None,
+    work: Workload | None = None,
 ) -> list[Candidate]:
     """Return the config itself and then up to ``most - 1`` others that fit, the most promising first.
 
@@ -61,15 +61,19 @@ def candidates(
         device_bytes: memory of a device; None: devices are processes, whose memory is not limited here.
         most: candidates to return.
         allowed: whether a run could start with a config; asked for the most promising ones only.
+        card: of the devices; None: an H100, whose speeds order others too.
+        work: sizes of a step; None: an assumed length.
     """
     room = math.inf if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
+    card, work = card or CARDS["h100"], work or assumed_workload(config)
     found: dict[tuple[tuple[str, Any], ...], tuple[float, Candidate, Config]] = {}
     for changed in _variants(config, shape, device_bytes):
         settings = _differences(config, changed)
         layout = trainer_layout(changed)
         memory = trainer_memory(shape, layout, trainer_demand(changed)).total
         if settings and memory <= room:
-            found.setdefault(settings, (_guess(changed, shape, layout), Candidate(settings, memory), changed))
+            seconds = predict_update(changed, shape, card, work).passes
+            found.setdefault(settings, (seconds, Candidate(settings, memory), changed))
     own = settled(config, shape, device_bytes)
     first = Candidate((), trainer_memory(shape, trainer_layout(own), trainer_demand(own)).total)
     ordered = sorted(found.values(), key=lambda each: (each[0], each[1].settings))
@@ -150,23 +154,3 @@ def _differences(config: Config, changed: Config) -> tuple[tuple[str, Any], ...]
 
 def _text(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
-
-
-def _guess(config: Config, shape: ModelShape, layout: Layout) -> float:
-    """Return a number that is roughly proportional to the time of a token's update."""
-    demand = trainer_demand(config)
-    cost = 1.0
-    if demand.recompute == "full":
-        stage = -(-len(shape.layers) // layout.pp)
-        cost += _EXTRA_PASS * (1.0 if demand.layers is None else demand.layers / stage)
-    elif demand.recompute == "selective":
-        cost += _EXTRA_PASS / 10
-    for kind, share in _DIVIDED.items():
-        cost *= 1 + share * math.log2(getattr(layout, kind))
-    micro_batches = max(1, demand.micro_batches * config.rollout.max_total_tokens // (2 * demand.tokens))
-    cost *= 1 + (layout.pp - 1) / micro_batches  # the pipeline's bubble
-    rows = demand.tokens / (layout.tp * layout.cp)
-    cost *= 1 + _FILLED["dense"] / rows
-    if shape.experts:
-        cost *= 1 + _FILLED["experts"] / (rows * layout.ep * shape.experts_per_token / shape.experts)
-    return cost

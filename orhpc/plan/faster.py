@@ -53,9 +53,9 @@ def _faster_update(
     if run.config.placement.nodes > 1:
         return bound
     timed: list[tuple[float, Candidate]] = []
-    for candidate in candidates(run.config, run.shape, run.device_bytes, _TRIED)[1:]:
+    for candidate in candidates(run.config, run.shape, run.device_bytes, _TRIED, card=card, work=work)[1:]:
         other = changed(run, candidate)
-        seconds = predict_update(other, card, work).seconds
+        seconds = predict_update(other.config, run.shape, card, work).seconds
         if seconds < (1 - _WORTH) * now.seconds and allowed(other):
             timed.append((seconds, candidate))
     if not timed:

@@ -84,7 +84,7 @@ def predict(run: RunPlan, card: str | None, work: Workload) -> StepTimes:
     no_update = what or unknown_update(run)
     no_rollout = what or _unknown_rollout(run)
     no_sync = what or _unknown_sync(run)
-    update = predict_update(run, found, work) if found and not no_update else None
+    update = predict_update(run.config, run.shape, found, work) if found and not no_update else None
     sync = predict_sync(run) if found and engines and not no_sync else None
     rollout = None
     if found and engines and not no_rollout:

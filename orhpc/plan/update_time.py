@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from orhpc.config import Config
 from orhpc.models import ModelShape
-from orhpc.plan.layout import Layout, group_spans, stage_layers
-from orhpc.plan.memory import Demand, layer_activations
-from orhpc.plan.run_plan import RunPlan
+from orhpc.plan.layout import Layout, group_spans, stage_layers, trainer_layout
+from orhpc.plan.memory import Demand, layer_activations, trainer_demand
 from orhpc.plan.speeds import Card, speed
 from orhpc.plan.workload import Workload
 
@@ -40,6 +39,16 @@ class UpdateTime:
     @property
     def seconds(self) -> float:
         return self.passes + self.optimizer + speed("step")
+
+
+@dataclass(frozen=True, slots=True)
+class _Trainer:
+    """What an update depends on."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    demand: Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +133,7 @@ class _MicroBatch:
         return kernels * (1 + again) * speed("kernel")
 
 
-def _recomputed(run: RunPlan) -> float:
+def _recomputed(run: _Trainer) -> float:
     """Share of the layers' forward passes that the backward pass repeats."""
     demand = run.demand
     if demand.recompute == "full":
@@ -133,7 +142,7 @@ def _recomputed(run: RunPlan) -> float:
     return 0.1 if demand.recompute == "selective" else 0.0
 
 
-def _forwards(run: RunPlan) -> float:
+def _forwards(run: _Trainer) -> float:
     """Forward passes that cost as much as a micro-batch's passes: the backward pass counts as two.
 
     Reference and old log-probabilities each take one more.
@@ -154,18 +163,19 @@ def micro_batches(config: Config, work: Workload) -> int:
     return train.steps_per_rollout * max(1, math.ceil(whole - 0.02))
 
 
-def predict_update(run: RunPlan, card: Card, work: Workload) -> UpdateTime:
-    """Return the predicted times of an update.
+def predict_update(config: Config, shape: ModelShape, card: Card, work: Workload) -> UpdateTime:
+    """Return the predicted times of an update of a config whose ``megatron.recompute`` is settled.
 
     The caller must have excluded what was never measured: see :func:`orhpc.plan.step_time.unknown_update`.
     """
-    config, layout = run.config, run.layout
+    layout, demand = trainer_layout(config), trainer_demand(config)
+    run = _Trainer(config, shape, layout, demand)
     count, forwards = micro_batches(config, work), _forwards(run)
-    layers = -(-len(run.shape.layers) // layout.pp)
+    layers = -(-len(shape.layers) // layout.pp)
     one = _MicroBatch(
-        run.shape, layout, run.demand, card,
+        shape, layout, demand, card,
         tokens=work.tokens / config.data_ranks / count, length=work.length, excess=work.excess,
-        layers=layers, nodes=experts_across(run),
+        layers=layers, nodes=_experts_across(run),
     )  # fmt: skip
     host, device, exchange = (part(forwards) for part in (one.host, one.device, one.exchange))
     if layout.sharded:
@@ -183,7 +193,7 @@ def _together(host: float, device: float) -> float:
     return (host**power + device**power) ** (1 / power)
 
 
-def experts_across(run: RunPlan) -> int:
+def _experts_across(run: _Trainer) -> int:
     """Return the number of nodes over which experts are exchanged."""
     if run.layout.sharded or run.layout.ep == 1:
         return 1
@@ -191,14 +201,14 @@ def experts_across(run: RunPlan) -> int:
     return group_spans(run.config.megatron, run.layout.ranks, per_node)["ep"]
 
 
-def _sharding(run: RunPlan) -> float:
+def _sharding(run: _Trainer) -> float:
     """Seconds of a micro-batch in which FSDP gathers weights twice and reduces gradients."""
     ranks = run.layout.ranks
     moved = run.shape.parameters * (2 * run.demand.element_bytes + 4) * (1 - 1 / ranks)
     return moved / speed("network" if ranks > run.config.placement.devices_per_node else "nvlink")
 
 
-def _optimizer(run: RunPlan, card: Card) -> float:
+def _optimizer(run: _Trainer, card: Card) -> float:
     """Seconds of one optimizer step."""
     parameters = run.shape.parameters / run.layout.ranks
     device = speed("optimizer") * parameters * (1 - run.demand.offloaded) / card.bandwidth

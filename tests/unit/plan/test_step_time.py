@@ -161,7 +161,7 @@ def test_micro_batches_fill_the_budget(mixture: RunPlan) -> None:
 def test_recomputation_costs_a_third_of_the_layers_work(mixture: RunPlan, tmp_path: Path) -> None:
     work = assumed_workload(mixture.config)
     without = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, "train.gradient_checkpointing=false")
-    full, none = (predict_update(run, CARDS["h200"], work) for run in (mixture, without))
+    full, none = (predict_update(run.config, run.shape, CARDS["h200"], work) for run in (mixture, without))
     assert (full.recomputed, none.recomputed) == (1.0, 0.0)
     assert full.host == pytest.approx(none.host * 4 / 3)
     assert none.device * 1.25 < full.device < none.device * 4 / 3
@@ -269,7 +269,9 @@ def test_larger_micro_batches_are_advised_where_launches_decide(tmp_path: Path) 
         return True
 
     text = advice(run, times, "update", allowed)
-    assert re.match(r"update about [\d.]+ s with .*train\.max_tokens_per_gpu=32768", text)
+    larger = re.match(r"update about [\d.]+ s with .*train\.max_tokens_per_gpu=(\d+)", text)
+    assert larger is not None, text
+    assert int(larger[1]) > 8192
     assert times.update is not None
     assert float(re.findall(r"[\d.]+", text)[0]) < 0.85 * times.update.seconds
     assert asked
