@@ -46,15 +46,15 @@ browser_is_there() {
   echo "tests/browser is left out: it needs chromium" >&2
 }
 
-# Most tests keep one core busy, so two run at a time.  A run takes the whole machine; the clusters of tests/slurm
-# have their own namespaces and mostly wait for timers, so they run at the same time as the others.
+# Most tests keep one core busy, so two run side by side.  A run takes the whole machine; the clusters of
+# tests/slurm have namespaces of their own and wait for timers most of the time, so they run beside the rest.
 everything() {
   local failed=0 slurm slurm_log
+  $bin/python -m pytest -rfEs --durations=15 -n 2 --dist loadfile \
+    tests/unit tests/faults tests/docs tests/protocol tests/megatron || failed=1
   slurm_log=$(mktemp)
   $bin/python -m pytest -rfEs --durations=15 tests/slurm >"$slurm_log" 2>&1 </dev/null &
   slurm=$!
-  $bin/python -m pytest -rfEs --durations=15 -n 2 --dist loadfile \
-    tests/unit tests/faults tests/docs tests/protocol tests/megatron || failed=1
   $bin/python -m pytest -rfEs --durations=15 tests/browser tests/first_day tests/local tests/security || failed=1
   wait $slurm || failed=1
   cat "$slurm_log"
