@@ -46,19 +46,26 @@ browser_is_there() {
   echo "tests/browser is left out: it needs chromium" >&2
 }
 
-# Most tests keep one core busy, so two run side by side.  A run takes the whole machine; the clusters of
-# tests/slurm have namespaces of their own and wait for timers most of the time, so they run beside the rest.
+# pytest, whose output also goes to a file: the last lines of a long run name every failure.
+pytest_into() {
+  local log=$1 ; shift
+  COLUMNS=240 $bin/python -m pytest -rfEs --durations=15 "$@" 2>&1 | tee "$log"
+}
+
+# Most tests keep one core busy, so two run at a time.  A run takes the whole machine; the clusters of tests/slurm
+# have their own namespaces and mostly wait for timers, so they run at the same time as the runs.
 everything() {
-  local failed=0 slurm slurm_log
-  $bin/python -m pytest -rfEs --durations=15 -n 2 --dist loadfile \
+  local failed=0 slurm logs
+  logs=$(mktemp -d)
+  pytest_into "$logs/unit" -n 2 --dist loadfile \
     tests/unit tests/faults tests/docs tests/protocol tests/megatron || failed=1
-  slurm_log=$(mktemp)
-  $bin/python -m pytest -rfEs --durations=15 tests/slurm >"$slurm_log" 2>&1 </dev/null &
+  pytest_into "$logs/slurm" tests/slurm >/dev/null </dev/null &
   slurm=$!
-  $bin/python -m pytest -rfEs --durations=15 tests/browser tests/first_day tests/local tests/security || failed=1
+  pytest_into "$logs/runs" tests/browser tests/first_day tests/local tests/security || failed=1
   wait $slurm || failed=1
-  cat "$slurm_log"
-  rm -f "$slurm_log"
+  cat "$logs/slurm"
+  grep -hE '^(FAILED|ERROR) ' "$logs"/* || true
+  rm -rf "$logs"
   return $failed
 }
 

@@ -232,7 +232,8 @@ class Cluster:
             with contextlib.suppress(OSError):
                 base.rmdir()
 
-    def run(self, *command: str, timeout: float = 30, **more: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = 180, **more: object) -> subprocess.CompletedProcess[str]:
+        """Run a command as on a login node; ``orhpc launch`` imports for half a minute on a busy machine."""
         return subprocess.run(
             command,
             env=self.environment,
@@ -295,6 +296,15 @@ class Cluster:
         """Files of a node's copies of a trainer rank's state."""
         memory = Path(f"/proc/{self._nodes[i][1]}/root/dev/shm")
         return list(memory.glob(f"orhpc-state-*/rank_{rank:05d}.*"))
+
+    def end_jobs(self) -> None:
+        """End what a failed test has left, which would fail the next one too."""
+        if jobs := self.run("squeue", "-h", "-o", "%A").stdout.split():
+            self.run("scancel", *jobs)
+            wait_until(lambda: not self.run("squeue", "-h").stdout, 150, "an empty queue", self.report)
+            wait_until(lambda: not self.processes(), 60, "nodes without processes", self.report)
+            for node in range(NODES):
+                self.clear_files(node)
 
     def clear_files(self, i: int) -> None:
         """Clear a node's /tmp and shared memory, as an administrator does after a power failure."""

@@ -38,10 +38,11 @@ def plain_cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def root(request: pytest.FixtureRequest) -> Path:
-    """A folder for the test's runs that all nodes share."""
+def root(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder for the test's runs that all nodes share; the test's jobs are ended after it."""
     name = "cluster" if "cluster" in request.fixturenames else "plain_cluster"
     cluster: Cluster = request.getfixturevalue(name)
     folder = cluster.shared / request.node.name
     folder.mkdir()
-    return folder
+    yield folder
+    cluster.end_jobs()
