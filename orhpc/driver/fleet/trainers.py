@@ -123,10 +123,14 @@ class Trainers:
             self._peers.start()
         await self.all(TrainerRank.connect, self.host, await self._meeting(), COLLECTIVE_TIMEOUT_S)
 
-    async def _meeting(self) -> int | str:
-        """Return what the ranks form a process group with; see :meth:`TrainerRank.connect`."""
+    async def _meeting(self, timeout_s: float | None = None) -> int | str:
+        """Return what the ranks form a process group with; see :meth:`TrainerRank.connect`.
+
+        ``timeout_s``: None while rank 0 may still import its libraries, which can take minutes from a cold or
+        busy filesystem.
+        """
         if self._one_node:
-            return await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file", RECOVERY_S)
+            return await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file", timeout_s)
         return await self.hold_port()
 
     async def recover(self) -> Recovered:
@@ -143,7 +147,7 @@ class Trainers:
             await self._abandon_collectives(RECOVERY_S)
             # Each rank does this once its step has ended; the failed one's has.
             await self.all_within(RECOVERY_S, TrainerRank.leave_groups)
-            connect, meeting = TrainerRank.rejoin, await self._meeting()
+            connect, meeting = TrainerRank.rejoin, await self._meeting(RECOVERY_S)
             await self.all_within(RECOVERY_S, connect, self.host, meeting, COLLECTIVE_TIMEOUT_S)
         found = await self.all_within(RECOVERY_S, TrainerRank.recover)
         return Recovered(all(found), left_groups=several)
