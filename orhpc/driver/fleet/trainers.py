@@ -121,17 +121,15 @@ class Trainers:
         self.ranks = self._start_ranks()
         if self._peers is not None:
             self._peers.start()
-        await self.all(TrainerRank.connect, self.host, await self._meeting(), COLLECTIVE_TIMEOUT_S)
+        # Rank 0 still imports its libraries, which can take minutes from a cold or busy filesystem.
+        meeting = await self._meeting(COLLECTIVE_TIMEOUT_S)
+        await self.all(TrainerRank.connect, self.host, meeting, COLLECTIVE_TIMEOUT_S)
 
-    async def _meeting(self, timeout_s: float | None = None) -> int | str:
-        """Return what the ranks form a process group with; see :meth:`TrainerRank.connect`.
-
-        ``timeout_s``: None while rank 0 may still import its libraries, which can take minutes from a cold or
-        busy filesystem.
-        """
+    async def _meeting(self, timeout_s: float) -> int | str:
+        """Return what the ranks form a process group with; see :meth:`TrainerRank.connect`."""
         if self._one_node:
             return await call(self.ranks[0].meeting_file.remote(), "trainer meeting_file", timeout_s)
-        return await self.hold_port()
+        return await self.hold_port(timeout_s)
 
     async def recover(self) -> Recovered:
         """Bring all ranks out of a step in which one of them ran out of memory, without a new process.
@@ -166,9 +164,9 @@ class Trainers:
         await self._connect()
         await self.build()
 
-    async def hold_port(self) -> int:
+    async def hold_port(self, timeout_s: float | None = None) -> int:
         """Have rank 0 reserve a free port for the store that it hosts next; returns its number."""
-        return await call(self.ranks[0].hold_port.remote(self.host), "trainer hold_port")
+        return await call(self.ranks[0].hold_port.remote(self.host), "trainer hold_port", timeout_s)
 
     async def build(self) -> None:
         """Load the model on every rank."""
