@@ -9,7 +9,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.errors import OrhpcError, OutOfMemory, RayLost, StorageRefused
@@ -18,6 +25,8 @@ from orhpc.process.terminal import SecretSources, protect_process
 from orhpc.rundir.storage import NO_SERVER
 
 POLL_S = 0.2
+_LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
+"""What Ray says of a call's argument that a dead actor should have made."""
 
 
 async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = None) -> Any:
@@ -25,8 +34,9 @@ async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = N
 
     Raises:
         OrhpcError: as the actor raised it.
-        RayLost: the actor or its node has died, or the call took longer than ``timeout_s``.
-        OutOfMemory: the actor ran out of memory, or was killed for its memory use.
+        RayLost: the actor, its node or an actor that makes an argument of the call has died, or the call took
+            longer than ``timeout_s``.
+        OutOfMemory: one of these actors ran out of memory, or was killed for its memory use.
         StorageRefused: the actor's file server was unavailable.
     """
     try:
@@ -34,10 +44,13 @@ async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = N
     except RayTaskError as error:
         if isinstance(error.cause, OrhpcError):
             raise error.cause from None
-        if isinstance(error.cause, MemoryError):
+        if isinstance(error.cause, MemoryError | OutOfMemoryError):
             raise OutOfMemory(f"{what}: {error.cause}") from error
         if isinstance(error.cause, OSError) and error.cause.errno in NO_SERVER:
             raise StorageRefused(f"{what}: {error.cause}") from error
+        if isinstance(error.cause, _LOST):
+            cause = " ".join(str(error.cause).split())[:300]
+            raise RayLost(f"{what}: an argument was lost: {cause}") from error
         raise
     except OutOfMemoryError as error:
         raise OutOfMemory(f"{what}: {error}") from error

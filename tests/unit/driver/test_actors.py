@@ -1,0 +1,73 @@
+"""What a failed call to an actor of a real Ray becomes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ray_head import running_head
+
+DRIVER = """
+import asyncio, os, signal, sys, time
+from dataclasses import replace
+from pathlib import Path
+from orhpc.config.files import load_config
+from orhpc.driver.bring_up import ray_connect
+from orhpc.driver.fleet.actors import call, node_ids, spawn
+from orhpc.errors import RayLost
+from orhpc.plan.placement import Node, plan
+
+config = load_config("configs/tiny.yaml")
+placement = replace(plan(config, (Node("n0", "127.0.0.1", 1),)), ray_address=sys.argv[1])
+ray_connect(placement, Path(sys.argv[2]))
+(node,) = node_ids(placement.nodes)
+
+class Maker:
+    def pid(self):
+        return os.getpid()
+    def make(self):
+        time.sleep(600)
+    def fail(self):
+        raise ValueError("a fault of the program")
+
+class Taker:
+    def take(self, made):
+        return made
+
+async def main():
+    maker, taker = (spawn(kind, node, config.secret_sources) for kind in (Maker, Taker))
+    try:
+        await call(taker.take.remote(maker.fail.remote()), "take")
+    except ValueError as error:
+        print("ValueError", "a fault of the program" in str(error))
+    pid = await call(maker.pid.remote(), "pid")
+    taking = asyncio.ensure_future(call(taker.take.remote(maker.make.remote()), "take"))
+    await asyncio.sleep(0.5)
+    os.kill(pid, signal.SIGKILL)
+    try:
+        await taking
+    except RayLost as error:
+        print("RayLost", error)
+
+asyncio.run(main())
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_an_argument_of_a_dead_actor_is_a_lost_actor(tmp_path: Path) -> None:
+    """As if the called actor itself had died; what an actor raises stays a fault of the program."""
+    with running_head(tmp_path, cpus=2) as (node, address, token):
+        driver = subprocess.run(
+            [sys.executable, "-c", DRIVER, address, str(token)], env={**os.environ, **node.environment()},
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    assert driver.returncode == 0, driver.stderr[-3000:]
+    raised, lost = (line for line in driver.stdout.splitlines() if line.startswith(("ValueError", "RayLost")))
+    assert raised == "ValueError True"
+    assert lost.startswith("RayLost take: an argument was lost: ")
