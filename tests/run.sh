@@ -49,7 +49,7 @@ browser_is_there() {
 # pytest, whose output also goes to a file: the last lines of a long run name every failure.
 pytest_into() {
   local log=$1 ; shift
-  COLUMNS=240 $bin/python -m pytest -rfEs --durations=15 "$@" 2>&1 | tee "$log"
+  $bin/python -m pytest -rfEs --durations=15 "$@" 2>&1 | tee "$log"
 }
 
 # Most tests keep one core busy, so two run at a time.  A run takes the whole machine; the clusters of tests/slurm

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orhpc.config import Config
@@ -37,6 +37,8 @@ class Candidate:
     """Names and values that differ from the config; empty: the config as it is."""
     bytes: int
     """Planned memory of the fullest device at the step's peak."""
+    seconds: float
+    """Predicted time of an update."""
 
     @property
     def overrides(self) -> list[str]:
@@ -66,19 +68,26 @@ def candidates(
     """
     room = math.inf if device_bytes is None else (1 - SPARE) * device_bytes - reserved_bytes(config)
     card, work = card or CARDS["h100"], work or assumed_workload(config)
-    found: dict[tuple[tuple[str, Any], ...], tuple[float, Candidate, Config]] = {}
+
+    def candidate(changed: Config) -> Candidate:
+        memory = trainer_memory(shape, trainer_layout(changed), trainer_demand(changed)).total
+        seconds = predict_update(changed, shape, card, work).seconds
+        return Candidate(_differences(config, changed), memory, seconds)
+
+    found: dict[tuple[tuple[str, Any], ...], tuple[Candidate, Config]] = {}
     for changed in _variants(config, shape, device_bytes):
-        settings = _differences(config, changed)
-        layout = trainer_layout(changed)
-        memory = trainer_memory(shape, layout, trainer_demand(changed)).total
-        if settings and memory <= room:
-            seconds = predict_update(changed, shape, card, work).passes
-            found.setdefault(settings, (seconds, Candidate(settings, memory), changed))
-    own = settled(config, shape, device_bytes)
-    first = Candidate((), trainer_memory(shape, trainer_layout(own), trainer_demand(own)).total)
-    ordered = sorted(found.values(), key=lambda each: (each[0], each[1].settings))
-    others = (candidate for _, candidate, changed in ordered if allowed(changed))
+        other = candidate(changed)
+        if other.settings and other.bytes <= room:
+            found.setdefault(other.settings, (other, changed))
+    first = replace(candidate(settled(config, shape, device_bytes)), settings=())
+    ordered = sorted(found.values(), key=lambda each: _order(each[0]))
+    others = (other for other, changed in ordered if allowed(changed))
     return [first, *itertools.islice(others, most - 1)]
+
+
+def _order(candidate: Candidate) -> tuple[float, int, tuple[tuple[str, Any], ...]]:
+    """The fastest first; of equals the one that changes least."""
+    return candidate.seconds, len(candidate.settings), candidate.settings
 
 
 def _variants(config: Config, shape: ModelShape, device_bytes: int | None) -> Iterator[Config]:

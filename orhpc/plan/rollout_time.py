@@ -1,7 +1,7 @@
 """Seconds of a rollout phase: turns of shared GPUs, prefill and decoding steps; without torch.
 
-A decoding step reads the weights and the KV cache of the requests that it serves from the GPU's memory, and
-costs its engine a time per layer and per request besides.
+A decoding step reads the weights and the KV cache of the requests that it serves from the GPU's memory; each
+layer and each request adds a fixed time.
 """
 
 from __future__ import annotations

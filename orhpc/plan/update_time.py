@@ -95,7 +95,7 @@ class _MicroBatch:
         return self._share * (products + traffic / self.card.bandwidth)
 
     def _traffic(self) -> float:
-        """Bytes per token that the forward and backward pass read and write besides products."""
+        """Bytes per token that the forward and backward pass read and write outside of products."""
         sharded, shape = self.layout.sharded, self.shape
         kept = sum(
             layer_activations(shape, i, self.demand.element_bytes, upcast_norms=sharded)

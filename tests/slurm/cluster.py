@@ -303,7 +303,7 @@ class Cluster:
             self.run("scancel", *jobs)
             wait_until(lambda: not self.run("squeue", "-h").stdout, 150, "an empty queue", self.report)
             wait_until(lambda: not self.processes(), 60, "nodes without processes", self.report)
-            for node in range(NODES):
+            for node in self._nodes:
                 self.clear_files(node)
 
     def clear_files(self, i: int) -> None:

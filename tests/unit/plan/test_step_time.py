@@ -302,7 +302,7 @@ def test_a_candidate_changes_the_plan_as_its_overrides_would(tmp_path: Path, mix
     from orhpc.plan.candidates import Candidate
 
     settings = (("megatron.tp", 1), ("train.max_tokens_per_gpu", 16384))
-    found = changed(mixture, Candidate(settings, 0))
+    found = changed(mixture, Candidate(settings, 0, 0.0))
     loaded = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *(f"{n}={v}" for n, v in settings))
     assert (found.layout, found.demand, found.trainer) == (loaded.layout, loaded.demand, loaded.trainer)
 

@@ -51,9 +51,9 @@ def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any
             process.join()
 
 
-def broadcast_to(told: Sequence[UpdateEngine]) -> SyncPlan:
-    """A sync to engines that receive broadcasts; ``told``: those that get the requests."""
-    receivers = tuple(Receiver(engine.url, (0,), maps_memory=False, fields={}) for engine in told)
+def broadcast_to(notified: Sequence[UpdateEngine]) -> SyncPlan:
+    """A sync to engines that receive broadcasts; ``notified``: those that get the requests."""
+    receivers = tuple(Receiver(engine.url, (0,), maps_memory=False, fields={}) for engine in notified)
     return SyncPlan(receivers, "weights", 60.0, KEY)
 
 
@@ -68,8 +68,8 @@ def test_weights_reach_every_engine(
     specs = rank.sync.buckets()
     assert len(specs) > 1
     port = free_port()
-    with update_engines(n) as told, engines(n, port, specs) as pipes:
-        sent = broadcast_to(told)
+    with update_engines(n) as notified, engines(n, port, specs) as pipes:
+        sent = broadcast_to(notified)
         rank.join_weight_group("127.0.0.1", port, n + 1, "weights", 60)
         report = rank.send_weights(sent)
         assert report.gather_seconds > 0
@@ -92,23 +92,23 @@ def test_weights_reach_every_engine(
 def test_a_bucket_is_announced_before_its_broadcast_connects(
     make: Callable[..., TrainerRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's first broadcast blocks until the engines join, once they are told of the bucket."""
+    """NCCL's first broadcast blocks until the engines join, once they have got the request for the bucket."""
     rank = make()
     specs, port = rank.sync.buckets(), free_port()
     broadcast = dist.broadcast
 
     def connecting(*arguments: Any, **options: Any) -> Any:
         end = time.monotonic() + 30
-        while not told[0].bodies:
+        while not notified[0].bodies:
             if time.monotonic() > end:
-                raise RuntimeError("the engine was not told")
+                raise RuntimeError("the engine got no request")
             time.sleep(0.01)
         return broadcast(*arguments, **options)
 
-    with update_engines(1) as told, engines(1, port, specs) as (pipe,):
+    with update_engines(1) as notified, engines(1, port, specs) as (pipe,):
         rank.join_weight_group("127.0.0.1", port, 2, "weights", 60)
         monkeypatch.setattr("orhpc.train.weights.sender.dist.broadcast", connecting)
-        assert rank.send_weights(broadcast_to(told)).failures == {}
+        assert rank.send_weights(broadcast_to(notified)).failures == {}
         assert pipe.poll(60)
         assert pipe.recv()[0] is None
     rank.leave_weight_group()
@@ -133,8 +133,8 @@ def test_an_engine_that_dies_is_a_failed_sync(make: Callable[..., TrainerRank]) 
     with engines(1, port, []) as (pipe,):  # it expects no tensor, so it exits after joining
         rank.join_weight_group("127.0.0.1", port, 2, "weights", 10.0)
         assert pipe.poll(60)
-    with update_engines(1) as told, pytest.raises(WeightSyncFailed, match="did not reach"):
-        rank.send_weights(broadcast_to(told))
+    with update_engines(1) as notified, pytest.raises(WeightSyncFailed, match="did not reach"):
+        rank.send_weights(broadcast_to(notified))
     rank.leave_weight_group()
     rank.step(plan(0), step=1)
 
