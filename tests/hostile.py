@@ -121,7 +121,7 @@ def hostile_server() -> Iterator[Hostile]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(120)
     try:
         yield hostile
     finally:

@@ -20,7 +20,7 @@ def running_head(folder: Path, cpus: int) -> Iterator[tuple[RayNode, str, Path]]
     try:
         node.begin_head()
         address = node.await_head()
-        assert processes.wait_until(node.joined, 60)
+        assert processes.wait_until(node.joined, 240)
         yield node, address, token
     finally:
         node.stop()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import multiprocessing
 import shutil
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,6 +45,7 @@ from orhpc.train.fsdp.backend import FsdpBackend
 from orhpc.train.sleep.residence import OffloadManager
 from orhpc.train.weights.fp8 import make_quantizer
 from orhpc.types import Location, MiniBatch, Sample
+from tests import preloaded
 
 VOCABULARY = 97
 MAX_TOKENS = 40
@@ -272,26 +272,17 @@ def free_port() -> int:
     return port
 
 
-def add_root_to_path() -> None:
-    """Let new processes, which inherit this path, find the tests' modules."""
-    root = str(Path(__file__).parents[1])
-    if root not in sys.path:
-        sys.path.append(root)
-
-
-def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 400) -> list[Any]:
     """Run ``body(rank, world_size, port, *args)`` in one new process a rank; return their results.
 
     ``body`` is a module-level function.  A rank's failure fails the caller with its traceback.
     """
-    add_root_to_path()
-    context = multiprocessing.get_context("spawn")
+    module = preloaded.MEGATRON if body.__module__.startswith("tests.megatron.") else preloaded.TRAINER
     port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run_rank, args=(sender, body, rank, world_size, port, *args))
-        process.start()
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = preloaded.start(_run_rank, (sender, body, rank, world_size, port, *args), module)
         sender.close()
         processes.append(process)
         pipes.append(receiver)

@@ -137,7 +137,7 @@ def test_an_engine_that_hangs_or_runs_out_of_memory_costs_no_step(tmp_path: Path
     assert [e["engines"] for e in events if e["event"] == "engines_ended"] == [[1], [0]]
     assert [e["engines"] for e in events if e["event"] == "engines_restarted"] == [[1], [0]]
     times = {e["event"]: e["time"] for e in reversed(events)}
-    assert times["engines_ended"] - times["fault_injected"] < 20.0
+    assert times["engines_ended"] - times["fault_injected"] < 60.0
     (lowered,) = [e for e in events if e["event"] == "engine_out_of_memory"]
     assert (lowered["engine"], lowered["max_running"], lowered["memory_fraction"]) == (0, 16, 0.65)
     assert [e for e in events if e["event"] == "notice" and "engine.max_running" in e["reason"]]
@@ -155,7 +155,7 @@ def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
     assert "out of memory (injected)" in recovered["error"]
     assert (recovered["step"], recovered["max_tokens"]) == (2, 512)
     assert not recovered["restored"]
-    assert recovered["seconds"] < 20
+    assert recovered["seconds"] < 60
     (restarted,) = [e for e in events if e["event"] == "trainers_restarted"]
     assert (restarted["kind"], restarted["step"]) == ("TrainerHangs", 3)
     assert (

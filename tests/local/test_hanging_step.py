@@ -22,7 +22,7 @@ from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TASK = 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_PROCID=0 "$@"\n'
 """srun's handling of its arguments: options first, then the task's command."""
 LIMIT_S = 3

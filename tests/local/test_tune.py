@@ -13,7 +13,7 @@ from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
 from tests.local import kit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_settings_are_measured_and_the_best_is_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = "TP 1 EP 2"
@@ -18,12 +18,12 @@ LAYOUT = "TP 1 EP 2"
 
 def test_all_cases_are_timed_but_the_one_that_fails(tmp_path: Path) -> None:
     words = ["--out", str(tmp_path), "--device", "cpu", "--gpus", "2", "--layouts", LAYOUT]
-    few = ["--layers", "1", "--turns", "1", "--steps", "1", "--seconds", "240"]
+    few = ["--layers", "1", "--turns", "1", "--steps", "1", "--seconds", "780"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/megatron/site")])
     environment = {**os.environ, "PYTHONPATH": path}
     program = [sys.executable, str(ROOT / "benchmarks/gpu/moe_update.py")]
     done = subprocess.run(
-        [*program, *words, *few], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [*program, *words, *few], env=environment, capture_output=True, text=True, timeout=840, check=False
     )
     found = json.loads((tmp_path / "moe_update.json").read_text())[LAYOUT]
     # Cheap modules are recomputed by TransformerEngine's functions, which CPUs lack.

@@ -17,7 +17,7 @@ from orhpc.train.backend import Batches, Role
 from tests.megatron.kit import MODELS, Case, _gradients, batches_of, case_config, planned, save_model
 from tests.trainer_kit import make_samples, run_ranks, with_routes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 SELECTIVE = {"gradient_checkpointing": True}
@@ -153,7 +153,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     found: dict[str, list[dict[str, Any]]] = {}
     for world, cases in ((2, [*CASES, *COUNTED]), (4, ON_FOUR)):
         ports = free_ports(len(cases), "127.0.0.1")
-        ranks = run_ranks(run_cases, world, str(folder), cases, ports, timeout_s=280)
+        ranks = run_ranks(run_cases, world, str(folder), cases, ports, timeout_s=560)
         found |= {_key(case): [of_rank[i] for of_rank in ranks] for i, case in enumerate(cases)}
     return found
 

@@ -93,7 +93,7 @@ def serving(engine: FaultyEngine) -> Iterator[str]:
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     try:
-        assert ready.wait(30), "the faulty engine did not start"
+        assert ready.wait(120), "the faulty engine did not start"
         yield f"http://127.0.0.1:{port}"
     finally:
         for end in stop:

@@ -145,7 +145,7 @@ class Cluster:
     def stop_controller(self) -> None:
         """Have slurmctld save its state and exit, as for an upgrade."""
         self._controller.terminate()
-        self._controller.wait(30)
+        self._controller.wait(120)
         self._daemons.remove(self._controller)
 
     def start_controller(self) -> None:
@@ -214,13 +214,13 @@ class Cluster:
 
     def stop(self) -> None:
         with contextlib.suppress(subprocess.SubprocessError):
-            self.run("scancel", "--user=root", timeout=10)
+            self.run("scancel", "--user=root", timeout=60)
         for i in list(self._nodes):
             self.power_off(i)
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
-                daemon.wait(10)
+                daemon.wait(60)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -16,7 +16,7 @@ from orhpc.config.files import changes_on_resume, dump_config, load_config, vali
 from orhpc.config.reference import reference
 from orhpc.driver.evaluation import due
 from orhpc.errors import ConfigError
-from tests.cpu_time import run_timed
+from tests.cpu_time import run_timed, seconds_to_import_pydantic
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = "environments:\n  org/env: {serve: letters}\n"
@@ -225,7 +225,7 @@ def test_an_invalid_config_exits_with_2_and_starts_nothing(tmp_path: Path) -> No
     assert result.stderr.count("\n") == 1
     assert "train.lrr" in result.stderr
     assert not (tmp_path / "runs").exists()
-    assert seconds < 2  # under one second on an idle machine
+    assert seconds < 6 * seconds_to_import_pydantic()  # about twice
 
 
 def test_launch_imports_neither_torch_nor_ray() -> None:

@@ -17,7 +17,7 @@ import subprocess
 from orhpc.process import run_processes
 own = subprocess.Popen({VICTIM!r})
 try:
-    print(run_processes.kill_one([{NAME!r}]) == own.pid, own.wait(10))
+    print(run_processes.kill_one([{NAME!r}]) == own.pid, own.wait(120))
 except LookupError as error:
     print(error)
     own.kill()

@@ -22,7 +22,8 @@ from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.update_requests import Receiver, SyncPlan
 from orhpc.types import Location, MicroBatch, Sample
 from orhpc.wire.routes import RouteShare
-from tests.trainer_kit import add_root_to_path, free_port, make_config, plan
+from tests import preloaded
+from tests.trainer_kit import free_port, make_config, plan
 from tests.update_engine import KEY, UpdateEngine, update_engines
 from tests.weight_receiver import receive
 
@@ -33,13 +34,10 @@ from tests.weight_receiver import receive
 def engines(n: int, port: int, specs: Sequence[BucketSpec]) -> Iterator[list[Any]]:
     """Start ``n`` receiving processes; yield the pipes through which they report."""
     buckets = [list(zip(spec.names, spec.dtypes, spec.shapes, strict=True)) for spec in specs]
-    add_root_to_path()
-    context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(1, n + 1):
-        pipe, sender = context.Pipe(duplex=False)
-        process = context.Process(target=receive, args=(port, rank, n + 1, buckets, sender))
-        process.start()
+        pipe, sender = multiprocessing.Pipe(duplex=False)
+        process = preloaded.start(receive, (port, rank, n + 1, buckets, sender))
         pipes.append(pipe)
         processes.append(process)
     try:
@@ -189,7 +187,7 @@ def test_the_next_micro_batch_is_loaded_while_this_one_is_worked_on() -> None:
     seen = []
     for i in prefetched(load, range(3)):
         if i < 2:
-            assert loaded[i + 1].wait(10)
+            assert loaded[i + 1].wait(120)
         seen.append(i)
     assert seen == [0, 1, 2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -231,7 +232,7 @@ def test_tokens_of_too_old_policies_are_not_trained_on() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", ["lognormal", "near half the budget", "equal"])
 def test_planning_time_grows_linearly(lengths: str) -> None:
-    def seconds(n: int) -> float:
+    def planning(n: int) -> Callable[[], float]:
         rng = np.random.default_rng(0)
         drawn = {
             "lognormal": np.clip(rng.lognormal(7.0, 0.8, n), 16, 8192),
@@ -239,12 +240,15 @@ def test_planning_time_grows_linearly(lengths: str) -> None:
             "equal": np.full(n, 2731),
         }[lengths]
         samples = [Sample(str(i), int(k), int(k) // 2, 0.0, Location()) for i, k in enumerate(drawn)]
-        times = []
-        for _ in range(2):
+
+        def seconds() -> float:
             before = time.process_time()
             plan_batches(samples, ranks=8, n_minibatches=1, max_tokens=8192)
-            times.append(time.process_time() - before)
-        return min(times)
+            return time.process_time() - before
 
-    # The floor: small batches may need only the quicker of two packings.
-    assert seconds(32_768) < 8 * max(seconds(8_192), 0.1)
+        return seconds
+
+    # Linear is 4, of n log n and of caches about 6; quadratic is 16.
+    small, large = planning(8_192), planning(32_768)
+    ratios = [large() / small() for _ in range(5)]
+    assert min(ratios) < 11, ratios

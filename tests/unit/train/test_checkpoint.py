@@ -197,13 +197,13 @@ def test_a_full_disk_is_told_by_poll_and_leaves_no_file(
 
     monkeypatch.setattr(os, "fsync", full)
     failing = BackgroundSave(lambda _: [snapshot.write(tmp_path, 0, 1, PROGRESS)])
-    failing.wait(30)
+    failing.wait(120)
     with pytest.raises(CheckpointError, match="No space left"):
         failing.poll()
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "fsync", real)
     again = BackgroundSave(lambda _: [snapshot.write(tmp_path, 0, 1, PROGRESS)])
-    again.wait(30)
+    again.wait(120)
     assert again.poll() is not None
 
 
@@ -217,9 +217,9 @@ def test_poll_does_not_wait() -> None:
     save_ = BackgroundSave(work)
     started = time.monotonic()
     assert save_.poll() is None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     gate.set()
-    save_.wait(30)
+    save_.wait(120)
     assert save_.poll() == [{"name": "x"}]
 
 
@@ -231,11 +231,11 @@ def test_a_save_that_nobody_wants_ends_between_two_tensors_and_leaves_no_file(tm
 
     def work(unwanted: threading.Event) -> list[dict[str, Any]]:
         begun.set()
-        assert unwanted.wait(30)
+        assert unwanted.wait(120)
         return [snapshot.write(tmp_path, 0, 1, PROGRESS, unwanted)]
 
     save_ = BackgroundSave(work)
-    assert begun.wait(30)
+    assert begun.wait(120)
     assert save_.give_up(30)
     with pytest.raises(CheckpointError, match="given up"):
         save_.poll()

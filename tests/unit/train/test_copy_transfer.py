@@ -138,7 +138,7 @@ class Held:
             if after_data:
                 receive(plain, into)
             self.reached.set()
-            assert self._go.wait(20)
+            assert self._go.wait(120)
             if not after_data:
                 receive(plain, into)
 
@@ -160,7 +160,7 @@ def test_a_copy_whose_file_is_needed_before_it_has_arrived_is_never_used(
     assert outcome(copies) == SendStatus()
     held = Held(monkeypatch, after_data=after_data)
     send(copies, CopyId(2, "m"), shards_of(2), target)
-    assert held.reached.wait(20)
+    assert held.reached.wait(120)
     copies.begin(CopyId(3, "m"), shards_of(3), {})
     copies.wait()
     assert copies.send_status() == SendStatus(busy=True)  # step 3 has another file
@@ -218,7 +218,7 @@ def test_two_receivers_never_write_to_one_file(
     held = Held(monkeypatch, after_data=False)
     earlier, later = (StateCopies(folder_of(tmp_path, name), 0, CPU) for name in ("earlier", "later"))
     send(earlier, CopyId(1, "a"), shards_of(1), make_holder("peer").listen(LOOPBACK))
-    assert held.reached.wait(20)
+    assert held.reached.wait(120)
     new = make_holder("peer")
     send(later, CopyId(1, "b"), shards_of(2), new.listen(LOOPBACK))
     assert "temporarily unavailable" in str(outcome(later).error)

@@ -29,7 +29,7 @@ class Maker:
 
     def __call__(self, size: int, device: torch.device) -> torch.Tensor:
         assert device == CUDA
-        assert self.may_go.wait(10)
+        assert self.may_go.wait(120)
         self.sizes.append(size)
         self.threads.append(threading.current_thread().name)
         if self.failures:

@@ -96,4 +96,4 @@ def test_the_command_prints_an_address_and_ends_on_ctrl_c(tmp_path: Path) -> Non
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["name"] == "a run"
         process.send_signal(signal.SIGINT)
-        assert process.wait(15) == 0
+        assert process.wait(120) == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orhpc.launch.node import processes
 from orhpc.launch.node.ray_cluster import RayNode
 from orhpc.launch.node.ray_start import accepts
 from tests.ray_head import HOST, running_head
@@ -105,16 +106,21 @@ def test_ray_refuses_requests_without_the_token(head: tuple[RayNode, str, Path])
 def test_no_server_of_a_node_answers_without_the_token(head: tuple[RayNode, str, Path]) -> None:
     node, _, _ = head
     assert node._process is not None
-    refused = []
-    for process in psutil.Process(node._process.pid).children(recursive=True):
-        for port in {port for _, port in listening(process)}:
-            output = {ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
-            assert output <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"}, (
-                process.cmdline()[:3],
-                output,
-            )
-            refused += ["UNAUTHENTICATED"] * ("UNAUTHENTICATED" in output)
-    assert len(refused) == len(OF_EVERY_SERVER)
+    head_pid = node._process.pid
+
+    def refusing() -> set[str]:
+        """The RPCs that some server refuses for want of the token; no server answers one."""
+        refused = set()
+        for process in psutil.Process(head_pid).children(recursive=True):
+            for _, port in listening(process):
+                status = {method: ask(f"{HOST}:{port}", method, None) for method in OF_EVERY_SERVER}
+                allowed = {"UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
+                assert set(status.values()) <= allowed, (port, status)
+                refused |= {method for method, answer in status.items() if answer == "UNAUTHENTICATED"}
+        return refused
+
+    # Some servers listen later than the raylet that has joined, and a busy one answers late.
+    assert processes.wait_until(lambda: refusing() == set(OF_EVERY_SERVER), 240)
 
 
 @pytest.mark.slow
@@ -147,9 +153,9 @@ def test_actors_survive_a_restart_of_the_gcs(
         gcs = gcs_of(node)
         if by == "a signal":
             gcs.kill()
-            gcs.wait(10)
+            gcs.wait(120)
         elif ask(address, "/ray.rpc.syncer.RaySyncer/StartSync", None) != "UNAUTHENTICATED":
-            gcs.wait(10)  # Ray 2.60 aborts
+            gcs.wait(120)  # Ray 2.60 aborts
         driver.stdin.write("go on\n")
         driver.stdin.flush()
         assert driver.stdout.readline() == "still counting\n", (tmp_path / "output").read_text()[-2000:]

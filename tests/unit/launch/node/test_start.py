@@ -72,7 +72,7 @@ def test_servers_start_on_the_held_ports(tmp_path: Path) -> None:
         assert not is_free(HOST, int(url.rpartition(":")[2])), (
             "the port was given up before a server was there"
         )
-        assert process.wait(30) == EXIT_CONFIG
+        assert process.wait(120) == EXIT_CONFIG
         with pytest.raises(ConfigError, match="no_such_module"):
             servers.keep_up()
     finally:

@@ -28,7 +28,7 @@ def test_deadlines_of_calls_are_learned(served: Served, monkeypatch: pytest.Monk
         with pytest.raises(ToolTimeout, match=r"the longest of 20 earlier calls took 0\.1 s"):
             async with environment.session(task()) as session:
                 await session.call("hang", {})
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         (notice,) = environment.notices.drain()
         assert "'hang' did not answer in time" in notice
 

@@ -35,7 +35,7 @@ def test_a_call_has_a_deadline(served: Served) -> None:
         with pytest.raises(EnvironmentUnavailable, match="no answer in time"):
             async with environment.session(task()) as session:
                 await session.call("hang", {})
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20
 
     within(served.url, body, tool_timeout_s=0.5)
 

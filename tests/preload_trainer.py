@@ -1,0 +1,3 @@
+"""Imported once by the server of :mod:`tests.preloaded`."""
+
+import tests.trainer_kit  # noqa: F401
