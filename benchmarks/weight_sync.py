@@ -122,7 +122,7 @@ def source_of(folder: str) -> Any:
         def hf_names(self) -> Names:
             return Names()
 
-        def export(self, names: Iterable[str]) -> Iterator[Any]:
+        def export(self, names: Iterable[str], blocks: None = None) -> Iterator[Any]:
             return iter(())
 
     return Source()

@@ -39,6 +39,8 @@ OWN_OPTIONS: dict[str, str] = {
     "pipeline_parallel_size": "engine.tp",
 }
 """Options of SGLang that ``engine.extra`` may not set, and the setting that determines each."""
+MOVED_EXPERTS = ("enable_eplb", "ep_num_redundant_experts", "init_expert_location")
+"""SGLang's options with which an engine rank holds other experts than a block of consecutive ones."""
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
 """SGLang's names of the option behind :attr:`SpeculativeSettings.draft_model`; the second is an alias."""
 ALGORITHM = "speculative_algorithm"
@@ -118,6 +120,11 @@ class EngineSettings(Section):
     sync_timeout_s: Seconds = 600.0
     """Timeout of each transfer of a weight sync, in seconds. Trainers that need more than twice this for a
     bucket are restarted."""
+    sync_own_experts: bool = False
+    """Send each engine rank only the experts that it holds, for engines with ``ep`` > 1 on the trainer's
+    devices (``train.backend: megatron``). Where trainer and engine divide the experts alike (``megatron.ep``
+    equal to ``ep``), no expert leaves its GPU. Off by default, because the result has not been compared bit
+    for bit on GPUs yet; ``check_weights`` does so after every sync."""
     check_weights: bool = False
     """After every weight sync, compare the engines' weights bit for bit with an export of the trainer's.
     Slow; for debugging."""
@@ -177,11 +184,26 @@ class EngineSettings(Section):
         for name in self.extra:
             if (setting := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
                 raise ValueError(f"extra.{name} is decided by {setting}")
+        if self.sync_own_experts and (problem := self._unknown_experts()) is not None:
+            raise ValueError(f"sync_own_experts: {problem}")
         if self.backend == "cpu":
             for name in ("power_of_two_scales", "deterministic", "speculative"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: the cpu engine does not support it")
         return self
+
+    def _unknown_experts(self) -> str | None:
+        """Why it is not known which experts an engine rank holds, or why it does not matter."""
+        if self.ep == 1:
+            return "needs ep > 1: without it every engine rank holds parts of all experts"
+        if self.sync in ("broadcast", "disk"):
+            return f"sync: {self.sync} sends the same to all engine ranks"
+        for name in MOVED_EXPERTS:
+            if self.option(name):
+                return f"extra.{name} gives engine ranks other experts than a block of consecutive ones"
+        if self.ep != self.tp and (backend := self.option("moe_a2a_backend", "enable_deepep_moe")):
+            return f"with this all-to-all backend ({backend}) SGLang sets ep to tp = {self.tp}: set ep to it"
+        return None
 
 
 class SamplingSettings(Section):

@@ -311,6 +311,11 @@ def _contradictions(c: Config) -> list[str]:
         )
     if c.engine.sync == "ipc" and c.placement.shared_devices < c.placement.rollout_devices:
         problems.append("engine.sync: ipc needs every engine on the trainers' devices; use auto")
+    if c.engine.sync_own_experts:
+        if c.placement.shared_devices < c.placement.rollout_devices:
+            problems.append("engine.sync_own_experts: needs every engine on the trainers' devices")
+        if c.train.backend != "megatron":
+            problems.append("engine.sync_own_experts: needs train.backend: megatron")
     if c.checkpoint.spare_host_memory and not c.placement.shared_devices:
         problems.append("checkpoint.spare_host_memory: placement.mode: split offloads no trainer state")
     if c.engine.sync == "broadcast" and c.placement.shared_devices and c.placement.device == "cuda":

@@ -3,14 +3,17 @@
 Every trainer rank gathers every bucket as whole tensors.  Engines on the trainers' devices map it; others
 receive it from trainer rank 0 by one broadcast to all of them, in which NCCL passes the bucket from one rank
 to the next.  While the engines load a bucket, the ranks gather the next (``orhpc.driver.fleet.weight_sync``).
+With ``engine.sync_own_experts`` a rank gathers only the experts that the engine rank on its device holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orhpc.models import ModelShape
-from orhpc.plan.layout import Layout, group_spans
+from orhpc.config import Config
+from orhpc.models import HfTensor, ModelShape
+from orhpc.plan.layout import Layout, RankPlace, group_spans
 from orhpc.plan.memory import ELEMENT_BYTES, QUANTIZED_PARTS
 from orhpc.plan.run_plan import FP8_BLOCK, RunPlan
 from orhpc.plan.speeds import speed
@@ -23,7 +26,7 @@ class SyncTime:
     """One weight sync."""
 
     sent: int
-    """Bytes of the weights in the engines' precision: what rank 0 sends, and what each receiver gets."""
+    """Bytes of the weights in the engines' precision: what each engine rank gets."""
     gathered: int
     """Bytes that one trainer rank gets from other ranks, in the trainer's precision."""
     buckets: int
@@ -70,20 +73,22 @@ def predict_sync(run: RunPlan) -> SyncTime:
     quantized = config.precision != "bf16"
     element = ELEMENT_BYTES[config.model.dtype]
     whole = shape.parameters * element
-    gathered = _gathered(shape, layout, whole)
-    over_nodes = _gather_crosses(run)
-    gather_s = whole / speed("gather")  # copying into the bucket included
+    experts = element * sum(t.elements * t.copies for t in shape.tensors() if _of_one_expert(t))
+    blocks = _blocks(config) if experts else 1
+    filled = whole - experts + experts // blocks
+    gathered, over_nodes = _gathered(run, whole, experts)
+    gather_s = filled / speed("gather")  # copying into the bucket included
     if over_nodes:
         gather_s = max(gather_s, gathered / speed("network"))
     if layout.sharded:
         gather_s = max(gather_s, _parameters(shape) * speed("gather_fsdp"))
     receivers = sum(len(e.devices) for e in run.placement.engines if not e.shared)
-    sent, tensors = _sent(shape, element, quantized=quantized)
+    sent, tensors = _sent(shape, element, quantized=quantized, blocks=blocks)
     away = receivers > 0 and config.placement.nodes > 1
     return SyncTime(
         sent=sent,
         gathered=gathered,
-        buckets=max(1, -(-whole // (config.engine.sync_bucket_mb * MIB))),
+        buckets=max(1, -(-filled // (config.engine.sync_bucket_mb * MIB))),
         tensors=tensors,
         receivers=receivers,
         gather_s=gather_s,
@@ -94,22 +99,57 @@ def predict_sync(run: RunPlan) -> SyncTime:
     )
 
 
-def _gathered(shape: ModelShape, layout: Layout, whole: int) -> int:
-    """Bytes that one rank does not hold itself."""
+def _of_one_expert(tensor: HfTensor) -> bool:
+    """Whether a checkpoint has a tensor of this kind for each expert."""
+    return tensor.part == "expert" and tensor.copies > 1
+
+
+def _blocks(config: Config) -> int:
+    """Into how many parts the experts are divided for the engines' ranks, each of which gets one."""
+    return config.engine.ep if config.engine.sync_own_experts else 1
+
+
+def _gathered(run: RunPlan, whole: int, experts: int) -> tuple[int, bool]:
+    """Return the bytes that one rank gets from others, and whether some come from other nodes.
+
+    ``experts``: those of the ``whole`` bytes that are of single experts.
+    """
+    shape, layout, per_node = run.shape, run.layout, run.config.placement.devices_per_node
     if layout.sharded:
-        return round(whole * (1 - 1 / layout.ranks))
+        return round(whole * (1 - 1 / layout.ranks)), layout.ranks > per_node
+    spans = group_spans(run.config.megatron, layout.ranks, per_node)
+    parts = [t for t in shape.tensors() if t.part != "bias"]
     element = whole / shape.parameters
-    held = sum(t.elements * t.copies / layout.share(t) for t in shape.tensors() if t.part != "bias")
-    return round(whole - element * held / layout.pp)
+    if _blocks(run.config) == 1 or not experts:
+        of_others = whole - element * _held(parts, layout)
+        return round(of_others), any(spans.get(kind, 1) > 1 for kind in ("tp", "ep", "etp", "pp"))
+    dense = whole - experts - element * _held([t for t in parts if not _of_one_expert(t)], layout)
+    exchanged = experts * _exchanged(run)
+    over_nodes = any(spans.get(kind, 1) > 1 for kind in ("tp", "pp"))
+    return round(dense + exchanged), over_nodes or (exchanged > 0 and spans.get("ep", 1) > 1)
 
 
-def _gather_crosses(run: RunPlan) -> bool:
-    """Whether weights are gathered from other nodes."""
-    per_node = run.config.placement.devices_per_node
-    if run.layout.sharded:
-        return run.layout.ranks > per_node
-    spans = group_spans(run.config.megatron, run.layout.ranks, per_node)
-    return any(spans.get(kind, 1) > 1 for kind in ("tp", "ep", "etp", "pp"))
+def _held(tensors: Sequence[HfTensor], layout: Layout) -> float:
+    """Elements of these tensors that one rank holds."""
+    return sum(t.elements * t.copies / layout.share(t) for t in tensors) / layout.pp
+
+
+def _exchanged(run: RunPlan) -> float:
+    """Share of all experts that a rank gets from others for the engine rank on its device; the largest."""
+    settings, layout, engine = run.config.megatron, run.layout, run.config.engine
+    ranks = {(t.node, t.device): t.rank for t in run.placement.trainers}
+    most = 0.0
+    for place in run.placement.engines:
+        for number, slot in enumerate(place.slots):
+            if slot not in ranks:
+                continue
+            block = number * engine.ep // engine.tp
+            own = RankPlace.of(ranks[slot], layout.ranks, settings).ep
+            needed = (block / engine.ep, (block + 1) / engine.ep)
+            held = (own / settings.ep, (own + 1) / settings.ep)
+            both = max(0.0, min(needed[1], held[1]) - max(needed[0], held[0]))
+            most = max(most, 1 / engine.ep - both / (layout.pp * settings.etp))
+    return most
 
 
 def _parameters(shape: ModelShape) -> int:
@@ -117,12 +157,16 @@ def _parameters(shape: ModelShape) -> int:
     return sum(1 for _ in shape.tensors())
 
 
-def _sent(shape: ModelShape, element: int, *, quantized: bool) -> tuple[int, int]:
-    """Return bytes and tensors in the engines' precision; a quantized tensor has its scales with it."""
+def _sent(shape: ModelShape, element: int, *, quantized: bool, blocks: int) -> tuple[int, int]:
+    """Return bytes and tensors in the engines' precision; a quantized tensor has its scales with it.
+
+    ``blocks``: how many parts the experts are in, of which an engine rank is sent one.
+    """
     size = count = 0
     for tensor in shape.tensors():
-        elements = tensor.elements * tensor.copies
+        copies = tensor.copies // blocks if _of_one_expert(tensor) else tensor.copies
+        elements = tensor.elements * copies
         small = quantized and tensor.part in QUANTIZED_PARTS and len(tensor.shape) > 1
         size += elements + 4 * elements // FP8_BLOCK**2 if small else elements * element
-        count += tensor.copies * (2 if small else 1)
+        count += copies * (2 if small else 1)
     return size, count

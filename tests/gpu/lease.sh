@@ -35,7 +35,8 @@
 #   loading   2     560  GPU 0: weights copied directly into SGLang's parameters, and loaded by SGLang (two
 #                        starts; DEADLINE=240 s each); GPU 1: models that see images
 #   ranks     2     560  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py), then experts divided
-#                        in trainer and engine, weights copied directly and loaded by SGLang (or LOADING alone)
+#                        in trainer and engine, each rank sent its own, copied directly and by SGLang (or LOADING,
+#                        the sections: "loading loading-speed")
 #
 #   update    1-2   500  benchmarks/gpu/moe_update.py: updates of a mixture by recomputation, micro-batches, counts
 #                        and overlap, on GPUS=0,1 (or one: 0); UPDATE: more of its words, as --layers 6
@@ -168,7 +169,7 @@ loading() {
 }
 ranks() {
   job recovery-two 0,1 420 benchmarks/gpu/recovery_two_gpus.py --out "$R" --seconds {} ${GGUF:+--gguf "$GGUF"}
-  job loading-experts 0,1 500 $CHECK ${LOADING:-loading loading-speed} --deadline "${DEADLINE:-200}"
+  job loading-experts 0,1 500 $CHECK ${LOADING:-own-experts own-experts-speed} --deadline "${DEADLINE:-200}"
 }
 update() {
   local gpus=${GPUS:-0,1} count

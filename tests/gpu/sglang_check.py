@@ -255,6 +255,21 @@ def loading_speed(options: argparse.Namespace) -> list[Row]:
     return rows + _loading(options, "by-sglang", "train.steps=6", _UNCHECKED)
 
 
+def own_experts(options: argparse.Namespace) -> list[Row]:
+    """Several GPUs: each engine rank is sent its own experts only; the result is compared bit for bit."""
+    size, options.size = options.size, "small"
+    rows = experts(options, "own-experts", "train.steps=5", _OWN, "engine.direct_loading=true")
+    options.size = size
+    return rows
+
+
+def own_experts_speed(options: argparse.Namespace) -> list[Row]:
+    """Several GPUs: seconds of syncs of all experts and of each rank's own, and of these by direct copies."""
+    rows = experts(options, "all-experts", "train.steps=5", _UNCHECKED)
+    more = ("train.steps=6", _UNCHECKED, _OWN, "engine.direct_loading=true")
+    return rows + experts(options, "own-experts-speed", *more)
+
+
 def _loading(options: argparse.Namespace, name: str, *more: str) -> list[Row]:
     import torch
 
@@ -263,6 +278,7 @@ def _loading(options: argparse.Namespace, name: str, *more: str) -> list[Row]:
 
 
 _UNCHECKED = "engine.check_weights=false"
+_OWN = "engine.sync_own_experts=true"
 
 
 def experts(options: argparse.Namespace, name: str = "", *more: str) -> list[Row]:
@@ -328,10 +344,15 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "experts": experts,
     "loading": loading,
     "loading-speed": loading_speed,
+    "own-experts": own_experts,
+    "own-experts-speed": own_experts_speed,
     "dp": dp,
     "speculative": speculative,
 }
-NOT_UNASKED = ("split", "mixed", "experts", "loading", "loading-speed", "dp", "speculative")
+NOT_UNASKED = (
+    "split", "mixed", "experts", "loading", "loading-speed", "own-experts", "own-experts-speed", "dp",
+    "speculative",
+)  # fmt: skip
 """Sections that need several GPUs or test rarely used features."""
 
 

@@ -3,6 +3,7 @@
 The driver makes one call to each rank for a whole sync; the ranks gather the buckets and make the engines'
 requests for each (:mod:`orhpc.train.weights.rank_sync`).  An engine on the trainer's devices maps, on each
 device, the bucket of the rank on that device; engines with dedicated devices receive a broadcast from rank 0.
+With ``engine.sync_own_experts`` the bucket of each device has only the experts that the engine holds there.
 During the sync the engines' weight version is ``syncing``, which no worker accepts as a policy version.
 """
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from orhpc.driver.fleet.actors import call
 from orhpc.errors import ConfigError, EngineUnavailable, WeightSyncFailed
 from orhpc.train.actor import TrainerRank
+from orhpc.train.weights.expert_blocks import ExpertBlocks, blocks_of_engines
 from orhpc.train.weights.update_requests import Receiver, SyncPlan
 
 if TYPE_CHECKING:
@@ -106,7 +108,15 @@ class WeightSync:
             group_name=engines.group_name or "",
             timeout_s=self._settings.sync_timeout_s,
             key=engines.key,
+            blocks=self._expert_blocks(mapping),
         )
+
+    def _expert_blocks(self, mapping: dict[str, list[int]]) -> ExpertBlocks | None:
+        """The experts that each rank sends; None: all, as one broadcast serves all ranks of the receivers."""
+        engine = self._settings
+        if not engine.sync_own_experts or self._engines.by_broadcast:
+            return None
+        return blocks_of_engines(mapping, tp=engine.tp, ep=engine.ep, ranks=len(self._trainers.ranks))
 
     async def _form_group(self, timeout_s: float) -> None:
         """Form a group of rank 0 and the engines with dedicated devices."""

@@ -27,6 +27,7 @@ from orhpc.train.gather import ELEMENTS, gathered
 from orhpc.train.hf_model import HfNames, model_parameters, saved_buffers
 from orhpc.train.loss.grpo import MetricSums, packed_loss
 from orhpc.train.sleep.residence import OffloadManager
+from orhpc.train.weights.expert_blocks import ExpertBlocks
 
 if TYPE_CHECKING:
     from orhpc.config import Config
@@ -129,7 +130,10 @@ class FsdpBackend(Backend):
         return self._hf_names
 
     @torch.no_grad()
-    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    def export(
+        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        assert blocks is None, "every rank holds rows of all experts"
         parameters = dict(self._named())
         buffers = dict(saved_buffers(self.policy.hf))
         for group in self._groups(names):

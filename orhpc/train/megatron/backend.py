@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from orhpc.train.megatron.scratch_tensors import CachedTensors
 from orhpc.train.megatron.state import state_shards
 from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 from orhpc.train.stopping import MESSAGE
+from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import check_scales
 from orhpc.train.weights.source import HfNames
 
@@ -150,9 +151,14 @@ class MegatronBackend(Backend):
     def hf_names(self) -> HfNames:
         return self._mapping
 
+    def expert_parameters(self) -> Mapping[str, int]:
+        return self._exporter.expert_parameters()
+
     @torch.no_grad()
-    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        return self._exporter.export(names)
+    def export(
+        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self._exporter.export(names, blocks)
 
     def _shards(self, place: Callable[[Tensor], Tensor]) -> list[Shard]:
         held = (

@@ -2,7 +2,8 @@
 
 Each call takes a bucket of names.  A tensor-parallel rank's parts of the bucket are sent
 as one flat tensor: first within the group, then from the owning expert-parallel rank and pipeline
-stage to the others.
+stage to the others.  For engines that hold different experts on each rank,
+:mod:`orhpc.train.megatron.expert_exchange` gives each rank only some experts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 
 from orhpc.config.megatron import MegatronSettings
 from orhpc.train.gather import gather_into
+from orhpc.train.megatron.expert_exchange import ExpertExchange
 from orhpc.train.megatron.hf_mapping import HfMapping, Target
 from orhpc.train.megatron.model import Chunk, chunk_layers, held_tensors
+from orhpc.train.weights.expert_blocks import ExpertBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,11 @@ class Exporter:
         self._held: dict[str, Tensor] = {}
         self._waiting: dict[str, list[Tensor]] = {}
         self._planned: dict[tuple[str, ...], list[_Transfer]] = {}
+        self._experts = {
+            name: targets[0].expert
+            for name, targets in mapping.units().items()
+            if targets[0].expert is not None and targets[0].pieces[0].expert is None
+        }
         for chunk in chunks:
             tensors = held_tensors(chunk.model)
             first_expert = chunk.part.experts.start if chunk.part.experts else 0
@@ -83,12 +91,38 @@ class Exporter:
         """Types that differ from the model's: routers' correction biases stay in float32."""
         return {n: torch.float32 for n in self._mapping.units() if n.endswith("router.expert_bias")}
 
-    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors in the order of ``names`` (collective)."""
-        for transfer in self._transfers(tuple(names)):
+    def expert_parameters(self) -> dict[str, int]:
+        """Units of one expert each: its index, by their names."""
+        return self._experts
+
+    def export(
+        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors in the order of ``names`` (collective); with ``blocks``, experts come last."""
+        wanted = tuple(names)
+        experts: list[str] = []
+        if blocks is not None:
+            experts = [name for name in wanted if name in self._experts]
+            wanted = tuple(name for name in wanted if name not in self._experts)
+        for transfer in self._transfers(wanted):
             tensors = iter(self._gathered(transfer))
             for name, count in transfer.units:
                 yield from self._collected(name, list(islice(tensors, count)))
+        if blocks is not None:
+            yield from self._exchanged(experts, blocks)
+
+    def _exchanged(self, names: Sequence[str], blocks: ExpertBlocks) -> Iterator[tuple[str, Tensor]]:
+        """Yield experts of this rank's block, layer by layer (collective)."""
+        exchange = ExpertExchange(
+            self._held, self._settings, self._mapping.shape.experts, self._dtype, blocks
+        )
+        units = self._mapping.units()
+        for _, run in groupby(names, key=lambda name: units[name][0].layer):
+            of_layer = list(run)
+            targets = [units[name][0] for name in of_layer]
+            tensors = exchange.exchanged(targets, self._owner(targets[0]).stage)
+            for name, whole in zip(of_layer, tensors, strict=True):
+                yield from self._mapping.split(name, whole).items()
 
     def _transfers(self, names: tuple[str, ...]) -> list[_Transfer]:
         """Divide a bucket's targets into transfers; kept, because a mixture has thousands in every sync."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.source import WeightSource
 
@@ -71,11 +72,24 @@ def plan_buckets(
     return buckets
 
 
-def buckets_of(source: WeightSource, limit: int) -> list[BucketSpec]:
-    """Divide a model's parameters by :func:`plan_buckets`."""
-    return plan_buckets(
-        source.parameter_shapes(), source.hf_names().split, source.dtype, limit, dtypes=source.export_dtypes()
-    )
+def buckets_of(source: WeightSource, limit: int, experts: range | None = None) -> list[BucketSpec]:
+    """Divide a model's parameters by :func:`plan_buckets`.
+
+    ``experts``: leave out all others.  Blocks of experts of equal size give buckets of equal sizes, so that
+    ranks with different blocks walk through their buckets together.
+    """
+    shapes = source.parameter_shapes()
+    if experts is not None:
+        expert_of = source.expert_parameters()
+        shapes = {n: shape for n, shape in shapes.items() if n not in expert_of or expert_of[n] in experts}
+    return plan_buckets(shapes, source.hf_names().split, source.dtype, limit, dtypes=source.export_dtypes())
+
+
+def usable(blocks: ExpertBlocks | None, source: WeightSource) -> ExpertBlocks | None:
+    """Return the blocks if the model's experts can be sent in them, else None: then all are sent to all."""
+    if blocks is None or not (experts := source.expert_parameters()):
+        return None
+    return blocks if blocks.divides(1 + max(experts.values())) else None
 
 
 def quantized(spec: BucketSpec, quantize: Quantize) -> BucketSpec:

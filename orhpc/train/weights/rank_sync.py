@@ -20,7 +20,8 @@ from orhpc.config.engine import SYNC_BUCKETS
 from orhpc.errors import InfraError, WeightSyncFailed
 from orhpc.train.process_groups import typed_failures
 from orhpc.train.stopping import agree
-from orhpc.train.weights.buckets import BucketSpec, buckets_of, for_wire
+from orhpc.train.weights.buckets import BucketSpec, buckets_of, for_wire, usable
+from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.sender import BucketStage, WeightSender
 from orhpc.train.weights.source import WeightSource
@@ -64,18 +65,22 @@ class RankSync:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._rank = rank
-        self._buckets: list[BucketSpec] | None = None
+        self._planned: tuple[ExpertBlocks | None, list[BucketSpec]] | None = None
         self._stage: BucketStage | None = None
         self._sender: WeightSender | None = None
         self.progress = 0
         """Buckets that all ranks have gathered, over all syncs."""
 
-    def buckets(self) -> list[BucketSpec]:
-        """Return all buckets as sent."""
-        if self._buckets is None:
-            planned = buckets_of(self._source, self._bucket_bytes)
-            self._buckets = [for_wire(spec, self._quantize) for spec in planned]
-        return self._buckets
+    def buckets(self, blocks: ExpertBlocks | None = None) -> list[BucketSpec]:
+        """Return all buckets as this rank sends them; kept until they are asked for with other blocks."""
+        if self._planned is None or self._planned[0] != blocks:
+            experts = None
+            if blocks is not None:
+                experts = blocks.experts(self._rank, 1 + max(self._source.expert_parameters().values()))
+            planned = buckets_of(self._source, self._bucket_bytes, experts)
+            self._planned = blocks, [for_wire(spec, self._quantize) for spec in planned]
+            self._stage = None
+        return self._planned[1]
 
     def join_group(
         self,
@@ -101,13 +106,14 @@ class RankSync:
 
     def send(self, plan: SyncPlan) -> SyncReport:
         """Send all weights once; see :meth:`orhpc.train.actor.TrainerRank.send_weights`."""
-        specs = self.buckets()
+        blocks = usable(plan.blocks, self._source)
+        specs = self.buckets(blocks)
         stage = self._stage = self._stage or BucketStage(self._device, specs, self._quantize)
         group_is_whole = False
         with typed_failures("weight sync"):
             requests = UpdateRequests(plan, self._rank)
             try:
-                walk = self._walk(plan, stage, requests)
+                walk = self._walk(plan, blocks, stage, requests)
                 group_is_whole = not walk.engines_failed
             finally:
                 if not group_is_whole:
@@ -119,16 +125,18 @@ class RankSync:
                 raise walk.error
         return SyncReport(sum(spec.nbytes for spec in specs), seconds, walk.failures)
 
-    def _walk(self, plan: SyncPlan, stage: BucketStage, requests: UpdateRequests) -> _Walk:
+    def _walk(
+        self, plan: SyncPlan, blocks: ExpertBlocks | None, stage: BucketStage, requests: UpdateRequests
+    ) -> _Walk:
         """Gather and send every bucket; stops at the bucket at which any rank or engine has failed."""
-        specs, walk = self.buckets(), _Walk()
+        specs, walk = self.buckets(blocks), _Walk()
         exchange = HandleExchange(plan, self._rank)
         flat: Tensor | None = None
         handle: str | None = None
         for index in range(len(specs) + 1):
             with walk.noting():
                 if index < len(specs):
-                    flat = stage.fill(index, self._source.export(specs[index].parameters))
+                    flat = stage.fill(index, self._source.export(specs[index].parameters, blocks))
                     handle = stage.handle(index) if plan.maps_memory_of(self._rank) else None
             with walk.noting():
                 walk.failures = requests.wait()

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from orhpc.train.weights.expert_blocks import ExpertBlocks
+
 
 class HfNames(Protocol):
     """Maps whole parameters to tensors of a Hugging Face checkpoint."""
@@ -40,9 +42,20 @@ class WeightSource(ABC):
     def hf_names(self) -> HfNames:
         """Return the mapping from :meth:`parameter_shapes`' names to those of the checkpoint."""
 
+    def expert_parameters(self) -> Mapping[str, int]:
+        """Return the parameters that belong to one expert of a layer each: its index, by their names.
+
+        Empty if ranks do not divide experts, or if checkpoints have one tensor for all experts of a layer.
+        """
+        return {}
+
     @abstractmethod
-    def export(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    def export(
+        self, names: Iterable[str], blocks: ExpertBlocks | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the named parameters whole, on every rank, under Hugging Face names (collective).
 
-        In the model's type, except for :meth:`export_dtypes`.
+        In the model's type, except for :meth:`export_dtypes`.  ``blocks``: the names of experts are those of
+        this rank's block; other ranks have the same names, but for their blocks.  Only for sources with
+        :meth:`expert_parameters`.
         """

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from orhpc.errors import InfraError, OrhpcError
 from orhpc.train.stopping import wait_for_future
 from orhpc.train.weights.buckets import BucketSpec
+from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.wire.engine_requests import Connections, EngineRequests
 from orhpc.wire.weight_updates import (
     FLATTENED_BUCKET,
@@ -60,6 +61,8 @@ class SyncPlan:
     """Limit of each request, and of each wait for other ranks."""
     key: str | None = field(repr=False)
     """The engines' key."""
+    blocks: ExpertBlocks | None = None
+    """The experts that each rank sends; null: all.  Only if all engines map memory."""
 
     @property
     def broadcasts(self) -> bool:
@@ -80,7 +83,7 @@ class SyncReport:
     """What a rank has done in a sync."""
 
     nbytes: int
-    """Size of all weights."""
+    """Size of the weights that each engine rank is sent."""
     gather_seconds: float
     failures: Mapping[str, str]
     """Engines that failed in a request of this rank, by URL, and why: none has received all weights then."""

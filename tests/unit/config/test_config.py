@@ -95,6 +95,10 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
     assert (config.train.lr, config.run.name) == (2e-6, "other")
 
 
+OWN = "engine.sync_own_experts=true"
+EP = ("engine.tp=2", "engine.ep=2")
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
@@ -129,6 +133,24 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
         (ENVIRONMENT, ["run.name=../x"], "is not a name"),
         (ENVIRONMENT, ["placement.mode=split"], "mode: split needs"),
         (ENVIRONMENT, ["engine.tp=3"], "engine.tp"),
+        (ENVIRONMENT, [OWN], "sync_own_experts: needs ep > 1"),
+        (ENVIRONMENT, [OWN, *EP, "engine.sync=disk"], "sync: disk sends the same to all engine ranks"),
+        (
+            ENVIRONMENT,
+            [OWN, *EP, "engine.extra.enable_eplb=true"],
+            "extra.enable_eplb gives engine ranks other",
+        ),
+        (
+            ENVIRONMENT,
+            [OWN, "engine.tp=4", "engine.ep=2", "engine.extra.moe-a2a-backend=deepep"],
+            "SGLang sets ep to tp = 4",
+        ),
+        (ENVIRONMENT, [OWN, *EP, "placement.devices_per_node=2"], "needs train.backend: megatron"),
+        (
+            ENVIRONMENT,
+            [OWN, *EP, "placement.devices_per_node=4", "placement.mode=split", "placement.trainer_devices=2"],
+            "needs every engine on the trainers' devices",
+        ),
         (ENVIRONMENT, ["secrets.key=hunter2"], "never the value itself"),
         (ENVIRONMENT, ["environments.org/env.url=http://x"], "url, serve and data exclude each other"),
         (ENVIRONMENT, ["evaluation.interval=3"], "evaluation needs evaluation.splits"),

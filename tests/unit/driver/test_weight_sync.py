@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from orhpc.config.engine import EngineSettings
 from orhpc.driver.fleet.hang import UpdateLimit
 from orhpc.driver.fleet.trainers import Trainers
 from orhpc.driver.fleet.weight_sync import SYNCING, WeightSync
 from orhpc.errors import InfraError, OrhpcError, RayLost, TrainerHangs, WeightSyncFailed
 from orhpc.rollout.client import EngineClient, EnginePool
+from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.update_requests import SyncPlan, SyncReport
 
 URLS = [f"http://10.0.0.{n}:80" for n in range(6)]
@@ -37,22 +39,33 @@ class Answers:
         return [SyncReport(100, float(n), failures) for n, failures in enumerate(self._failures)]
 
 
-def engines_of(pool: EnginePool, by_handle: dict[str, list[int]], by_broadcast: dict[str, int]) -> Any:
+def engines_of(
+    pool: EnginePool, by_handle: dict[str, list[int]], by_broadcast: dict[str, int], **settings: Any
+) -> Any:
     """Engines of one group that accept every call."""
 
     async def prepare_loading() -> None: ...
 
-    settings = SimpleNamespace(sync="auto", sync_timeout_s=9.0, check_weights=False)
+    engine = EngineSettings(sync_timeout_s=9.0, **settings)
     return SimpleNamespace(
         pool=pool, by_handle=by_handle, by_broadcast=by_broadcast, group_name="group", key=KEY,
-        prepare_loading=prepare_loading, config=SimpleNamespace(engine=settings),
+        prepare_loading=prepare_loading, config=SimpleNamespace(engine=engine),
     )  # fmt: skip
 
 
 def sync(
-    monkeypatch: pytest.MonkeyPatch, trainers: Any, down: list[str], *, sessions: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    trainers: Any,
+    down: list[str],
+    *,
+    sessions: bool = True,
+    shared: bool = False,
+    **settings: Any,
 ) -> tuple[EnginePool, list[str], dict[str, float]]:
-    """Sync version 3; returns the pool, the versions that the engines were given, and the report."""
+    """Sync version 3; returns the pool, the versions that the engines were given, and the report.
+
+    ``shared``: leave out the engines with dedicated devices.
+    """
     versions: list[str] = []
 
     async def accepted(client: EngineClient, path: str, body: dict[str, Any]) -> None:
@@ -67,9 +80,9 @@ def sync(
             pool.client(url)._has_sessions = sessions
         for url in down:
             pool.mark_down(url, "it has ended")
-        receiving = [url for url in URLS[2:] if url not in down]
+        receiving = [url for url in URLS[2:] if url not in down and not shared]
         by_broadcast = {url: 1 + n for n, url in enumerate(receiving)}
-        engines = engines_of(pool, {URLS[0]: [0, 1], URLS[1]: [2, 3]}, by_broadcast)
+        engines = engines_of(pool, {URLS[0]: [0, 1], URLS[1]: [2, 3]}, by_broadcast, **settings)
         try:
             return pool, await WeightSync(trainers, engines, Path("unused")).send(3)
         finally:
@@ -97,6 +110,17 @@ def test_the_plan_says_who_makes_which_requests(monkeypatch: pytest.MonkeyPatch,
     assert report["sync_seconds_gather"] == WORLD - 1
     assert set(versions) == {SYNCING, "3"}
     assert pool.published_version == 3
+
+
+def test_ranks_know_the_experts_that_the_engine_rank_on_their_device_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainers = Answers([{}] * WORLD)
+    own = {"tp": 2, "ep": 2, "sync_own_experts": True}
+    sync(monkeypatch, trainers, [], shared=True, **own)
+    sync(monkeypatch, trainers, [], **own)  # one broadcast is for all experts
+    sync(monkeypatch, trainers, [], shared=True, tp=2, ep=2)
+    assert [plan.blocks for plan in trainers.plans] == [ExpertBlocks(2, (0, 1, 0, 1)), None, None]
 
 
 def test_engines_that_are_down_are_left_out_and_the_others_spread_over_the_ranks(

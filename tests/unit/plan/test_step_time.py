@@ -192,6 +192,24 @@ def test_deepseek_on_64_engines(tmp_path: Path) -> None:
     assert {"160 nodes", "pipelines", "trainer TP 8", "engine TP 16"} <= set(times.outside)
 
 
+def test_own_experts_of_equal_blocks_leave_no_device(tmp_path: Path) -> None:
+    """Each of four ranks sends a quarter of the experts, which it holds, and the rest of the model."""
+    blocks = ("engine.tp=4", "engine.ep=4", "megatron.ep=4", "engine.sync_own_experts=true")
+    run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks)
+    own, whole = predict_sync(run), predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks[:3]))
+    experts = 2 * 48 * 128 * 3 * 2048 * 768
+    assert whole.sent == 2 * run.shape.parameters
+    assert own.sent == whole.sent - experts * 3 // 4
+    dense = whole.gathered - experts * 3 // 4
+    assert own.gathered == dense, "of tensor parallelism only"
+    assert 3 * own.seconds < whole.seconds
+    halves = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks, "engine.ep=2"))
+    assert halves.sent == whole.sent - experts // 2
+    assert halves.gathered == dense + experts // 4, "it holds half of what it sends"
+    other_ranks = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks, "megatron.ep=2"))
+    assert other_ranks.gathered == dense + experts // 4, "ranks 1 and 2 send what they do not hold"
+
+
 def test_optimizer_state_moves_while_sync_and_update_last(mixture: RunPlan) -> None:
     work = assumed_workload(mixture.config)
     times = predict(mixture, "h200", work)
