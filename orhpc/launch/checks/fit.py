@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
+from functools import cache
 
 from orhpc.config import Config
 from orhpc.errors import ConfigError, ModelError, PreflightError
@@ -284,8 +285,16 @@ def _way_out(run: RunPlan, room: int) -> str:
 def _way_out_divided(run: RunPlan, room: int) -> str:
     """The smallest number of ranks, and the layout with least communication, that would hold the model."""
     per_node, longest_copy = run.config.placement.devices_per_node, run.layout.cp
+
+    @cache
+    def ever_fits(divided: Layout) -> bool:
+        """Whether any number of ranks would do: more divide the optimizer only."""
+        return trainer_memory(run.shape, divided, run.demand).total <= room
+
     for ranks in range(per_node, MOST_RANKS + 1, per_node):
         for layout in candidate_layouts(run.shape, ranks, per_node, longest_copy):
+            if not ever_fits(replace(layout, ranks=MOST_RANKS**3)):
+                continue
             try:
                 check_layout(run.shape, layout, per_node)
             except ConfigError:
