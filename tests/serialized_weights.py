@@ -1,4 +1,4 @@
-"""Weights as SGLang's ``/update_weights_from_tensor`` receives them with their bytes, not a handle."""
+"""Weights as SGLang's requests receive them: with their bytes, not a handle, or by a broadcast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,24 @@ from typing import Any
 
 import pybase64
 
+from orhpc.rollout.client import EngineClient
+from orhpc.wire.weight_updates import FROM_DISTRIBUTED, from_distributed_body
 from orhpc.wire.weights import NamedTensor, flatten_bucket
+
+
+async def receive_broadcast(
+    client: EngineClient,
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    **options: Any,
+) -> None:
+    """Have an engine receive tensors from a group's rank 0, as trainer ranks do in a sync.
+
+    ``options``: of :func:`orhpc.wire.weight_updates.from_distributed_body`.
+    """
+    body = from_distributed_body(names, dtypes, shapes, **options)
+    await client._transfer(FROM_DISTRIBUTED, body | client.update_fields(broadcast=True))
 
 
 def serialize_named_tensors(named: Sequence[NamedTensor], load_format: str | None = None) -> str:

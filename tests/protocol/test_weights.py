@@ -21,7 +21,7 @@ from orhpc.errors import EngineUnavailable, WeightSyncFailed
 from orhpc.rollout.client import EngineClient
 from orhpc.types import Generation, Sampling
 from orhpc.wire.weights import flatten_bucket, join_weight_group, leave_weight_group
-from tests.serialized_weights import serialize_named_tensors
+from tests.serialized_weights import receive_broadcast, serialize_named_tensors
 from tests.trainer_kit import free_port
 
 from .conftest import Server, get_going, prompt_of
@@ -182,8 +182,8 @@ class Sender:
 
         async def receive(client: EngineClient) -> None:
             await client.begin_update()
-            await client.update_weights_from_distributed(
-                *specs(named), group_name=self.name, load_format=load_format, weight_version=version
+            await receive_broadcast(
+                client, *specs(named), group_name=self.name, load_format=load_format, weight_version=version
             )
             await client.end_update()
 
@@ -222,7 +222,7 @@ def test_a_broadcast_that_never_comes_leaves_weights_partial(sender: Sender) -> 
     sender.send(parts[0], None, None)
     names, dtypes, shapes = specs(parts[1])
     with pytest.raises(WeightSyncFailed, match="partial"):
-        server.use(lambda c: c.update_weights_from_distributed(names, dtypes, shapes, group_name=sender.name))
+        server.use(lambda c: receive_broadcast(c, names, dtypes, shapes, group_name=sender.name))
     assert_partial(server)
     # Only a complete update helps; setting a version does not.
     server.use(lambda c: c.update_weight_version("9"))

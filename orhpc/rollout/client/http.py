@@ -37,7 +37,7 @@ from orhpc.wire.engine_requests import (
     parsed_object,
 )
 from orhpc.wire.routes import RouteShape
-from orhpc.wire.weight_updates import FROM_DISTRIBUTED, FROM_TENSOR, from_distributed_body, from_tensor_body
+from orhpc.wire.weight_updates import FROM_TENSOR, from_tensor_body
 
 log = logging.getLogger(__name__)
 
@@ -245,21 +245,6 @@ class EngineClient:
         """
         # Without update sessions, a broadcast updates only the target model.
         return self._selected() if self._has_sessions or not broadcast else {}
-
-    async def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        **options: Any,
-    ) -> None:
-        """Receive these tensors from the group's rank 0; returns when they are in place.
-
-        ``options``: of :func:`orhpc.wire.weight_updates.from_distributed_body`; setting ``weight_version``
-        completes the update.
-        """
-        body = from_distributed_body(names, dtypes, shapes, **options)
-        await self._transfer(FROM_DISTRIBUTED, body | self.update_fields(broadcast=True))
 
     async def update_weights_from_tensor(
         self, serialized_named_tensors: Sequence[str], **options: Any

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from orhpc.config.engine import EngineSettings
 from orhpc.rollout.client import EngineClient
+from tests.serialized_weights import receive_broadcast
 
 UPDATES = ("/update_weights_from_tensor", "/update_weights_from_distributed")
 
@@ -35,7 +36,7 @@ def bodies_of_a_sync(*, sessions: bool, target_only: bool) -> dict[str, Any]:
         try:
             await client.begin_update()
             await client.update_weights_from_tensor(["x"], load_format="flattened_bucket")
-            await client.update_weights_from_distributed(("a",), ("bfloat16",), ((2,),), group_name="g")
+            await receive_broadcast(client, ("a",), ("bfloat16",), ((2,),), group_name="g")
             await client.end_update()
         finally:
             await client.close()

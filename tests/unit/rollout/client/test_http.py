@@ -15,6 +15,7 @@ from orhpc.errors import ConfigError, EngineUnavailable, PromptTooLong, RoutesMi
 from orhpc.rollout.client import EngineClient
 from orhpc.types import FinishReason, Generation
 from orhpc.wire.routes import RouteShape, encode_routes
+from tests.serialized_weights import receive_broadcast
 from tests.unit.rollout.client.kit import SAMPLING, FakeEngine, with_client
 
 
@@ -193,9 +194,7 @@ def test_control_calls_have_sglangs_bodies() -> None:
         await c.init_weights_update_group(
             master_address="h", master_port=5, rank_offset=1, world_size=3, group_name="g", backend="gloo"
         )
-        await c.update_weights_from_distributed(
-            ("a",), ("bfloat16",), ((2, 3),), group_name="g", weight_version="4"
-        )
+        await receive_broadcast(c, ("a",), ("bfloat16",), ((2, 3),), group_name="g", weight_version="4")
         await c.update_weights_from_tensor(["xyz"], load_format="flattened_bucket")
         await c.update_weights_from_disk("/m", weight_version="5")
         await c.update_weight_version("6")
