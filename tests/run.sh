@@ -46,19 +46,22 @@ browser_is_there() {
   echo "tests/browser is left out: it needs chromium" >&2
 }
 
+prepared() { slurm ; npm_is_there ; browser_is_there ; }
+
 # pytest, whose output also goes to a file: the last lines of a long run name every failure.
 pytest_into() {
   local log=$1 ; shift
   $bin/python -m pytest -rfEs --durations=15 "$@" 2>&1 | tee "$log"
 }
 
-# Most tests keep one core busy, so two run at a time.  A run takes the whole machine; the clusters of tests/slurm
-# have their own namespaces and mostly wait for timers, so they run at the same time as the runs.
+# Most tests keep one core busy, so two run at a time, the files that take longest first.  A run takes the whole
+# machine; the clusters of tests/slurm have their own namespaces and mostly wait for timers, so they run at the
+# same time as the runs.
 everything() {
   local failed=0 slurm logs
   logs=$(mktemp -d)
   pytest_into "$logs/unit" -n 2 --dist loadfile \
-    tests/unit tests/faults tests/docs tests/protocol tests/megatron || failed=1
+    tests/megatron tests/unit tests/faults tests/docs tests/protocol || failed=1
   pytest_into "$logs/slurm" tests/slurm >/dev/null </dev/null &
   slurm=$!
   pytest_into "$logs/runs" tests/browser tests/first_day tests/local tests/security || failed=1
@@ -72,6 +75,6 @@ everything() {
 case "${1:-all}" in
   lint) lint ;;
   fast) $bin/ruff check --quiet . ; $bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/faults ;;
-  all)  lint ; slurm ; npm_is_there ; browser_is_there ; everything ;;
+  all)  prepared & lint ; wait $! ; everything ;;
   *) echo "usage: tests/run.sh all | fast | lint" >&2; exit 2 ;;
 esac
