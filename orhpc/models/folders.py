@@ -10,6 +10,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import IO, Any
 
 from orhpc.errors import ModelError
 from orhpc.models.bundled import folder_of, is_bundled
@@ -96,6 +97,26 @@ def problem_of(folder: Path) -> str | None:
     return None
 
 
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Names of the tensors in a folder's safetensors files; empty if they cannot be read."""
+    names: set[str] = set()
+    try:
+        for name in _weight_files(folder):
+            with (folder / name).open("rb") as stream:
+                names |= _header(stream, (folder / name).stat().st_size).keys()
+    except (OSError, ValueError, AttributeError):
+        return frozenset()
+    return frozenset(names - {"__metadata__"})
+
+
+def _header(stream: IO[bytes], size: int) -> dict[str, Any]:
+    """Read the header of a safetensors file of ``size`` bytes; raises ValueError if it is none."""
+    length = int.from_bytes(stream.read(8), "little")
+    if not 0 < length <= size - 8:
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    return json.loads(stream.read(length))
+
+
 def _weight_files(folder: Path) -> list[str]:
     for stem in WEIGHTS:
         index = folder / f"{stem}.index.json"
@@ -113,11 +134,9 @@ def _is_whole(path: Path) -> bool:
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= size - 8:
-                return False
-            header = json.loads(stream.read(length))
+            header = _header(stream, size)
+            data = size - stream.tell()
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return size == 8 + length + max(ends, default=0)
+        return data == max(ends, default=0)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError):
         return False

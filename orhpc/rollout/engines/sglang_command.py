@@ -14,6 +14,7 @@ from typing import Any
 
 from orhpc.config import Config
 from orhpc.models.images import folder_sees
+from orhpc.rollout.engines.dummy_weights import starts_with_random_weights
 
 FP8_BLOCK = 128
 """Rows and columns per scale (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3)."""
@@ -81,6 +82,8 @@ def sglang_options(
         options["nccl_port"] = int(part.rendezvous.rpartition(":")[2])
     if config.precision != "bf16":
         options |= _fp8_options(config)
+    elif starts_with_random_weights(config, model_dir):
+        options["load_format"] = "dummy"
     options |= _speculative_options(config, part)
     return options | {name.replace("-", "_"): value for name, value in engine.extra.items()}
 
