@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pydantic import ValidationError
+
+from orhpc.config import Config
 from orhpc.plan.candidates import Candidate, candidates
 from orhpc.plan.layout import trainer_layout
 from orhpc.plan.memory import trainer_demand, trainer_memory
@@ -12,13 +15,14 @@ from orhpc.plan.rollout_time import RolloutTime
 from orhpc.plan.run_plan import RunPlan
 from orhpc.plan.speeds import Card
 from orhpc.plan.step_time import StepTimes
+from orhpc.plan.sync_time import SyncTime, predict_sync
 from orhpc.plan.update_time import UpdateTime
 from orhpc.plan.workload import Workload
 
 _TRIED = 24
 """Candidates of which the fastest that can start is named."""
 _WORTH = 0.15
-"""Share of an update that a change must save to be named."""
+"""Share of an update or a sync that a change must save to be named."""
 _TAIL = 1.5
 """Decoding steps of the longest rollout, over those that all rollouts need, from which it is named."""
 
@@ -29,7 +33,7 @@ def advice(run: RunPlan, times: StepTimes, phase: str, allowed: Callable[[RunPla
     Args:
         run: the plan.
         times: its predicted times.
-        phase: ``rollout``, ``update`` or another.
+        phase: ``rollout``, ``update``, ``sync`` or another.
         allowed: whether a run could start with a plan.
     """
     if times.card is None:
@@ -38,6 +42,8 @@ def advice(run: RunPlan, times: StepTimes, phase: str, allowed: Callable[[RunPla
         return _faster_update(run, times.card, times.work, times.update, allowed)
     if phase == "rollout" and times.rollout is not None:
         return _faster_rollout(run, times.rollout, times.work)
+    if phase == "sync" and times.sync is not None:
+        return _faster_sync(run, times.sync, allowed)
     return ""
 
 
@@ -71,6 +77,27 @@ def changed(run: RunPlan, candidate: Candidate) -> RunPlan:
     layout, demand = trainer_layout(config), trainer_demand(config)
     trainer = trainer_memory(run.shape, layout, demand)
     return replace(run, config=config, layout=layout, demand=demand, trainer=trainer)
+
+
+def _faster_sync(run: RunPlan, now: SyncTime, allowed: Callable[[RunPlan], bool]) -> str:
+    """Whether engine ranks that are sent their own experts only would help."""
+    engine = run.config.engine
+    if run.layout.sharded or engine.tp == 1 or engine.sync_own_experts:
+        return ""
+    settings = (("engine.ep", engine.tp),) if engine.ep == 1 else ()
+    other = Candidate((*settings, ("engine.sync_own_experts", True)), 0, 0.0)
+    than = changed(run, other)
+    try:
+        Config.model_validate(than.config.model_dump(mode="json"))
+    except ValidationError:
+        return ""
+    sync = predict_sync(than)
+    if sync.seconds >= (1 - _WORTH) * now.seconds or not allowed(than):
+        return ""
+    return (
+        f"sync about {sync.seconds:.1f} s with {' '.join(other.overrides)}; not run on GPUs yet, so check it "
+        "with engine.check_weights=true"
+    )
 
 
 def _faster_rollout(run: RunPlan, time: RolloutTime, work: Workload) -> str:

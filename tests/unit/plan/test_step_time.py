@@ -26,6 +26,7 @@ from tests.model_configs import REAL
 ROOT = Path(__file__).parents[3]
 RESULTS = " ".join((ROOT / "benchmarks/RESULTS.md").read_text().split())
 NODE_OF_FOUR = "qwen3-30b-a3b-node-of-four.yaml"
+OF_FOUR = ("engine.tp=4", "engine.ep=4", "megatron.ep=4")
 ROWS = step_times.rows()
 
 
@@ -194,9 +195,9 @@ def test_deepseek_on_64_engines(tmp_path: Path) -> None:
 
 def test_own_experts_of_equal_blocks_leave_no_device(tmp_path: Path) -> None:
     """Each of four ranks sends a quarter of the experts, which it holds, and the rest of the model."""
-    blocks = ("engine.tp=4", "engine.ep=4", "megatron.ep=4", "engine.sync_own_experts=true")
+    blocks = (*OF_FOUR, "engine.sync_own_experts=true")
     run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks)
-    own, whole = predict_sync(run), predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks[:3]))
+    own, whole = predict_sync(run), predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *OF_FOUR))
     experts = 2 * 48 * 128 * 3 * 2048 * 768
     assert whole.sent == 2 * run.shape.parameters
     assert own.sent == whole.sent - experts * 3 // 4
@@ -295,7 +296,27 @@ def test_larger_micro_batches_are_advised_where_launches_decide(tmp_path: Path) 
     assert asked
     assert all(other.trainer.total <= 0.95 * 139.8 * 2**30 for other in asked)
     assert "larger micro-batches" in advice(run, times, "update", lambda _: False)
-    assert advice(run, times, "sync", allowed) == ""
+    assert advice(run, times, "record", allowed) == ""
+
+
+def test_own_experts_are_advised_where_a_sync_sends_all(tmp_path: Path) -> None:
+    def text(*settings: str, allowed: bool = True) -> str:
+        run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *settings)
+        times = predict(run, "h200", assumed_workload(run.config))
+        return advice(run, times, "sync", lambda _: allowed)
+
+    found = re.match(r"sync about ([\d.]+) s with engine\.sync_own_experts=true; not run", text(*OF_FOUR))
+    assert found is not None
+    with_own = (*OF_FOUR, "engine.sync_own_experts=true")
+    own = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *with_own))
+    assert float(found[1]) == pytest.approx(own.seconds, abs=0.051)
+    assert "with engine.ep=4 engine.sync_own_experts=true" in text("engine.tp=4", "engine.ep=1")
+    assert text(*OF_FOUR, allowed=False) == ""
+    assert text(*with_own) == ""
+    assert text("engine.tp=1", "engine.ep=1") == ""
+    split = ("placement.mode=split", "placement.trainer_devices=4", "placement.devices_per_node=8")
+    split += ("checkpoint.spare_host_memory=false",)
+    assert text(*OF_FOUR, *split) == "", "a broadcast is for all"
 
 
 @pytest.mark.parametrize(
