@@ -60,7 +60,7 @@ pytest_into() {
 everything() {
   local failed=0 slurm logs
   logs=$(mktemp -d)
-  pytest_into "$logs/unit" -n 2 --dist loadfile \
+  pytest_into "$logs/unit" -n 2 --dist loadfile --no-loadscope-reorder \
     tests/megatron tests/unit tests/faults tests/docs tests/protocol || failed=1
   pytest_into "$logs/slurm" tests/slurm >/dev/null </dev/null &
   slurm=$!
