@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # tests/run.sh all | fast | lint
 set -euo pipefail
+trap wait EXIT # for a package manager that still runs when the lint has failed
 cd "$(dirname "$0")/.."
 bin=.venv/bin
 unset PYTHONDONTWRITEBYTECODE  # thousands of processes import the same modules

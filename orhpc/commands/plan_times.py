@@ -100,6 +100,7 @@ def sync_text(sync: SyncTime) -> str:
 
 def _can_start(run: RunPlan) -> bool:
     try:
+        fit.check_engines(run)
         fit.check_fit(run)
     except ConfigError:
         return False

@@ -39,8 +39,17 @@ OWN_OPTIONS: dict[str, str] = {
     "pipeline_parallel_size": "engine.tp",
 }
 """Options of SGLang that ``engine.extra`` may not set, and the setting that determines each."""
-MOVED_EXPERTS = ("enable_eplb", "ep_num_redundant_experts", "init_expert_location")
-"""SGLang's options with which an engine rank holds other experts than a block of consecutive ones."""
+PLACES_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "enable_eplb": (False,),
+    "ep_num_redundant_experts": (0,),
+    "init_expert_location": ("trivial",),
+    "moe_dp_size": (1,),
+    "moe_data_parallel_size": (1,),
+    "dwdp_size": (1,),
+    "attn_cp_size": (1,),
+    "attention_context_parallel_size": (1,),
+}
+"""SGLang's options that decide which experts a rank holds, in any release, and values that change nothing."""
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")
 """SGLang's names of the option behind :attr:`SpeculativeSettings.draft_model`; the second is an alias."""
 ALGORITHM = "speculative_algorithm"
@@ -122,9 +131,9 @@ class EngineSettings(Section):
     bucket are restarted."""
     sync_own_experts: bool = False
     """Send each engine rank only the experts that it holds, for engines with ``ep`` > 1 on the trainer's
-    devices (``train.backend: megatron``). Where trainer and engine divide the experts alike (``megatron.ep``
-    equal to ``ep``), no expert leaves its GPU. Off by default, because the result has not been compared bit
-    for bit on GPUs yet; ``check_weights`` does so after every sync."""
+    devices (``train.backend: megatron``). With ``ep``, ``tp`` and ``megatron.ep`` equal, and no pipeline, no
+    expert leaves its GPU. Off by default, because it has not been run on GPUs yet; ``check_weights`` compares
+    the result bit for bit after every sync."""
     check_weights: bool = False
     """After every weight sync, compare the engines' weights bit for bit with an export of the trainer's.
     Slow; for debugging."""
@@ -198,11 +207,14 @@ class EngineSettings(Section):
             return "needs ep > 1: without it every engine rank holds parts of all experts"
         if self.sync in ("broadcast", "disk"):
             return f"sync: {self.sync} sends the same to all engine ranks"
-        for name in MOVED_EXPERTS:
-            if self.option(name):
-                return f"extra.{name} gives engine ranks other experts than a block of consecutive ones"
-        if self.ep != self.tp and (backend := self.option("moe_a2a_backend", "enable_deepep_moe")):
-            return f"with this all-to-all backend ({backend}) SGLang sets ep to tp = {self.tp}: set ep to it"
+        for name, same in PLACES_OF_EXPERTS.items():
+            if (value := self.option(name)) is not None and value not in same:
+                return f"extra.{name}={value} gives engine ranks other experts than orhpc would send"
+        backend = self.option("moe_a2a_backend")
+        if self.ep != self.tp and (backend not in (None, "none") or self.option("enable_deepep_moe")):
+            return (
+                f"SGLang sets ep to tp with the all-to-all backend {backend or 'deepep'}: set ep: {self.tp}"
+            )
         return None
 
 

@@ -80,7 +80,7 @@ def changed(run: RunPlan, candidate: Candidate) -> RunPlan:
 
 
 def _faster_sync(run: RunPlan, now: SyncTime, allowed: Callable[[RunPlan], bool]) -> str:
-    """Whether engine ranks that are sent their own experts only would help."""
+    """Return the advice to send each engine rank only its own experts; empty if it saves too little."""
     engine = run.config.engine
     if run.layout.sharded or engine.tp == 1 or engine.sync_own_experts:
         return ""

@@ -98,6 +98,14 @@ def stage_layers(shape: ModelShape, pp: int, vpp: int) -> list[list[int]]:
     return [[layer for cut in cuts[stage::pp] for layer in cut] for stage in range(pp)]
 
 
+def block_of_experts(place: int, tp: int, ep: int) -> int:
+    """Return which of ``ep`` equal blocks of experts an engine's rank ``place`` of ``tp`` holds.
+
+    As in SGLang 0.5, ``initialize_model_parallel`` in ``srt/distributed/parallel_state.py``.
+    """
+    return place * ep // tp
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """Coordinates of one rank in every dimension of a layout."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
-from orhpc.plan.layout import Layout, RankPlace, group_spans
+from orhpc.plan.layout import Layout, RankPlace, block_of_experts, group_spans
 from orhpc.plan.memory import ELEMENT_BYTES, QUANTIZED_PARTS
 from orhpc.plan.run_plan import FP8_BLOCK, RunPlan
 from orhpc.plan.speeds import speed
@@ -112,7 +112,7 @@ def _blocks(config: Config) -> int:
 def _gathered(run: RunPlan, whole: int, experts: int) -> tuple[int, bool]:
     """Return the bytes that one rank gets from others, and whether some come from other nodes.
 
-    ``experts``: those of the ``whole`` bytes that are of single experts.
+    ``experts``: bytes of the tensors that a checkpoint has for each expert.
     """
     shape, layout, per_node = run.shape, run.layout, run.config.placement.devices_per_node
     if layout.sharded:
@@ -125,7 +125,7 @@ def _gathered(run: RunPlan, whole: int, experts: int) -> tuple[int, bool]:
         return round(of_others), any(spans.get(kind, 1) > 1 for kind in ("tp", "ep", "etp", "pp"))
     dense = whole - experts - element * _held([t for t in parts if not _of_one_expert(t)], layout)
     exchanged = experts * _exchanged(run)
-    over_nodes = any(spans.get(kind, 1) > 1 for kind in ("tp", "pp"))
+    over_nodes = any(spans.get(kind, 1) > 1 for kind in ("tp", "etp", "pp"))
     return round(dense + exchanged), over_nodes or (exchanged > 0 and spans.get("ep", 1) > 1)
 
 
@@ -135,20 +135,32 @@ def _held(tensors: Sequence[HfTensor], layout: Layout) -> float:
 
 
 def _exchanged(run: RunPlan) -> float:
-    """Share of all experts that a rank gets from others for the engine rank on its device; the largest."""
+    """Share of all experts that a rank gets from others, where it is largest.
+
+    A rank gets its own block and those of the ranks at its place in the other pipeline stages: of its stage's
+    layers from its expert-parallel group, of the others by broadcasts.  It also gets the other parts of the
+    experts that it holds (``orhpc.train.megatron.expert_exchange``).
+    """
     settings, layout, engine = run.config.megatron, run.layout, run.config.engine
     ranks = {(t.node, t.device): t.rank for t in run.placement.trainers}
+    block_of = {
+        ranks[slot]: block_of_experts(number, engine.tp, engine.ep)
+        for place in run.placement.engines
+        for number, slot in enumerate(place.slots)
+        if slot in ranks
+    }
+    stage, others = layout.ranks // layout.pp, 1 - 1 / layout.pp
+    parts = (1 - 1 / settings.etp) / settings.ep
     most = 0.0
-    for place in run.placement.engines:
-        for number, slot in enumerate(place.slots):
-            if slot not in ranks:
-                continue
-            block = number * engine.ep // engine.tp
-            own = RankPlace.of(ranks[slot], layout.ranks, settings).ep
-            needed = (block / engine.ep, (block + 1) / engine.ep)
-            held = (own / settings.ep, (own + 1) / settings.ep)
-            both = max(0.0, min(needed[1], held[1]) - max(needed[0], held[0]))
-            most = max(most, 1 / engine.ep - both / (layout.pp * settings.etp))
+    for rank in range(layout.ranks):
+        blocks = {block_of.get(peer, 0) for peer in range(rank % stage, layout.ranks, stage)}
+        first = RankPlace.of(rank, layout.ranks, settings).ep / settings.ep
+        held = sum(
+            max(0.0, min((b + 1) / engine.ep, first + 1 / settings.ep) - max(b / engine.ep, first))
+            for b in blocks
+        )
+        needed = len(blocks) / engine.ep
+        most = max(most, (needed - held + parts) / layout.pp + needed * others)
     return most
 
 

@@ -18,12 +18,15 @@ from orhpc.train.actor import TrainerRank
 from orhpc.train.weights.expert_blocks import ExpertBlocks, blocks_of_engines
 from orhpc.train.weights.fp8 import SCALE, make_quantizer
 from orhpc.train.weights.update_requests import Receiver, SyncPlan
-from tests.megatron.kit import Case, case_config, save_model
+from tests.megatron.kit import MODELS, Case, case_config, save_model
 from tests.trainer_kit import run_ranks
 from tests.update_engine import KEY, UpdateEngine, update_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+DEEP = "qwen3-moe-with-four-layers"
+MODELS[DEEP] = MODELS["qwen3-moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
+"""With a layer for each chunk of two virtual stages."""
 EXPERTS = 8
 BUCKET_BYTES = 20_000
 """Less than a layer's experts, so that buckets begin and end within a layer."""
@@ -39,7 +42,9 @@ class Sent:
     reverse: bool = False
     """Whether engine ranks map the trainer ranks in reverse, so that each needs what another rank holds."""
     exchanges: bool = True
-    """Whether experts are sent from rank to rank."""
+    """Whether ranks of an expert-parallel group send experts to each other."""
+    alone: bool = False
+    """Whether there is one engine only, and the other ranks' memory is mapped by none."""
 
     @property
     def name(self) -> str:
@@ -48,6 +53,7 @@ class Sent:
     def engines(self, world: int) -> list[list[int]]:
         """The trainer ranks that each engine maps."""
         engines = [list(range(first, first + self.tp)) for first in range(0, world, self.tp)]
+        engines = engines[1:2] if self.alone else engines
         return [ranks[::-1] for ranks in engines] if self.reverse else engines
 
     def blocks(self, world: int) -> ExpertBlocks:
@@ -73,6 +79,8 @@ SENT = {
         Sent(qwen({"pp": 2, "ep": 2}), 4, 4),
         Sent(qwen({"pp": 2, "ep": 2}), 2, 2, exchanges=False),
         Sent(Case("deepseek-v3", {"pp": 2, "etp": 2, "tp": 2}), 4, 4, reverse=True, exchanges=False),
+        Sent(qwen({"cp": 2, "ep": 4}), 2, 2, alone=True),
+        Sent(Case(DEEP, {"pp": 2, "vpp": 2, "ep": 2}), 4, 4, reverse=True),
     ],
 }
 
@@ -145,7 +153,8 @@ def test_each_engine_rank_gets_its_own_experts(world: int, tmp_path: Path) -> No
         ranks = run_ranks(send_all, world, str(tmp_path), ports, urls, timeout_s=800)
         for number, one in enumerate(SENT[world]):
             found = [of_rank[number] for of_rank in ranks]
-            _assert_own_experts(one, number, engines[: world // one.tp], found[0]["experts"])
+            there = engines[: len(one.engines(world))]
+            _assert_own_experts(one, number, there, found[0]["experts"])
             assert any(of_rank["exchanges"] for of_rank in found) == one.exchanges, one.name
 
 

@@ -108,15 +108,20 @@ class WeightSync:
             group_name=engines.group_name or "",
             timeout_s=self._settings.sync_timeout_s,
             key=engines.key,
-            blocks=self._expert_blocks(mapping),
+            blocks=self._expert_blocks(),
         )
 
-    def _expert_blocks(self, mapping: dict[str, list[int]]) -> ExpertBlocks | None:
-        """The experts that each rank sends; None: all, as one broadcast serves all ranks of the receivers."""
+    def _expert_blocks(self) -> ExpertBlocks | None:
+        """The experts that each rank sends; None: all, as one broadcast serves all ranks of the receivers.
+
+        Engines that are down count too, so that the ranks keep their buckets.
+        """
         engine = self._settings
         if not engine.sync_own_experts or self._engines.by_broadcast:
             return None
-        return blocks_of_engines(mapping, tp=engine.tp, ep=engine.ep, ranks=len(self._trainers.ranks))
+        return blocks_of_engines(
+            self._engines.by_handle, tp=engine.tp, ep=engine.ep, ranks=len(self._trainers.ranks)
+        )
 
     async def _form_group(self, timeout_s: float) -> None:
         """Form a group of rank 0 and the engines with dedicated devices."""

@@ -127,10 +127,15 @@ def _used(run: RunPlan) -> str:
 
 
 def check_engines(run: RunPlan) -> None:
-    """Raise ConfigError if SGLang cannot divide the model over ``engine.tp`` devices."""
+    """Raise ConfigError if SGLang cannot divide the model, or its experts, as the settings say."""
     if not run.placement.engines or run.config.engine.backend != "sglang":
         return
     engine, quantized = run.config.engine, run.config.precision != "bf16"
+    if engine.sync_own_experts and run.shape.family.fused_experts:
+        raise ConfigError(
+            f"engine.sync_own_experts: checkpoints of {run.shape.family.name} have one tensor for all "
+            "experts of a layer, which every engine rank is sent: set it to false"
+        )
     if (problem := _engine_problem(run.shape, engine.tp, engine.dp, engine.ep, quantized)) is None:
         return
     per_node, devices = run.config.placement.devices_per_node, run.config.placement.rollout_devices
@@ -288,12 +293,12 @@ def _way_out_divided(run: RunPlan, room: int) -> str:
 
     @cache
     def ever_fits(divided: Layout) -> bool:
-        """Whether any number of ranks would do: more divide the optimizer only."""
+        """Whether any number of ranks would do: more ranks divide only the optimizer's state."""
         return trainer_memory(run.shape, divided, run.demand).total <= room
 
     for ranks in range(per_node, MOST_RANKS + 1, per_node):
         for layout in candidate_layouts(run.shape, ranks, per_node, longest_copy):
-            if not ever_fits(replace(layout, ranks=MOST_RANKS**3)):
+            if not ever_fits(replace(layout, ranks=MOST_RANKS**3)):  # as good as unlimited
                 continue
             try:
                 check_layout(run.shape, layout, per_node)

@@ -267,7 +267,7 @@ class EngineClient:
         """Load a Hugging Face folder that is visible to the engine."""
         body = {
             "model_path": model_path,
-            # Null means the server's own format, and FP8 engines start with random weights ("dummy").
+            # Null means the server's own format, and many engines start with random weights ("dummy").
             "load_format": "auto",
             "flush_cache": flush_cache,
             "abort_all_requests": abort_all_requests,

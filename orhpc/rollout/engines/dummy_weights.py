@@ -3,7 +3,7 @@
 No engine serves before a complete sync, so what it reads from the disk at its start is overwritten: 61 GB for
 Qwen3-30B-A3B.  SGLang's ``load_format: dummy`` skips the reading.  It fills every tensor of the model's
 ``state_dict``, and a sync restores those that a checkpoint has; so it is used only where the trainer sends
-all tensors of the checkpoint, for families of which SGLang keeps nothing else there.
+all tensors of the checkpoint, and for families whose ``state_dict`` has no other tensors in SGLang.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from orhpc.models import ModelShape, read_shape
 from orhpc.models.folders import tensor_names
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose modules in SGLang 0.5.16 have no tensors but those of a checkpoint; qwen3_moe was run so."""
+"""Families whose modules in SGLang 0.5 have no persistent tensors but those of a checkpoint.  qwen3_moe was
+run so on GPUs."""
 
 
 def starts_with_random_weights(config: Config, model_dir: str) -> bool:
     """Whether a run's weight syncs replace all weights of an engine of this model folder."""
     if config.engine.drafts_with_weights:
-        return False  # of the draft model, or of layers that are not trained
+        return False  # the drafter's weights come only from a checkpoint
+    if config.engine.option("model_loader_extra_config") is not None:
+        return False  # SGLang refuses these options without a checkpoint to load
     try:
         shape = read_shape(model_dir)
     except ModelError:

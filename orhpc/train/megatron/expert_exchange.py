@@ -1,9 +1,13 @@
 """Experts for the engines: each rank gets those of its engine rank, directly from the ranks that hold them.
 
 A rank holds the block of experts of its expert-parallel rank; its engine rank may hold another block
-(:class:`orhpc.train.weights.expert_blocks.ExpertBlocks`).  The experts of a layer are exchanged by one
-all-to-all within the expert-parallel group, and then given to the other pipeline stages.  Experts that a rank
-holds itself are not copied, so that equal blocks on both sides need no transfer at all.
+(:class:`orhpc.train.weights.expert_blocks.ExpertBlocks`).  The experts of a layer are exchanged within the
+expert-parallel group of the layer's pipeline stage by an all-to-all, and given to the other stages by
+broadcasts.  A rank does not copy what it holds itself: if all ranks hold what their engine ranks hold, in one
+stage and whole, nothing is sent.
+
+One block is exchanged at a time, so that no rank has temporary memory for more than the block that it sends,
+the one that it receives, and the one that it keeps.
 """
 
 from __future__ import annotations
@@ -25,11 +29,15 @@ from orhpc.train.weights.expert_blocks import ExpertBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """A matrix of an expert that one rank needs: which target of a run, and which expert."""
+class _Matrix:
+    """A matrix of one expert."""
 
     target: int
+    """Index in the run of targets."""
     expert: int
+
+
+Matrices = dict[_Matrix, Tensor]
 
 
 class ExpertExchange:
@@ -45,17 +53,17 @@ class ExpertExchange:
     ) -> None:
         """``held``: this rank's parts by their name in the whole model.  ``experts``: of a layer."""
         self._held, self._settings, self._dtype, self._blocks = held, settings, dtype, blocks
+        self._device = next(iter(held.values())).device if held else torch.device("cpu")
         self._block = experts // blocks.count
         self._per_rank = experts // settings.ep
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._own = self._blocks.of_rank[self._rank]
+        self._place: int = parallel_state.get_expert_model_parallel_rank()
         self._group: Any = parallel_state.get_expert_model_parallel_group()
-        self._members = [self._wanted(rank) for rank in dist.get_process_group_ranks(self._group)]
-        """For each member of the expert-parallel group: blocks that it and its other stages need."""
-        self._here = self._members[parallel_state.get_expert_model_parallel_rank()]
+        self._wanted = [self._blocks_for(rank) for rank in dist.get_process_group_ranks(self._group)]
+        """For each rank of the expert-parallel group, the blocks that it receives, one after the other."""
 
-    def _wanted(self, rank: int) -> tuple[int, ...]:
-        """Blocks needed by the ranks that differ from this one in their pipeline stage only.
+    def _blocks_for(self, rank: int) -> tuple[int, ...]:
+        """The blocks of a rank and of the ranks that differ from it in their pipeline stage only.
 
         megatron-core's order of ranks has the pipeline's stages outermost.
         """
@@ -65,100 +73,114 @@ class ExpertExchange:
     def exchanged(self, targets: Sequence[Target], stage: int) -> Iterator[Tensor]:
         """Yield whole tensors of a run's targets, in order (collective).
 
-        ``targets``: of one layer, held by pipeline stage ``stage``, each an expert of this rank's block.  On
-        all ranks they are the same but for the block.
+        ``targets``: experts of this rank's block in one layer, which pipeline stage ``stage`` holds.  Other
+        ranks pass the experts at the same places within their own blocks.
         """
-        found: dict[_Sent, Tensor] = {}
-        if parallel_state.get_pipeline_model_parallel_rank() == stage:
-            found = self._within_stage(targets)
-        if self._settings.pp > 1:
-            found = self._to_stages(targets, stage, found)
-        first = self._own * self._block
+        own, kept = self._blocks.of_rank[self._rank], Matrices()
+        holds_layer = parallel_state.get_pipeline_model_parallel_rank() == stage
+        whole = self._held_whole(targets) if holds_layer else Matrices()
+        for turn in range(max(len(blocks) for blocks in self._wanted) if holds_layer else self._turns):
+            found = self._from_group(targets, whole, turn) if holds_layer else Matrices()
+            if turn >= self._turns:
+                continue  # other ranks of the group receive more blocks
+            block = self._wanted[self._place][turn]
+            if self._settings.pp > 1:
+                found = self._from_stage(targets, stage, block, found)
+            if block == own:
+                kept = found
+        for matrix in self._of_block(targets, own):
+            yield kept[matrix]
+
+    @property
+    def _turns(self) -> int:
+        """How many blocks this rank receives."""
+        return len(self._wanted[self._place])
+
+    def _of_block(self, targets: Sequence[Target], block: int) -> list[_Matrix]:
+        """The matrices of a block at the targets' places, in order."""
+        found = []
         for index, target in enumerate(targets):
-            assert target.expert is not None and first <= target.expert < first + self._block
-            yield found[_Sent(index, target.expert)]
+            assert target.expert is not None
+            found.append(_Matrix(index, block * self._block + target.expert % self._block))
+        return found
 
-    def _needed(self, targets: Sequence[Target], blocks: Sequence[int]) -> list[_Sent]:
-        """What is sent to a rank that needs these blocks, in order."""
-        return [
-            _Sent(index, block * self._block + _local(target, self._block))
-            for index, target in enumerate(targets)
-            for block in blocks
-        ]
+    def _owner(self, matrix: _Matrix) -> int:
+        """The expert-parallel rank that holds a matrix."""
+        return matrix.expert // self._per_rank
 
-    def _owner(self, sent: _Sent) -> int:
-        """The expert-parallel rank that holds an expert."""
-        return sent.expert // self._per_rank
+    def _received(self, targets: Sequence[Target], place: int, turn: int) -> list[_Matrix]:
+        """What a rank of the expert-parallel group receives in a turn, or holds itself."""
+        blocks = self._wanted[place]
+        return self._of_block(targets, blocks[turn]) if turn < len(blocks) else []
 
-    def _within_stage(self, targets: Sequence[Target]) -> dict[_Sent, Tensor]:
-        """Return what this rank and its other stages need."""
-        me = parallel_state.get_expert_model_parallel_rank()
-        mine = self._needed(targets, self._here)
-        whole = self._held_whole(targets, me)
-        needed = [self._needed(targets, wanted) for wanted in self._members]
-        found = {sent: whole[sent] for sent in mine if self._owner(sent) == me}
-        if all(self._owner(sent) == to for to, all_of_it in enumerate(needed) for sent in all_of_it):
-            return found
-        to_send = [
-            [whole[sent].reshape(-1) for sent in all_of_it if to != me and self._owner(sent) == me]
-            for to, all_of_it in enumerate(needed)
-        ]
-        to_get = [
-            [sent for sent in mine if who != me and self._owner(sent) == who]
-            for who in range(len(self._members))
-        ]
-        device = next(iter(self._held.values())).device
-        parts = [part for parts in to_send for part in parts]
-        data = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=device)
-        counts = [[prod(targets[sent.target].shape) for sent in sents] for sents in to_get]
-        got = torch.empty(sum(map(sum, counts)), dtype=self._dtype, device=device)
-        dist.all_to_all_single(
-            got,
-            data,
-            [sum(of_rank) for of_rank in counts],
-            [sum(part.numel() for part in parts) for parts in to_send],
-            group=self._group,
-        )
-        in_order = [sent for sents in to_get for sent in sents]
-        received = got.split([count for of_rank in counts for count in of_rank])
-        views = zip(in_order, received, strict=True)
-        return found | {sent: part.view(targets[sent.target].shape) for sent, part in views}
+    def _held_whole(self, targets: Sequence[Target]) -> Matrices:
+        """Return the matrices that this rank and the others of its expert-tensor-parallel group hold, whole.
 
-    def _held_whole(self, targets: Sequence[Target], me: int) -> dict[_Sent, Tensor]:
-        """Return the experts of a run that this expert-parallel rank holds, whole."""
-        everyone = self._needed(targets, range(self._blocks.count))
-        sents = [sent for sent in everyone if self._owner(sent) == me]
-        names = [replace(targets[sent.target], expert=sent.expert).name for sent in sents]
-        parts = [self._held[name].detach().to(self._dtype) for name in names]
-        if (ways := self._settings.etp) == 1 or not parts:
-            return dict(zip(sents, parts, strict=True))
+        Only those that its expert-parallel group needs.
+        """
+        needed = {block for blocks in self._wanted for block in blocks}
+        found = Matrices()
+        for block in range(self._blocks.count):
+            matrices = [m for m in self._of_block(targets, block) if self._owner(m) == self._place]
+            names = [replace(targets[m.target], expert=m.expert).name for m in matrices]
+            parts = [self._held[name].detach().to(self._dtype) for name in names]
+            if self._settings.etp > 1 and parts:  # all ranks of the group hold the same blocks
+                parts = self._joined([targets[m.target] for m in matrices], parts)
+            if block in needed:
+                found |= zip(matrices, parts, strict=True)
+        return found
+
+    def _joined(self, targets: Sequence[Target], parts: Sequence[Tensor]) -> list[Tensor]:
+        """Gather the other parts of each target."""
+        ways = self._settings.etp
         own = torch.cat([part.reshape(-1) for part in parts])
         flat = own.new_empty(ways, len(own))
         gather_into(flat.view(-1), own, group=parallel_state.get_expert_tensor_parallel_group())
         rows = flat.split([part.numel() for part in parts], dim=1)
-        return {
-            sent: targets[sent.target].whole([row[i].view(part.shape) for i in range(ways)])
-            for sent, part, row in zip(sents, parts, rows, strict=True)
-        }
+        return [
+            target.whole([row[i].view(part.shape) for i in range(ways)])
+            for target, part, row in zip(targets, parts, rows, strict=True)
+        ]
 
-    def _to_stages(
-        self, targets: Sequence[Target], stage: int, found: Mapping[_Sent, Tensor]
-    ) -> dict[_Sent, Tensor]:
-        """Give the other pipeline stages what they need."""
-        needed = self._needed(targets, self._here)
-        counts = [prod(targets[sent.target].shape) for sent in needed]
+    def _from_group(self, targets: Sequence[Target], whole: Matrices, turn: int) -> Matrices:
+        """Return what this rank receives in a turn; nothing is sent if all hold what they need."""
+        received = [self._received(targets, place, turn) for place in range(len(self._wanted))]
+        mine = received[self._place]
+        found = {m: whole[m] for m in mine if self._owner(m) == self._place}
+        if all(self._owner(m) == place for place, matrices in enumerate(received) for m in matrices):
+            return found
+        sent = [
+            [whole[m].reshape(-1) for m in matrices if self._owner(m) == self._place != place]
+            for place, matrices in enumerate(received)
+        ]
+        parts = [part for of_rank in sent for part in of_rank]
+        data = torch.cat(parts) if parts else self._empty(0)
+        others = [m for place in range(len(received)) for m in mine if self._owner(m) == place != self._place]
+        counts = [prod(targets[m.target].shape) for m in others]
+        from_rank = [0] * len(received)
+        for m, count in zip(others, counts, strict=True):
+            from_rank[self._owner(m)] += count
+        got = self._empty(sum(counts))
+        to_rank = [sum(part.numel() for part in of_rank) for of_rank in sent]
+        dist.all_to_all_single(got, data, from_rank, to_rank, group=self._group)
+        return found | self._views(targets, others, got)
+
+    def _from_stage(self, targets: Sequence[Target], stage: int, block: int, found: Matrices) -> Matrices:
+        """Return a block, which the rank of ``stage`` has found and sends to those of the other stages."""
+        matrices = self._of_block(targets, block)
         if found:
-            flat = torch.cat([found[sent].reshape(-1) for sent in needed])
+            flat = torch.cat([found[m].reshape(-1) for m in matrices])
         else:
-            device = next(iter(self._held.values())).device
-            flat = torch.empty(sum(counts), dtype=self._dtype, device=device)
+            flat = self._empty(sum(prod(targets[m.target].shape) for m in matrices))
         group: Any = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(flat, group=group, group_src=stage)
-        parts = zip(needed, flat.split(counts), strict=True)
-        return {sent: part.view(targets[sent.target].shape) for sent, part in parts}
+        return found or self._views(targets, matrices, flat)
 
+    def _views(self, targets: Sequence[Target], matrices: Sequence[_Matrix], flat: Tensor) -> Matrices:
+        """The matrices that a flat tensor holds one after the other."""
+        shapes = [targets[m.target].shape for m in matrices]
+        parts = flat.split([prod(shape) for shape in shapes])
+        return {m: part.view(shape) for m, part, shape in zip(matrices, parts, shapes, strict=True)}
 
-def _local(target: Target, block: int) -> int:
-    """Index of a target's expert within its block."""
-    assert target.expert is not None
-    return target.expert % block
+    def _empty(self, elements: int) -> Tensor:
+        return torch.empty(elements, dtype=self._dtype, device=self._device)

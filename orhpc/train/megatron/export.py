@@ -98,7 +98,10 @@ class Exporter:
     def export(
         self, names: Iterable[str], blocks: ExpertBlocks | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors in the order of ``names`` (collective); with ``blocks``, experts come last."""
+        """Yield whole tensors (collective).
+
+        In the order of ``names``; with ``blocks``, experts follow all other tensors.
+        """
         wanted = tuple(names)
         experts: list[str] = []
         if blocks is not None:

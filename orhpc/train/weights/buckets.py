@@ -72,24 +72,30 @@ def plan_buckets(
     return buckets
 
 
-def buckets_of(source: WeightSource, limit: int, experts: range | None = None) -> list[BucketSpec]:
+def buckets_of(
+    source: WeightSource, limit: int, blocks: ExpertBlocks | None = None, rank: int = 0
+) -> list[BucketSpec]:
     """Divide a model's parameters by :func:`plan_buckets`.
 
-    ``experts``: leave out all others.  Blocks of experts of equal size give buckets of equal sizes, so that
-    ranks with different blocks walk through their buckets together.
+    ``blocks``: of the experts, only those of the block of ``rank``.  Blocks have equal sizes and so have the
+    buckets, so that ranks with different blocks walk through their buckets together.
     """
     shapes = source.parameter_shapes()
-    if experts is not None:
+    if blocks is not None:
         expert_of = source.expert_parameters()
+        experts = blocks.experts(rank, _experts(source))
         shapes = {n: shape for n, shape in shapes.items() if n not in expert_of or expert_of[n] in experts}
     return plan_buckets(shapes, source.hf_names().split, source.dtype, limit, dtypes=source.export_dtypes())
 
 
 def usable(blocks: ExpertBlocks | None, source: WeightSource) -> ExpertBlocks | None:
     """Return the blocks if the model's experts can be sent in them, else None: then all are sent to all."""
-    if blocks is None or not (experts := source.expert_parameters()):
-        return None
-    return blocks if blocks.divides(1 + max(experts.values())) else None
+    return blocks if blocks is not None and blocks.divides(_experts(source)) else None
+
+
+def _experts(source: WeightSource) -> int:
+    """How many experts a layer has, if checkpoints have tensors of single experts; else 0."""
+    return 1 + max(source.expert_parameters().values(), default=-1)
 
 
 def quantized(spec: BucketSpec, quantize: Quantize) -> BucketSpec:

@@ -1,14 +1,17 @@
 """Which experts of a mixture each engine rank holds, so that it is sent no others.
 
 An engine with expert parallelism ``ep`` divides the experts of a layer into ``ep`` equal blocks of
-consecutive indices, and rank ``i`` of its ``tp`` ranks holds block ``i * ep // tp`` (SGLang 0.5, ``FusedMoE``
-in ``srt/layers/moe/fused_moe_triton/layer.py``).  Its ``load_weights`` skips all other experts.
+consecutive indices, and each rank holds one of them (:func:`orhpc.plan.layout.block_of_experts`).  Its
+``load_weights`` skips all other experts (SGLang 0.5, ``FusedMoE.weight_loader`` in
+``srt/layers/moe/fused_moe_triton/layer.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from orhpc.plan.layout import block_of_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +43,5 @@ def blocks_of_engines(engines: Mapping[str, Sequence[int]], *, tp: int, ep: int,
     of_rank = [0] * ranks
     for mapped in engines.values():
         for place, rank in enumerate(mapped):
-            of_rank[rank] = place * ep // tp
+            of_rank[rank] = block_of_experts(place, tp, ep)
     return ExpertBlocks(ep, tuple(of_rank))

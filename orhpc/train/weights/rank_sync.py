@@ -74,10 +74,7 @@ class RankSync:
     def buckets(self, blocks: ExpertBlocks | None = None) -> list[BucketSpec]:
         """Return all buckets as this rank sends them; kept until they are asked for with other blocks."""
         if self._planned is None or self._planned[0] != blocks:
-            experts = None
-            if blocks is not None:
-                experts = blocks.experts(self._rank, 1 + max(self._source.expert_parameters().values()))
-            planned = buckets_of(self._source, self._bucket_bytes, experts)
+            planned = buckets_of(self._source, self._bucket_bytes, blocks, self._rank)
             self._planned = blocks, [for_wire(spec, self._quantize) for spec in planned]
             self._stage = None
         return self._planned[1]

@@ -55,7 +55,7 @@ class WeightSource(ABC):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the named parameters whole, on every rank, under Hugging Face names (collective).
 
-        In the model's type, except for :meth:`export_dtypes`.  ``blocks``: the names of experts are those of
-        this rank's block; other ranks have the same names, but for their blocks.  Only for sources with
-        :meth:`expert_parameters`.
+        In the model's type, except for :meth:`export_dtypes`.  ``blocks``: ``names`` has experts of this
+        rank's block only, and other ranks pass the experts at the same places within their own blocks; for
+        sources with :meth:`expert_parameters`.
         """

@@ -138,12 +138,17 @@ EP = ("engine.tp=2", "engine.ep=2")
         (
             ENVIRONMENT,
             [OWN, *EP, "engine.extra.enable_eplb=true"],
-            "extra.enable_eplb gives engine ranks other",
+            "extra.enable_eplb=True gives engine ranks other",
         ),
         (
             ENVIRONMENT,
             [OWN, "engine.tp=4", "engine.ep=2", "engine.extra.moe-a2a-backend=deepep"],
-            "SGLang sets ep to tp = 4",
+            "SGLang sets ep to tp with the all-to-all backend deepep: set ep: 4",
+        ),
+        (
+            ENVIRONMENT,
+            [OWN, *EP, "engine.extra.moe-dp-size=2"],
+            "extra.moe_dp_size=2 gives engine ranks other",
         ),
         (ENVIRONMENT, [OWN, *EP, "placement.devices_per_node=2"], "needs train.backend: megatron"),
         (

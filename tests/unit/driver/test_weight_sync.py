@@ -120,7 +120,10 @@ def test_ranks_know_the_experts_that_the_engine_rank_on_their_device_holds(
     sync(monkeypatch, trainers, [], shared=True, **own)
     sync(monkeypatch, trainers, [], **own)  # one broadcast is for all experts
     sync(monkeypatch, trainers, [], shared=True, tp=2, ep=2)
-    assert [plan.blocks for plan in trainers.plans] == [ExpertBlocks(2, (0, 1, 0, 1)), None, None]
+    sync(monkeypatch, trainers, [URLS[1]], shared=True, **own)  # an engine that is down changes no block
+    blocks = ExpertBlocks(2, (0, 1, 0, 1))
+    assert [plan.blocks for plan in trainers.plans] == [blocks, None, None, blocks]
+    assert [receiver.url for receiver in trainers.plans[-1].receivers] == [URLS[0]]
 
 
 def test_engines_that_are_down_are_left_out_and_the_others_spread_over_the_ranks(

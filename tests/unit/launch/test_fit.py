@@ -89,6 +89,14 @@ def test_experts_must_be_divisible_and_fp8_blocks_must_stay_whole(tmp_path: Path
         fit.check_engines(plan_of("Llama-3.1-8B", tmp_path, engine={"tp": 4, "ep": 2}, **place))
 
 
+def test_experts_in_one_tensor_are_sent_to_every_rank(tmp_path: Path) -> None:
+    place = {"placement": {"nodes": 4, "devices_per_node": 8}, "train": {"backend": "megatron"}}
+    own = {"tp": 8, "ep": 8, "sync_own_experts": True}
+    with pytest.raises(ConfigError, match="checkpoints of llama4 have one tensor for all experts"):
+        fit.check_engines(plan_of("Llama-4-Scout", tmp_path, engine=own, **place))
+    fit.check_engines(plan_of("Qwen3-30B-A3B", tmp_path, engine=own, **place))
+
+
 def test_engine_weights_follow_the_precision(tmp_path: Path) -> None:
     """DeepSeek-V3 is published in FP8: 671 billion weights on eight devices need 78 GiB each, not 156."""
     place = {"placement": {"nodes": 32, "devices_per_node": 8}, "engine": {"tp": 8}}

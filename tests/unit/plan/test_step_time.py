@@ -18,7 +18,7 @@ from orhpc.plan.run_plan import RunPlan, make_plan
 from orhpc.plan.speeds import CARDS, SPEEDS
 from orhpc.plan.step_errors import ERRORS
 from orhpc.plan.step_time import predict
-from orhpc.plan.sync_time import predict_sync
+from orhpc.plan.sync_time import _exchanged, predict_sync
 from orhpc.plan.update_time import micro_batches, predict_update
 from orhpc.plan.workload import MEAN_LENGTH, Workload, assumed_workload
 from tests.model_configs import REAL
@@ -209,6 +209,28 @@ def test_own_experts_of_equal_blocks_leave_no_device(tmp_path: Path) -> None:
     assert halves.gathered == dense + experts // 4, "it holds half of what it sends"
     other_ranks = predict_sync(plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *blocks, "megatron.ep=2"))
     assert other_ranks.gathered == dense + experts // 4, "ranks 1 and 2 send what they do not hold"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "share"),
+    [
+        (8, {"ep": 8}, 0.0),
+        (8, {}, 0.0),
+        (4, {"pp": 2, "ep": 2}, 0.375),
+        (8, {"pp": 2, "ep": 2, "etp": 2}, 0.3125),
+        (8, {"pp": 4, "ep": 2}, 0.4375),
+        (8, {"etp": 8}, 0.875),
+        (16, {"pp": 2, "ep": 8}, 0.125),
+    ],
+)
+def test_the_share_of_experts_that_a_rank_gets(
+    ranks: int, layout: dict[str, int], share: float, tmp_path: Path
+) -> None:
+    """One engine on all ranks; shares of a simulation of who sends what, made without this code."""
+    settings = [f"megatron.{name}={layout.get(name, 1)}" for name in ("tp", "pp", "ep", "etp")]
+    settings += [f"placement.devices_per_node={ranks}", f"engine.tp={ranks}", f"engine.ep={ranks}"]
+    run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *settings, "engine.sync_own_experts=true")
+    assert _exchanged(run) == pytest.approx(share)
 
 
 def test_optimizer_state_moves_while_sync_and_update_last(mixture: RunPlan) -> None:

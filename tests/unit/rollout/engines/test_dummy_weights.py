@@ -49,6 +49,7 @@ def test_weights_that_the_trainer_sends_are_not_read(family: str, tied: bool, tm
     assert tensor_names(folder) == found
     assert load_format(folder) == "dummy"
     assert load_format(folder, extra={"load_format": "auto"}) == "auto"
+    assert load_format(folder, extra={"model-loader-extra-config": "{}"}) is None
     assert load_format(folder, speculative={"algorithm": "NGRAM"}) == "dummy"
     assert load_format(folder, speculative={"algorithm": "NEXTN"}) is None
     assert load_format(folder, speculative={"algorithm": "EAGLE", "draft_model": "/d"}) is None
