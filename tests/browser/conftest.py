@@ -25,7 +25,7 @@ def probe() -> Probe:
             browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": width, "height": height})
             page.goto(address)
-            output = page.wait_for_selector("output", state="attached", timeout=120_000)
+            output = page.wait_for_selector("output", state="attached", timeout=400_000)
             text = output.text_content() if output else None
             browser.close()
         assert text is not None

@@ -55,7 +55,7 @@ class Stranger:
     variables: dict[str, str]
 
     def run(
-        self, *arguments: str, timeout: float = 240, stdin: str | None = None, **variables: str
+        self, *arguments: str, timeout: float = 800, stdin: str | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end."""
         env = {"HOME": str(self.home), "PATH": f"{self.programs}:{self.system}", "LANG": "C.UTF-8"}
@@ -73,7 +73,7 @@ class Stranger:
             input=stdin,
         )
 
-    def ok(self, *arguments: str, timeout: float = 240, **variables: str) -> str:
+    def ok(self, *arguments: str, timeout: float = 800, **variables: str) -> str:
         """Run one command that must succeed; returns its output."""
         done = self.run(*arguments, timeout=timeout, **variables)
         assert done.returncode == 0, (

@@ -135,7 +135,7 @@ def one_line(text: str) -> str:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gives_one_error_line(mistake: str, stranger: Stranger, folders: None) -> None:
     args, code, text = MISTAKES[mistake]
-    done = stranger.run("orhpc", *args, timeout=60)
+    done = stranger.run("orhpc", *args, timeout=300)
     assert re.search(text, one_line(done.stderr)), done.stderr
     assert done.returncode == code
 

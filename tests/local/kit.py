@@ -25,7 +25,7 @@ def command(root: Path, *overrides: str, config: str = CONFIG) -> list[str]:
 
 
 def run(
-    root: Path, *overrides: str, config: str = CONFIG, timeout: float = 240, env: dict[str, str] | None = None
+    root: Path, *overrides: str, config: str = CONFIG, timeout: float = 800, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Start a run and wait for its end."""
     return subprocess.run(
@@ -81,7 +81,7 @@ def wait_for(
     process: subprocess.Popen[str],
     rundir: RunDir,
     wanted: Callable[[dict[str, Any]], bool],
-    timeout: float = 240,
+    timeout: float = 800,
 ) -> dict[str, Any]:
     """Wait for an event; fails with the run's output if it never occurs."""
     end = time.monotonic() + timeout
@@ -109,7 +109,7 @@ def children_of(rundir: RunDir) -> list[str]:
     return found
 
 
-def wait_gone(rundir: RunDir, timeout: float = 20) -> list[str]:
+def wait_gone(rundir: RunDir, timeout: float = 60) -> list[str]:
     end = time.monotonic() + timeout
     while (left := children_of(rundir)) and time.monotonic() < end:
         time.sleep(0.2)

@@ -37,7 +37,7 @@ def test_a_killed_driver_is_restarted_in_place_and_no_step_is_lost(tmp_path: Pat
         assert second.pid != first.pid
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 6)
         second.send_signal(signal.SIGSEGV)
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=800)
     assert process.returncode == 0, output
     events = read_events(rundir.events)
     assert {e["attempt"] for e in events} == {1}

@@ -62,7 +62,7 @@ def test_a_run_waits_for_disk_space_and_continues(disk: Path) -> None:
         time.sleep(4)
         assert max(steps_of(read_events(rundir.events))) == stood < 12
         ballast.unlink()
-        assert process.wait(120) == 0, process.stdout.read() if process.stdout else ""
+        assert process.wait(600) == 0, process.stdout.read() if process.stdout else ""
     events = read_events(rundir.events)
     assert sorted(steps_of(events)) == list(range(1, 13))
     kinds = [e["event"] for e in events]
@@ -83,7 +83,7 @@ def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> N
         ballast = fill(disk)
         time.sleep(6)
         process.terminate()
-        assert process.wait(60) == 75
+        assert process.wait(600) == 75
     assert rundir.lineage()
     ballast.unlink()
     again = kit.run(disk, *arguments)
@@ -98,7 +98,7 @@ def test_a_run_whose_last_commit_does_not_fit_is_not_finished(disk: Path) -> Non
     with kit.started(disk, *arguments) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit")
         ballast = fill(disk, leave=BELOW_A_COMMIT)
-        assert process.wait(120) == 1
+        assert process.wait(600) == 1
         output = process.stdout.read() if process.stdout else ""
     assert "step 8, the last, is trained but not committed" in output
     assert "No space left on device" in output

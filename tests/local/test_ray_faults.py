@@ -41,7 +41,7 @@ def test_the_run_finishes_in_place_after_ray_s_processes_end(tmp_path: Path) -> 
         }
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 6)
         processes_of(process, "raylet")[0].kill()
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=800)
     assert process.returncode == 0, output
     events = read_events(rundir.events)
     assert {e["attempt"] for e in events} == {1}

@@ -31,7 +31,7 @@ def test_a_run_continues_after_its_file_server_was_unavailable(tmp_path: Path) -
             time.sleep(6)
             assert process.poll() is None, process.stdout.read() if process.stdout else ""
             sign.unlink()
-        code = process.wait(200)
+        code = process.wait(600)
         output = process.stdout.read() if process.stdout else ""
     assert code == 0, output
     events = read_events(rundir.events)

@@ -49,7 +49,7 @@ def test_a_killed_worker_restarts_alone(tmp_path: Path, workers: int, steps: int
         now = pids(process, "RolloutWorker")
         assert len(now) == workers
         assert killed[0].pid not in now
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=800)
     assert process.returncode == 0, output
     events = read_events(rundir.events)
     _assert_nothing_lost(rundir, events, steps)

@@ -232,7 +232,7 @@ class Cluster:
             with contextlib.suppress(OSError):
                 base.rmdir()
 
-    def run(self, *command: str, timeout: float = 180, **more: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = 600, **more: object) -> subprocess.CompletedProcess[str]:
         """Run a command as on a login node; ``orhpc launch`` imports for half a minute on a busy machine."""
         return subprocess.run(
             command,

@@ -24,7 +24,7 @@ from tests.slurm.cluster import NODES, Cluster, wait_until
 ROOT = Path(__file__).parents[2]
 SMALL = ("placement.devices_per_node=1", "rollout.batch_size=4")
 """One trainer and one engine per node, because the whole cluster runs on this machine's few cores."""
-BRING_UP_S = 300.0
+BRING_UP_S = 900.0
 """Seconds; half a minute suffices on an idle machine."""
 TABLE = "ORHPC_SLURM_TABLE"
 """Environment variable: a file to which the costs of all interruptions are appended."""
@@ -38,7 +38,7 @@ class JobRun:
     job: str
     run: RunDir
 
-    def wait_state(self, *states: str, timeout: float = 150) -> str:
+    def wait_state(self, *states: str, timeout: float = 600) -> str:
         return str(
             wait_until(
                 lambda: (s := self.cluster.state(self.job)) in states and s,
@@ -70,7 +70,7 @@ class JobRun:
         start = ready["step"]
         return int(self.wait_event(done, timeout)["step"])
 
-    def wait_outcome(self, attempt: int, timeout: float = 150) -> Outcome:
+    def wait_outcome(self, attempt: int, timeout: float = 600) -> Outcome:
         outcome = wait_until(
             lambda: ledger.outcome_of(self.run, attempt), timeout, f"outcome {attempt}", self.report
         )

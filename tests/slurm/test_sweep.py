@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 def sweep(cluster: Cluster, root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "orhpc.commands.cli", "sweep", "configs/tiny.yaml", *words]
-    return cluster.run(*command, *SMALL, f"run.root={root}", cwd=ROOT, timeout=120)
+    return cluster.run(*command, *SMALL, f"run.root={root}", cwd=ROOT, timeout=600)
 
 
 def element(cluster: Cluster, root: Path, array: str, index: int, name: str) -> JobRun:

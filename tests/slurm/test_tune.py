@@ -14,14 +14,14 @@ from orhpc.rundir.events import read_events
 from tests.slurm.cluster import Cluster
 from tests.slurm.kit import ROOT, SMALL, JobRun, assert_nothing_left
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_a_job_of_two_nodes_measures_settings_and_the_best_is_written(cluster: Cluster, root: Path) -> None:
     tuned = root / "tuned.yaml"
     command = [sys.executable, "-m", "orhpc.commands.cli", "tune", "configs/tiny.yaml", "--nodes", "2"]
     command += ["--candidates", "2", "--updates", "1", "-o", str(tuned)]
-    done = cluster.run(*command, *SMALL, f"run.root={root}", cwd=ROOT, timeout=600)
+    done = cluster.run(*command, *SMALL, f"run.root={root}", cwd=ROOT, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     run = JobRun(cluster, done.stdout.split("job ")[1].split(",")[0], RunDir(root / "tiny-tune"))
     assert run.wait_outcome(1).reason is Reason.FINISHED
