@@ -34,6 +34,8 @@ NOT_RUN = {
     "--hf-checkpoint": "the same",
     "glm-4.5-air.yaml": "tests/unit/commands/test_recipes.py plans the recipes",
     "qwen3-30b-a3b-node.yaml": "the same",
+    "qwen3-30b-a3b-node-of-four.yaml": "the same",
+    "deepseek-v3.yaml": "the same",
     "sglang": "needs a GPU",
     "orhpc sync": "needs servers; tests/unit/tracking has some",
     "orhpc serve": "ends with Ctrl-C; tests/unit/commands/test_serve.py serves",
