@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import CRITIC, VALUE_HEAD
 from tests.megatron.kit import Case, case_config, planned, save_model
-from tests.trainer_kit import make_samples, run_ranks
+from tests.trainer_kit import make_samples, run_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -108,9 +107,8 @@ def test_overlapped_all_to_alls_change_no_step_of_policy_and_critic(tmp_path: Pa
 
 
 def launch(world: int, folder: Path, cases: list[Case]) -> dict[str, list[dict[str, Any]]]:
-    ports = free_ports(len(cases), "127.0.0.1")
-    found = run_ranks(run_steps, world, str(folder), cases, ports, timeout_s=600)
-    return {one.name: [ranks[i] for ranks in found] for i, one in enumerate(cases)}
+    found = run_each(run_steps, world, str(folder), cases)
+    return {one.name: ranks for one, ranks in zip(cases, found, strict=True)}
 
 
 @pytest.fixture(scope="module")

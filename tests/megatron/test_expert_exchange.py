@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.weights.expert_blocks import ExpertBlocks, blocks_of_engines
 from orhpc.train.weights.fp8 import SCALE, make_quantizer
 from orhpc.train.weights.update_requests import Receiver, SyncPlan
 from tests.megatron.kit import MODELS, Case, case_config, save_model
-from tests.trainer_kit import run_ranks
+from tests.trainer_kit import run_each
 from tests.update_engine import KEY, UpdateEngine, update_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -86,10 +85,10 @@ SENT = {
 
 
 def send_all(
-    rank: int, world: int, port: int, folder: str, ports: list[int], urls: list[str]
+    rank: int, world: int, port: int, folder: str, numbers: list[int], ports: list[int], urls: list[str]
 ) -> list[dict[str, Any]]:
-    cases = zip(SENT[world], ports, strict=True)
-    return [_send(number, one, rank, world, at, folder, urls) for number, (one, at) in enumerate(cases)]
+    cases = zip(numbers, ports, strict=True)
+    return [_send(number, SENT[world][number], rank, world, at, folder, urls) for number, at in cases]
 
 
 def _send(
@@ -147,12 +146,10 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def test_each_engine_rank_gets_its_own_experts(world: int, tmp_path: Path) -> None:
     for family in {one.case.family for one in SENT[world]}:
         save_model(tmp_path / family, family)
-    ports = free_ports(len(SENT[world]), "127.0.0.1")
     with update_engines(world // min(one.tp for one in SENT[world])) as engines:
         urls = [engine.url for engine in engines]
-        ranks = run_ranks(send_all, world, str(tmp_path), ports, urls, timeout_s=800)
-        for number, one in enumerate(SENT[world]):
-            found = [of_rank[number] for of_rank in ranks]
+        results = run_each(send_all, world, str(tmp_path), range(len(SENT[world])), urls)
+        for number, (one, found) in enumerate(zip(SENT[world], results, strict=True)):
             there = engines[: len(one.engines(world))]
             _assert_own_experts(one, number, there, found[0]["experts"])
             assert any(of_rank["exchanges"] for of_rank in found) == one.exchanges, one.name

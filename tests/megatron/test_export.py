@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from orhpc.config import ModelSettings
 from orhpc.errors import CheckpointError
-from orhpc.process.ports import free_ports
 from orhpc.train.checkpoint.export import Exported, export_checkpoint
 from tests.megatron.kit import Case, run_cases, save_model, trained_file
 from tests.model_configs import TINY
-from tests.trainer_kit import quantized_copy, run_ranks
+from tests.trainer_kit import quantized_copy, run_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -63,9 +62,8 @@ def launch(world: int, models: Path, cases: list[Case]) -> Results:
     for case in cases:
         if case.save:
             Path(case.save).mkdir(parents=True, exist_ok=True)
-    ports = free_ports(len(cases), "127.0.0.1")
-    found = run_ranks(run_cases, world, str(models), cases, ports, timeout_s=600)
-    return {case.name: [ranks[i] for ranks in found] for i, case in enumerate(cases)}
+    found = run_each(run_cases, world, str(models), cases)
+    return {case.name: ranks for case, ranks in zip(cases, found, strict=True)}
 
 
 def next_steps(ranks: list[dict[str, Any]]) -> list[dict[str, float]]:

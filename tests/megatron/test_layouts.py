@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from orhpc.process.ports import free_ports
 from tests.megatron.kit import (
     Case,
     fsdp_gradients,
@@ -18,7 +17,7 @@ from tests.megatron.kit import (
     run_cases,
     save_model,
 )
-from tests.trainer_kit import run_ranks
+from tests.trainer_kit import run_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -74,10 +73,9 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def launch(world: int, folder: Path, cases: list[Case]) -> Results:
-    """Results of every rank, by case; the processes start once for all cases."""
-    ports = free_ports(len(cases), "127.0.0.1")
-    found = run_ranks(run_cases, world, str(folder), cases, ports, timeout_s=600)
-    return {case.name: [ranks[i] for ranks in found] for i, case in enumerate(cases)}
+    """Results of every rank, by case."""
+    found = run_each(run_cases, world, str(folder), cases)
+    return {case.name: ranks for case, ranks in zip(cases, found, strict=True)}
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from orhpc.config import Config
-from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.train.backend import Batches, Role
 from tests.megatron.kit import MODELS, Case, _gradients, batches_of, case_config, planned, save_model
-from tests.trainer_kit import make_samples, run_ranks, with_routes
+from tests.trainer_kit import make_samples, run_each, with_routes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -152,9 +151,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         save_model(Path(folder) / family, family)
     found: dict[str, list[dict[str, Any]]] = {}
     for world, cases in ((2, [*CASES, *COUNTED]), (4, ON_FOUR)):
-        ports = free_ports(len(cases), "127.0.0.1")
-        ranks = run_ranks(run_cases, world, str(folder), cases, ports, timeout_s=560)
-        found |= {_key(case): [of_rank[i] for of_rank in ranks] for i, case in enumerate(cases)}
+        results = run_each(run_cases, world, str(folder), cases)
+        found |= {_key(case): ranks for case, ranks in zip(cases, results, strict=True)}
     return found
 
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from orhpc.config import Config
-from orhpc.process.ports import free_ports
 from orhpc.train.actor import TrainerRank
 from orhpc.types import Sample
 from tests.megatron.kit import MODELS, Case, case_config, planned, save_model
-from tests.trainer_kit import make_samples, run_ranks, with_routes
+from tests.trainer_kit import make_samples, run_each, with_routes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -107,9 +106,7 @@ def run_case(
 
 
 def launch(world: int, folder: Path, cases: list[Case], backend: str) -> list[list[dict[str, Any]]]:
-    ports = free_ports(len(cases), "127.0.0.1")
-    ranks = run_ranks(run_case, world, str(folder), cases, ports, backend, timeout_s=600)
-    return [list(of_case) for of_case in zip(*ranks, strict=True)]
+    return run_each(run_case, world, str(folder), cases, backend)
 
 
 @pytest.fixture(scope="module")
