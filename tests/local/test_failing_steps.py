@@ -159,7 +159,7 @@ def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
     (restarted,) = [e for e in events if e["event"] == "trainers_restarted"]
     assert (restarted["kind"], restarted["step"]) == ("TrainerHangs", 3)
     assert (
-        "step 4 has not ended in time (20 s, train.update_timeout_s): no answer from rank 1"
+        "step 4 has not ended in time (40 s, train.update_timeout_s): no answer from rank 1"
         in restarted["error"]
     )
     found = (rundir.attempt(1) / "stacks.log").read_text()
