@@ -131,13 +131,13 @@ def is_rank(process: psutil.Process) -> bool:
 
 def test_an_engine_that_hangs_or_runs_out_of_memory_costs_no_step(tmp_path: Path) -> None:
     faults = "engine_hang@3:1,engine_oom@5:0"
-    _, events = failing_run(tmp_path, faults, "train.steps=7", "engine.health_timeout_s=10")
+    _, events = failing_run(tmp_path, faults, "train.steps=7", "engine.health_timeout_s=4")
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, 8))
     assert not [e for e in events if e["event"] in ("restart", "trainers_restarted")]
     assert [e["engines"] for e in events if e["event"] == "engines_ended"] == [[1], [0]]
     assert [e["engines"] for e in events if e["event"] == "engines_restarted"] == [[1], [0]]
     times = {e["event"]: e["time"] for e in reversed(events)}
-    assert times["engines_ended"] - times["fault_injected"] < 60.0
+    assert times["engines_ended"] - times["fault_injected"] < 20.0
     (lowered,) = [e for e in events if e["event"] == "engine_out_of_memory"]
     assert (lowered["engine"], lowered["max_running"], lowered["memory_fraction"]) == (0, 16, 0.65)
     assert [e for e in events if e["event"] == "notice" and "engine.max_running" in e["reason"]]
@@ -147,7 +147,7 @@ def test_an_engine_that_hangs_or_runs_out_of_memory_costs_no_step(tmp_path: Path
 def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
     """After the first the same trainers repeat the step, after the second new ones; all else goes on."""
     faults = "trainer_oom@3:1,trainer_hang@4:1"
-    settings = ["train.steps=5", "train.update_timeout_s=40", "train.budget_raise_after_steps=2"]
+    settings = ["train.steps=5", "train.update_timeout_s=20", "train.budget_raise_after_steps=2"]
     rundir, events = failing_run(tmp_path, faults, *settings, "checkpoint.save_interval=100")
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5]
     assert not [e for e in events if e["event"] == "restart"]
@@ -155,11 +155,11 @@ def test_out_of_memory_and_a_hang_cost_no_step(tmp_path: Path) -> None:
     assert "out of memory (injected)" in recovered["error"]
     assert (recovered["step"], recovered["max_tokens"]) == (2, 512)
     assert not recovered["restored"]
-    assert recovered["seconds"] < 60
+    assert recovered["seconds"] < 20
     (restarted,) = [e for e in events if e["event"] == "trainers_restarted"]
     assert (restarted["kind"], restarted["step"]) == ("TrainerHangs", 3)
     assert (
-        "step 4 has not ended in time (40 s, train.update_timeout_s): no answer from rank 1"
+        "step 4 has not ended in time (20 s, train.update_timeout_s): no answer from rank 1"
         in restarted["error"]
     )
     found = (rundir.attempt(1) / "stacks.log").read_text()

@@ -54,12 +54,12 @@ def test_a_killed_worker_restarts_alone(tmp_path: Path, workers: int, steps: int
     events = read_events(rundir.events)
     _assert_nothing_lost(rundir, events, steps)
     (ended,) = [e for e in events if e["event"] == "worker_ended"]
-    assert ended["time"] - at < 10.0
+    assert ended["time"] - at < 2.0
     meanwhile = [e for e in events if e["event"] == "step" and ended["time"] < e["time"] < back["time"]]
     first = min(e["time"] for e in events if e["event"] == "step" and e["time"] > at)
     print(f"{workers}: noticed {ended['time'] - at:.1f} s, restarted {back['seconds']:.1f} s, next step")
     print(f"after {first - at:.1f} s, {len(meanwhile)} steps meanwhile")
-    assert back["seconds"] < 120.0
+    assert back["seconds"] < 30.0
     if workers > 1:
         assert len(meanwhile) >= 2
     else:  # rollouts are of the newest policy, so the new worker has learned its version

@@ -39,7 +39,7 @@ def test_all_cases_are_timed_but_the_one_that_fails(tmp_path: Path) -> None:
         norms = [row["grad_norm"] for name, row in timed.items() if name.endswith(kind)]
         assert len(norms) >= 2 and max(norms) == pytest.approx(min(norms), rel=1e-2)
     assert found["gradients"]["overlapped"] == found["gradients"]["plain again"] == 0
-    assert found["gradients"]["counted"] < 1e-3  # equal on some processors
+    assert found["gradients"]["counted"] < 1e-3  # 0 where no order of sums changes
     assert done.returncode == 1
     assert done.stdout.count("| TP 1 EP 2 | full, 8192, natural | ") >= 1
     assert "failed:\nTP 1 EP 2: selective" in done.stdout

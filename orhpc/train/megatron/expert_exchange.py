@@ -6,8 +6,8 @@ expert-parallel group of the layer's pipeline stage by an all-to-all, and given 
 broadcasts.  A rank does not copy what it holds itself: if all ranks hold what their engine ranks hold, in one
 stage and whole, nothing is sent.
 
-One block is exchanged at a time, so that no rank has temporary memory for more than the block that it sends,
-the one that it receives, and the one that it keeps.
+One block is exchanged at a time, so that a rank has temporary memory for one block to send, one to receive
+and one to keep, and with divided experts for those that its group needs of it, whole.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ExpertExchange:
         ]
         parts = [part for of_rank in sent for part in of_rank]
         data = torch.cat(parts) if parts else self._empty(0)
-        others = [m for place in range(len(received)) for m in mine if self._owner(m) == place != self._place]
+        others = sorted((m for m in mine if self._owner(m) != self._place), key=self._owner)
         counts = [prod(targets[m.target].shape) for m in others]
         from_rank = [0] * len(received)
         for m, count in zip(others, counts, strict=True):

@@ -252,7 +252,7 @@ def test_an_invalid_config_exits_with_2_and_starts_nothing(tmp_path: Path) -> No
     assert result.stderr.count("\n") == 1
     assert "train.lrr" in result.stderr
     assert not (tmp_path / "runs").exists()
-    assert seconds < 6 * seconds_to_import_pydantic()  # about twice
+    assert seconds < 4 * seconds_to_import_pydantic()  # about twice
 
 
 def test_launch_imports_neither_torch_nor_ray() -> None:

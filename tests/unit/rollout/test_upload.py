@@ -146,7 +146,7 @@ def test_a_broken_service_affects_only_the_upload(
     assert time.monotonic() - began < 1.5  # two uploads take at least 2 s to fail
     began = time.monotonic()
     counts = uploader.close(12.0)
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 15.0
     assert counts.uploaded == 0
     assert 1 <= counts.failed <= 2
     assert counts.failed + counts.dropped == 200
@@ -178,7 +178,7 @@ def test_closing_waits_at_most_the_given_time(endpoint: Endpoint) -> None:
         uploader.put(_rollout(number))
     began = time.monotonic()
     counts = uploader.close(1.0)
-    assert time.monotonic() - began < 20.0  # an upload's own limit is 30 s
+    assert time.monotonic() - began < 3.0
     assert counts.uploaded == 0
 
 

@@ -165,11 +165,11 @@ def test_an_unreachable_network_does_not_delay_the_run(
     began = time.monotonic()
     for step in range(1, 20):
         own.log(step_event(step, 1.0))
-    assert time.monotonic() - began < 20.0  # it hangs until the gate opens
+    assert time.monotonic() - began < 1.0
     if failing != "finish hangs":
         assert own.dropped > 0
     own.close(0.2)
-    assert time.monotonic() - began < 40.0
+    assert time.monotonic() - began < 3.0
     fake.gate.set()
 
 

@@ -267,7 +267,7 @@ def test_a_rank_that_fails_between_two_buckets_does_not_keep_the_others(
         with pytest.raises(AssertionError) if how == "dies" else contextlib.nullcontext():
             run_ranks(_fails_at_a_bucket, 2, folder, str(tmp_path), how, sent)
         error, took = json.loads((tmp_path / "0").read_text())
-        assert took < 30
+        assert took < 6
         if how == "raises":
             assert error is None
             assert json.loads((tmp_path / "1").read_text())[0] == "WeightSyncFailed: no memory for a bucket"

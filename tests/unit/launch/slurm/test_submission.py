@@ -218,7 +218,7 @@ def test_dry_run_prints_everything_quickly_and_without_slurm(tmp_path: Path) -> 
     for part in ("#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "srun ", "batch_size: 128", "rank: 23"):
         assert part in result.stdout
     assert not list(tmp_path.iterdir())
-    assert seconds < 15 * seconds_to_import_pydantic()  # about five times
+    assert seconds < 12 * seconds_to_import_pydantic()  # about five times
 
 
 def test_job_info_is_parsed_from_scontrol_s_output() -> None:
