@@ -55,14 +55,14 @@ pytest_into() {
   $bin/python -m pytest -rfEs --durations=15 "$@" 2>&1 | tee "$log"
 }
 
-# Most tests keep one core busy, so two run at a time, the files that take longest first.  A run takes the whole
-# machine; the clusters of tests/slurm have their own namespaces and mostly wait for timers, so they run at the
-# same time as the runs.
+# Most tests keep one core busy, so two run at a time.  Those of Megatron have their own processes, because
+# importing megatron-core changes how torch compiles and unpickles.  A run takes the whole machine; the clusters of
+# tests/slurm have their own namespaces and mostly wait for timers, so they run at the same time as the runs.
 everything() {
   local failed=0 slurm logs
   logs=$(mktemp -d)
-  pytest_into "$logs/unit" -n 2 --dist loadfile --no-loadscope-reorder \
-    tests/megatron tests/unit tests/faults tests/docs tests/protocol || failed=1
+  pytest_into "$logs/megatron" -n 2 --dist loadfile tests/megatron || failed=1
+  pytest_into "$logs/unit" -n 2 --dist loadfile tests/unit tests/faults tests/docs tests/protocol || failed=1
   pytest_into "$logs/slurm" tests/slurm >/dev/null </dev/null &
   slurm=$!
   pytest_into "$logs/runs" tests/browser tests/first_day tests/local tests/security || failed=1

@@ -1,6 +1,7 @@
 """One rank of the trainer: a plain class that the driver runs as a Ray actor.
 
-Methods marked *collective* must be called on all ranks; the others concern one rank.
+Methods marked *collective* must be called on all ranks; the others concern one rank.  The driver imports this
+module to name methods, so it does not import transformers, which takes seconds: methods that need it do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from orhpc.train.checkpoint.memory import StateCopies
 from orhpc.train.checkpoint.shards import rng_state, set_rng_state
 from orhpc.train.cpu_affinity import pin_to_local_cpus
 from orhpc.train.fetch import load_batch
-from orhpc.train.model_check import check_trainer, sampled_logprobs
 from orhpc.train.pace import pace_seconds
 from orhpc.train.process_groups import join_default_group, meeting_file, typed_failures
 from orhpc.train.profile import traced
@@ -136,6 +136,8 @@ class TrainerRank(RankState):
                 self.config, self.model_dir, self.rank, self.world_size, self._offload
             )
             self._backend, self._whole_at = backend, None
+            from orhpc.train.model_check import check_trainer
+
             found = check_trainer(backend, self.config, self.model_dir)
         bucket_bytes = self.config.engine.sync_bucket_mb << 20
         self._sync = RankSync(backend, self._quantize, bucket_bytes, self.device, self.rank)
@@ -157,6 +159,8 @@ class TrainerRank(RankState):
 
     def sampled_logprobs(self, samples: Sequence[tuple[list[int], int]]) -> list[list[float]] | None:
         """See :func:`orhpc.train.model_check.sampled_logprobs` (collective)."""
+        from orhpc.train.model_check import sampled_logprobs
+
         with typed_failures("log-probabilities of what engines sampled"):
             return sampled_logprobs(self.backend, samples)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from orhpc.train.batch import PackedBatch
-from orhpc.train.hf_model import DTYPES
+from orhpc.train.dtypes import DTYPES
 from orhpc.train.loss.grpo import LossInputs, MetricSums
 from orhpc.train.sleep.residence import OffloadManager, OffloadStats
 from orhpc.train.weights.source import WeightSource

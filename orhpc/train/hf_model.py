@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from orhpc.config import ModelSettings
 
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
 def load_model_config(model_dir: str, settings: ModelSettings, *, quantized: bool = False) -> Any:
     """Read ``config.json`` and disable all dropout, so that the forward pass is deterministic.
 

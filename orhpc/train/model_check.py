@@ -36,7 +36,7 @@ from orhpc.models.forward_check import (
 from orhpc.models.seeing import auto_class
 from orhpc.train.backend import Backend, Batches, Role
 from orhpc.train.batch import PackedBatch, pack
-from orhpc.train.hf_model import DTYPES
+from orhpc.train.dtypes import DTYPES
 from orhpc.train.stopping import agree
 from orhpc.types import Location, Sample
 

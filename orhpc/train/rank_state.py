@@ -14,7 +14,6 @@ from orhpc.process.state_folder import state_folder
 from orhpc.train.backend import Backend
 from orhpc.train.checkpoint.copy_files import CopyId
 from orhpc.train.checkpoint.copy_transfer import Address
-from orhpc.train.checkpoint.layouts import Layout, load_shards
 from orhpc.train.checkpoint.memory import SendStatus, StateCopies
 from orhpc.train.checkpoint.save import RankSaves
 from orhpc.train.checkpoint.shards import CheckpointReader, rng_state, set_rng_state
@@ -68,6 +67,8 @@ class RankState:
         if folder is None:
             self._whole_at = self.backend.progress()
             return
+        from orhpc.train.checkpoint.layouts import Layout, load_shards
+
         reader = CheckpointReader(folder)
         if self.config.algorithm.has_critic and "critic_steps" not in reader.progress:
             raise CheckpointError(

@@ -18,6 +18,8 @@ from orhpc.rundir.record import RolloutFile, read_step
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/tiny.yaml"
+ONE_DEVICE = "placement.devices_per_node=1"
+"""One trainer rank and one engine, for tests that need no second: a quarter less to start."""
 
 
 def command(root: Path, *overrides: str, config: str = CONFIG) -> list[str]:

@@ -37,7 +37,12 @@ def test_a_run_continues_without_an_unreachable_environment_and_reports_it(tmp_p
     rundir = RunDir(tmp_path / "tiny")
     with serve(Away) as server:
         overrides = [f"environments.away={{url: '{server.url}'}}", "rollout.failing_environment=leave_out"]
-        overrides += ["rollout.failing_environment_after=8", "rollout.session_timeout_s=5", "train.steps=200"]
+        overrides += [
+            kit.ONE_DEVICE,
+            "rollout.failing_environment_after=8",
+            "rollout.session_timeout_s=5",
+            "train.steps=200",
+        ]
         with kit.started(tmp_path, *overrides, "wandb.enabled=false", "rollout.retries=0") as process:
             kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 1)
             server.stop()

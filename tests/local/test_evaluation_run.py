@@ -32,7 +32,7 @@ def test_the_listed_tasks_are_trained_on_and_an_environment_without_training_spl
     assert (written.returncode, written.stdout) == (0, f"5 tasks: {file}\n"), written.stderr
     listed = [json.loads(json.loads(line)["metadata"]) for line in file.read_text().splitlines()]
     overrides = [OTHER, "evaluation.splits={t: [test]}", "evaluation.num_samples=3", "evaluation.interval=2"]
-    overrides.append(f"rollout.task_file={file}")
+    overrides += [f"rollout.task_file={file}", kit.ONE_DEVICE]
     result = kit.run(tmp_path, *overrides, "train.steps=2", "wandb.enabled=false")
     assert result.returncode == 0, result.stdout + result.stderr
     rundir = RunDir(tmp_path / "tiny")
@@ -47,7 +47,7 @@ def test_the_listed_tasks_are_trained_on_and_an_environment_without_training_spl
 
 def test_a_run_without_steps_evaluates_once_and_finishes(tmp_path: Path) -> None:
     overrides = ["train.steps=0", "evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
-    overrides += ["evaluation.n_samples=2", "wandb.enabled=false"]
+    overrides += ["evaluation.n_samples=2", "wandb.enabled=false", kit.ONE_DEVICE]
     result = kit.run(tmp_path, *overrides)
     assert result.returncode == 0, result.stdout + result.stderr
     rundir = RunDir(tmp_path / "tiny")

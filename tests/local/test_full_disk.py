@@ -53,7 +53,7 @@ def fill(disk: Path, leave: int = 0) -> Path:
 
 def test_a_run_waits_for_disk_space_and_continues(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
-    with kit.started(disk, "train.steps=12", "checkpoint.save_interval=3") as process:
+    with kit.started(disk, kit.ONE_DEVICE, "train.steps=12", "checkpoint.save_interval=3") as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] == 4)
         ballast = fill(disk)
         time.sleep(8)
@@ -77,7 +77,7 @@ def test_a_run_waits_for_disk_space_and_continues(disk: Path) -> None:
 
 def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
-    arguments = ("train.steps=9", "checkpoint.save_interval=3")
+    arguments = (kit.ONE_DEVICE, "train.steps=9", "checkpoint.save_interval=3")
     with kit.started(disk, *arguments) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit")
         ballast = fill(disk)
@@ -94,7 +94,7 @@ def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> N
 
 def test_a_run_whose_last_commit_does_not_fit_is_not_finished(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
-    arguments = ("train.steps=8", "checkpoint.save_interval=3", "run.storage_wait_s=1")
+    arguments = (kit.ONE_DEVICE, "train.steps=8", "checkpoint.save_interval=3", "run.storage_wait_s=1")
     with kit.started(disk, *arguments) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit")
         ballast = fill(disk, leave=BELOW_A_COMMIT)

@@ -60,7 +60,7 @@ class HangingJob:
             "SLURM_JOB_NAME": "x", "SLURM_JOB_PARTITION": "p", "ORHPC_PYTHON": sys.executable,
         }  # fmt: skip
         arguments = ["bash", f"{folder}/script", "configs/tiny.yaml", f"run.root={folder}/runs"]
-        arguments += ["slurm.interface=lo", "wandb.enabled=false", *overrides]
+        arguments += ["slurm.interface=lo", "wandb.enabled=false", "placement.devices_per_node=1", *overrides]
         self.output = folder / "output"
         with self.output.open("wb") as output:
             self.shell = subprocess.Popen(arguments, env=variables, stdout=output, stderr=output)

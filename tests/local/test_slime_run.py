@@ -51,7 +51,9 @@ def test_a_run_with_functions_and_flags_of_slime_trains_on_what_was_sampled(tmp_
 def test_a_function_that_always_fails_ends_the_run_with_one_line(
     tmp_path: Path, flag: str, function: str, reason: str
 ) -> None:
-    result = kit.run(tmp_path, flag, f"tests.slime_functions.{function}", "wandb.enabled=false")
+    result = kit.run(
+        tmp_path, kit.ONE_DEVICE, flag, f"tests.slime_functions.{function}", "wandb.enabled=false"
+    )
     assert result.returncode == 2, result.stdout + result.stderr
     assert reason in result.stderr and f"slime:tests.slime_functions:{function}" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -23,7 +23,12 @@ def test_a_run_continues_after_its_file_server_was_unavailable(tmp_path: Path) -
     root, sign = tmp_path / "runs", tmp_path / "away"
     rundir = RunDir(root / "tiny")
     env = {"ORHPC_TEST_AWAY": str(sign), "PYTHONPATH": str(Path(__file__).parent / "away")}
-    arguments = (f"train.steps={STEPS}", "checkpoint.save_interval=3", "run.storage_wait_s=120")
+    arguments = (
+        f"train.steps={STEPS}",
+        "checkpoint.save_interval=3",
+        "run.storage_wait_s=120",
+        kit.ONE_DEVICE,
+    )
     with kit.started(root, *arguments, env=env) as process:
         for step, error in ((3, errno.EIO), (6, errno.ESTALE), (9, errno.EACCES)):
             kit.wait_for(process, rundir, lambda e, s=step: e["event"] == "step" and e["step"] >= s)

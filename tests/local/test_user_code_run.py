@@ -78,7 +78,9 @@ def test_code_that_always_raises_ends_the_run_once_with_its_traceback(
     tmp_path: Path, override: str, reason: str, line: str
 ) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
-    result = kit.run(tmp_path, override, "wandb.enabled=false", env={"PYTHONPATH": str(tmp_path)})
+    result = kit.run(
+        tmp_path, kit.ONE_DEVICE, override, "wandb.enabled=false", env={"PYTHONPATH": str(tmp_path)}
+    )
     assert result.returncode == 2, result.stdout + result.stderr
     assert reason in result.stderr
     assert f"{tmp_path}/mine.py:" in result.stderr
@@ -92,8 +94,8 @@ def test_code_that_always_raises_ends_the_run_once_with_its_traceback(
 def test_code_that_raises_sometimes_is_counted_and_the_other_rollouts_are_trained(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     result = kit.run(
-        tmp_path, "environments={p: {serve: 'mine:Partly'}}", "wandb.enabled=false", "train.steps=3",
-        "rollout.retries=0", "rollout.custom_reward=mine:sometimes",
+        tmp_path, kit.ONE_DEVICE, "environments={p: {serve: 'mine:Partly'}}", "wandb.enabled=false",
+        "train.steps=3", "rollout.retries=0", "rollout.custom_reward=mine:sometimes",
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -120,7 +122,8 @@ def test_a_verifier_that_raises_sometimes_is_counted_and_its_traceback_kept(tmp_
     data = f"{{path: {tmp_path}/rows.jsonl, verifier: 'judging:judge'}}"
     result = kit.run(
         tmp_path, f"environments={{letters: {{serve: letters}}, p: {{data: {data}, weight: 3}}}}",
-        "wandb.enabled=false", "rollout.max_user_errors=2", "rollout.max_refills=100", "train.steps=30",
+        kit.ONE_DEVICE, "wandb.enabled=false", "rollout.max_user_errors=2",
+        "rollout.max_refills=100", "train.steps=30",
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == 2, result.stdout + result.stderr

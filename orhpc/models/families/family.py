@@ -127,6 +127,10 @@ class Family:
     sglang_ignores_dense_layers: bool = False
     """Whether SGLang (0.5.16, 0.5.23) ignores ``mlp_only_layers``, and so expects experts in dense layers."""
 
+    sglang_starts_empty: bool = False
+    """Whether SGLang's modules (0.5) have no persistent tensors but those of a checkpoint, so that an
+    engine may start with random weights, all of which the first weight sync replaces."""
+
     def layers(self, values: Mapping[str, Any], experts: int) -> tuple[Layer, ...]:
         """Return the decoder's layers, by the family's rules."""
         count = values.get("num_hidden_layers")
@@ -145,6 +149,7 @@ class Family:
             nested=True,
             prefix="language_model.model.",
             head="language_model.lm_head.weight",
+            sglang_starts_empty=False,
             megatron=replace(
                 self.megatron,
                 not_built=f"it also sees images; its language part alone ({self.name}) can be built",

@@ -10,4 +10,5 @@ LLAMA = Family(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     mlp_bias="mlp_bias",
+    sglang_starts_empty=True,
 )

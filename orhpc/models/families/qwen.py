@@ -36,7 +36,13 @@ def _gated_shared_expert(values: Mapping[str, Any], width: int) -> int:
 _WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _SPARSE_STEP = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 
-QWEN2 = Family("qwen2", {**UNTIED, **_WINDOW}, qkv_bias=True, span=_window_in_upper_layers)
+QWEN2 = Family(
+    "qwen2",
+    {**UNTIED, **_WINDOW},
+    qkv_bias=True,
+    span=_window_in_upper_layers,
+    sglang_starts_empty=True,
+)
 
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -65,6 +71,7 @@ QWEN3 = Family(
     output_bias="attention_bias",
     has_qk_norm=True,
     span=_window_in_upper_layers,
+    sglang_starts_empty=True,
 )
 
 QWEN3_MOE = replace(
@@ -101,6 +108,7 @@ QWEN2_5_VL = replace(
         _IMAGE,
     ),
     megatron=_FSDP_ONLY,
+    sglang_starts_empty=False,
 )
 
 QWEN3_VL = replace(
@@ -123,4 +131,5 @@ QWEN3_VL = replace(
         _IMAGE,
     ),
     megatron=_FSDP_ONLY,
+    sglang_starts_empty=False,
 )

@@ -15,10 +15,6 @@ from orhpc.errors import ModelError
 from orhpc.models import ModelShape, read_shape
 from orhpc.models.folders import tensor_names
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose modules in SGLang 0.5 have no persistent tensors but those of a checkpoint.  qwen3_moe was
-run so on GPUs."""
-
 
 def starts_with_random_weights(config: Config, model_dir: str) -> bool:
     """Whether a run's weight syncs replace all weights of an engine of this model folder."""
@@ -30,7 +26,7 @@ def starts_with_random_weights(config: Config, model_dir: str) -> bool:
         shape = read_shape(model_dir)
     except ModelError:
         return False
-    return shape.family.name in FAMILIES and _sent_whole(tensor_names(Path(model_dir)), shape)
+    return shape.family.sglang_starts_empty and _sent_whole(tensor_names(Path(model_dir)), shape)
 
 
 def _sent_whole(names: frozenset[str], shape: ModelShape) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from orhpc.errors import CheckpointError
 from orhpc.train.checkpoint.layouts import Layout, canonical
 from orhpc.train.checkpoint.shards import CheckpointReader
-from orhpc.train.hf_model import DTYPES
+from orhpc.train.dtypes import DTYPES
 from orhpc.train.megatron.hf_stream import HfFolder
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from orhpc.rundir.origin import write_origin
 from orhpc.train.checkpoint.commit_weights import CommitWeights
 from orhpc.train.checkpoint.export_check import Comparison, compare
 from orhpc.train.checkpoint.shards import TensorSpec, fsync_folder, write_safetensors
-from orhpc.train.hf_model import DTYPES
+from orhpc.train.dtypes import DTYPES
 from orhpc.train.weights.buckets import BucketSpec, buckets_of, plan_buckets, quantized
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.source import WeightSource

@@ -18,11 +18,11 @@ from transformers.utils import logging as transformers_logging
 from orhpc.errors import ModelError
 from orhpc.models.forward_check import refuse_changing_positions
 from orhpc.train.backend import VALUE_HEAD
+from orhpc.train.dtypes import DTYPES
 from orhpc.train.fsdp.model import LogprobModel, PackedModel, ValueModel
 from orhpc.train.fsdp.optim import local
 from orhpc.train.fsdp.routing_replay import RouterReplay
 from orhpc.train.hf_model import (
-    DTYPES,
     HfNames,
     empty_model,
     load_model,

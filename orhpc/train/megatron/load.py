@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from orhpc.models import read_shape
 from orhpc.plan.layout import check_layout, trainer_layout
 from orhpc.train.backend import VALUE_HEAD
-from orhpc.train.hf_model import DTYPES, load_model_config, logit_scaling_of
+from orhpc.train.dtypes import DTYPES
+from orhpc.train.hf_model import load_model_config, logit_scaling_of
 from orhpc.train.loss.head import VocabularyPart
 from orhpc.train.megatron.hf_mapping import CriticMapping, HfMapping, Piece, Source
 from orhpc.train.megatron.hf_stream import HfFolder

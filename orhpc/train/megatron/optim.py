@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from orhpc.errors import ConfigError, NonFinite
-from orhpc.train.hf_model import DTYPES
+from orhpc.train.dtypes import DTYPES
 from orhpc.train.learning_rate import learning_rate
 from orhpc.train.megatron.model import Chunk
 from orhpc.train.stopping import agree
