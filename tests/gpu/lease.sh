@@ -34,10 +34,10 @@
 #   faults    2     420  benchmarks/gpu/recovery.py, faults and replay, on GPU 0; models that see images on 1
 #   loading   2     560  GPU 0: weights copied directly into SGLang's parameters, and loaded by SGLang (two
 #                        starts; DEADLINE=240 s each); GPU 1: models that see images
-#   ranks     2     560  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py), then experts divided
-#                        in trainer and engine, each rank sent its own, copied directly and by SGLang (or LOADING,
-#                        the sections: "loading loading-speed")
-#
+#   ranks     2     580  on both: experts divided in trainer and engine, of a small model, compared bit for bit: each
+#                        rank sent its own, and all copied directly, beside each other (200 s); then the seconds of
+#                        syncs of 30B layers by SGLang, of each rank's own, and of these by direct copies (350 s)
+#   recovery2 2     420  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py)
 #   update    1-2   500  benchmarks/gpu/moe_update.py: updates of a mixture by recomputation, micro-batches, counts
 #                        and overlap, on GPUS=0,1 (or one: 0); UPDATE: more of its words, as --layers 6
 #
@@ -168,8 +168,14 @@ loading() {
   wait $images
 }
 ranks() {
+  job own-experts 0,1 260 $CHECK own-experts --deadline {} & local own=$!
+  sleep 20 # both write the same model's folder
+  job loading 0,1 260 $CHECK loading --deadline {}
+  wait $own
+  job own-experts-speed 0,1 500 $CHECK own-experts-speed --deadline "${DEADLINE:-180}"
+}
+recovery2() {
   job recovery-two 0,1 420 benchmarks/gpu/recovery_two_gpus.py --out "$R" --seconds {} ${GGUF:+--gguf "$GGUF"}
-  job loading-experts 0,1 500 $CHECK ${LOADING:-own-experts own-experts-speed} --deadline "${DEADLINE:-200}"
 }
 update() {
   local gpus=${GPUS:-0,1} count
@@ -184,7 +190,7 @@ node() {
 }
 
 case $PLAN in
-  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | update | node) ;;
+  four | one | mismatch | two | suite | pair | unified | checks | tails | faults | loading | ranks | recovery2 | update | node) ;;
   *) echo "no plan $PLAN" >&2; exit 2 ;;
 esac
 (while sleep 15; do pack; done) & PACKER=$!

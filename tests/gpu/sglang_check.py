@@ -265,9 +265,11 @@ def own_experts(options: argparse.Namespace) -> list[Row]:
 
 def own_experts_speed(options: argparse.Namespace) -> list[Row]:
     """Several GPUs: seconds of syncs of all experts and of each rank's own, and of these by direct copies."""
-    rows = experts(options, "all-experts", "train.steps=5", _UNCHECKED)
-    more = ("train.steps=6", _UNCHECKED, _OWN, "engine.direct_loading=true")
-    return rows + experts(options, "own-experts-speed", *more)
+    ways = {"all-experts": [], "own-by-sglang": [_OWN], "own-direct": [_OWN, "engine.direct_loading=true"]}
+    rows: list[Row] = []
+    for name, settings in ways.items():
+        rows += experts(options, name, "train.steps=6", _UNCHECKED, *settings)
+    return rows
 
 
 def _loading(options: argparse.Namespace, name: str, *more: str) -> list[Row]:
