@@ -54,11 +54,20 @@ print(held.nbytes, flush=True)
 sys.stdin.read()
 """
 """Takes all free memory of the GPU but as many GB as the line on standard input says."""
-ENGINE_FRACTION = 0.05
-"""Share of the GPU for the engine: little, so that the update's memory can be taken."""
+ENGINE_GB = 4.0
+"""Memory of the GPU for the engine: little, so that the update's memory can be taken."""
+ROOM_GB = 1.5
+"""What an engine allocates beyond its share while it generates."""
 KILLED = "faults.inject=[trainer_killed@4:0]"
 """The run itself ends a rank where an update of half a second could be missed."""
 _OTHERS = ("EngineProcess", "RolloutWorker", "sglang")
+
+
+def card_gb() -> float:
+    """Memory of the first GPU, in 10^9 bytes."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(found.stdout.split()[0]) * 2**20 / 1e9
 
 
 class Run:
@@ -70,7 +79,7 @@ class Run:
         overrides = [f"run.name={name}", f"run.root={options.work}", "wandb.enabled=false", *settings]
         overrides += [
             "checkpoint.save_interval=1000",
-            f"engine.memory_fraction={ENGINE_FRACTION}",
+            f"engine.memory_fraction={ENGINE_GB / card_gb():.3f}",
             *options.set,
         ]
         command = [sys.executable, "-m", "orhpc.launch", "--local", "configs/gpu-smollm2.yaml", *overrides]
@@ -170,7 +179,7 @@ def memory_taken(run: Run, after: int, other: OtherProcess) -> dict[str, Any]:
     step = run.next_step(after)
     time.sleep(step["phases"]["rollout"] / 2)
     # For the update the engines free their memory too.
-    other.take(max(0.7, 0.75 * step["memory_trainer_peak_gb"] - ENGINE_FRACTION * 80))
+    other.take(max(ROOM_GB, 0.75 * step["memory_trainer_peak_gb"] - ENGINE_GB))
     began = time.time()
     kinds = ("out_of_memory_recovered", "trainers_restarted")  # in place, or by a restart
     handled = run.wait(lambda e: e["event"] in kinds and e["time"] > step["time"])

@@ -252,6 +252,10 @@ METRICS: dict[str, Metric] = {
     "sync_bytes": Metric("perf", "bytes of one copy of the weights that were sent", "bytes"),
     "sync_seconds_total": Metric("perf", "duration of the weight sync", "s"),
     "sync_seconds_gather": Metric("perf", "of that: gathering parameters", "s"),
+    "sync_seconds_engines": Metric(
+        "perf", "of that: waiting for engines, not counting time of gathering", "s"
+    ),
+    "sync_seconds_free": Metric("perf", "of that: giving back the memory of buckets", "s"),
     "sync_seconds_join": Metric("perf", "of that: forming the group of trainers and engines", "s"),
     "sync_seconds_shed": Metric("perf", "freeing gradients before it", "s"),
     "slowest_rank": Metric("perf", "the trainer rank that computed a fixed amount of work slowest"),

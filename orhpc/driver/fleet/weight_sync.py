@@ -19,7 +19,7 @@ from orhpc.driver.fleet.actors import call
 from orhpc.errors import ConfigError, EngineUnavailable, WeightSyncFailed
 from orhpc.train.actor import TrainerRank
 from orhpc.train.weights.expert_blocks import ExpertBlocks, blocks_of_engines
-from orhpc.train.weights.update_requests import Receiver, SyncPlan
+from orhpc.train.weights.update_requests import Receiver, SyncPlan, SyncSeconds
 
 if TYPE_CHECKING:
     from orhpc.driver.fleet.engines import Engines
@@ -85,7 +85,10 @@ class WeightSync:
         return {
             "sync_bytes": float(reports[0].nbytes),
             "sync_seconds_join": joined,
-            "sync_seconds_gather": max(report.gather_seconds for report in reports),
+            **{
+                f"sync_seconds_{part}": max(getattr(report.seconds, part) for report in reports)
+                for part in SyncSeconds._fields
+            },
         }
 
     def _plan(self) -> SyncPlan:

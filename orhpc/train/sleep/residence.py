@@ -318,6 +318,7 @@ class OffloadManager:
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # buckets of weights that engines have mapped
             torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:

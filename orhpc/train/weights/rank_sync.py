@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -25,7 +26,13 @@ from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.sender import BucketStage, WeightSender
 from orhpc.train.weights.source import WeightSource
-from orhpc.train.weights.update_requests import HandleExchange, SyncPlan, SyncReport, UpdateRequests
+from orhpc.train.weights.update_requests import (
+    HandleExchange,
+    SyncPlan,
+    SyncReport,
+    SyncSeconds,
+    UpdateRequests,
+)
 
 _MARGIN_S = 30.0
 """How much longer a rank waits for the others than they may wait for their engines."""
@@ -43,6 +50,8 @@ class _Walk:
     """Engines that failed in requests of this rank, by URL, and why."""
     engines_failed: bool = False
     """Whether an engine failed in a request of any rank."""
+    engine_seconds: float = 0.0
+    """Spent waiting for engines."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -116,10 +125,12 @@ class RankSync:
                 if not group_is_whole:
                     self.leave_group()  # ends broadcasts that read the slots
                 requests.close()
-                seconds = stage.seconds
-                stage.clear()
+                gathered, began = stage.seconds, time.perf_counter()
+                # A rank that shares its device with an engine sleeps next, which empties the cache.
+                stage.clear(keep_cached=group_is_whole and plan.maps_memory_of(self._rank))
             if walk.error is not None:
                 raise walk.error
+        seconds = SyncSeconds(gathered, walk.engine_seconds, time.perf_counter() - began)
         return SyncReport(sum(spec.nbytes for spec in specs), seconds, walk.failures)
 
     def _walk(
@@ -135,8 +146,10 @@ class RankSync:
                 if index < len(specs):
                     flat = stage.fill(index, self._source.export(specs[index].parameters, blocks))
                     handle = stage.handle(index) if plan.maps_memory_of(self._rank) else None
+            began = time.perf_counter()
             with walk.noting():
                 walk.failures = requests.wait()
+            walk.engine_seconds += time.perf_counter() - began
             if not self._all_succeeded(walk, plan.timeout_s):
                 break
             self.progress += 1

@@ -105,14 +105,20 @@ class BucketStage:
         assert slot is not None, "fill comes first"
         return bucket_handle(slot, metadata_of(self._specs[index]))
 
-    def clear(self) -> None:
+    def clear(self, *, keep_cached: bool) -> None:
         """Free the buckets' GPU memory.
 
         Host memory is kept: allocating shared pages costs more than the rest of a sync.
+
+        Args:
+            keep_cached: leave it to the allocator.  Returning it to the driver waits for all of the device's
+                work, as the copies of the optimizer's state that overlap with a sync.
         """
         self.seconds = 0.0
-        if self._device.type == "cuda":
-            self._slots = [None] * SYNC_BUCKETS
+        if self._device.type != "cuda":
+            return
+        self._slots = [None] * SYNC_BUCKETS
+        if not keep_cached:
             torch.cuda.synchronize(self._device)
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

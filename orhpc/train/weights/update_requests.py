@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import torch
@@ -48,6 +48,17 @@ class Receiver:
     """Whether it maps the ranks' memory; else it receives the broadcast of rank 0."""
     fields: dict[str, Any]
     """Further fields of its requests, which depend on SGLang's release."""
+
+
+class SyncSeconds(NamedTuple):
+    """How long a rank did what in a sync.  While it gathers one bucket, engines load the one before."""
+
+    gather: float = 0.0
+    """Gathering parameters into buckets, waits for other ranks included."""
+    engines: float = 0.0
+    """Waiting, after that, for the engines whose requests it makes."""
+    free: float = 0.0
+    """Giving back the memory of the buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ class SyncReport:
 
     nbytes: int
     """Size of the weights that each engine rank is sent."""
-    gather_seconds: float
+    seconds: SyncSeconds
     failures: Mapping[str, str]
     """Engines that failed in a request of this rank, by URL, and why: none has received all weights then."""
 

@@ -17,7 +17,7 @@ from orhpc.driver.fleet.weight_sync import SYNCING, WeightSync
 from orhpc.errors import InfraError, OrhpcError, RayLost, TrainerHangs, WeightSyncFailed
 from orhpc.rollout.client import EngineClient, EnginePool
 from orhpc.train.weights.expert_blocks import ExpertBlocks
-from orhpc.train.weights.update_requests import SyncPlan, SyncReport
+from orhpc.train.weights.update_requests import SyncPlan, SyncReport, SyncSeconds
 
 URLS = [f"http://10.0.0.{n}:80" for n in range(6)]
 KEY = "the-key-of-the-engines"
@@ -36,7 +36,10 @@ class Answers:
         self.plans.append(plan)
         if self._error is not None:
             raise self._error
-        return [SyncReport(100, float(n), failures) for n, failures in enumerate(self._failures)]
+        return [
+            SyncReport(100, SyncSeconds(gather=float(n)), failures)
+            for n, failures in enumerate(self._failures)
+        ]
 
 
 def engines_of(
@@ -108,6 +111,9 @@ def test_the_plan_says_who_makes_which_requests(monkeypatch: pytest.MonkeyPatch,
     assert KEY not in repr(sent)
     assert report["sync_bytes"] == 100
     assert report["sync_seconds_gather"] == WORLD - 1
+    assert {name for name in report if name.startswith("sync_seconds_")} >= {
+        "sync_seconds_engines", "sync_seconds_free",
+    }  # fmt: skip
     assert set(versions) == {SYNCING, "3"}
     assert pool.published_version == 3
 
@@ -168,7 +174,7 @@ class Actor:
         async def answer(*_: Any) -> Any:
             if name == "send_weights":
                 await asyncio.sleep(self._seconds)
-                return SyncReport(1, 0.0, {})
+                return SyncReport(1, SyncSeconds(), {})
             if name == "stacks":
                 return 'File "orhpc/train/weights/sender.py", line 1'
             assert name == "sync_progress"
@@ -194,7 +200,7 @@ def test_ranks_that_get_no_further_hang() -> None:
 
 def test_a_long_sync_goes_on_while_buckets_are_done() -> None:
     actor = Actor(1.5, progress_s=0.1)
-    assert send(actor, timeout_s=0.2) == [SyncReport(1, 0.0, {})]
+    assert send(actor, timeout_s=0.2) == [SyncReport(1, SyncSeconds(), {})]
     assert actor.asked > 2
 
 
