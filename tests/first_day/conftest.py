@@ -82,6 +82,14 @@ class Stranger:
         return done.stdout
 
 
+def one_line(text: str) -> str:
+    """The message: a single line on standard error, without a traceback."""
+    lines = [x for x in text.splitlines() if x.startswith("orhpc: ") and not x.startswith("orhpc: fetching")]
+    assert "Traceback" not in text, text
+    assert len(lines) == 1, text
+    return lines[0]
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of the tracked files."""
@@ -120,7 +128,9 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     frozen = subprocess.run(freeze, capture_output=True, text=True, check=True)
     pins = [x for x in frozen.stdout.splitlines() if "==" in x and not x.startswith(("orhpc", "megatron"))]
     (folder / "pins.txt").write_text("\n".join(pins))
-    install = [str(folder / "bin" / "pip"), "install", "--quiet", "-c", str(folder / "pins.txt")]
+    # What is not imported needs no bytecode: compiling all of it takes longer than the rest.
+    install = [str(folder / "bin" / "pip"), "install", "--quiet", "--no-compile"]
+    install += ["-c", str(folder / "pins.txt")]
     done = subprocess.run(
         [*install, f"{wheel}[run,gym]", "pandas"], capture_output=True, text=True, check=False
     )

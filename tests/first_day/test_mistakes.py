@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orhpc.errors import EXIT_CONFIG, EXIT_PREFLIGHT
-from tests.first_day.conftest import Stranger
+from tests.first_day.conftest import Stranger, one_line
 from tests.first_day.test_runs import SMALL
 from tests.hub import Hub
 from tests.model_configs import REAL
@@ -124,14 +124,6 @@ def folders(stranger: Stranger) -> None:
     write_model_folder(stranger.folder / "big", REAL["Qwen3-30B-A3B"][0])
 
 
-def one_line(text: str) -> str:
-    """The message: a single line on standard error, without a traceback."""
-    lines = [x for x in text.splitlines() if x.startswith("orhpc: ") and not x.startswith("orhpc: fetching")]
-    assert "Traceback" not in text, text
-    assert len(lines) == 1, text
-    return lines[0]
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gives_one_error_line(mistake: str, stranger: Stranger, folders: None) -> None:
     args, code, text = MISTAKES[mistake]
@@ -161,13 +153,6 @@ def test_a_hub_that_cannot_be_reached(stranger: Stranger) -> None:
     assert "orhpc fetch Acme/Qwen3" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert done.returncode == EXIT_PREFLIGHT
-
-
-def test_a_setting_changed_after_a_step(stranger: Stranger) -> None:
-    stranger.ok("orhpc", *LAUNCH, "run.name=changed", "train.steps=1")
-    done = stranger.run("orhpc", *LAUNCH, "run.name=changed", "rollout.temperature=0.5")
-    assert "it may not change on a resume: set another run.name to start a new run" in one_line(done.stderr)
-    assert done.returncode == EXIT_CONFIG
 
 
 def test_an_environment_that_raises_is_shown_once_with_its_own_traceback(stranger: Stranger) -> None:

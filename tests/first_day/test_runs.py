@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.first_day.conftest import FAMILIES, Stranger
+from orhpc.errors import EXIT_CONFIG
+from tests.first_day.conftest import Stranger, one_line
 from tests.hub import Hub
 
 SMALL = (
@@ -38,9 +39,12 @@ def test_the_command_prints_its_version_and_the_installed_parts(stranger: Strang
     assert "fetched before the run (now: orhpc fetch Acme/Qwen3)" in checked
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["Llama-3", "Qwen3-MoE", "DeepSeek-V3"])
 def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: Stranger, hub: Hub) -> None:
-    """For every family that supports rollouts; only the files for training are downloaded, and only once."""
+    """Dense, with experts, with latent attention; tests/unit/models has every family's export.
+
+    Only the files for training are downloaded, and only once.
+    """
     hub.requests.clear()  # other tests have requested this model before
     run = f"run.name={name}"
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", f"model.path=Acme/{name}", run, *SMALL)
@@ -55,13 +59,6 @@ def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: St
     assert int(stranger.ok("python", "-c", ANSWER, str(exported)).split()[-1]) > 0
 
 
-def test_a_custom_reward_changes_the_rewards(stranger: Stranger) -> None:
-    (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
-    arguments = ["model.path=Acme/Qwen3", "run.name=rewarded", "rollout.custom_reward=mine:always", *SMALL]
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *arguments, "train.steps=1")
-    assert "reward 0.250" in out
-
-
 def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
     arguments = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
     out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *arguments)
@@ -72,13 +69,20 @@ def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
 
 
 def test_repeating_the_command_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
-    """Also if the hub can no longer be reached: the second start needs no network."""
-    arguments = ["model.path=Acme/Qwen3", "run.name=twice", *SMALL]
-    stranger.ok("orhpc", "launch", "--local", "train.yaml", *arguments, "train.steps=1")
-    out = stranger.ok(
-        "orhpc", "launch", "--local", "train.yaml", *arguments, HF_ENDPOINT="http://127.0.0.1:9"
+    """With the user's own reward; also if the hub can no longer be reached, but not with other settings."""
+    (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
+    command = ["orhpc", "launch", "--local", "train.yaml", "model.path=Acme/Qwen3", "run.name=twice"]
+    command += ["rollout.custom_reward=mine:always", *SMALL]
+    out = stranger.ok(*command, "train.steps=1")
+    assert "reward 0.250" in out
+    changed = stranger.run(*command, "rollout.temperature=0.5")
+    assert "it may not change on a resume: set another run.name to start a new run" in one_line(
+        changed.stderr
     )
+    assert changed.returncode == EXIT_CONFIG
+    out = stranger.ok(*command, HF_ENDPOINT="http://127.0.0.1:9")
     assert "attempt 2, step 1 of 2 done" in out
+    assert "reward 0.250" in out
     assert "finished" in out
 
 

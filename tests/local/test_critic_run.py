@@ -24,6 +24,7 @@ PPO = (
     "algorithm.critic.warmup_steps=2",
     "rollout.batch_size=16",
     "rollout.n_samples=1",
+    kit.ONE_DEVICE,
 )
 
 

@@ -93,7 +93,7 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
 def test_a_run_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """As ``scontrol suspend`` does: timeouts that end meanwhile end nothing."""
     rundir = RunDir(tmp_path / "tiny")
-    settings = ["train.steps=1000", "wandb.enabled=false", "engine.health_timeout_s=10"]
+    settings = ["train.steps=1000", "wandb.enabled=false", "engine.health_timeout_s=10", kit.ONE_DEVICE]
     with kit.started(tmp_path, *settings) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 3)
         everything = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

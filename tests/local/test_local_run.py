@@ -209,7 +209,7 @@ def test_a_killed_and_resumed_run_has_the_parameters_of_an_uninterrupted_one(
 
 
 def test_a_corrupt_commit_is_skipped_on_resume(finished: RunDir, tmp_path: Path) -> None:
-    replay = [f"train.replay_rollouts={finished.rollouts}", "wandb.enabled=false"]
+    replay = [f"train.replay_rollouts={finished.rollouts}", "wandb.enabled=false", kit.ONE_DEVICE]
     assert kit.run(tmp_path, *replay, "train.steps=4").returncode == 0
     rundir = RunDir(tmp_path / "tiny")
     newest = rundir.lineage()[0]
@@ -277,11 +277,12 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
 def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
     """The next attempt writes every row, whatever the killed one had written before."""
     rundir = RunDir(tmp_path / "tiny")
-    with kit.started(tmp_path, "train.steps=200", env={"WANDB_MODE": "offline"}) as process:
+    offline = {"WANDB_MODE": "offline"}
+    with kit.started(tmp_path, kit.ONE_DEVICE, "train.steps=200", env=offline) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "commit" and e["step"] >= 4)
     assert kit.wait_gone(rundir) == []
     start = rundir.lineage()[0].step
-    last = kit.run(tmp_path, f"train.steps={start + 2}", env={"WANDB_MODE": "offline"})
+    last = kit.run(tmp_path, kit.ONE_DEVICE, f"train.steps={start + 2}", env=offline)
     assert last.returncode == 0, last.stdout + last.stderr
     _, newest = sorted((rundir.path / "wandb").glob("offline-run-*/*.wandb"))
     assert _wandb_rows(newest) >= start + 2

@@ -48,9 +48,9 @@ def test_the_engines_routes_are_used_in_training_and_recorded(tmp_path: Path) ->
 
 
 def test_replaying_a_record_without_routes_is_an_error(tmp_path: Path) -> None:
-    steps = "train.steps=1"
-    assert kit.run(tmp_path, "model.path=bundled:tiny-moe", steps).returncode == 0
+    one = ["train.steps=1", kit.ONE_DEVICE]
+    assert kit.run(tmp_path, "model.path=bundled:tiny-moe", *one).returncode == 0
     rollouts = RunDir(tmp_path / "tiny").rollouts
-    result = kit.run(tmp_path, *MOE, steps, "run.name=again", f"train.replay_rollouts={rollouts}")
+    result = kit.run(tmp_path, *MOE, *one, "run.name=again", f"train.replay_rollouts={rollouts}")
     assert result.returncode != 0
     assert "expert routes were not recorded" in result.stderr + result.stdout

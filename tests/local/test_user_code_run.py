@@ -19,7 +19,10 @@ from pydantic import BaseModel
 class Answer(BaseModel):
     text: str
 
-class Broken(Environment):
+class Partly(Environment):
+    """The verifier raises on every third answer, and on all of some tasks."""
+    asked = 0
+
     @classmethod
     def list_splits(cls):
         return ["train"]
@@ -27,19 +30,6 @@ class Broken(Environment):
     @classmethod
     def list_tasks(cls, split):
         return [{"i": i} for i in range(20)]
-
-    def get_prompt(self):
-        return [TextBlock(text=self.task_spec["question"])]
-
-    @terminal
-    @tool
-    async def answer(self, answer: Answer) -> ToolOutput:
-        """Take the answer."""
-        return ToolOutput(blocks=[TextBlock(text="ok")], reward=float(len(answer.text)), finished=True)
-
-class Partly(Broken):
-    """The verifier raises on every third answer, and on all of some tasks."""
-    asked = 0
 
     def get_prompt(self):
         return [TextBlock(text="Go.")]
@@ -69,7 +59,6 @@ async def agent(context, request):
 @pytest.mark.parametrize(
     ("override", "reason", "line"),
     [
-        ("environments={b: {serve: 'mine:Broken'}}", "KeyError: 'question'", 'self.task_spec["question"]'),
         ("rollout.custom_reward=mine:score", "TimeoutError: the judge did", 'raise TimeoutError("the judge'),
         ("rollout.custom_agent=mine:agent", "no_such_field", "return context.no_such_field"),
     ],

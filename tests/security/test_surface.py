@@ -24,7 +24,6 @@ KINDS = {
     "driver": "orhpc.driver",
     "Ray GCS": "gcs_server",
     "raylet": "raylet/raylet",
-    "Ray client server": "ray.util.client.server",
     "Ray runtime environment agent": "ray::RuntimeEnvAgent",
     "engine actor": "ray::EngineProcess",
     "trainer rank": "ray::TrainerRank",

@@ -106,14 +106,11 @@ class RayNode:
     def begin_head(self) -> None:
         """Start GCS and raylet; :meth:`await_head` returns the address to join."""
         # One block for all ports: a port chosen separately could be in the range chosen next.
-        self._port, clients, metrics, *others = free_ports(3 + _PORTS, self.address, consecutive=True)
+        self._port, *others = free_ports(1 + _PORTS, self.address, consecutive=True)
         role = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
-        # The server for Ray clients cannot be disabled; at its default port two jobs would collide.
-        role += ["--ray-client-server-port", str(clients)]
         # The monitor serves autoscaling clusters, and listens on all interfaces.
         role += ["--no-monitor"]
-        # The dashboard's process runs even if it serves only its own metrics.
-        self._start(role, others, variables={"DASHBOARD_METRIC_PORT": str(metrics)})
+        self._start(role, others, variables={})
 
     def await_head(self, timeout_s: float = 120.0) -> str:
         """Wait until the head can be joined; returns its address.

@@ -7,8 +7,8 @@ gives the ``arguments`` of the command line, ``variables`` to set first, and ``h
 wait for, or null.  The process exits if the input ends without such a line, or when the process that started
 it ends, which also limits the wait.
 
-``ray start`` is patched in two ways for which it has no options: it accepts a loopback address, and a GCS
-that has ended is restarted.
+``ray start`` is patched in three ways for which it has no options: it accepts a loopback address, a GCS that
+has ended is restarted, and two servers that no run uses are not started.
 """
 
 from __future__ import annotations
@@ -75,11 +75,27 @@ def keep_gcs_up() -> None:
     Node.dead_processes = dead_but_for_the_gcs
 
 
+def start_no_unused_servers() -> None:
+    """Have ``ray start --head`` start neither the server for Ray clients nor the dashboard's process.
+
+    ``--include-dashboard false`` starts the latter nevertheless, with fewer modules.  Each costs seconds of
+    processor time at every start, and a port that strangers can reach.
+    """
+    from ray._private.node import Node
+
+    def not_started(self: Any, **_: Any) -> None:
+        """Nothing reads what the method would have noted: the dashboard's address and the process."""
+
+    Node.start_ray_client_server = not_started
+    Node.start_api_server = not_started
+
+
 def main() -> None:
     from ray.scripts.scripts import main as ray
 
     use_loopback()
     keep_gcs_up()
+    start_no_unused_servers()
 
     line = sys.stdin.readline()
     if not line:

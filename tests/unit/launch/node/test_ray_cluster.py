@@ -89,9 +89,8 @@ OF_EVERY_SERVER = (
     NODES,
     "/ray.rpc.NodeManagerService/GetNodeStats",
     "/ray.rpc.ObjectManagerService/Push",
-    "/ray.rpc.RayletDriver/Init",
 )
-"""One RPC of the GCS, the raylet, its object manager and the server for Ray clients."""
+"""One RPC of the GCS, the raylet and its object manager."""
 
 
 @pytest.mark.slow
