@@ -2,19 +2,19 @@
 
     python benchmarks/gpu/moe_update.py --out DIR [--gpus 2] [--seconds 450] [--layers 4]
 
-A random model of Qwen3-30B-A3B's layer shapes (128 experts, 8 per token) replays routes in which some experts
-are more popular than others, and even ones. The cases, the most telling first: whole layers recomputed in
-micro-batches of 8,192 tokens (the defaults); nothing recomputed in micro-batches of 16,384 and 32,768; with
-``megatron.counts_from_routes``; with overlapped all-to-alls as well (two GPUs); cheap modules recomputed;
-then the best of these with even routes. Two GPUs divide the experts (TP 1, EP 2) and, if time is left,
-tensors too (TP 2, EP 2). An update of 65,536 tokens a GPU is timed from before its batches are packed until
-its optimizer has ended; FLOPs are counted without recomputation's. Each case is also profiled for one update,
-and its peak is compared with what ``orhpc plan`` computes; one that cannot fit is skipped. All cases take
-turns in one process a GPU. A case that fails, or takes longer than ``--case-seconds``, is noted; the others
-go on in new processes. ``gradients`` compares the schedules' gradients. Results are written to
-``DIR/moe_update-LAYOUT.json`` as they are measured; the table is printed last and kept as
-``DIR/moe_update.md``. ``--device cpu`` (with ``PYTHONPATH=tests/megatron/site``) tests the program on a small
-model.
+A random model of Qwen3-30B-A3B's layer shapes (128 experts, 8 per token) replays routes in which some
+experts are more popular than others, and even ones. The cases, the most telling first: whole layers
+recomputed in micro-batches of 8,192 tokens (the defaults) and of 32,768; nothing recomputed in
+micro-batches of 16,384 and 32,768; with ``megatron.counts_from_routes``; with overlapped all-to-alls as
+well (two GPUs); cheap modules recomputed; then the best of these with even routes. Two GPUs divide the
+experts (TP 1, EP 2) and, if time is left, tensors too (TP 2, EP 2). An update of 65,536 tokens a GPU is
+timed from before its batches are packed until its optimizer has ended; FLOPs are counted without
+recomputation's. Each case is also profiled for one update, and its peak is compared with what ``orhpc
+plan`` computes; one that cannot fit is skipped. All cases take turns in one process a GPU. A case that
+fails, or takes longer than ``--case-seconds``, is noted; the others go on in new processes. ``gradients``
+compares the schedules' gradients. Results are written to ``DIR/moe_update-LAYOUT.json`` as they are
+measured; the table is printed last and kept as ``DIR/moe_update.md``. ``--device cpu`` (with
+``PYTHONPATH=tests/megatron/site``) tests the program on a small model.
 """
 
 from __future__ import annotations

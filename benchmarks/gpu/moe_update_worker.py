@@ -27,9 +27,11 @@ def variants(layout: str) -> list[Variant]:
     """The cases of a layout, the most telling first."""
     small, middle, large = 8192, 16384, 32768
     if layout == TENSORS:
-        return [Variant("full", small), Variant("none", large), Variant("none", large, counted=True)]
+        some = [Variant("full", small), Variant("none", large), Variant("none", large, counted=True)]
+        return [*some, Variant("full", large)]
     found = [
         Variant("full", small),
+        Variant("full", large),
         Variant("none", middle),
         Variant("none", large),
         Variant("none", middle, counted=True),

@@ -33,7 +33,7 @@ def test_all_cases_are_timed_but_the_one_that_fails(tmp_path: Path) -> None:
     timed = {name: row for name, row in found.items() if "tflops" in row}
     assert next(iter(timed)) == "full, 8192, natural"
     assert {"none counted, 8192, natural", "none overlapped counted, 32768, even"} < set(timed)
-    assert len(timed) == 11
+    assert len(timed) == 12
     # All cases of the same routes compute the same gradient.
     for kind in ("natural", "even"):
         norms = [row["grad_norm"] for name, row in timed.items() if name.endswith(kind)]
