@@ -41,6 +41,13 @@ FAMILIES = {
 """Maps a model on the hub to its family in tests.model_configs and its tokenizer."""
 
 
+IMPORTED = (
+    "orhpc.driver.__main__", "orhpc.environments.server", "orhpc.rollout.engines.cpu.model",
+    "orhpc.train.fsdp.backend", "openreward", "ray", "wandb",
+)  # fmt: skip
+"""Modules whose import reads most of what a run does; five processes would compile it at the same time."""
+
+
 @dataclass
 class Stranger:
     """A user with a fresh account: only the wheel is installed, and nothing is configured."""
@@ -128,13 +135,14 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     frozen = subprocess.run(freeze, capture_output=True, text=True, check=True)
     pins = [x for x in frozen.stdout.splitlines() if "==" in x and not x.startswith(("orhpc", "megatron"))]
     (folder / "pins.txt").write_text("\n".join(pins))
-    # What is not imported needs no bytecode: compiling all of it takes longer than the rest.
+    # Compiling what is never imported takes longer than the rest; what a run imports is compiled once below.
     install = [str(folder / "bin" / "pip"), "install", "--quiet", "--no-compile"]
     install += ["-c", str(folder / "pins.txt")]
     done = subprocess.run(
         [*install, f"{wheel}[run,gym]", "pandas"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    subprocess.run([str(folder / "bin" / "python"), "-c", f"import {', '.join(IMPORTED)}"], check=True)
     return folder / "bin"
 
 
