@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +38,9 @@ def test_the_command_prints_its_version_and_the_installed_parts(stranger: Strang
     assert "fetched before the run (now: orhpc fetch Acme/Qwen3)" in checked
 
 
-@pytest.mark.parametrize("name", ["Llama-3", "Qwen3-MoE", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Llama-3", "Qwen3-MoE"])
 def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: Stranger, hub: Hub) -> None:
-    """Dense, with experts, with latent attention; tests/unit/models has every family's export.
+    """Dense and with experts; tests/unit/models has every family's export.
 
     Only the files for training are downloaded, and only once.
     """
@@ -57,15 +56,6 @@ def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: St
     exported = stranger.folder / "runs" / name / "export" / "step_2"
     assert exported.is_dir(), folder
     assert int(stranger.ok("python", "-c", ANSWER, str(exported)).split()[-1]) > 0
-
-
-def test_a_run_can_evaluate_without_training(stranger: Stranger) -> None:
-    arguments = ["model.path=Acme/Qwen3", "run.name=judged", "train.steps=0", "environments.mine.splits=[]"]
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", *SMALL, *arguments)
-    assert "evaluation" in out
-    assert "mine/test" in out
-    status = json.loads(stranger.ok("orhpc", "status", "--json", "runs/judged"))
-    assert status["step"] == 0
 
 
 def test_repeating_the_command_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:

@@ -65,3 +65,8 @@ def test_a_run_without_steps_evaluates_once_and_finishes(tmp_path: Path) -> None
         cwd=kit.ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "evaluation after step 0: 6 rollouts" in listed.stdout, listed.stderr
+    status = subprocess.run(
+        [sys.executable, "-m", "orhpc.commands.cli", "status", "--json", str(rundir.path)],
+        cwd=kit.ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert json.loads(status.stdout)["step"] == 0, status.stderr
