@@ -26,7 +26,7 @@ def driver_of(process: subprocess.Popen[str]) -> psutil.Process:
 def test_a_killed_driver_is_restarted_in_place_and_no_step_is_lost(tmp_path: Path) -> None:
     """Nothing is committed before the end, so that a restart from a commit would cost all steps."""
     rundir, earlier = RunDir(tmp_path / "tiny"), scratch.abandoned(Path("/dev/shm"), scratch.STATE_PREFIX)
-    settings = ["train.steps=8", "wandb.enabled=false", "checkpoint.save_interval=100"]
+    settings = ["train.steps=8", "wandb.enabled=false", "checkpoint.save_interval=100", kit.ONE_DEVICE]
     with kit.started(tmp_path, *settings) as process:
         kit.wait_for(process, rundir, lambda e: e["event"] == "step" and e["step"] >= 3)
         first = driver_of(process)

@@ -43,23 +43,20 @@ def test_trainers_and_engines_on_their_own_kinds_of_nodes_through_every_requeue(
     step = committed_in(run, 1)
     assert_placed(run, 1)
     assert "running" in orhpc(cluster, "status", str(run.run.path)).stdout
-    run.signal_batch("USR2")
-    assert run.wait_outcome(1).reason is Reason.SIGNALLED
+    preempt(cluster)
+    assert run.wait_outcome(1).reason is Reason.PREEMPTED
     run.comes_back(2)
     assert committed_in(run, 2) > step
     assert_placed(run, 2)
-    preempt(cluster)
-    assert run.wait_outcome(2).reason is Reason.PREEMPTED
-    run.comes_back(3)
-    step = committed_in(run, 3)
+    step = run.committed()
     os.kill(task_of(run, 2), signal.SIGKILL)  # on a node of the second kind, which ends the others too
-    run.comes_back(4)
-    assert run.wait_outcome(3).reason is Reason.KILLED
-    assert committed_in(run, 4) > step
-    assert_placed(run, 4)
+    run.comes_back(3)
+    assert run.wait_outcome(2).reason is Reason.KILLED
+    assert committed_in(run, 3) > step
+    assert_placed(run, 3)
     assert orhpc(cluster, "cancel", str(run.run.path)).returncode == 0
     run.wait_state("CANCELLED")
-    assert run.wait_outcome(4).reason is Reason.CANCELLED
+    assert run.wait_outcome(3).reason is Reason.CANCELLED
     assert_nothing_left(run)
 
 
