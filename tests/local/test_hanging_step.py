@@ -27,6 +27,8 @@ TASK = 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_PROCID=0 "$@"\n'
 """srun's handling of its arguments: options first, then the task's command."""
 LIMIT_S = 3
 KILLED = f"srun is still running {LIMIT_S} s after the first node has exited: killed"
+RUN_S = 700
+"""Seconds for a start and a few steps; a minute suffices on an idle machine."""
 BEGIN_S = {True: 90, False: 5}
 """Seconds for an srun that starts a task, and for one that does not."""
 
@@ -105,6 +107,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[HangingJob]:
 
 @pytest.mark.parametrize("job", [["train.steps=2"]], indirect=True)
 def test_a_finished_run_ends_even_if_srun_keeps_running(job: HangingJob) -> None:
+    job.until(lambda: any(e["event"] == "finished" for e in read_events(job.run.events)), RUN_S)
     assert job.returns() == 0
     assert [e["step"] for e in read_events(job.run.events) if e["event"] == "step"] == [1, 2]
     assert KILLED in job.output.read_text()
@@ -114,7 +117,7 @@ def test_a_finished_run_ends_even_if_srun_keeps_running(job: HangingJob) -> None
 @pytest.mark.parametrize("job", [["train.steps=1000"]], indirect=True)
 def test_a_killed_launcher_is_detected_even_if_srun_keeps_running(job: HangingJob) -> None:
     """Its lock is released when it is killed, by any process; its child processes end with it."""
-    job.until(lambda: any(e["event"] == "commit" for e in read_events(job.run.events)), 120)
+    job.until(lambda: any(e["event"] == "commit" for e in read_events(job.run.events)), RUN_S)
     running = [p for p in job.tree.values() if p.is_running()]
     (launcher,) = [p for p in running if p.cmdline()[1:3] == ["-m", "orhpc.launch.node"]]
     os.kill(launcher.pid, signal.SIGKILL)
@@ -141,6 +144,6 @@ def test_an_srun_that_starts_no_task_releases_the_nodes(job: HangingJob) -> None
 @pytest.mark.parametrize("job", [["train.steps=30"]], indirect=True)
 def test_a_healthy_run_is_not_killed_by_the_exit_limit(job: HangingJob) -> None:
     began = time.monotonic()
-    job.until(lambda: any(e["event"] == "finished" for e in read_events(job.run.events)), 200)
+    job.until(lambda: any(e["event"] == "finished" for e in read_events(job.run.events)), RUN_S)
     assert time.monotonic() - began > 2 * LIMIT_S
     assert job.returns() == 0
