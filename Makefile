@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OPENREWARD_DISABLE_UPDATE_CHECK = 1
 
-.PHONY: help install demo test test-fast soak lint docs format clean
+.PHONY: help install demo test test-fast test-long soak lint docs format clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -30,11 +30,14 @@ $(STAMP): pyproject.toml Makefile
 demo: $(STAMP)   ## train SmolLM2-135M on this machine, about ten minutes on two cores
 	$(BIN)/python -m orhpc.launch --local configs/local.yaml
 
-test: $(STAMP)   ## every test, lint and type check
+test: $(STAMP)   ## lint, type check and the tests, an hour on two cores
 	bash tests/run.sh all
 
 test-fast: $(STAMP)  ## the quick ones, under a minute
 	bash tests/run.sh fast
+
+test-long: $(STAMP)  ## the long rehearsals that make test leaves out, half an hour
+	bash tests/run.sh long
 
 soak: $(STAMP)   ## 200 steps with 24 random faults at a fixed seed, about half an hour on two cores
 	$(BIN)/python -m benchmarks.soak

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/run.sh all | fast | lint
+# tests/run.sh all | fast | long | lint
 set -euo pipefail
 trap wait EXIT # for a package manager that still runs when the lint has failed
 cd "$(dirname "$0")/.."
@@ -52,7 +52,7 @@ prepared() { slurm ; npm_is_there ; browser_is_there ; }
 # pytest, whose output also goes to a file: the last lines of a long run name every failure.
 pytest_into() {
   local log=$1 ; shift
-  $bin/python -m pytest -rfEs --durations=15 "$@" 2>&1 | tee "$log"
+  $bin/python -m pytest -rfEs --durations=15 -m "not long" "$@" 2>&1 | tee "$log"
 }
 
 # Most tests keep one core busy, so two run at a time.  Those of Megatron have their own processes, because
@@ -70,6 +70,13 @@ everything() {
   cat "$logs/slurm"
   grep -hE '^(FAILED|ERROR) ' "$logs"/* || true
   rm -rf "$logs"
+  echo "left out: rehearsals of many minutes of what these tests show in parts (make test-long)"
+  return $failed
+}
+
+long() {
+  local failed=0
+  $bin/python -m pytest -rfEs --durations=0 -m long tests || failed=1
   return $failed
 }
 
@@ -77,5 +84,6 @@ case "${1:-all}" in
   lint) lint ;;
   fast) $bin/ruff check --quiet . ; $bin/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit tests/faults ;;
   all)  prepared & lint ; wait $! ; everything ;;
-  *) echo "usage: tests/run.sh all | fast | lint" >&2; exit 2 ;;
+  long) prepared ; long ;;
+  *) echo "usage: tests/run.sh all | fast | long | lint" >&2; exit 2 ;;
 esac

@@ -15,7 +15,7 @@ from orhpc.train.checkpoint.shards import CheckpointReader
 from tests.local import kit
 from tests.metric_names import unexplained
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PPO = (
     "algorithm.advantage=ppo",

@@ -15,7 +15,7 @@ from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events
 from tests.local import kit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def driver_of(process: subprocess.Popen[str]) -> psutil.Process:

@@ -66,6 +66,7 @@ class Throttle:
         self._thread.join()
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "tiny")
     settings = ["train.steps=1000", "wandb.enabled=false", "checkpoint.save_interval=1000"]

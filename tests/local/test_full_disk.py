@@ -75,6 +75,7 @@ def test_a_run_waits_for_disk_space_and_continues(disk: Path) -> None:
     assert not list(rundir.checkpoints.glob(".*"))
 
 
+@pytest.mark.long
 def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
     arguments = (kit.ONE_DEVICE, "train.steps=9", "checkpoint.save_interval=3")

@@ -227,7 +227,7 @@ def test_a_corrupt_commit_is_skipped_on_resume(finished: RunDir, tmp_path: Path)
 def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     """Steps leave unfinished rollouts to the next ones: those of one environment have several long turns."""
     rundir = RunDir(tmp_path / "tiny")
-    partial = ["rollout.partial=true", "rollout.oversample=2", "rollout.stale_tokens=train"]
+    partial = ["rollout.partial=true", "rollout.oversample=2", "rollout.stale_tokens=train", kit.ONE_DEVICE]
     partial.append("rollout.max_total_tokens=1000")
     several_turns = "nudge: Go on., max_nudges: 4, max_turns: 5, max_response_tokens: 200"
     partial += [f"environments.t={{serve: treasure, {several_turns}}}"]

@@ -25,7 +25,10 @@ def pids(process: subprocess.Popen[str], *names: str) -> set[int]:
 
 @pytest.mark.parametrize(
     ("workers", "steps", "more"),
-    [(1, 9, []), (2, 40, ["rollout.max_staleness=1"])],
+    [
+        pytest.param(1, 9, [], marks=pytest.mark.long),
+        (2, 40, ["rollout.max_staleness=1"]),
+    ],
     ids=["one, synchronous", "two, ahead of the trainers"],
 )
 def test_a_killed_worker_restarts_alone(tmp_path: Path, workers: int, steps: int, more: list[str]) -> None:

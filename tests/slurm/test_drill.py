@@ -13,7 +13,7 @@ from orhpc.rundir.events import read_events
 from tests.slurm.cluster import Cluster
 from tests.slurm.kit import ROOT, SMALL, JobRun, assert_nothing_left, assert_whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def test_a_job_comes_back_after_a_preemption_signal_and_the_loss_of_a_node_s_processes(

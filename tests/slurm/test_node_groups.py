@@ -15,7 +15,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.kit import JobRun, assert_nothing_left, launch, orhpc, preempt
 from tests.slurm.test_edges import committed_in, task_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 KINDS = {"trainers": "n[0-1]", "engines": "n[2-3]"}
 
 

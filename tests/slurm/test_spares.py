@@ -27,6 +27,7 @@ from tests.slurm.kit import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_node_without_power_and_the_job_is_requeued_only_after_the_second(
     cluster: Cluster, root: Path
 ) -> None:

@@ -14,7 +14,7 @@ from orhpc.rundir import RunDir
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import BRING_UP_S, ROOT, SMALL, JobRun, assert_nothing_left, assert_whole, orhpc
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def sweep(cluster: Cluster, root: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from orhpc.rundir.events import read_events
 from tests.slurm.cluster import Cluster
 from tests.slurm.kit import ROOT, SMALL, JobRun, assert_nothing_left
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def test_a_job_of_two_nodes_measures_settings_and_the_best_is_written(cluster: Cluster, root: Path) -> None:
