@@ -1,7 +1,7 @@
 """What verl takes from flash-attn, which the GPU machine of ``peers.py`` does not have; imported by verl.
 
-verl imports this module in each of its processes (``actor_rollout_ref.model.external_lib``). Without flash-attn,
-verl 0.9 pads with torch (``verl.utils.attention_utils``), but has no fast path for two parts:
+verl imports this module in each of its processes (``actor_rollout_ref.model.external_lib``). Without
+flash-attn, verl 0.9 pads with torch (``verl.utils.attention_utils``), but has no fast path for two parts:
 
 - Attention over packed sequences (``flash_attn_varlen_func``, through transformers). Here it is
   ``torch.nn.attention.varlen``, PyTorch's own build of FlashAttention-2, as in orhpc's trainer. transformers
@@ -45,8 +45,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute one layer by transformers' attention contract; a sequence begins where ``position_ids`` is 0.
 
-    ``query`` is ``[1, heads, P, d]``, ``key`` and ``value`` ``[1, kv_heads, P, d]``, ``position_ids`` ``[1, P]``;
-    returns ``[1, P, heads, d]``. Raises ValueError without positions of one packed row.
+    ``query`` is ``[1, heads, P, d]``, ``key`` and ``value`` ``[1, kv_heads, P, d]``, ``position_ids``
+    ``[1, P]``; returns ``[1, P, heads, d]``. Raises ValueError without positions of one packed row.
     """
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[0] != 1:
         raise ValueError("attention over packed sequences needs position_ids of one row")
@@ -114,7 +114,7 @@ if find_spec("triton") is not None:
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     @triton.jit
-    def _forward(logits, labels, logprobs, lses, columns: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    def _forward(logits, labels, logprobs, lses, columns: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         start = logits + row * columns
         high = float("-inf")
@@ -131,7 +131,7 @@ if find_spec("triton") is not None:
         tl.store(logprobs + row, picked - lse)
 
     @triton.jit
-    def _backward(logits, labels, lses, grads, out, columns: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    def _backward(logits, labels, lses, grads, out, columns: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * columns + at, mask=at < columns, other=float("-inf")).to(tl.float32)
