@@ -31,10 +31,10 @@ FALLBACKS = {
 """By import name; each gets a folder of its own, which is used only where the machine has no such package."""
 FALLBACK_FOLDER = "peers_fallback"
 DROP = re.compile(
-    r"(^|/)(tests?|__pycache__|include|includes)/|\.pyc$|\.pyx$|\.pxd$|\.pxi$|\.h$"
+    r"^(scripts|tutorial|recipe|pydevd_plugins)/|(^|/)(tests?|__pycache__|include|includes)/|\.pyc$|\.pyx$|\.pxd$|\.pxi$|\.h$"
     r"|pyarrow/(libarrow_flight|libarrow_substrait|libarrow_s3|_flight|_s3fs|_substrait|src/)"
 )
-"""Not imported: tests, headers, and the parts of Arrow for servers and object stores."""
+"""Not imported: examples, tests, headers, and the parts of Arrow for servers and object stores."""
 
 
 def pack(folder: Path) -> Path:

@@ -63,8 +63,8 @@ def _head(found: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
     return [
         f"{found['machine']}; {versions}",
-        f"{shape['prompts']} prompts x {shape['samples']} x {shape['response']} tokens, Qwen3-{shape['size']} "
-        f"shapes, {shape['layers']} layers, micro-batches of {shape['tokens']} tokens",
+        f"{shape['prompts']} prompts x {shape['samples']} x {shape['response']} tokens, shapes of "
+        f"Qwen3-{shape['size']}, {shape['layers']} layers, micro-batches of {shape['tokens']} tokens",
         f"medians without each turn's first {WARM} steps; last column: the others' over orhpc's",
         *(f"- {note}" for note in found["notes"] if set(sides) != {"orhpc"}),
     ]

@@ -83,8 +83,9 @@ class LogProbs(torch.autograd.Function):
         rows, columns = logits_PV.shape
         logprobs_P = torch.empty(rows, dtype=torch.float32, device=logits_PV.device)
         lse_P = torch.empty_like(logprobs_P)
+        kernel: Any = _forward
         if rows:
-            _forward[(rows,)](logits_PV, labels_P, logprobs_P, lse_P, columns, BLOCK=COLUMNS, num_warps=8)
+            kernel[(rows,)](logits_PV, labels_P, logprobs_P, lse_P, columns, BLOCK=COLUMNS, num_warps=8)
         ctx.save_for_backward(logits_PV, labels_P, lse_P)
         ctx.in_place = in_place
         return logprobs_P
@@ -94,9 +95,10 @@ class LogProbs(torch.autograd.Function):
         logits_PV, labels_P, lse_P = ctx.saved_tensors
         rows, columns = logits_PV.shape
         grad_PV = logits_PV if ctx.in_place else torch.empty_like(logits_PV)
+        kernel: Any = _backward
         if rows:
             blocks = -(-columns // COLUMNS)
-            _backward[(rows, blocks)](
+            kernel[(rows, blocks)](
                 logits_PV,
                 labels_P,
                 lse_P,
