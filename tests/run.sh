@@ -70,7 +70,7 @@ everything() {
   cat "$logs/slurm"
   grep -hE '^(FAILED|ERROR) ' "$logs"/* || true
   rm -rf "$logs"
-  echo "left out: rehearsals of many minutes of what these tests show in parts (make test-long)"
+  echo "left out (make test-long): rehearsals of what these tests show in parts, and rarer model families"
   return $failed
 }
 

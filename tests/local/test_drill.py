@@ -13,7 +13,7 @@ from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
 from tests.local import kit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_a_run_comes_back_after_every_fault_of_its_drill(tmp_path: Path) -> None:
