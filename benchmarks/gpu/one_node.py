@@ -279,14 +279,14 @@ def launch(
     return 124 if late else process.returncode
 
 
-def leave(process: subprocess.Popen[bytes]) -> None:
+def leave(process: subprocess.Popen[bytes], wait_s: float = LEAVE_S) -> None:
     """End a run that is still active: after a second signal it exits without a commit."""
     for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             time.sleep(1.0)
     try:
-        process.wait(LEAVE_S)
+        process.wait(wait_s)
     except subprocess.TimeoutExpired:
         process.kill()  # its child processes end with it
         process.wait()

@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu import peers_verl  # noqa: E402
-from benchmarks.gpu.one_node import machine  # noqa: E402
+from benchmarks.gpu.one_node import leave, machine  # noqa: E402
 from benchmarks.gpu.peers_pack import FALLBACK_FOLDER, pack  # noqa: E402
 from benchmarks.gpu.peers_report import SIDES, measured, report  # noqa: E402
 
@@ -199,11 +199,11 @@ def take_turn(turn: Turn, record: Record, model: Path, options: argparse.Namespa
             if read_steps(turn, work):
                 record.save()
                 if len(turn.steps) >= options.steps:
-                    until = min(until, time.monotonic() + LEAVE_S)  # for it to end by itself
+                    until = min(until, time.monotonic() + LEAVE_S)  # until it has ended
         done = len(turn.steps) >= options.steps
         turn.exit = process.poll() if process.poll() is not None else 0 if done else 124
     finally:
-        leave(process)
+        leave(process, LEAVE_S)
         read_steps(turn, work)
         end_children()
         turn.ended = time.time()
@@ -318,19 +318,6 @@ def orhpc_steps(folder: Path) -> list[dict[str, float]]:
 
 
 # --- ending processes ---------------------------------------------------------------------------------------
-
-
-def leave(process: subprocess.Popen[bytes]) -> None:
-    """End a run that is still active; a second signal ends orhpc without a commit."""
-    for _ in range(2):
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            time.sleep(1.0)
-    try:
-        process.wait(LEAVE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def end_children() -> None:

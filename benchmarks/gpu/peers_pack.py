@@ -28,7 +28,7 @@ FALLBACKS = {
     "xxhash": ("xxhash==3.6.0",),
     "prometheus_client": ("prometheus_client==0.26.0",),
 }
-"""By import name; each gets a folder of its own, which is used only where the machine has no such package."""
+"""By import name; each gets a separate folder, which is used only where the machine has no such package."""
 FALLBACK_FOLDER = "peers_fallback"
 DROP = re.compile(
     r"^(scripts|tutorial|recipe|pydevd_plugins)/|(^|/)(tests?|__pycache__|include|includes)/|\.pyc$|\.pyx$|\.pxd$|\.pxi$|\.h$"

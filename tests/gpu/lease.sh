@@ -35,7 +35,7 @@
 #   loading   2     560  GPU 0: weights copied directly into SGLang's parameters, and loaded by SGLang (two
 #                        starts; DEADLINE=240 s each); GPU 1: models that see images
 #   ranks     2     580  on both: experts divided in trainer and engine, of a small model, compared bit for bit: each
-#                        rank sent its own, and all copied directly, beside each other (200 s); then the seconds of
+#                        rank sent its own, and all copied directly, at the same time (200 s); then the seconds of
 #                        syncs of 30B layers by SGLang, of each rank's own, and of these by direct copies (350 s)
 #   recovery2 2     420  on both: failures of one GPU (benchmarks/gpu/recovery_two_gpus.py)
 #   update    1-2   500  benchmarks/gpu/moe_update.py: updates of a mixture by recomputation, micro-batches, counts

@@ -106,6 +106,7 @@ class Workers(Sequence[WorkerHandle]):
         self._version: int | None = None
         self._paused = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
         """One per worker awaits its death, and one each restart."""
         for handle in self._handles:
             handle.on_death = self._begin_restart
@@ -253,6 +254,8 @@ class Workers(Sequence[WorkerHandle]):
 
     def _begin_restart(self, handle: WorkerHandle, error: OrhpcError) -> None:
         assert self._setup is not None
+        if self._closing:
+            return  # its group was running when it was stopped
         node = self._setup.node_of(handle.index)
         log.error("%s", error)
         self._setup.report("worker_ended", worker=handle.index, node=node, error=str(error))
@@ -327,6 +330,7 @@ class Workers(Sequence[WorkerHandle]):
 
     async def close(self) -> None:
         """Stop all workers; those that have already ended are ignored."""
+        self._closing = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
