@@ -134,15 +134,26 @@ class EngineSettings(Section):
     devices (``train.backend: megatron``). With ``ep``, ``tp`` and ``megatron.ep`` equal, and no pipeline, no
     expert leaves its GPU. Off by default: it was equal bit for bit on two GPUs, but other layouts have been
     compared on CPUs only, and no sync has been measured to be faster by it."""
+    delta_sync: bool = False
+    """Send engines with dedicated devices only the weights that have changed since the last sync. For slow
+    networks: at the learning rates of reinforcement learning, few weights change in bf16. Engines hold the
+    same bits as after a whole sync, with which ``check_weights`` compares them. The first two syncs after
+    engines have joined are whole, and so is every bucket that an engine cannot change or of which most has
+    changed. Trainer rank 0 keeps a copy of all weights in host memory."""
     check_weights: bool = False
     """After every weight sync, compare the engines' weights bit for bit with an export of the trainer's.
     Slow; for debugging."""
     direct_loading: bool = False
     """Copy weights straight into SGLang's parameters once two syncs have shown where SGLang puts them.
     Without it, SGLang loads one tensor after the other in every sync. Off by default: it was equal bit for
-    bit on two GPUs, but no sync has been measured to be faster by it."""
+    bit on two GPUs, but no sync has been measured to be faster by it. ``delta_sync`` turns it on."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further options of the engine, by its own names, with underscores or hyphens: ``attention_backend``."""
+
+    @property
+    def records_loading(self) -> bool:
+        """Whether SGLang's processes record and repeat how it loads weights."""
+        return self.direct_loading or self.delta_sync
 
     def option(self, *names: str) -> Any:
         """Return the value in :attr:`extra` of the first of these options that is set, else None."""
@@ -193,6 +204,8 @@ class EngineSettings(Section):
         for name in self.extra:
             if (setting := OWN_OPTIONS.get(name.replace("-", "_"))) is not None:
                 raise ValueError(f"extra.{name} is decided by {setting}")
+        if self.delta_sync and self.sync in ("ipc", "disk"):
+            raise ValueError(f"delta_sync: sync: {self.sync} broadcasts nothing; use auto or broadcast")
         if self.sync_own_experts and (problem := self._unknown_experts()) is not None:
             raise ValueError(f"sync_own_experts: {problem}")
         if self.backend == "cpu":

@@ -311,6 +311,9 @@ def _contradictions(c: Config) -> list[str]:
         )
     if c.engine.sync == "ipc" and c.placement.shared_devices < c.placement.rollout_devices:
         problems.append("engine.sync: ipc needs every engine on the trainers' devices; use auto")
+    shares_all = c.placement.shared_devices >= c.placement.rollout_devices
+    if c.engine.delta_sync and shares_all and c.engine.sync != "broadcast":
+        problems.append("engine.delta_sync: needs engines with dedicated devices, which receive broadcasts")
     if c.engine.sync_own_experts:
         if c.placement.shared_devices < c.placement.rollout_devices:
             problems.append("engine.sync_own_experts: needs every engine on the trainers' devices")

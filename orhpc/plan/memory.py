@@ -28,6 +28,8 @@ OFFLOADED_BYTES = MASTER_BYTES + MOMENT_BYTES + 4
 """Bytes per offloaded element in host memory: megatron-core keeps a copy of its gradient there too."""
 QUANTIZED_BYTES = 2
 """Bytes of one FP8 weight: TransformerEngine keeps row- and column-wise copies between micro-batches."""
+FP8_BLOCK = 128
+"""Rows and columns of a block of weights with one FP8 scale (float32)."""
 QUANTIZED_PARTS = ("attention", "latent", "mlp", "shared", "expert")
 RESERVED_BYTES = 3 * GIB
 """Device memory of a process not used by tensors: the CUDA context, communication buffers, fragmentation."""

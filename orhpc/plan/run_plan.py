@@ -17,6 +17,7 @@ from orhpc.models.folders import find_model
 from orhpc.plan.layout import Layout, check_layout, trainer_layout
 from orhpc.plan.memory import (
     ELEMENT_BYTES,
+    FP8_BLOCK,
     GIB,
     MASTER_BYTES,
     QUANTIZED_PARTS,
@@ -29,13 +30,12 @@ from orhpc.plan.memory import (
 )
 from orhpc.plan.placement import Node, Placement, plan
 from orhpc.plan.recompute import settled
+from orhpc.plan.sent_weights import sent_weights
 
 DEFAULT_DEVICE_GIB = 80.0
 """Memory of an H100 or A100 80GB, used if the device type is unknown."""
 MOST_RANKS = 16384
 """Upper limit of the search for enough ranks."""
-FP8_BLOCK = 128
-"""Rows and columns of a block of weights with one FP8 scale (float32)."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,18 @@ def host_parts(run: RunPlan) -> dict[str, int]:
         "while engines have the devices": asleep_bytes(run),
         "for the copy that is being committed": 0 if _commits_share(run) else commit_bytes(run),
         "for the offloaded optimizer, at least": offloaded_bytes(run),
+        "on the node of trainer rank 0, for engine.delta_sync": kept_for_deltas(run),
     }
     return {what: size for what, size in parts.items() if size}
+
+
+def kept_for_deltas(run: RunPlan) -> int:
+    """Host memory of trainer rank 0's node for the weights that it has sent, see ``engine.delta_sync``."""
+    config = run.config
+    if not config.engine.delta_sync:
+        return 0
+    element, quantized = ELEMENT_BYTES[config.model.dtype], config.precision != "bf16"
+    return sent_weights(run.shape, element, quantized=quantized)[0]
 
 
 def copies_bytes(run: RunPlan) -> int:

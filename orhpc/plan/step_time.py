@@ -177,6 +177,7 @@ def _outside(run: RunPlan) -> list[str]:
         "a reference model": run.demand.reference,
         "overlapped all-to-alls": config.megatron.overlap_moe_expert_parallel_comm,
         "engine.direct_loading": config.engine.direct_loading,
+        "engine.delta_sync": config.engine.delta_sync,
         "engine.sync_own_experts": config.engine.sync_own_experts,
     }
     return [aspect for aspect, there in aspects.items() if there]

@@ -4,6 +4,7 @@ Every trainer rank gathers every bucket as whole tensors.  Engines on the traine
 receive it from trainer rank 0 by one broadcast to all of them, in which NCCL passes the bucket from one rank
 to the next.  While the engines load a bucket, the ranks gather the next (``orhpc.driver.fleet.weight_sync``).
 With ``engine.sync_own_experts`` a rank gathers only the experts that the engine rank on its device holds.
+With ``engine.delta_sync`` these are times of a whole sync: how much changes in a step is not known before.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from orhpc.config import Config
 from orhpc.models import HfTensor, ModelShape
 from orhpc.plan.layout import Layout, RankPlace, block_of_experts, group_spans
-from orhpc.plan.memory import ELEMENT_BYTES, QUANTIZED_PARTS
-from orhpc.plan.run_plan import FP8_BLOCK, RunPlan
+from orhpc.plan.memory import ELEMENT_BYTES
+from orhpc.plan.run_plan import RunPlan
+from orhpc.plan.sent_weights import of_one_expert, sent_weights
 from orhpc.plan.speeds import speed
 
 MIB = 1 << 20
@@ -73,7 +75,7 @@ def predict_sync(run: RunPlan) -> SyncTime:
     quantized = config.precision != "bf16"
     element = ELEMENT_BYTES[config.model.dtype]
     whole = shape.parameters * element
-    experts = element * sum(t.elements * t.copies for t in shape.tensors() if _of_one_expert(t))
+    experts = element * sum(t.elements * t.copies for t in shape.tensors() if of_one_expert(t))
     blocks = _blocks(config) if experts else 1
     filled = whole - experts + experts // blocks
     gathered, over_nodes = _gathered(run, whole, experts)
@@ -83,7 +85,7 @@ def predict_sync(run: RunPlan) -> SyncTime:
     if layout.sharded:
         gather_s = max(gather_s, _parameters(shape) * speed("gather_fsdp"))
     receivers = sum(len(e.devices) for e in run.placement.engines if not e.shared)
-    sent, tensors = _sent(shape, element, quantized=quantized, blocks=blocks)
+    sent, tensors = sent_weights(shape, element, quantized=quantized, blocks=blocks)
     away = receivers > 0 and config.placement.nodes > 1
     return SyncTime(
         sent=sent,
@@ -97,11 +99,6 @@ def predict_sync(run: RunPlan) -> SyncTime:
         gather_link="the network" if over_nodes else "NVLink" if layout.ranks > 1 else "its own memory",
         broadcast_link="the network" if away else "NVLink",
     )
-
-
-def _of_one_expert(tensor: HfTensor) -> bool:
-    """Whether a checkpoint has a tensor of this kind for each expert."""
-    return tensor.part == "expert" and tensor.copies > 1
 
 
 def _blocks(config: Config) -> int:
@@ -123,7 +120,7 @@ def _gathered(run: RunPlan, whole: int, experts: int) -> tuple[int, bool]:
     if _blocks(run.config) == 1 or not experts:
         of_others = whole - element * _held(parts, layout)
         return round(of_others), any(spans.get(kind, 1) > 1 for kind in ("tp", "ep", "etp", "pp"))
-    dense = whole - experts - element * _held([t for t in parts if not _of_one_expert(t)], layout)
+    dense = whole - experts - element * _held([t for t in parts if not of_one_expert(t)], layout)
     exchanged = experts * _exchanged(run)
     over_nodes = any(spans.get(kind, 1) > 1 for kind in ("tp", "etp", "pp"))
     return round(dense + exchanged), over_nodes or (exchanged > 0 and spans.get("ep", 1) > 1)
@@ -167,18 +164,3 @@ def _exchanged(run: RunPlan) -> float:
 def _parameters(shape: ModelShape) -> int:
     """Parameters that FSDP gathers one by one; the experts of a layer are together."""
     return sum(1 for _ in shape.tensors())
-
-
-def _sent(shape: ModelShape, element: int, *, quantized: bool, blocks: int) -> tuple[int, int]:
-    """Return bytes and tensors in the engines' precision; a quantized tensor has its scales with it.
-
-    ``blocks``: how many parts the experts are in, of which an engine rank is sent one.
-    """
-    size = count = 0
-    for tensor in shape.tensors():
-        copies = tensor.copies // blocks if _of_one_expert(tensor) else tensor.copies
-        elements = tensor.elements * copies
-        small = quantized and tensor.part in QUANTIZED_PARTS and len(tensor.shape) > 1
-        size += elements + 4 * elements // FP8_BLOCK**2 if small else elements * element
-        count += copies * (2 if small else 1)
-    return size, count

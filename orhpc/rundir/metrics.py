@@ -255,6 +255,7 @@ METRICS: dict[str, Metric] = {
     "sync_seconds_engines": Metric(
         "perf", "of that: waiting for engines, not counting time of gathering", "s"
     ),
+    "sync_seconds_compare": Metric("perf", "of that: finding what has changed (engine.delta_sync)", "s"),
     "sync_seconds_free": Metric("perf", "of that: giving back the memory of buckets", "s"),
     "sync_seconds_join": Metric("perf", "of that: forming the group of trainers and engines", "s"),
     "sync_seconds_shed": Metric("perf", "freeing gradients before it", "s"),

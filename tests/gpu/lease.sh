@@ -22,7 +22,7 @@
 #                        beside the families (150 s), then one GPU's experts and replay (70 s) and EP 4 by four
 #                        processes on it (80 s)
 #   suite     2     250  the suite on tiny experts, on GPU 1: needs no archive but the engine's
-#   pair      2     300  split, mixed, experts divided in trainer and engine, and DP attention (or SECTIONS), of a
+#   pair      2     300  split, deltas, mixed, experts divided in trainer and engine, and DP attention (or SECTIONS), of a
 #                        small model, beside each other on both (or GPUS=0,1,2,3); servers are up after 150 s on
 #                        a fresh machine
 #   unified   2     480  mismatch on GPU 0 (280 s); on GPU 1 sleep and wake (30 s), FP8 and the speed of experts
@@ -138,7 +138,7 @@ small() { # GPUS SECTIONS...: of a small model, beside each other
   done
   wait "${waiting[@]}"
 }
-pair() { small "${GPUS:-0,1}" ${SECTIONS:-split mixed experts dp}; }
+pair() { small "${GPUS:-0,1}" ${SECTIONS:-split deltas mixed experts dp}; }
 unified() {
   job mismatch 0 360 benchmarks/gpu/moe_mismatch.py --out "$R" & local mismatch=$!
   job residence 1 90 tests/gpu/residence_check.py

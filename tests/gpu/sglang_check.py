@@ -207,15 +207,24 @@ def split(options: argparse.Namespace) -> list[Row]:
     from tests.gpu.sglang_broadcast import broadcast_alone
 
     rows = broadcast_alone() if options.size == "30b" else []
-    rows += moe(
-        options,
-        "split",
-        "placement.mode=split",
-        "placement.devices_per_node=2",
-        "placement.trainer_devices=1",
-        "train.backend=megatron",
-    )
-    return rows
+    return rows + moe(options, "split", *_SPLIT)
+
+
+def deltas(options: argparse.Namespace) -> list[Row]:
+    """Two GPUs: the engine is sent what has changed, from the third sync on; compared bit for bit."""
+    size, options.size = options.size, "small"
+    rows = moe(options, "deltas", *_SPLIT, "engine.delta_sync=true", "train.steps=6", "train.lr=1e-6")
+    options.size = size
+    done = steps(WORK / "deltas")
+    sent = [done[step]["sync_bytes"] for step in sorted(done)]
+    note = f"MB sent in each sync: {', '.join(f'{size / 1e6:.1f}' for size in sent)}"
+    return [*rows, ("deltas, smaller than all weights", len(sent) > 3 and sent[-1] < sent[0] / 2, note)]
+
+
+_SPLIT = (
+    "placement.mode=split", "placement.devices_per_node=2", "placement.trainer_devices=1",
+    "train.backend=megatron",
+)  # fmt: skip
 
 
 def mixed(options: argparse.Namespace) -> list[Row]:
@@ -342,6 +351,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "moe": moe,
     "fp8": fp8,
     "split": split,
+    "deltas": deltas,
     "mixed": mixed,
     "experts": experts,
     "loading": loading,
@@ -352,8 +362,8 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "speculative": speculative,
 }
 NOT_UNASKED = (
-    "split", "mixed", "experts", "loading", "loading-speed", "own-experts", "own-experts-speed", "dp",
-    "speculative",
+    "split", "deltas", "mixed", "experts", "loading", "loading-speed", "own-experts", "own-experts-speed",
+    "dp", "speculative",
 )  # fmt: skip
 """Sections that need several GPUs or test rarely used features."""
 

@@ -346,7 +346,7 @@ def test_steps_go_on_while_an_engine_with_dedicated_devices_starts_again(tmp_pat
 
 def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_path: Path) -> None:
     overrides = ["model.path=bundled:tiny-moe", "rollout.record_routes=true", "rollout.max_staleness=1"]
-    overrides += ["rollout.stale_tokens=regenerate"]
+    overrides += ["rollout.stale_tokens=regenerate", "engine.delta_sync=true", "engine.check_weights=true"]
     overrides += ["placement.mode=split", "placement.trainer_devices=1", "rollout.max_total_tokens=2048"]
     overrides += ["environments.gym={serve: reasoning-gym}", "environments.t={serve: treasure, max_turns: 3}"]
     result = kit.run(tmp_path, *overrides, "train.steps=4", "wandb.enabled=false")
@@ -355,6 +355,8 @@ def test_split_and_asynchronous_with_expert_routes_and_several_environments(tmp_
     events = steps_of(read_events(rundir.events))
     assert sorted(events) == [1, 2, 3, 4]
     assert all(0 <= e["staleness_mean"] <= 1 for e in events.values())
+    # The first steps send all weights, the last ones what has changed; check_weights compares the engines'.
+    assert max(events[step]["sync_bytes"] for step in (3, 4)) < events[1]["sync_bytes"]
     seen, ages = set(), set()
     for step in events:
         for summary in read_step(rundir.rollouts_of(step)):

@@ -192,7 +192,8 @@ REFUSED: tuple[Flag, ...] = (
         "--no-offload-train", "--no-offload-rollout",
         instead="write placement.mode=split, with which nothing is offloaded", arity="none",
     ),
-    *refused("--update-weight-mode", "--update-weight-transport", instead="write engine.sync"),
+    *refused("--update-weight-transport", instead="write engine.sync"),
+    *refused("--update-weight-encoding", instead="leave it out: the smallest encoding is used"),
     *refused("--update-weight-disk-dir", instead="write engine.sync=disk, which uses the run directory"),
     *refused("--distributed-timeout-minutes", instead="write engine.sync_timeout_s"),
     *refused(

@@ -281,7 +281,7 @@ class Engines:
         """Let engines that have started since the last sync load weights directly; in an update session."""
         settings, ready = self.config.engine, self._loading_prepared | self.pool.down().keys()
         new = [url for url in self.urls if url not in ready]
-        if settings.backend == "sglang" and settings.direct_loading:
+        if settings.backend == "sglang" and settings.records_loading:
             nothing = [NO_TENSORS] * settings.tp
             await self.pool.each(
                 lambda c: c.update_weights_from_tensor(nothing, load_format=LOADER, flush_cache=False), new

@@ -112,6 +112,7 @@ class WeightSync:
             timeout_s=self._settings.sync_timeout_s,
             key=engines.key,
             blocks=self._expert_blocks(),
+            deltas=self._settings.delta_sync,
         )
 
     def _expert_blocks(self) -> ExpertBlocks | None:

@@ -18,10 +18,9 @@ from orhpc.errors import ConfigError, ModelError, PreflightError
 from orhpc.launch.slurm import scheduler
 from orhpc.models import ModelShape
 from orhpc.plan.layout import Layout, check_layout
-from orhpc.plan.memory import reserved_bytes, trainer_memory
+from orhpc.plan.memory import FP8_BLOCK, reserved_bytes, trainer_memory
 from orhpc.plan.run_plan import (
     DEFAULT_DEVICE_GIB,
-    FP8_BLOCK,
     MOST_RANKS,
     RunPlan,
     candidate_layouts,

@@ -70,7 +70,7 @@ def sglang_options(
         "enable_deterministic_inference": engine.deterministic,
         "enable_memory_saver": part.shares,
     }
-    if engine.direct_loading:
+    if engine.records_loading:
         options["custom_weight_loader"] = LOADER
     if engine.dp > 1:
         options |= {"dp_size": engine.dp, "enable_dp_attention": True}

@@ -8,9 +8,10 @@ and after a failure all ranks stop at the same bucket.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from orhpc.errors import InfraError, WeightSyncFailed
 from orhpc.train.process_groups import typed_failures
 from orhpc.train.stopping import agree
 from orhpc.train.weights.buckets import BucketSpec, buckets_of, for_wire, usable
+from orhpc.train.weights.deltas import SentBuckets, delta_spec, with_header
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.train.weights.fp8 import Quantize
 from orhpc.train.weights.sender import BucketStage, WeightSender
@@ -33,7 +35,9 @@ from orhpc.train.weights.update_requests import (
     SyncSeconds,
     UpdateRequests,
 )
+from orhpc.wire.weight_deltas import HEADER, Delta
 
+log = logging.getLogger(__name__)
 _MARGIN_S = 30.0
 """How much longer a rank waits for the others than they may wait for their engines."""
 _TELL_S = 30.0
@@ -42,8 +46,14 @@ _TELL_S = 30.0
 
 @dataclass(slots=True)
 class _Walk:
-    """How a rank's walk through the buckets goes."""
+    """A rank's walk through the buckets, and how it goes."""
 
+    plan: SyncPlan
+    blocks: ExpertBlocks | None
+    specs: list[BucketSpec]
+    """Every bucket as it is sent whole."""
+    stage: BucketStage
+    requests: UpdateRequests
     error: Exception | None = None
     """This rank's first failure."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -52,6 +62,12 @@ class _Walk:
     """Whether an engine failed in a request of any rank."""
     engine_seconds: float = 0.0
     """Spent waiting for engines."""
+    compare_seconds: float = 0.0
+    """Spent comparing buckets with what was sent before."""
+    sent_bytes: int = 0
+    """Size of all buckets as engines were sent them."""
+    complete: bool = False
+    """Whether no rank and no engine has failed."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -74,18 +90,24 @@ class RankSync:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._rank = rank
-        self._planned: tuple[ExpertBlocks | None, list[BucketSpec]] | None = None
+        self._planned: tuple[tuple[ExpertBlocks | None, bool], list[BucketSpec]] | None = None
         self._stage: BucketStage | None = None
+        self._deltas: SentBuckets | None = None
         self._sender: WeightSender | None = None
         self.progress = 0
         """Buckets that all ranks have gathered, over all syncs."""
 
-    def buckets(self, blocks: ExpertBlocks | None = None) -> list[BucketSpec]:
-        """Return all buckets as this rank sends them; kept until they are asked for with other blocks."""
-        if self._planned is None or self._planned[0] != blocks:
+    def buckets(self, blocks: ExpertBlocks | None = None, *, deltas: bool = False) -> list[BucketSpec]:
+        """Return all buckets as this rank sends them whole; kept until they are asked for otherwise.
+
+        ``deltas``: each with an identification, so that later syncs can send what has changed.
+        """
+        if self._planned is None or self._planned[0] != (blocks, deltas):
             planned = buckets_of(self._source, self._bucket_bytes, blocks, self._rank)
-            self._planned = blocks, [for_wire(spec, self._quantize) for spec in planned]
+            specs = [for_wire(spec, self._quantize) for spec in planned]
+            self._planned = (blocks, deltas), [with_header(spec) for spec in specs] if deltas else specs
             self._stage = None
+            self._deltas = SentBuckets(self._planned[1], self._device, self._rank) if deltas else None
         return self._planned[1]
 
     def join_group(
@@ -99,6 +121,8 @@ class RankSync:
     ) -> None:
         """``listener``: a socket already bound to ``address:port``; null: bind one."""
         self.leave_group()
+        if self._deltas is not None:
+            self._deltas.restart()
         if self._rank == 0:
             self._sender = WeightSender(
                 device=self._device,
@@ -113,13 +137,14 @@ class RankSync:
     def send(self, plan: SyncPlan) -> SyncReport:
         """Send all weights once; see :meth:`orhpc.train.actor.TrainerRank.send_weights`."""
         blocks = usable(plan.blocks, self._source)
-        specs = self.buckets(blocks)
+        specs = self.buckets(blocks, deltas=plan.deltas)
         stage = self._stage = self._stage or BucketStage(self._device, specs, self._quantize)
         group_is_whole = False
         with typed_failures("weight sync"):
             requests = UpdateRequests(plan, self._rank)
+            walk = _Walk(plan, blocks, specs, stage, requests)
             try:
-                walk = self._walk(plan, blocks, stage, requests)
+                self._send_all(walk)
                 group_is_whole = not walk.engines_failed
             finally:
                 if not group_is_whole:
@@ -130,72 +155,126 @@ class RankSync:
                 stage.clear(keep_cached=group_is_whole and plan.maps_memory_of(self._rank))
             if walk.error is not None:
                 raise walk.error
-        seconds = SyncSeconds(gathered, walk.engine_seconds, time.perf_counter() - began)
-        return SyncReport(sum(spec.nbytes for spec in specs), seconds, walk.failures)
+        freed = time.perf_counter() - began
+        seconds = SyncSeconds(gathered, walk.engine_seconds, freed, walk.compare_seconds)
+        return SyncReport(walk.sent_bytes, seconds, walk.failures)
 
-    def _walk(
-        self, plan: SyncPlan, blocks: ExpertBlocks | None, stage: BucketStage, requests: UpdateRequests
-    ) -> _Walk:
-        """Gather and send every bucket; stops at the bucket at which any rank or engine has failed."""
-        specs, walk = self.buckets(blocks), _Walk()
+    def _send_all(self, walk: _Walk) -> None:
+        """Send every bucket; then those whole that engines could not change."""
+        everything, deltas = range(len(walk.specs)), self._deltas
+        if deltas is None:
+            self._send_buckets(walk, everything)
+            return
+        complete = False
+        try:
+            deltas.begin()
+            self._send_buckets(walk, everything)
+            if walk.complete and (refused := self._refused(walk)):
+                deltas.refused(refused)
+                self._send_buckets(walk, refused)
+            complete = walk.complete and walk.error is None
+        finally:
+            deltas.end() if complete else deltas.restart()
+
+    def _refused(self, walk: _Walk) -> list[int]:
+        """Return the buckets that an engine of any rank could not change (collective)."""
+        buckets, here = len(walk.specs), walk.requests.refused
+        if here:
+            first = next(iter(here.values()))
+            log.warning("%d of %d buckets are sent whole: %s", len(here), buckets, first)
+        refused = torch.tensor([index in here for index in range(buckets)], dtype=torch.int64)
+        agree(refused, dist.ReduceOp.MAX, walk.plan.timeout_s + _MARGIN_S)
+        here.clear()
+        return refused.nonzero().flatten().tolist()
+
+    def _send_buckets(self, walk: _Walk, indices: Sequence[int]) -> None:
+        """Gather and send these buckets; stops at the bucket at which any rank or engine has failed."""
+        plan, stage, requests = walk.plan, walk.stage, walk.requests
         exchange = HandleExchange(plan, self._rank)
         flat: Tensor | None = None
         handle: str | None = None
-        for index in range(len(specs) + 1):
+        for turn in range(len(indices) + 1):
+            delta: Delta | None = None
             with walk.noting():
-                if index < len(specs):
-                    flat = stage.fill(index, self._source.export(specs[index].parameters, blocks))
-                    handle = stage.handle(index) if plan.maps_memory_of(self._rank) else None
+                if turn < len(indices):
+                    flat, delta = self._gather(walk, turn, indices[turn])
+                    handle = stage.handle(turn) if plan.maps_memory_of(self._rank) else None
             began = time.perf_counter()
             with walk.noting():
                 walk.failures = requests.wait()
             walk.engine_seconds += time.perf_counter() - began
-            if not self._all_succeeded(walk, plan.timeout_s):
+            agreed = self._agreed(walk, delta, plan.timeout_s)
+            walk.complete = agreed is not None
+            if agreed is None:
                 break
             self.progress += 1
             # Every engine has loaded the bucket before, so its broadcast is over.
             with walk.noting():
-                self._await_broadcast(index - 1)
-            if index < len(specs):
+                self._await_broadcast(turn - 1)
+            if turn < len(indices):
+                sent = delta_spec(*agreed) if agreed[1] else walk.specs[indices[turn]]
+                walk.sent_bytes += sent.nbytes
                 handles = exchange.collect(handle)
                 with walk.noting():
                     if plan.broadcasts and self._rank == 0:
-                        self._broadcast(index, flat)
-                    requests.start(specs[index], handles)
+                        self._broadcast(turn, flat)
+                    requests.start(indices[turn], sent, handles)
         if not walk.engines_failed:
             with walk.noting():
                 for slot in range(SYNC_BUCKETS):
                     self._await_broadcast(slot)
-        return walk
 
-    def _all_succeeded(self, walk: _Walk, timeout_s: float) -> bool:
-        """Whether no rank and no engine has failed (collective).
+    def _gather(self, walk: _Walk, turn: int, index: int) -> tuple[Tensor, Delta | None]:
+        """Gather a bucket (collective); returns what to broadcast, and the delta if it is one."""
+        spec, deltas = walk.specs[index], self._deltas
+        tensors = self._source.export(spec.parameters, walk.blocks)
+        if deltas is None:
+            return walk.stage.fill(turn, spec, tensors), None
+        flat = walk.stage.fill(turn, spec, _headed(deltas.header(index), tensors))
+        if not walk.plan.broadcasts:
+            return flat, None
+        began = time.perf_counter()
+        delta = deltas.keep(index, flat)
+        message = flat if delta is None else deltas.message(index, delta)
+        deltas.sent(index)
+        walk.compare_seconds += time.perf_counter() - began
+        return message, delta
 
+    def _agreed(self, walk: _Walk, delta: Delta | None, timeout_s: float) -> tuple[int, int] | None:
+        """Whether no rank and no engine has failed (collective); returns None if one has.
+
+        Else the size of rank 0's delta: its units, and the bytes of a distance; both 0 for a whole bucket.
         A slow engine keeps its rank, and so all ranks, for up to ``timeout_s``.
         """
-        mine = torch.tensor([float(walk.error is not None), float(bool(walk.failures))])
+        size = (0, 0) if delta is None else (delta.values.numel(), delta.distances.element_size())
+        mine = torch.tensor([walk.error is not None, bool(walk.failures), *size], dtype=torch.int64)
         try:
             agree(mine, dist.ReduceOp.MAX, timeout_s + _MARGIN_S if walk.error is None else _TELL_S)
         except (InfraError, RuntimeError, ValueError):
             if walk.error is None:
                 raise
             walk.engines_failed = True  # unknown
-            return False
-        walk.engines_failed = bool(mine[1])
-        return not mine.any()
+            return None
+        failed, walk.engines_failed, units, distance_bytes = mine.tolist()
+        return None if failed or walk.engines_failed else (units, distance_bytes)
 
-    def _broadcast(self, index: int, flat: Tensor | None) -> None:
+    def _broadcast(self, turn: int, flat: Tensor | None) -> None:
         assert flat is not None, "the bucket was gathered"
         if self._sender is None:
             raise WeightSyncFailed("weights sent before the weight-sync group was joined")
-        self._sender.send(index, flat)
+        self._sender.send(turn, flat)
 
-    def _await_broadcast(self, index: int) -> None:
+    def _await_broadcast(self, turn: int) -> None:
         if self._sender is not None:
-            self._sender.wait(index)
+            self._sender.wait(turn)
 
     def leave_group(self) -> None:
         """Leave the engines' group; safe to call again."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
+
+
+def _headed(header: Tensor, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield HEADER, header
+    yield from tensors

@@ -46,24 +46,25 @@ class BucketStage:
     def __init__(self, device: torch.device, specs: Sequence[BucketSpec], quantize: Quantize) -> None:
         """``specs``: every bucket as sent.  The first :meth:`fill` allocates memory."""
         self._device = device
-        self._specs = specs
         self._quantize = quantize
         self._slots: list[Tensor | None] = [None] * SYNC_BUCKETS
+        self._filled: list[BucketSpec | None] = [None] * SYNC_BUCKETS
         self._largest = max(spec.nbytes for spec in specs)
         self.seconds = 0.0
         """Time spent gathering and flattening since :meth:`clear`."""
 
-    def fill(self, index: int, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Copy bucket ``index``'s tensors, in any order, into its slot: uint8 ``[bytes of the bucket]``.
+    def fill(self, turn: int, spec: BucketSpec, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """Copy a bucket's tensors, in any order, into the slot of its turn: uint8 ``[bytes of the bucket]``.
 
         ``tensors`` is consumed, even on failure, because other ranks take part in producing them.
-        Raises WeightSyncFailed when they differ from ``specs``.
+        Raises WeightSyncFailed when they differ from ``spec``.
         """
         started = time.perf_counter()
         stream = iter(tensors)
         try:
-            flat = self._slot(index)[: self._specs[index].nbytes]
-            self._place(flat, self._specs[index], stream)
+            flat = self._slot(turn)[: spec.nbytes]
+            self._place(flat, spec, stream)
+            self._filled[turn % SYNC_BUCKETS] = spec
         finally:
             for _ in stream:
                 pass
@@ -73,12 +74,12 @@ class BucketStage:
         self.seconds += time.perf_counter() - started
         return flat
 
-    def _slot(self, index: int) -> Tensor:
-        slot = self._slots[index % SYNC_BUCKETS]
+    def _slot(self, turn: int) -> Tensor:
+        slot = self._slots[turn % SYNC_BUCKETS]
         if slot is None:
             with failing_as("no memory for a bucket of weights"):
                 slot = shared_bucket(self._largest, self._device)
-            self._slots[index % SYNC_BUCKETS] = slot
+            self._slots[turn % SYNC_BUCKETS] = slot
         return slot
 
     def _place(self, flat: Tensor, spec: BucketSpec, stream: Iterable[tuple[str, Tensor]]) -> None:
@@ -99,11 +100,11 @@ class BucketStage:
         if places:
             raise WeightSyncFailed(f"{next(iter(places))} was announced but not exported")
 
-    def handle(self, index: int) -> str:
-        """Return the bucket's memory handle, for an engine rank on the same device."""
-        slot = self._slots[index % SYNC_BUCKETS]
-        assert slot is not None, "fill comes first"
-        return bucket_handle(slot, metadata_of(self._specs[index]))
+    def handle(self, turn: int) -> str:
+        """Return the memory handle of this turn's bucket, for an engine rank on the same device."""
+        slot, spec = self._slots[turn % SYNC_BUCKETS], self._filled[turn % SYNC_BUCKETS]
+        assert slot is not None and spec is not None, "fill comes first"
+        return bucket_handle(slot, metadata_of(spec))
 
     def clear(self, *, keep_cached: bool) -> None:
         """Free the buckets' GPU memory.
@@ -180,8 +181,8 @@ class WeightSender:
             self._group = group
         self._broadcasts = _InOrder()
 
-    def send(self, index: int, flat: Tensor) -> None:
-        """Start to broadcast a bucket; its memory must not change until :meth:`wait` has returned.
+    def send(self, turn: int, flat: Tensor) -> None:
+        """Start to broadcast a bucket or a delta; its memory must not change until :meth:`wait` has returned.
 
         Returns at once.  NCCL connects in a group's first broadcast, which blocks until the engines join, and
         they start to receive only after the bucket is announced.
@@ -196,16 +197,16 @@ class WeightSender:
             return dist.broadcast(flat, src=0, group=group, async_op=True)
 
         started = self._broadcasts.submit(start)
-        self._under_way[index % SYNC_BUCKETS] = (started, time.monotonic() + self._timeout_s)
+        self._under_way[turn % SYNC_BUCKETS] = (started, time.monotonic() + self._timeout_s)
 
-    def wait(self, index: int) -> None:
-        """Return once the broadcast from this bucket's slot is done; returns at once if there is none.
+    def wait(self, turn: int) -> None:
+        """Return once the broadcast of this turn is done; returns at once if there is none.
 
         Raises WeightSyncFailed when an engine is lost or slow: the engines' weights are then mixed and
         must not be served.
         """
-        entry = self._under_way[index % SYNC_BUCKETS]
-        self._under_way[index % SYNC_BUCKETS] = None
+        entry = self._under_way[turn % SYNC_BUCKETS]
+        self._under_way[turn % SYNC_BUCKETS] = None
         if entry is None:
             return
         started, deadline = entry

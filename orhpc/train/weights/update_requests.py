@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,11 +20,12 @@ import orjson
 import torch
 import torch.distributed as dist
 
-from orhpc.errors import InfraError, OrhpcError
+from orhpc.errors import InfraError, OrhpcError, WeightSyncFailed
 from orhpc.train.stopping import wait_for_future
 from orhpc.train.weights.buckets import BucketSpec
 from orhpc.train.weights.expert_blocks import ExpertBlocks
 from orhpc.wire.engine_requests import Connections, EngineRequests
+from orhpc.wire.weight_deltas import NEEDS_WHOLE, VALUES
 from orhpc.wire.weight_updates import (
     FLATTENED_BUCKET,
     FROM_DISTRIBUTED,
@@ -59,6 +60,8 @@ class SyncSeconds(NamedTuple):
     """Waiting, after that, for the engines whose requests it makes."""
     free: float = 0.0
     """Giving back the memory of the buckets."""
+    compare: float = 0.0
+    """Comparing buckets with what was sent before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class SyncPlan:
     """The engines' key."""
     blocks: ExpertBlocks | None = None
     """The experts that each rank sends; null: all.  Only if all engines map memory."""
+    deltas: bool = False
+    """Whether engines that receive broadcasts are sent only what has changed, where they can apply it."""
 
     @property
     def broadcasts(self) -> bool:
@@ -94,7 +99,7 @@ class SyncReport:
     """What a rank has done in a sync."""
 
     nbytes: int
-    """Size of the weights that each engine rank is sent."""
+    """Bytes broadcast to each engine rank that receives; if none does, bytes that each engine rank maps."""
     seconds: SyncSeconds
     failures: Mapping[str, str]
     """Engines that failed in a request of this rank, by URL, and why: none has received all weights then."""
@@ -110,6 +115,8 @@ class UpdateRequests:
         self._plan = plan
         self._receivers = plan.served_by(rank)
         self._loading: Future[dict[str, str]] | None = None
+        self.refused: dict[int, str] = {}
+        """Buckets of which an engine refused a delta, and why; its weights are then as before."""
         self._loop: asyncio.AbstractEventLoop | None = None
         if self._receivers:
             self._loop = asyncio.new_event_loop()
@@ -119,8 +126,14 @@ class UpdateRequests:
             self._thread = threading.Thread(target=run, daemon=True, name="weight updates")
             self._thread.start()
 
-    def start(self, bucket: BucketSpec, handles: Mapping[str, Sequence[str]]) -> None:
-        """Have this rank's engines load a bucket; ``handles``: those that an engine maps, by URL."""
+    def start(self, index: int, bucket: BucketSpec, handles: Mapping[str, Sequence[str]]) -> None:
+        """Have this rank's engines load a bucket.
+
+        Args:
+            index: of the bucket.
+            bucket: the bucket, or the delta that replaces it, as it is broadcast.
+            handles: those that an engine maps, by URL.
+        """
         if self._loop is None:
             return
         bodies: dict[str, tuple[str, bytes]] = {}
@@ -140,10 +153,17 @@ class UpdateRequests:
                 )  # fmt: skip
                 encoded[fields] = orjson.dumps(body | receiver.fields)
             bodies[receiver.url] = FROM_DISTRIBUTED, encoded[fields]
-        self._loading = asyncio.run_coroutine_threadsafe(self._load(bodies), self._loop)
+        is_delta = VALUES in bucket.names
+        changing = {r.url for r in self._receivers if is_delta and not r.maps_memory}
+        self._loading = asyncio.run_coroutine_threadsafe(self._load(index, bodies, changing), self._loop)
 
-    async def _load(self, bodies: Mapping[str, tuple[str, bytes]]) -> dict[str, str]:
-        """Make requests, by URL, at the same time; returns the failures."""
+    async def _load(
+        self, index: int, bodies: Mapping[str, tuple[str, bytes]], changing: Collection[str]
+    ) -> dict[str, str]:
+        """Make requests for a bucket, by URL, at the same time; returns the failures.
+
+        ``changing``: engines that may refuse, because they are sent a delta.
+        """
         answers = await asyncio.gather(
             *(
                 self._engines[url].transfer(path, body, self._plan.timeout_s)
@@ -153,7 +173,9 @@ class UpdateRequests:
         )
         failures: dict[str, str] = {}
         for url, answer in zip(bodies, answers, strict=True):
-            if isinstance(answer, OrhpcError):
+            if url in changing and isinstance(answer, WeightSyncFailed) and NEEDS_WHOLE in str(answer):
+                self.refused[index] = str(answer)
+            elif isinstance(answer, OrhpcError):
                 failures[url] = str(answer)
             elif answer is not None:
                 raise answer

@@ -133,6 +133,8 @@ EP = ("engine.tp=2", "engine.ep=2")
         (ENVIRONMENT, ["run.name=../x"], "is not a name"),
         (ENVIRONMENT, ["placement.mode=split"], "mode: split needs"),
         (ENVIRONMENT, ["engine.tp=3"], "engine.tp"),
+        (ENVIRONMENT, ["engine.delta_sync=true"], "delta_sync: needs engines with dedicated devices"),
+        (ENVIRONMENT, ["engine.delta_sync=true", "engine.sync=disk"], "sync: disk broadcasts nothing"),
         (ENVIRONMENT, [OWN], "sync_own_experts: needs ep > 1"),
         (ENVIRONMENT, [OWN, *EP, "engine.sync=disk"], "sync: disk sends the same to all engine ranks"),
         (

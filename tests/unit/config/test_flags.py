@@ -19,6 +19,7 @@ WORDS = {
     "--train-backend": "megatron", "--lr-decay-style": "cosine", "--kl-loss-type": "low_var_kl",
     "--advantage-estimator": "gspo", "--recompute-granularity": "selective", "--sglang-dtype": "float32",
     "--wandb-mode": "disabled", "--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16",
+    "--update-weight-mode": "delta",
     "--custom-generate-function-path": "my.module.generate", "--custom-rm-path": "my.module.rm",
     "--dynamic-sampling-filter-path":
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",

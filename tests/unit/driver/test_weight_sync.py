@@ -132,6 +132,16 @@ def test_ranks_know_the_experts_that_the_engine_rank_on_their_device_holds(
     assert [receiver.url for receiver in trainers.plans[-1].receivers] == [URLS[0]]
 
 
+def test_ranks_keep_what_they_sent_while_the_receivers_are_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have to allocate host memory for all weights again."""
+    trainers = Answers([{}] * WORLD)
+    sync(monkeypatch, trainers, [], delta_sync=True)
+    sync(monkeypatch, trainers, [], delta_sync=True, shared=True)
+    sync(monkeypatch, trainers, [])
+    assert [plan.deltas for plan in trainers.plans] == [True, True, False]
+    assert [plan.broadcasts for plan in trainers.plans] == [True, False, True]
+
+
 def test_engines_that_are_down_are_left_out_and_the_others_spread_over_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import step_times
 from orhpc.config.files import load_config
 from orhpc.plan.faster import advice, changed
-from orhpc.plan.run_plan import RunPlan, make_plan
+from orhpc.plan.run_plan import RunPlan, host_parts, make_plan
 from orhpc.plan.speeds import CARDS, SPEEDS
 from orhpc.plan.step_errors import ERRORS
 from orhpc.plan.step_time import predict
@@ -231,6 +231,15 @@ def test_the_share_of_experts_that_a_rank_gets(
     settings += [f"placement.devices_per_node={ranks}", f"engine.tp={ranks}", f"engine.ep={ranks}"]
     run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *settings, "engine.sync_own_experts=true")
     assert _exchanged(run) == pytest.approx(share)
+
+
+def test_rank_0_keeps_what_it_sends_in_host_memory(tmp_path: Path) -> None:
+    split = ("placement.mode=split", "placement.trainer_devices=4", "placement.devices_per_node=8")
+    split += ("checkpoint.spare_host_memory=false",)
+    without = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *split)
+    run = plan(tmp_path, "Qwen3-30B-A3B", NODE_OF_FOUR, *split, "engine.delta_sync=true")
+    more = sum(host_parts(run).values()) - sum(host_parts(without).values())
+    assert more == predict_sync(run).sent == 2 * run.shape.parameters
 
 
 def test_optimizer_state_moves_while_sync_and_update_last(mixture: RunPlan) -> None:

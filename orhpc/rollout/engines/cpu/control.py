@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from orhpc.rollout.engines.cpu.deltas import HeldBuckets, RefusedDelta, is_of_delta
 from orhpc.rollout.engines.cpu.protocol import BadRequest
 from orhpc.rollout.engines.cpu.scheduler import Scheduler
 from orhpc.rollout.engines.cpu.weights import BadUpdate
@@ -39,6 +40,7 @@ class WeightControl:
         self._scheduler = scheduler
         self._deadline_s = deadline_s
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._buckets = HeldBuckets(scheduler.weights)
         self._one_at_a_time = asyncio.Lock()
 
     async def from_disk(self, body: dict[str, Any]) -> str:
@@ -56,7 +58,7 @@ class WeightControl:
 
         def read() -> list[NamedTensor]:
             try:
-                return deserialize_named_tensors(serialized[0], load_format)
+                return self._buckets.whole(deserialize_named_tensors(serialized[0], load_format))
             except ValueError as error:
                 raise BadUpdate(str(error)) from error
 
@@ -72,11 +74,12 @@ class WeightControl:
         load_format = _load_format(body, ("flattened_bucket",))
         specs = _specs(body)
         for name, _, shape in specs:
-            await self._scheduler.call(
-                lambda name=name, shape=shape: self._scheduler.weights.check(name, shape)
-            )
+            if not is_of_delta(name):
+                await self._scheduler.call(
+                    lambda name=name, shape=shape: self._scheduler.weights.check(name, shape)
+                )
         receive = _receive_bucket if load_format == "flattened_bucket" else _receive_each
-        return await self._update(body, lambda: receive(group, specs, self._deadline_s))
+        return await self._update(body, lambda: self._buckets.whole(receive(group, specs, self._deadline_s)))
 
     async def init_group(self, body: dict[str, Any]) -> str:
         """``/init_weights_update_group``: join as rank ``rank_offset``; rank 0 is the sender."""
@@ -135,6 +138,8 @@ class WeightControl:
                         version=None if version is None else str(version),
                     )
                 )
+            except RefusedDelta:
+                raise  # the bucket follows whole, and the other parts of the update stay written
             except (BadRequest, BadUpdate) as error:
                 # Refused before anything was written, but earlier parts of the update are incomplete now.
                 reason = scheduler.weights.not_servable

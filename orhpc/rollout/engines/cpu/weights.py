@@ -157,6 +157,21 @@ class WeightStore:
         self.released = False
         self.fail("their memory was released")
 
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Copy a parameter or buffer, in this type.
+
+        Raises ValueError if the model does not have it or its memory is released.
+        """
+        if name not in self._targets:
+            raise ValueError(f"{name!r} is unknown or released")
+        return self._targets[name].detach().to(dtype, copy=True)
+
+    def holds(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a parameter or buffer keeps tensors of this type as they are."""
+        target = self._targets.get(name)
+        widens = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+        return target is not None and target.dtype in (dtype, widens.get(dtype))
+
     def values(self, name: str, limit: int) -> list[object]:
         """First ``limit`` rows of a parameter as nested lists; raises BadUpdate for an unknown name."""
         if name not in self._targets:

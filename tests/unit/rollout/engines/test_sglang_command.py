@@ -23,7 +23,7 @@ from orhpc.launch.command_line import own_options, split_command_line, without_f
 from orhpc.process import secrets
 from orhpc.process.secrets import read_engine_key
 from orhpc.rollout.engines import sglang_server
-from orhpc.rollout.engines.sglang_command import EnginePart, arguments, sglang_options
+from orhpc.rollout.engines.sglang_command import LOADER, EnginePart, arguments, sglang_options
 
 KNOWN = frozenset(
     [
@@ -41,11 +41,12 @@ KNOWN = frozenset(
 
 
 def config(*, precision: str = "bf16", **engine: Any) -> Config:
+    split = {"mode": "split", "trainer_devices": 2} if engine.get("delta_sync") else {}
     return Config.model_validate(
         {
             "precision": precision,
             "engine": engine,
-            "placement": {"devices_per_node": 4},
+            "placement": {"devices_per_node": 4, **split},
             "environments": {"none": {"url": "http://127.0.0.1:9"}},
         }
     )
@@ -64,6 +65,12 @@ def test_only_arguments_that_both_releases_have_are_used() -> None:
     )  # fmt: skip
     everything |= options(precision="fp8-rollout", power_of_two_scales=True)
     assert set(everything) == KNOWN
+
+
+@pytest.mark.parametrize("setting", ["direct_loading", "delta_sync"])
+def test_its_processes_record_how_it_loads_weights_where_that_is_needed(setting: str) -> None:
+    assert options(**{setting: True})["custom_weight_loader"] == LOADER
+    assert "custom_weight_loader" not in options()
 
 
 def test_an_engine_of_several_nodes_has_one_rank_per_node_and_one_address() -> None:
