@@ -56,6 +56,16 @@ def is_gcs(process: psutil.Process) -> bool:
     return False
 
 
+def workers_of(head: RayNode) -> list[str]:
+    """Names of the processes that Ray has started for tasks and actors."""
+    assert head._process is not None
+    names = []
+    for process in psutil.Process(head._process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.append(" ".join(process.cmdline()))
+    return [name for name in names if name.startswith("ray::") and "Agent" not in name]
+
+
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return {tuple(c.laddr) for c in process.net_connections("tcp") if c.status == "LISTEN"}
@@ -64,7 +74,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayNode, str, Path]]:
-    with running_head(tmp_path_factory.mktemp("ray"), cpus=1) as running:
+    with running_head(tmp_path_factory.mktemp("ray"), cpus=4) as running:
         yield running
 
 
@@ -149,6 +159,7 @@ def test_actors_survive_a_restart_of_the_gcs(
         assert driver.stdin is not None
         assert driver.stdout is not None
         assert driver.stdout.readline() == "counting\n", (tmp_path / "output").read_text()[-2000:]
+        assert [name for name in workers_of(node) if not name.startswith("ray::Counter")] == []
         gcs = gcs_of(node)
         if by == "a signal":
             gcs.kill()
