@@ -57,17 +57,17 @@ pytest_into() {
 
 # Most tests keep one core busy, so two run at a time.  Those of Megatron have their own processes, because
 # importing megatron-core changes how torch compiles and unpickles.  A run takes the whole machine; the clusters of
-# tests/slurm have their own namespaces and mostly wait for timers, so they run at the same time as the runs.
+# tests/slurm have their own namespaces and mostly wait for timers, so they run at the same time as the other runs.
 everything() {
-  local failed=0 slurm logs
+  local failed=0 clusters logs
   logs=$(mktemp -d)
   pytest_into "$logs/megatron" -n 2 --dist loadfile tests/megatron || failed=1
   pytest_into "$logs/unit" -n 2 --dist loadfile tests/unit tests/faults tests/docs tests/protocol || failed=1
-  pytest_into "$logs/slurm" tests/slurm >/dev/null </dev/null &
-  slurm=$!
-  pytest_into "$logs/runs" tests/browser tests/first_day tests/local tests/security || failed=1
-  wait $slurm || failed=1
-  cat "$logs/slurm"
+  pytest_into "$logs/clusters" tests/slurm tests/security tests/browser >/dev/null </dev/null &
+  clusters=$!
+  pytest_into "$logs/runs" tests/first_day tests/local || failed=1
+  wait $clusters || failed=1
+  cat "$logs/clusters"
   grep -hE '^(FAILED|ERROR) ' "$logs"/* || true
   rm -rf "$logs"
   echo "left out (make test-long): rehearsals of what these tests show in parts, and rarer model families"
