@@ -169,7 +169,9 @@ class RecordedLoading:
             return here
         if self._votes is None:
             # NCCL's default group would allocate memory for this, which SGLang has given to its cache.
-            self._votes = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._votes = group
         flag = torch.tensor([int(here)])
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._votes)
         return bool(flag)
