@@ -38,7 +38,7 @@ def test_the_command_prints_its_version_and_the_installed_parts(stranger: Strang
     assert "fetched before the run (now: orhpc fetch Acme/Qwen3)" in checked
 
 
-@pytest.mark.parametrize("name", ["Llama-3", "Qwen3-MoE"])
+@pytest.mark.parametrize("name", ["Llama-3", pytest.param("Qwen3-MoE", marks=pytest.mark.long)])
 def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: Stranger, hub: Hub) -> None:
     """Dense and with experts; tests/unit/models has every family's export.
 

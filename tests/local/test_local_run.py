@@ -295,7 +295,7 @@ def _wandb_rows(path: Path) -> int:
     return max(data.count(key) for key in (b"reward/reward_std", b"phase/update", b"perf/train_tokens"))
 
 
-@pytest.mark.parametrize("how_many", ["one", "all"])
+@pytest.mark.parametrize("how_many", [pytest.param("one", marks=pytest.mark.long), "all"])
 def test_killed_engines_are_restarted_and_no_step_is_lost(tmp_path: Path, how_many: str) -> None:
     """If one of two engines ends, the other takes over; if both end, all parts restart in place."""
     rundir = RunDir(tmp_path / "tiny")

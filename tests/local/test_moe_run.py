@@ -47,6 +47,7 @@ def test_the_engines_routes_are_used_in_training_and_recorded(tmp_path: Path) ->
         assert again[step]["token_mismatch_fraction"] == 0
 
 
+@pytest.mark.long
 def test_replaying_a_record_without_routes_is_an_error(tmp_path: Path) -> None:
     one = ["train.steps=1", kit.ONE_DEVICE]
     assert kit.run(tmp_path, "model.path=bundled:tiny-moe", *one).returncode == 0
