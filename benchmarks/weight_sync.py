@@ -84,12 +84,12 @@ class EmptyStage:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def fill(self, index: int, tensors: Iterable[Any]) -> Any:
+    def fill(self, *_: Any) -> Any:
         import torch
 
         return torch.empty(0, dtype=torch.uint8)
 
-    def clear(self) -> None: ...
+    def clear(self, **_: Any) -> None: ...
 
 
 class NoSender:
