@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from orhpc.rundir import RunDir
 from orhpc.rundir.events import read_events, steps_of
+from orhpc.train.weights.deltas import WHOLE_SYNCS
 
 CONFIG = "configs/local.yaml"
 SETTINGS = (
@@ -32,8 +33,8 @@ SETTINGS = (
     # Answers to sums are mostly wrong at first, and equal rewards would change no weight.
     "rollout.custom_reward=tests.gpu.random_model:even_tokens",
 )  # fmt: skip
-FIRST_DELTA = 3
-"""Step after which changes are sent first: the first syncs are whole."""
+FIRST_DELTA = WHOLE_SYNCS + 1
+"""Step from which all syncs are of changes."""
 
 
 class Sync(NamedTuple):

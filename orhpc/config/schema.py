@@ -314,6 +314,10 @@ def _contradictions(c: Config) -> list[str]:
     shares_all = c.placement.shared_devices >= c.placement.rollout_devices
     if c.engine.delta_sync and shares_all and c.engine.sync != "broadcast":
         problems.append("engine.delta_sync: needs engines with dedicated devices, which receive broadcasts")
+    if c.engine.delta_sync and (c.model.dtype, c.engine.dtype) == ("float32", "bfloat16"):
+        problems.append(
+            "engine.delta_sync: engine.dtype: bfloat16 rounds the weights of model.dtype: float32"
+        )
     if c.engine.sync_own_experts:
         if c.placement.shared_devices < c.placement.rollout_devices:
             problems.append("engine.sync_own_experts: needs every engine on the trainers' devices")

@@ -69,14 +69,6 @@ class Delta:
     before the bucket.  Where the next change is further away than the type can express, units that did not
     change are among them."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.distances.nbytes
-
-    def named(self) -> list[tuple[str, Tensor]]:
-        """The tensors under their names, in the order in which they are sent."""
-        return [(VALUES, self.values), (DISTANCES, self.distances)]
-
 
 def delta_of(old: Tensor, new: Tensor) -> Delta | None:
     """Return what changes the bucket ``old`` into ``new``: both uint8 ``[bytes]``, on one device.
@@ -168,8 +160,16 @@ def _units(bucket: Tensor) -> Tensor:
     return bucket.view(torch.int16)
 
 
+def keeps_values(held: torch.dtype, sent: torch.dtype) -> bool:
+    """Whether weights sent as one type lose nothing where they are held as another.
+
+    Bytes of the sent type cannot replace parts of numbers that were rounded.
+    """
+    return held == sent or (held == torch.float32 and sent in (torch.bfloat16, torch.float16))
+
+
 def content_hash(bucket: Tensor) -> int:
-    """A 64-bit hash of a bucket, uint8 ``[bytes]``, by which changes that nobody chose are noticed."""
+    """A 64-bit hash of a bucket, uint8 ``[bytes]``, that notices weights which were changed after loading."""
     if bucket.numel() % 8:
         bucket = torch.nn.functional.pad(bucket, (0, -bucket.numel() % 8))
     data = bucket.view(torch.int64)

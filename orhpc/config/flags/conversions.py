@@ -381,12 +381,3 @@ def transfer_size(given: Given) -> Settings:
     """Bytes to MiB; at least one."""
     size = given.integer("--update-weight-buffer-size") or 0
     return {"engine.sync_bucket_mb": max(1, round(size / 2**20))}
-
-
-def sync_mode(given: Given) -> Settings:
-    """Whether syncs send all weights or what has changed."""
-    words = {"full": False, "delta": True}
-    text = given.text("--update-weight-mode") or ""
-    if text not in words:
-        raise ConfigError(f"--update-weight-mode: {text!r} is not one of {', '.join(words)}")
-    return {"engine.delta_sync": words[text]}

@@ -120,7 +120,7 @@ def _reader(setting: str, back: Mapping[Any, str] | None = None) -> Callable[[Co
         value: Any = config
         for key in setting.split("."):
             value = getattr(value, key)
-        return back.get(value, value) if back and isinstance(value, str) else value
+        return back.get(value, value) if back and isinstance(value, str | bool) else value
 
     return read
 
@@ -128,7 +128,7 @@ def _reader(setting: str, back: Mapping[Any, str] | None = None) -> Callable[[Co
 def sets(
     name: str,
     setting: str,
-    kind: Literal["integer", "number", "text"] | Mapping[str, str],
+    kind: Literal["integer", "number", "text"] | Mapping[str, str] | Mapping[str, bool],
     note: str = "",
 ) -> Flag:
     """A flag whose value is that of one setting; ``kind``: its type, or their words mapped to ours."""

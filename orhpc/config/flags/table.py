@@ -314,10 +314,7 @@ _ENGINE: tuple[Flag, ...] = (
         "--update-weight-buffer-size", ("engine.sync_bucket_mb",), by.transfer_size, "Bytes to MiB.",
         read=lambda c: c.engine.sync_bucket_mb * 2**20,
     ),
-    joint(
-        "--update-weight-mode", ("engine.delta_sync",), by.sync_mode, "delta: only what has changed.",
-        read=lambda c: "delta" if c.engine.delta_sync else "full",
-    ),
+    sets("--update-weight-mode", "engine.delta_sync", {"full": False, "delta": True}),
     switch("--check-weight-update-equal", {"engine.check_weights": True}),
     switch("--check-weights", {"engine.check_weights": True}, "orhpc's own flag."),
 )  # fmt: skip

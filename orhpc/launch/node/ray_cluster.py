@@ -73,7 +73,6 @@ def ray_environment(token: Path) -> dict[str, str]:
         "RAY_enable_metrics_collection": "0",
         # Otherwise Ray starts a process of 80 MB for each core of the first node, before anything needs it.
         "RAY_prestart_worker_first_driver": "0",
-        "RAY_enable_worker_prestart": "0",
         # Otherwise Ray's workers, that is trainers and engines, run at nice 15, after all other processes.
         "RAY_worker_niceness": "0",
     }

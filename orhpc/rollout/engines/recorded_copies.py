@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orhpc.wire.weight_deltas import keeps_values
+
 Key = tuple[tuple[str, int, torch.dtype, torch.Size], ...]
 """Names, places in the bucket, types and shapes of a bucket's tensors."""
 
@@ -203,7 +205,7 @@ class DirectCopies:
             if copy.target.numel() != copy.source.shape.numel() or 0 in copy.source.stride:
                 raise LookupError("a part is copied to several places at once")
         self._written = [slots[index] for index in sorted(written)]
-        self.exact = all(_holds(copy.target.dtype, copy.source.dtype) for copy in copies)
+        self.exact = all(keeps_values(copy.target.dtype, copy.source.dtype) for copy in copies)
         """Whether no part is rounded by its target's type, so that :meth:`read` gives what was copied."""
         self._vectors: dict[torch.dtype, tuple[list[Tensor], list[tuple[int, int]]]] = {}
         """By type: contiguous targets, and first and last element of their sources."""
@@ -248,12 +250,6 @@ class DirectCopies:
             part = copy.source
             elements = _as(data[part.start :], part.dtype)
             yield [copy.target], [elements.as_strided(part.shape, part.stride)]
-
-
-def _holds(target: torch.dtype, source: torch.dtype) -> bool:
-    """Whether every number of type ``source`` is one of type ``target``."""
-    widened = {torch.float32: (torch.bfloat16, torch.float16), torch.float64: (torch.float32,)}
-    return target == source or source in widened.get(target, ())
 
 
 def _as(data: Tensor, dtype: torch.dtype) -> Tensor:

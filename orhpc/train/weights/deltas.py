@@ -119,8 +119,7 @@ class SentBuckets:
     def message(self, bucket: int, delta: Delta) -> Tensor:
         """The bytes of a :func:`delta_spec`, uint8 ``[bytes]``."""
         header = BucketId(bucket, self._versions[bucket], self._version).tensor(self._device)
-        parts = [header, *(tensor for _, tensor in delta.named())]
-        return torch.cat([part.view(torch.uint8) for part in parts])
+        return torch.cat([part.view(torch.uint8) for part in (header, delta.values, delta.distances)])
 
     def sent(self, bucket: int) -> None:
         """Note that a bucket's message has been formed: the next delta is of these contents."""

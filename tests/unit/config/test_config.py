@@ -97,6 +97,7 @@ def test_overrides_reach_environments_with_dots_in_their_names(tmp_path: Path) -
 
 OWN = "engine.sync_own_experts=true"
 EP = ("engine.tp=2", "engine.ep=2")
+SPLIT = ("placement.mode=split", "placement.devices_per_node=2", "placement.trainer_devices=1")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,11 @@ EP = ("engine.tp=2", "engine.ep=2")
         (ENVIRONMENT, ["placement.mode=split"], "mode: split needs"),
         (ENVIRONMENT, ["engine.tp=3"], "engine.tp"),
         (ENVIRONMENT, ["engine.delta_sync=true"], "delta_sync: needs engines with dedicated devices"),
+        (
+            ENVIRONMENT,
+            ["engine.delta_sync=true", *SPLIT, "model.dtype=float32", "engine.dtype=bfloat16"],
+            "engine.dtype: bfloat16 rounds the weights",
+        ),
         (ENVIRONMENT, ["engine.delta_sync=true", "engine.sync=disk"], "sync: disk broadcasts nothing"),
         (ENVIRONMENT, [OWN], "sync_own_experts: needs ep > 1"),
         (ENVIRONMENT, [OWN, *EP, "engine.sync=disk"], "sync: disk sends the same to all engine ranks"),

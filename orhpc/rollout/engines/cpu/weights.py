@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from orhpc.errors import ModelError
+from orhpc.wire.weight_deltas import keeps_values
 from orhpc.wire.weights import NamedTensor
 
 
@@ -169,8 +170,7 @@ class WeightStore:
     def holds(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a parameter or buffer keeps tensors of this type as they are."""
         target = self._targets.get(name)
-        widens = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-        return target is not None and target.dtype in (dtype, widens.get(dtype))
+        return target is not None and keeps_values(target.dtype, dtype)
 
     def values(self, name: str, limit: int) -> list[object]:
         """First ``limit`` rows of a parameter as nested lists; raises BadUpdate for an unknown name."""

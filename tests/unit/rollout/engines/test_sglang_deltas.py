@@ -14,7 +14,7 @@ from torch import Tensor
 from orhpc.rollout.engines.recorded_copies import DirectCopies
 from orhpc.rollout.engines.sglang_loading import RecordedLoading, install
 from orhpc.train.weights.deltas import WHOLE_SYNCS
-from orhpc.wire.weight_deltas import HEADER, NEEDS_WHOLE, BucketId, delta_of
+from orhpc.wire.weight_deltas import DISTANCES, HEADER, NEEDS_WHOLE, VALUES, BucketId, delta_of
 from orhpc.wire.weights import flatten_bucket, unflatten_bucket
 from tests.trainer_kit import run_ranks
 from tests.unit.rollout.engines.test_sglang_loading import (
@@ -41,7 +41,11 @@ def changes(
     """A delta as it arrives."""
     delta = delta_of(flatten_bucket(old)[0], flatten_bucket(new)[0])
     assert delta is not None
-    message = [(HEADER, BucketId(number, base, version).tensor(CPU)), *delta.named()]
+    message = [
+        (HEADER, BucketId(number, base, version).tensor(CPU)),
+        (VALUES, delta.values),
+        (DISTANCES, delta.distances),
+    ]
     flat, places = flatten_bucket(message)
     return unflatten_bucket(flat, places)
 
