@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,13 +38,6 @@ FAMILIES = {
     "GLM-4.5": ("glm4-moe", "glm"),
 }
 """Maps a model on the hub to its family in tests.model_configs and its tokenizer."""
-
-
-IMPORTED = (
-    "orhpc.driver.__main__", "orhpc.environments.server", "orhpc.rollout.engines.cpu.model",
-    "orhpc.train.fsdp.backend", "openreward", "ray", "wandb",
-)  # fmt: skip
-"""Modules whose import reads most of what a run does; five processes would compile it at the same time."""
 
 
 @dataclass
@@ -122,25 +116,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``pip install orhpc[run,gym] pandas`` in a fresh environment, with the versions of the other tests."""
-    if ready := os.environ.get("ORHPC_FIRST_DAY_PROGRAMS"):  # an environment kept between runs
-        reinstall = ["install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
-        subprocess.run([f"{ready}/pip", *reinstall], check=True, capture_output=True)
-        return Path(ready)
+    """A fresh environment with the wheel, whose dependencies are read from the environment of these tests.
+
+    To install them again would take minutes; test_installation.py does.
+    """
     folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    freeze = [sys.executable, "-m", "pip", "freeze", "--exclude-editable"]
-    frozen = subprocess.run(freeze, capture_output=True, text=True, check=True)
-    pins = [x for x in frozen.stdout.splitlines() if "==" in x and not x.startswith(("orhpc", "megatron"))]
-    (folder / "pins.txt").write_text("\n".join(pins))
-    # Compiling what is never imported takes longer than the rest; what a run imports is compiled once below.
-    install = [str(folder / "bin" / "pip"), "install", "--quiet", "--no-compile"]
-    install += ["-c", str(folder / "pins.txt")]
-    done = subprocess.run(
-        [*install, f"{wheel}[run,gym]", "pandas"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    subprocess.run([str(folder / "bin" / "python"), "-c", f"import {', '.join(IMPORTED)}"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet"]
+    for what in (["--ignore-installed", "--no-deps", str(wheel)], [f"{wheel}[run,gym]", "pandas"]):
+        done = subprocess.run([*pip, *what], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    where = [str(folder / "bin/python"), "-c", "import orhpc; print(orhpc.__file__)"]
+    found = subprocess.run(where, cwd=folder, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(str(packages)), found.stdout  # the wheel's, not this checkout's
     return folder / "bin"
 
 

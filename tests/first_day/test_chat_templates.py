@@ -15,7 +15,7 @@ from orhpc.rollout.environment.tools import ToolSpec
 from orhpc.types import FinishReason
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.long), "mistral"])
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_conversations_equal_the_published_template(
     tokenizers: dict[str, Path], name: str, system: str | None

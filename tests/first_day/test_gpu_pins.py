@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["torch-2.11.txt", "torch-2.14.txt"])
+@pytest.mark.parametrize("name", ["torch-2.11.txt", pytest.param("torch-2.14.txt", marks=pytest.mark.long)])
 def test_all_pins_are_compatible(name: str, tmp_path: Path) -> None:
     """``uv`` resolves the extras under the constraints, without any other version."""
     target = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_34"]

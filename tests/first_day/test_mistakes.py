@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -155,17 +156,23 @@ def test_a_hub_that_cannot_be_reached(stranger: Stranger) -> None:
     assert done.returncode == EXIT_PREFLIGHT
 
 
-def test_an_environment_that_raises_is_shown_once_with_its_own_traceback(stranger: Stranger) -> None:
+@pytest.fixture(scope="module")
+def broken(stranger: Stranger) -> subprocess.CompletedProcess[str]:
+    """The first start of a run whose environment raises."""
     source = (stranger.folder / "environment.py").read_text()
+    prompt = "    def prompt(self) -> str:\n"
     (stranger.folder / "broken_environment.py").write_text(
-        source.replace(
-            "    def prompt(self) -> str:\n", "    def prompt(self) -> str:\n        missing_name\n"
-        )
+        source.replace(prompt, f"{prompt}        missing_name\n")
     )
     args = ["environments.mine.serve=broken_environment:Sums", "run.name=broken", "evaluation.interval=0"]
-    done = stranger.run("orhpc", *LAUNCH, *args)
-    text = done.stdout + done.stderr
-    assert done.returncode == EXIT_CONFIG, text
+    return stranger.run("orhpc", *LAUNCH, *args)
+
+
+def test_an_environment_that_raises_is_shown_once_with_its_own_traceback(
+    broken: subprocess.CompletedProcess[str], stranger: Stranger
+) -> None:
+    text = broken.stdout + broken.stderr
+    assert broken.returncode == EXIT_CONFIG, text
     assert "NameError" in text
     assert "broken_environment.py" in text
     assert text.count("ready after") <= 1
@@ -173,8 +180,11 @@ def test_an_environment_that_raises_is_shown_once_with_its_own_traceback(strange
     assert [p.name for p in attempts.iterdir() if p.name.isdigit()] == ["001"]
 
 
-def test_a_corrected_config_is_accepted_after_a_failed_first_start(stranger: Stranger) -> None:
-    """The run of the previous test made no step, so its settings may be corrected."""
+@pytest.mark.long
+def test_a_corrected_config_is_accepted_after_a_failed_first_start(
+    broken: subprocess.CompletedProcess[str], stranger: Stranger
+) -> None:
+    """The run made no step, so its settings may be corrected."""
     out = stranger.ok("orhpc", *LAUNCH, "run.name=broken", "evaluation.interval=0", "train.steps=1")
     assert "changed since the last start: environments.mine.serve" in out
     assert "finished" in out

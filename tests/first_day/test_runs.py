@@ -39,15 +39,21 @@ def test_the_command_prints_its_version_and_the_installed_parts(stranger: Strang
 
 
 @pytest.mark.parametrize("name", ["Llama-3", pytest.param("Qwen3-MoE", marks=pytest.mark.long)])
-def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: Stranger, hub: Hub) -> None:
-    """Dense and with experts; tests/unit/models has every family's export.
+def test_a_hub_model_is_trained_resumed_and_its_export_generates(
+    name: str, stranger: Stranger, hub: Hub
+) -> None:
+    """Dense and with experts, with the user's own reward; tests/unit/models has every family's export.
 
-    Only the files for training are downloaded, and only once.
+    Only the files for training are downloaded, and only once.  Repeating the command resumes, also if the hub
+    can no longer be reached, but not with other settings.
     """
     hub.requests.clear()  # other tests have requested this model before
-    run = f"run.name={name}"
-    out = stranger.ok("orhpc", "launch", "--local", "train.yaml", f"model.path=Acme/{name}", run, *SMALL)
+    (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
+    command = ["orhpc", "launch", "--local", "train.yaml", f"model.path=Acme/{name}", f"run.name={name}"]
+    command += [*SMALL, "rollout.custom_reward=mine:always"]
+    out = stranger.ok(*command)
     assert "step 2/2" in out
+    assert "reward 0.250" in out
     assert "finished; the run directory is" in out
     assert "evaluation after step 2: mine/test" in out
     fetched = hub.downloads(f"Acme/{name}")
@@ -57,26 +63,18 @@ def test_a_hub_model_is_trained_and_its_export_generates(name: str, stranger: St
     assert exported.is_dir(), folder
     assert int(stranger.ok("python", "-c", ANSWER, str(exported)).split()[-1]) > 0
 
-
-def test_repeating_the_command_resumes_from_the_fetched_model(stranger: Stranger, hub: Hub) -> None:
-    """With the user's own reward; also if the hub can no longer be reached, but not with other settings."""
-    (stranger.folder / "mine.py").write_text("def always(rollout):\n    return 0.25\n")
-    command = ["orhpc", "launch", "--local", "train.yaml", "model.path=Acme/Qwen3", "run.name=twice"]
-    command += ["rollout.custom_reward=mine:always", *SMALL]
-    out = stranger.ok(*command, "train.steps=1")
-    assert "reward 0.250" in out
     changed = stranger.run(*command, "rollout.temperature=0.5")
     assert "it may not change on a resume: set another run.name to start a new run" in one_line(
         changed.stderr
     )
     assert changed.returncode == EXIT_CONFIG
-    out = stranger.ok(*command, HF_ENDPOINT="http://127.0.0.1:9")
-    assert "attempt 2, step 1 of 2 done" in out
+    out = stranger.ok(*command, "train.steps=3", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "attempt 2, step 2 of 3 done" in out
     assert "reward 0.250" in out
     assert "finished" in out
 
 
-@pytest.mark.parametrize("example", ["tools", "end_state"])
+@pytest.mark.parametrize("example", [pytest.param("tools", marks=pytest.mark.long), "end_state"])
 def test_every_example_can_be_tried_and_checked(example: str, stranger: Stranger) -> None:
     folder = stranger.home / example
     shutil.rmtree(folder, ignore_errors=True)

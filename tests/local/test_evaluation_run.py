@@ -45,6 +45,7 @@ def test_the_listed_tasks_are_trained_on_and_an_environment_without_training_spl
     assert rundir.task_file.read_text() == file.read_text()
 
 
+@pytest.mark.long
 def test_a_run_without_steps_evaluates_once_and_finishes(tmp_path: Path) -> None:
     overrides = ["train.steps=0", "evaluation.splits={orhpc/letters: [test]}", "evaluation.num_samples=3"]
     overrides += ["evaluation.n_samples=2", "wandb.enabled=false", kit.ONE_DEVICE]

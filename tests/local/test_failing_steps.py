@@ -91,6 +91,7 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     assert line.startswith(f"trainer rank {event['rank']} (")
 
 
+@pytest.mark.long
 def test_a_run_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """As ``scontrol suspend`` does: timeouts that end meanwhile end nothing."""
     rundir = RunDir(tmp_path / "tiny")

@@ -93,6 +93,7 @@ def test_a_run_stopped_while_it_waits_exits_in_time_and_resumes(disk: Path) -> N
     assert not list(rundir.checkpoints.glob(".*"))
 
 
+@pytest.mark.long
 def test_a_run_whose_last_commit_does_not_fit_is_not_finished(disk: Path) -> None:
     rundir = RunDir(disk / "tiny")
     arguments = (kit.ONE_DEVICE, "train.steps=8", "checkpoint.save_interval=3", "run.storage_wait_s=1")

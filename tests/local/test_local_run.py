@@ -274,6 +274,7 @@ def test_ctrl_c_commits_and_the_same_command_resumes(tmp_path: Path) -> None:
     assert kit.assert_balanced(rundir).repeated == 0
 
 
+@pytest.mark.long
 def test_wandb_has_the_rows_of_a_killed_attempt(tmp_path: Path) -> None:
     """The next attempt writes every row, whatever the killed one had written before."""
     rundir = RunDir(tmp_path / "tiny")
@@ -295,7 +296,8 @@ def _wandb_rows(path: Path) -> int:
     return max(data.count(key) for key in (b"reward/reward_std", b"phase/update", b"perf/train_tokens"))
 
 
-@pytest.mark.parametrize("how_many", [pytest.param("one", marks=pytest.mark.long), "all"])
+@pytest.mark.parametrize("how_many", ["one", "all"])
+@pytest.mark.long
 def test_killed_engines_are_restarted_and_no_step_is_lost(tmp_path: Path, how_many: str) -> None:
     """If one of two engines ends, the other takes over; if both end, all parts restart in place."""
     rundir = RunDir(tmp_path / "tiny")

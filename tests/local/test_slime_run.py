@@ -41,6 +41,7 @@ def test_a_run_with_functions_and_flags_of_slime_trains_on_what_was_sampled(tmp_
                 assert rollout.loss_mask_T.any() and (rollout.logprobs_T[rollout.loss_mask_T] < 0).all()
 
 
+@pytest.mark.long
 def test_a_function_that_always_fails_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """Other failures of such functions are in tests/unit/rollout/test_slime.py."""
     flag, function = "--custom-generate-function-path", "tests.slime_functions.careless"

@@ -60,7 +60,12 @@ async def agent(context, request):
     ("override", "reason", "line"),
     [
         ("rollout.custom_reward=mine:score", "TimeoutError: the judge did", 'raise TimeoutError("the judge'),
-        ("rollout.custom_agent=mine:agent", "no_such_field", "return context.no_such_field"),
+        pytest.param(
+            "rollout.custom_agent=mine:agent",
+            "no_such_field",
+            "return context.no_such_field",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_code_that_always_raises_ends_the_run_once_with_its_traceback(

@@ -16,7 +16,7 @@ from orhpc.rundir.events import read_events, steps_of
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.kit import JobRun, assert_nothing_left, orhpc, preempt, sbatch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 REPEATED_S = 75.0
 """Seconds; slurmctld repeats an unanswered message after 60 s plus its timeout."""
 
