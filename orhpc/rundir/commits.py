@@ -250,7 +250,8 @@ def sweep(rundir: RunDir, attempt: int, *, keep: int, keep_every: int | None) ->
     Does nothing unless ``attempt`` is the newest, because an older one does not know the run's later commits.
 
     Keeps the newest ``keep`` of the lineage and those of steps divisible by ``keep_every``.  Commits outside
-    the lineage are deleted.
+    the lineage are deleted, but none of a newer attempt: a node that SLURM considers dead may see its commits
+    before its folder.
 
     Returns:
         Names of the folders removed.
@@ -263,7 +264,7 @@ def sweep(rundir: RunDir, attempt: int, *, keep: int, keep_every: int | None) ->
     removed = _sweep_torn(rundir, newest)
     for path in rundir.checkpoints.iterdir():
         name = CommitName.parse(path.name)
-        if name is not None and name not in kept:
+        if name is not None and name not in kept and name.attempt <= attempt:
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.doomed")))
             removed.append(path.name)
     return removed

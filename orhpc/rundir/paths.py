@@ -36,6 +36,8 @@ BUFFER = "buffer"
 MANIFEST = "manifest.json"
 """File that lists the contents of a commit, in the commit's folder."""
 
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""Error numbers of ``flock`` on Lustre mounted without locks, and on NFS without a lock manager."""
 COMMIT_NAME = re.compile(r"step_(\d+)\.a(\d+)")
 
 
@@ -216,6 +218,9 @@ class RunDir:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return lock.read().strip() or "another process"
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
         return None
 
     def _parent_of(self, name: CommitName) -> CommitName | None:
@@ -231,17 +236,25 @@ class RunDir:
     def locked(self) -> Iterator[None]:
         """Lock the run directory for this process; the file lock ends with the process.
 
+        On a filesystem without locks it is not locked: only SLURM tells then which of two jobs holds the run.
+
         Raises:
             RunDirBusy: another process holds the lock; the message names it.
+            OSError: the filesystem has locks, but refuses one.
         """
         lock = (self.path / "lock").open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
             lock.close()
             raise RunDirBusy(f"{self.path} is in use by {holder}") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                lock.close()
+                raise
+            log.warning("%s: the filesystem has no file locks (%s)", self.path, error.strerror)
         try:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}")

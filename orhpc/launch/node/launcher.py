@@ -13,6 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from typing import IO
 
 from orhpc.config import Config, RunSettings
 from orhpc.config.files import load_config
@@ -58,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job, first = None, None
     try:
         job = Job.from_environment()
-        hold = (job.folder / "held").open("w") if job.rank == 0 and job.folder.is_dir() else None
-        if hold is not None:
-            fcntl.flock(hold, fcntl.LOCK_EX)  # until this process ends: the batch script checks the lock
+        _held = _held_until_exit(job.folder) if job.rank == 0 and job.folder.is_dir() else None
         path, overrides = split_command_line(sys.argv[1:] if arguments is None else arguments)
         config = retry_write(partial(_config, path, overrides, job.nodes), RunSettings().storage_wait_s, say)
         _check_spares(config)
@@ -82,6 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (job.folder / "code").write_text(str(code))
     # A failing task makes srun end its step, and the newer start's step has the same number.
     return EXIT_OK if first is not None and first.superseded else code
+
+
+def _held_until_exit(folder: Path) -> IO[str]:
+    """Create and lock the file whose lock tells the batch script that this process runs; returns it open."""
+    held = (folder / "held.new").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    (folder / "held.new").rename(folder / "held")  # locked from the first moment that the script sees it
+    return held
 
 
 def _config(path: str, overrides: Sequence[str], nodes: int) -> Config:
@@ -172,7 +180,11 @@ class FirstNode:
             prepare.create_directory(self.config, known=known)
             probe(self.rundir.path)
 
-        asyncio.run(StorageRetry(wait_s, say, lambda: bool(self.signals.received)).run(ready))
+        asyncio.run(StorageRetry(wait_s, say, self._stopped).run(ready))
+
+    def _stopped(self) -> bool:
+        """Whether this process or the batch shell was signaled to stop."""
+        return bool(self.signals.received) or self.job.stop_file.exists()
 
     def _prepare(self) -> bool:
         """Run everything that can refuse the start; return True if the run is already finished.
@@ -181,7 +193,7 @@ class FirstNode:
             OrhpcError: a wrong config, another holder, or used-up budgets.
         """
         checklist.require(checklist.of_config(self.config))
-        holder.claim(self.rundir, self.job.id)
+        holder.claim(self.rundir, self.job.id, self._stopped)
         newest = self.rundir.newest_attempt()
         was_silent = newest > 0 and ledger.outcome_of(self.rundir, newest) is None
         outcomes = ledger.read(self.rundir)
@@ -200,8 +212,8 @@ class FirstNode:
             return True
         prepare.check_machine(self.config)
         with rendezvous.preparing(self.rundir, self.job):
-            model.ensure_models(self.config, self.rundir, lambda: bool(self.signals.received))
-            task_files.ensure(self.config, self.rundir, lambda: bool(self.signals.received))
+            model.ensure_models(self.config, self.rundir, self._stopped)
+            task_files.ensure(self.config, self.rundir, self._stopped)
         chat_formats.check(self.config, model.model_folder(self.config, self.rundir))
         return False
 

@@ -15,6 +15,10 @@ BODY = r"""
 # Every further start resumes from the run directory.
 
 set -u
+# A signal would otherwise end this shell before the traps below are set, and nothing would requeue the job.
+early=
+trap 'early=USR2' USR2
+trap 'early=TERM' TERM
 cd "${SLURM_SUBMIT_DIR:?start this script with sbatch}" || exit 2
 @MODULES@
 python=@PYTHON@
@@ -82,6 +86,7 @@ stop() {
 }
 trap 'stop USR2' USR2
 trap 'stop TERM' TERM
+[ -z "$early" ] || stop "$early"
 
 # Runs a SLURM command and retries while the controller is down: its restart may take minutes.
 # Stores the command's output in $output; fails if SLURM refuses, or does not answer for too long.
@@ -95,7 +100,7 @@ with_retries() {
     esac
     [ "$SECONDS" -lt "$end" ] || return 1
     [ -n "$reported" ] ||
-      echo "orhpc: $1: SLURM's controller does not answer; waiting for up to $controller_limit s"
+      echo "orhpc: SLURM's controller does not answer; waiting for up to $controller_limit s"
     reported=1
     sleep 3
   done
@@ -115,14 +120,19 @@ submit_successor() {
   options=(--parsable --export=ALL --dependency="$when:$job" --chdir="$PWD")
   options+=(--nodes="$SLURM_JOB_NUM_NODES")
   options+=(--job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION")
-  options+=(--time="$(field TimeLimit)" --output="$(field StdOut)")
+  local written excluded
+  written=$(readlink -f "/proc/$$/fd/1") # SLURM's description of the job ends at the first blank of a path
+  [ -f "$written" ] || written=$(field StdOut)
+  options+=(--time="$(field TimeLimit)" --output="${written//%/%%}")
+  excluded=$(field ExcNodeList)
+  case $excluded in "" | "(null)") ;; *) options+=(--exclude="$excluded") ;; esac
   # The successor of an array's element is an array of that one element, so that it finds its arguments.
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || options+=(--array="$SLURM_ARRAY_TASK_ID")
   [ "$spares" = 0 ] || options+=(--no-kill)
   [ -z "${SLURM_JOB_ACCOUNT:-}" ] || options+=(--account="$SLURM_JOB_ACCOUNT")
   [ -z "${SLURM_JOB_QOS:-}" ] || options+=(--qos="$SLURM_JOB_QOS")
   [ -z "${SLURM_GPUS_PER_NODE:-}" ] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
-  with_retries sbatch "${options[@]}" "$0" "$@" || { echo "$output" && return 1; }
+  with_retries env -u SLURM_RESTART_COUNT sbatch "${options[@]}" "$0" "$@" || { echo "$output" && return 1; }
   successor=$(sed -n 's/^\([0-9][0-9]*\)\(;.*\)*$/\1/p' <<<"$output")
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || successor=${successor}_$SLURM_ARRAY_TASK_ID
   echo "$successor" >"$job_folder/successor"
@@ -143,7 +153,11 @@ exit_job() {
   leave "$1"
 }
 expedited=
-case " $(show_job) " in
+job_info=" $(show_job) "
+# SLURM sets SLURM_RESTART_COUNT only in a requeued job: another inherits that of the job that submitted it.
+restarts=$(field Restarts)
+export SLURM_RESTART_COUNT=${restarts:-${SLURM_RESTART_COUNT:-0}}
+case $job_info in
   *" Requeue=0 "*) submit_successor afternotok "$@" ;;
   *" ExpeditedRequeue=Yes "*) expedited=1 ;;
 esac
@@ -151,7 +165,7 @@ esac
 # The controller ends a step by its number, and repeats the request after a minute if a node was slow.
 # A requeued job numbers its steps from 0 again, so the repeated request would end the new start.  Therefore
 # every second start uses number 0 for an empty step.
-if [ $((${SLURM_RESTART_COUNT:-0} % 2)) = 1 ]; then
+if [ $((SLURM_RESTART_COUNT % 2)) = 1 ]; then
   timeout 60 srun "${empty_step[@]}" --mpi=none --export=ALL true
 fi
 
@@ -181,6 +195,7 @@ limit_srun() {
 }
 
 for retries_left in 2 1 0; do
+  rm -f "$job_folder/held" # of a task that has ended
   srun "${survive[@]}" "${step[@]}" --cpu-bind=none --mpi=none --export=ALL@SRUN_ARGS@ \
     @INSIDE@"$python" -m orhpc.launch.node "$@" &
   task=$!
@@ -215,7 +230,7 @@ attempt=$(cat "$job_folder/attempt" 2>/dev/null) && echo "$code" >"$attempt/srun
 with_retries scontrol show job --oneliner "$job"
 job_info=" $(first_line "$output") "
 case ${job_info/ JobState=SIGNALING / JobState=RUNNING } in
-  *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "*) ;;
+  *" JobState=RUNNING "*" Restarts=$SLURM_RESTART_COUNT "*) ;;
   *" JobState="* | *"Invalid job id"*)
     echo "orhpc: exit $code, and the job is canceled, ending or restarted: not requeued"
     [ -z "$attempt" ] || grep -qs '"reason": "cancelled"' "$attempt/outcome.json" || exit "$code"
@@ -226,7 +241,18 @@ trap '' TERM USR2
 exclude=$(cat "$job_folder/exclude" 2>/dev/null)
 readmit=$(cat "$job_folder/readmit" 2>/dev/null)
 delay=$(cat "$job_folder/delay" 2>/dev/null)
-if [ -z "$successor" ] && with_retries scontrol requeue "$job"; then
+# A busy controller may requeue the job although its answer is lost; it then refuses the repeated request.
+was_requeued() {
+  local refused=$output shown=
+  with_retries scontrol show job --oneliner "$job" && shown=" $(first_line "$output") "
+  output=$refused
+  case ${shown/ JobState=SIGNALING / JobState=RUNNING } in
+    *" JobState=RUNNING "*" Restarts=$SLURM_RESTART_COUNT "*) return 1 ;;
+    *" JobState="*) return 0 ;;
+    *) return 1 ;;
+  esac
+}
+if [ -z "$successor" ] && { with_retries scontrol requeue "$job" || was_requeued; }; then
   # SLURM ends this shell in a moment; the job can be changed only while it is pending.
   next_job=$job code=0
 else

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from orhpc.errors import InfraError, RunDirBusy
+from orhpc.errors import InfraError, RunDirBusy, StopRequested
 from orhpc.launch.slurm import ledger, scheduler
 from orhpc.launch.slurm.scheduler import ControllerAway
 from orhpc.rundir import RunDir
@@ -79,10 +80,16 @@ def check_free(rundir: RunDir, job: str | None = None) -> None:
         )
 
 
-def claim(rundir: RunDir, job: str) -> None:
+def claim(rundir: RunDir, job: str, stopped: Callable[[], bool] = lambda: False) -> None:
     """Make a job the holder, after SLURM has confirmed that no other active job is.
 
+    Args:
+        rundir: of the run.
+        job: id of the job.
+        stopped: polled while the controller is away.
+
     Raises:
+        StopRequested: ``stopped`` returned True.
         RunDirBusy: another job, or a process started with ``--local``, holds the run.
         InfraError: SLURM's controller did not answer in time.
     """
@@ -97,6 +104,9 @@ def claim(rundir: RunDir, job: str) -> None:
         except ControllerAway as error:
             if time.monotonic() > away_until:
                 raise InfraError(str(error)) from None
+            if stopped():
+                raise StopRequested("asked to stop while SLURM's controller was away") from None
+            time.sleep(0.5)
         except RunDirBusy as error:
             # Another job holds the lock only briefly during its check; --local holds it for the whole run.
             if "held by job" in str(error) or time.monotonic() > end:

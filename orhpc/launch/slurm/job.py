@@ -104,12 +104,13 @@ def private_address(job: Job, interface: str | None) -> str:
     source address for packets to the node that runs srun.
 
     Raises:
-        PreflightError: there is no such address.
+        PreflightError: there is no such address; IPv6 addresses do not count, because Ray's and the engines'
+            addresses are written as ``host:port``.
     """
     own = interface_addresses()
     if interface is not None:
         if not own.get(interface):
-            raise PreflightError(f"slurm.interface: {job.node_name} has no {interface} with an address")
+            raise PreflightError(f"slurm.interface: {job.node_name} has no {interface} with an IPv4 address")
         return own[interface][0]
     local = {a for addresses in own.values() for a in addresses if not ipaddress.ip_address(a).is_loopback}
     for address in _resolve(job.node_name):
@@ -119,7 +120,7 @@ def private_address(job: Job, interface: str | None) -> str:
     for target in [launcher, "192.0.2.1"]:
         if (address := _source_address(target)) in local:
             return str(address)
-    raise PreflightError(f"{job.node_name}: no network address but loopback; set slurm.interface")
+    raise PreflightError(f"{job.node_name}: no IPv4 network address but loopback; set slurm.interface")
 
 
 def interface_of(address: str) -> str | None:
@@ -128,16 +129,14 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Addresses of every interface that is up, IPv4 first, without link-local ones."""
+    """IPv4 addresses of every interface that is up."""
     import psutil  # installed on the nodes of a job, not on every login node
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found: dict[str, list[str]] = {}
     for name, addresses in psutil.net_if_addrs().items():
         if name in up:
-            texts = [a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
-            texts = [t for t in texts if "%" not in t]
-            found[name] = sorted(texts, key=lambda t: ":" in t)
+            found[name] = [a.address for a in addresses if a.family == socket.AF_INET]
     return found
 
 

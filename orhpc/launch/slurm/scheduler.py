@@ -22,6 +22,11 @@ ACTIVE = frozenset(
 """States of a job that runs or will run.  A COMPLETING job has ended."""
 
 
+_AWAY = ("Unable to contact slurm", "timed out", "standby mode", "Zero Bytes")
+"""Parts of the errors of a controller that does not answer; the batch script knows the same."""
+_UNKNOWN_JOB = "Invalid job id"
+
+
 class ControllerAway(PreflightError):
     """SLURM's controller does not answer; its restart takes minutes."""
 
@@ -88,7 +93,7 @@ def query(*command: str) -> subprocess.CompletedProcess[str]:
         except subprocess.TimeoutExpired:
             problem = f"no answer within {_TIMEOUT_S:.0f} s"
         else:
-            if "Unable to contact slurm" not in result.stderr and "Socket timed out" not in result.stderr:
+            if result.returncode == 0 or not any(part in result.stderr for part in _AWAY):
                 return result
             problem = " ".join(result.stderr.split())
         time.sleep(attempt + 1)
@@ -96,9 +101,25 @@ def query(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def job_state(job_id: str) -> str | None:
-    """State of a job, or of an array's element, from squeue; None if SLURM does not know it any more."""
-    result = query("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format", "%T")
-    return result.stdout.split()[0] if result.returncode == 0 and result.stdout.strip() else None
+    """State of a job, or of an array's element, from squeue; None if SLURM does not know it any more.
+
+    Raises:
+        ControllerAway: the controller does not say.
+    """
+    shown = _shown("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format", "%T")
+    return shown.split()[0] if shown.strip() else None
+
+
+def _shown(*command: str) -> str:
+    """Output of a query about one job; empty if SLURM does not know the job any more.
+
+    Raises:
+        ControllerAway: the query failed for another reason, so the job may well be running.
+    """
+    result = query(*command)
+    if result.returncode and _UNKNOWN_JOB not in result.stderr:
+        raise ControllerAway(f"{command[0]}: {' '.join(result.stderr.split())}")
+    return result.stdout if result.returncode == 0 else ""
 
 
 def job_states(job_ids: Sequence[str]) -> dict[str, str]:
@@ -120,9 +141,12 @@ def job_info(job_id: str) -> JobInfo | None:
     """The controller's fields of a job; None if it does not know the job any more.
 
     Of a heterogeneous job, they are those of its first component.
+
+    Raises:
+        ControllerAway: the controller does not say.
     """
-    result = query("scontrol", "show", "job", "--oneliner", job_id)
-    return JobInfo.parse(result.stdout.strip().partition("\n")[0]) if result.returncode == 0 else None
+    shown = _shown("scontrol", "show", "job", "--oneliner", job_id).strip()
+    return JobInfo.parse(shown.partition("\n")[0]) if shown else None
 
 
 def grace_time_s(partition: str) -> float:

@@ -29,6 +29,8 @@ from orhpc.rundir.events import read_events
 DEFAULT_LEAD_S = 300
 _LEAST_LEAD_S = 120
 _SUBMIT_TIMEOUT_S = 60
+_OF_THIS_JOB = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_HET_SIZE", "SLURM_RESTART_COUNT")
+"""Variables that a job submitted from within another would inherit, and take for its own."""
 _MAIL_TYPES = "BEGIN,END,FAIL,REQUEUE"
 
 
@@ -274,16 +276,8 @@ def sbatch(text: str, options: Sequence[str], arguments: Sequence[str], folder: 
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
-    # A job submitted from within an array's element would inherit these, and take itself for that element.
-    command = [
-        "timeout",
-        str(_SUBMIT_TIMEOUT_S),
-        "env",
-        "-u",
-        "SLURM_ARRAY_JOB_ID",
-        "-u",
-        "SLURM_ARRAY_TASK_ID",
-    ]
+    command = ["timeout", str(_SUBMIT_TIMEOUT_S), "env"]
+    command += [word for name in _OF_THIS_JOB for word in ("-u", name)]
 
     class Executor(SlurmExecutor):
         def _make_submission_file_text(self, command: str, uid: str) -> str:

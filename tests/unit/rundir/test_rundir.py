@@ -179,6 +179,20 @@ def test_a_stale_attempt_cannot_sweep(tmp_path: Path) -> None:
     assert run.lineage() == [two, one]
 
 
+def test_a_stale_attempt_that_does_not_see_the_newer_one_keeps_its_commits(tmp_path: Path) -> None:
+    """A node that SLURM considers dead may have an old listing of one folder and a new one of another."""
+    run = make_run(tmp_path)
+    old = start(run)
+    one = commit(run, 1, old)
+    new = start(run, one)
+    two = commit(run, 2, new)
+    folder = run.attempt(new)
+    folder.rename(tmp_path / "hidden")
+    commits.sweep(run, old, keep=1, keep_every=None)
+    (tmp_path / "hidden").rename(folder)
+    assert run.lineage() == [two, one]
+
+
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]"])
 def test_an_incomplete_start_file_loses_no_commit(tmp_path: Path, content: str) -> None:
     run = make_run(tmp_path)
@@ -222,6 +236,25 @@ def test_two_processes_cannot_lock_one_run(tmp_path: Path) -> None:
     assert result.stdout == "held\n"
     with run.locked(), pytest.raises(RunDirBusy), RunDir(run.path).locked():
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
+def test_a_filesystem_without_locks_is_not_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """There ``holder.json`` and SLURM say which job holds the run."""
+    run = make_run(tmp_path)
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match=os.strerror(number)), run.locked():
+            pass
+    else:
+        with run.locked():
+            assert run.lock_holder() is None
 
 
 def test_events_refused_by_a_full_filesystem_are_written_later_complete_and_in_order(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,8 @@ class Shell:
     """A folder in which the script runs, with programs that write their arguments to ``calls``."""
 
     folder: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment of the last run."""
 
     def program(self, name: str, text: str) -> None:
         path = self.folder / "bin" / name
@@ -58,6 +60,7 @@ class Shell:
             "SLURM_JOB_PARTITION": "p", "ORHPC_PYTHON": python,
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}), **more,
         }  # fmt: skip
+        self.variables = variables
         return subprocess.run(
             ["bash", "script", *arguments], cwd=self.folder, env=variables, capture_output=True, text=True,
             timeout=60, check=False,
@@ -365,3 +368,78 @@ def test_a_submitted_script_contains_its_interpreter(monkeypatch: pytest.MonkeyP
     assert f"\npython={sys.executable}\n" in submission.render(config, python=submission.own_python())
     monkeypatch.setenv("ORHPC_PYTHON", "/opt/python")
     assert "\npython=/opt/python\n" in submission.render(config, python=submission.own_python())
+
+
+@pytest.mark.slow
+def test_a_task_that_died_before_its_attempt_does_not_end_the_next_one(shell: Shell) -> None:
+    """It leaves the file behind whose lock tells that the first node works."""
+    shell.program(
+        "srun",
+        f'held=$ORHPC_JOB_FOLDER/held; [ "$(grep -c ^srun {shell.folder}/calls)" -gt 1 ] || '
+        '{ : >"$held"; exit 139; }\n'
+        f'sleep 0.5; {ATTEMPT}; : >"$held.new"; exec 9<"$held.new"; flock 9\n'
+        'mv "$held.new" "$held"; sleep 2\n'
+        'echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75',
+    )
+    result = shell.run()
+    assert "killed" not in result.stdout
+    assert len(shell.calls("srun")) == 2
+    assert shell.calls("scontrol")[-1] == "requeue 7"
+
+
+def test_a_signal_before_the_run_is_not_lost(shell: Shell) -> None:
+    """For example a preemption right after the start, while a cold filesystem reads the interpreter."""
+    early = shell.folder / "bin/early"
+    early.write_text(f'#!/bin/bash\nkill -USR2 $PPID\nexec {sys.executable} "$@"\n')
+    early.chmod(0o755)
+    shell.program("srun", '[ -e "$ORHPC_JOB_FOLDER/stop" ] && echo 75 >"$ORHPC_JOB_FOLDER/code"; exit 75')
+    result = shell.run(python=str(early))
+    assert result.returncode == 0, result.stderr
+    assert "SIGUSR2" in result.stdout
+    assert shell.calls("scontrol")[-1] == "requeue 7"
+    assert len(shell.calls("srun")) == 1
+
+
+@pytest.mark.parametrize(("state", "restarts"), [("PENDING", 1), ("COMPLETING", 1), ("RUNNING", 1)])
+def test_a_requeue_whose_answer_is_lost_submits_no_successor(shell: Shell, state: str, restarts: int) -> None:
+    """A busy controller requeues the job, and then refuses the repeated request."""
+    requeued = RUNNING.format(restarts=restarts).replace("JobState=RUNNING", f"JobState={state}")
+    shell.program(
+        "scontrol",
+        f'n=$(grep -c "scontrol requeue" {shell.folder}/calls); if [ "$1" = requeue ]; then\n'
+        '[ "$n" = 1 ] && echo "slurm_requeue: Socket timed out on send/recv operation" >&2\n'
+        '[ "$n" = 1 ] || echo "Job is pending execution for job 7" >&2\nexit 1; fi\n'
+        f'[ "$n" = 0 ] && echo "{RUNNING.format(restarts=0)}" || echo "{requeued}"',
+    )
+    shell.program("sbatch", "echo 9")
+    shell.program("srun", f'{ATTEMPT}; echo n4 >"$ORHPC_JOB_FOLDER/exclude"; exit 75')
+    result = shell.run()
+    assert result.returncode == 0, result.stdout
+    assert "sbatch" not in (shell.folder / "calls").read_text()
+    assert shell.calls("scontrol")[-1] == "update JobId=7 ExcNodeList=n4"
+
+
+def test_a_restart_count_of_another_job_does_not_prevent_the_requeue(shell: Shell) -> None:
+    """A job submitted from within a requeued one inherits its variables; SLURM sets only its own's."""
+    shell.program("srun", f'{ATTEMPT}; echo "$SLURM_RESTART_COUNT" >known; exit 75')
+    assert shell.run(SLURM_RESTART_COUNT="2").returncode == 0
+    assert (shell.folder / "known").read_text() == "0\n"
+    assert shell.calls("scontrol")[-1] == "requeue 7"
+
+
+def test_a_successor_avoids_the_same_nodes_and_writes_to_the_same_file(shell: Shell) -> None:
+    line = RUNNING.format(restarts=0).replace("(null)", "n[1-2]").replace("Requeue=1", "Requeue=0")
+    shell.program("scontrol", f'echo "{line}"')
+    shell.program("sbatch", f'printf "<%s>" "$@" >>{shell.folder}/words; echo 8')
+    output = shell.folder / "my 100% runs" / "slurm-7.out"
+    output.parent.mkdir()
+    shell.run()
+    with output.open("w") as stdout:
+        subprocess.run(
+            ["bash", "script", "none.yaml"], cwd=shell.folder, env=shell.variables, stdout=stdout, timeout=60,
+            check=False,
+        )  # fmt: skip
+    to_pipe, to_file = (shell.folder / "words").read_text().split("<--parsable>")[1:]
+    assert "<--output=x>" in to_pipe
+    assert f"<--output={shell.folder}/my 100%% runs/slurm-7.out>" in to_file
+    assert "<--exclude=n[1-2]>" in to_pipe

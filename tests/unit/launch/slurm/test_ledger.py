@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orhpc.config import Config
-from orhpc.errors import EXIT_REQUEUE, InfraError, NodeLost, PreflightError, RunDirBusy
+from orhpc.errors import EXIT_REQUEUE, InfraError, NodeLost, PreflightError, RunDirBusy, StopRequested
 from orhpc.launch.node import rendezvous
 from orhpc.launch.node.rendezvous import NodeReady
-from orhpc.launch.slurm import holder, ledger
+from orhpc.launch.slurm import holder, ledger, scheduler
 from orhpc.launch.slurm.job import Job, interface_addresses, interface_of, private_address
 from orhpc.launch.slurm.ledger import BUDGETS, Outcome, Reason
 from orhpc.launch.slurm.preempt import LimitWatch, why_stopped
@@ -292,6 +292,29 @@ def test_a_start_waits_for_an_unavailable_controller(
     else:
         with pytest.raises(InfraError, match="Unable to contact"):
             holder.claim(rundir, "8")
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    ["Zero Bytes were transmitted or received", "backup controller in standby mode", "Unspecified error"],
+)
+def test_a_query_that_fails_does_not_free_the_run_of_another_job(
+    rundir: RunDir, squeue: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    """Only "Invalid job id" says that the holder has ended."""
+    squeue.write_text("RUNNING\n")
+    holder.claim(rundir, "7")
+    command = squeue.parent / "bin/squeue"
+    command.write_text(f"#!/bin/sh\necho 'slurm_load_jobs error: {refusal}' >&2; exit 1\n")
+    monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(holder, "_CONTROLLER_WAIT_S", 0.0)
+    with pytest.raises(InfraError, match=refusal):
+        holder.claim(rundir, "8")
+    monkeypatch.setattr(holder, "_CONTROLLER_WAIT_S", 60.0)
+    with pytest.raises(StopRequested):
+        holder.claim(rundir, "8", lambda: True)
+    command.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    holder.claim(rundir, "8")
 
 
 def test_a_local_process_can_hold_a_run(

@@ -245,7 +245,9 @@ def test_only_a_running_job_is_requeued(tmp_path: Path, state: str, restarts: in
         "srun": '[ "${!#}" != true ] || exit 0\n'
         f'echo "{tmp_path}/attempt" >"$ORHPC_JOB_FOLDER/attempt"; exit 75',
         "scontrol": f'[ "$1" = requeue ] && touch "{tmp_path}/requeued"; '
-        f'echo "JobId=7 JobState={state} Requeue=1 Restarts={restarts} ExcNodeList=(null) StdOut=x"',
+        f'now=RUNNING n=1; [ ! -e "{tmp_path}/began" ] || now={state} n={restarts}; '
+        f'touch "{tmp_path}/began"; '
+        'echo "JobId=7 JobState=$now Requeue=1 Restarts=$n ExcNodeList=(null) StdOut=x"',
     }
     (tmp_path / "attempt").mkdir()
     for name, text in programs.items():
