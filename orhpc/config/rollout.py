@@ -113,6 +113,9 @@ class RolloutSettings(Section):
     then on it is ten times the longest answered call, at least 30 s."""
     session_timeout_s: Seconds = 120.0
     """Timeout for opening an environment session and reading its prompt, in seconds."""
+    worker_timeout_s: Seconds = 600.0
+    """Seconds after which a rollout worker that answers nothing is restarted: its event loop is blocked, for
+    example by your own agent or reward. Its stack is then in ``attempts/NNN/stacks.log``."""
     environment_start_timeout_s: Seconds = 600.0
     """Timeout for the start of an environment server, in seconds."""
     custom_agent: str | None = None

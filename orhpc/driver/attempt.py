@@ -14,6 +14,7 @@ from orhpc.driver.runtime import Runtime
 from orhpc.driver.saver import Saver
 from orhpc.driver.tuning import tune
 from orhpc.errors import EnvironmentUnavailable, NonFinite, PreflightError, StopRequested
+from orhpc.rundir.events import has_begun
 from orhpc.train.checkpoint.copy_files import CopyId
 
 log = logging.getLogger("orhpc.driver")
@@ -74,9 +75,9 @@ async def _bring_up(run: Run, token_limit: int | None, phases: Phases) -> tuple[
         runtime = await run.unless_stopped(bring_up(run, choosing, copied, phases))
         return runtime, await choosing
     except EnvironmentUnavailable as error:
-        if run.rundir.lineage():
+        if has_begun(run.rundir):
             raise
-        # It did not answer in time and the run has no step to lose: its address is probably wrong.
+        # It has never answered: its address is probably wrong.
         raise PreflightError(str(error)) from error
     finally:
         choosing.cancel()

@@ -15,6 +15,7 @@ from functools import partial
 
 from orhpc.config import Config
 from orhpc.driver import evaluation
+from orhpc.driver.fleet import hang
 from orhpc.driver.memory_tries import SampleLimit, dropped_notice
 from orhpc.driver.metrics import Phases
 from orhpc.driver.run import Run
@@ -249,11 +250,7 @@ async def publish(run: Run, runtime: Runtime, step: int) -> dict[str, float]:
 
 def note_stacks(run: Run, error: TrainerHangs) -> None:
     """Append what the ranks did when an update or a sync hung to ``stacks.log`` of the attempt."""
-    try:
-        with (run.folder / "stacks.log").open("a") as file:
-            file.write(error.stacks)
-    except OSError as refused:
-        log.warning("stacks.log cannot be written (%s); it would have:\n%s", refused, error.stacks)
+    hang.note(run.folder, error.stacks)
 
 
 async def evaluate(run: Run, runtime: Runtime, saver: Saver) -> None:

@@ -69,6 +69,11 @@ class Runtime:
         if self.engines is None:
             return {}
         await self._restart_failed_engines()
+        # What a sync interrupts is asked for again with the version that will sample it: an engine would hold
+        # the request until it has the new weights, and its tokens would count as older than they are.
+        continuing = self.config.rollout.carries and self.engines.dedicated
+        if continuing:
+            await self.workers.pause()
         await self.engines.pause()
         released: list[float] = []
         if self.engines.shared:
@@ -90,6 +95,8 @@ class Runtime:
             report = await sync.send(version)
         await self.engines.continue_generation()
         await self.workers.published(version)
+        if continuing:
+            await self.workers.resume()
         return report | ({"sync_seconds_shed": max(released)} if released else {})
 
     async def _restart_failed_engines(self) -> None:

@@ -25,6 +25,7 @@ from orhpc.plan.layout import route_layers
 from orhpc.process.garbage import collect_steadily, freeze_garbage
 from orhpc.process.memory_limit import kills
 from orhpc.process.secrets import resolve_secrets
+from orhpc.process.stacks import stacks
 from orhpc.process.user_code import USER_ERRORS, UserErrorLog
 from orhpc.rollout.buffer import Buffer, also_in, has_called, read_group
 from orhpc.rollout.client import EnginePool
@@ -132,6 +133,13 @@ class RolloutWorker:
     async def stay(self) -> None:
         """Return only by an error: the driver awaits this to learn of the worker's death at once."""
         await asyncio.Event().wait()
+
+    async def answers(self) -> None:
+        """Return at once: the driver asks this to learn whether the worker's event loop is blocked."""
+
+    async def stacks(self) -> str:
+        """See :func:`orhpc.process.stacks.stacks`."""
+        return stacks()
 
     async def memory_kills(self) -> tuple[int, int]:
         """:func:`orhpc.process.memory_limit.kills` of this node."""

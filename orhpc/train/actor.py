@@ -26,6 +26,7 @@ from orhpc.process.devices import VARIABLE, visible_devices
 from orhpc.process.garbage import freeze_garbage, unfreeze_garbage
 from orhpc.process.ports import hold_port
 from orhpc.process.secrets import remember_secrets
+from orhpc.process.stacks import stacks
 from orhpc.rundir.trained import TrainedRollout, write_trained
 from orhpc.train.backends import backend_class
 from orhpc.train.batch import PackedBatch
@@ -39,7 +40,6 @@ from orhpc.train.profile import traced
 from orhpc.train.rank_recovery import free_memory, leave_default_group, or_restart
 from orhpc.train.rank_state import RankState
 from orhpc.train.sleep.residence import asleep_bytes
-from orhpc.train.stacks import stacks
 from orhpc.train.step_passes import StepPasses
 from orhpc.train.step_report import StepReport
 from orhpc.train.stopping import NeverStop, StopBetween, abandon_collectives
@@ -284,7 +284,7 @@ class TrainerRank(RankState):
             return whole
 
     def stacks(self) -> str:
-        """See :func:`orhpc.train.stacks.stacks`."""
+        """See :func:`orhpc.process.stacks.stacks`."""
         return stacks()
 
     def request_stop(self) -> None:

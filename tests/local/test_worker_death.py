@@ -75,3 +75,31 @@ def _assert_nothing_lost(rundir: RunDir, events: list[dict[str, Any]], steps: in
     balance = kit.assert_balanced(rundir)
     assert balance.trained == 4 * steps
     assert not balance.dropped["killed_workers"]
+
+
+REWARD = """
+import os, time
+
+def blocks_once(rollout):
+    if not os.path.exists({mark!r}) and rollout.sample == 2:
+        open({mark!r}, "w").close()
+        time.sleep(1000)
+    return float(rollout.sample)
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_hangs_restarts_alone(tmp_path: Path) -> None:
+    """The user's reward blocks its event loop: the stack that is kept says where."""
+    rundir = RunDir(tmp_path / "tiny")
+    (tmp_path / "mine.py").write_text(REWARD.format(mark=str(tmp_path / "blocked")))
+    settings = ["train.steps=4", "rollout.worker_timeout_s=10", "rollout.custom_reward=mine:blocks_once"]
+    result = kit.run(
+        tmp_path, kit.ONE_DEVICE, *settings, "wandb.enabled=false", env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    events = read_events(rundir.events)
+    _assert_nothing_lost(rundir, events, 4)
+    (ended,) = [e for e in events if e["event"] == "worker_ended"]
+    assert "has not answered for 10 s (rollout.worker_timeout_s): its event loop is blocked" in ended["error"]
+    assert "in blocks_once" in (rundir.attempt(1) / "stacks.log").read_text()

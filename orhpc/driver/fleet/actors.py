@@ -29,6 +29,10 @@ _LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
 """What Ray says of a call's argument that a dead actor should have made."""
 
 
+CONTROL = "control"
+"""Concurrency group of calls that an actor answers while it is busy with others."""
+
+
 async def call(reference: Awaitable[Any], what: str, timeout_s: float | None = None) -> Any:
     """Await a Ray call and convert its failure.
 

@@ -1,11 +1,13 @@
-"""How long an update of the trainers may take, and which ranks hang if it takes longer."""
+"""How long an update of the trainers may take, and what actors do that hang."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -13,6 +15,7 @@ from ray.actor import ActorHandle
 from orhpc.driver.fleet.actors import call
 from orhpc.errors import OrhpcError
 
+log = logging.getLogger(__name__)
 FIRST_S = 3600.0
 """Limit of the first update after a start, which compiles kernels."""
 FACTOR = 10.0
@@ -97,6 +100,15 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
 
 
+def note(folder: Path, stacks: str) -> None:
+    """Append stacks to ``stacks.log`` in an attempt's folder."""
+    try:
+        with (folder / "stacks.log").open("a") as file:
+            file.write(stacks)
+    except OSError as refused:
+        log.warning("stacks.log cannot be written (%s); it would have:\n%s", refused, stacks)
+
+
 async def report(ranks: Sequence[ActorHandle[Any]], group: str) -> HangReport:
     """Ask every rank what it does.
 
@@ -108,7 +120,7 @@ async def report(ranks: Sequence[ActorHandle[Any]], group: str) -> HangReport:
     async def stack_of(rank: ActorHandle[Any]) -> str | None:
         answer = rank.stacks.options(concurrency_group=group).remote()
         try:
-            return await call(answer, "trainer stacks", ANSWER_S)
+            return await call(answer, "stacks", ANSWER_S)
         except OrhpcError:
             return None
 

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 
 from orhpc.config import Config
 from orhpc.driver.fleet import hang
-from orhpc.driver.fleet.actors import POLL_S, call, call_all, spawn
+from orhpc.driver.fleet.actors import CONTROL, POLL_S, call, call_all, spawn
 from orhpc.driver.fleet.pace_watch import PaceWatch
 from orhpc.driver.fleet.peer_copies import PeerCopies
 from orhpc.errors import CheckpointError, OrhpcError, TrainerHangs
@@ -33,7 +33,6 @@ ANSWER_S = 30.0
 """Seconds without an answer after which a rank counts as stuck or dead."""
 RECOVERY_S = 60.0
 """Seconds within which all ranks must have left their collectives, and then have formed new groups."""
-_CONTROL = "control"
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -104,7 +103,7 @@ class Trainers:
                     t.threads, t.device if config.placement.device == "cuda" else None,
                     # Training runs on one thread, to which torch's thread count applies; this group lets a
                     # stop request run while that thread is busy.
-                    concurrency_groups={_CONTROL: 1},
+                    concurrency_groups={CONTROL: 1},
                 )
                 for t in placement.trainers
             ]  # fmt: skip
@@ -151,7 +150,7 @@ class Trainers:
         return Recovered(all(found), left_groups=several)
 
     async def _abandon_collectives(self, timeout_s: float) -> None:
-        controls = [rank.abandon_collectives.options(concurrency_group=_CONTROL) for rank in self.ranks]
+        controls = [rank.abandon_collectives.options(concurrency_group=CONTROL) for rank in self.ranks]
         await call_all([c.remote() for c in controls], "trainer abandon_collectives", timeout_s)
 
     async def restart(self) -> None:
@@ -248,11 +247,12 @@ class Trainers:
         # Ray passes every rank the list itself, from one copy in its object store.
         minibatches = cast(list[MiniBatch], ray.put(plan.minibatches))
         stepping = asyncio.ensure_future(self.all(TrainerRank.step, minibatches, step=step, traces=folder))
+        asked = False
         while not (await asyncio.wait([stepping], timeout=POLL_S))[0]:
-            if stop():
-                control = self.ranks[0].request_stop.options(concurrency_group=_CONTROL)
+            if not asked and stop():
+                control = self.ranks[0].request_stop.options(concurrency_group=CONTROL)
                 await call(control.remote(), "trainer request_stop", 30.0)
-                break
+                asked = True  # a rank that hangs does not stop
             if time.monotonic() > began + limit:
                 stepping.cancel()
                 raise await self._hang(f"the update of step {step + 1}", self._limit.why(tokens))
@@ -269,7 +269,7 @@ class Trainers:
         return self.paces.note(known) if len(known) == len(paces) else {}
 
     async def _hang(self, what: str, limit: str) -> TrainerHangs:
-        found = await hang.report(self.ranks, _CONTROL)
+        found = await hang.report(self.ranks, CONTROL)
         message = f"{what} has not ended in time ({limit}): {found.line}"
         return TrainerHangs(message, stacks=found.text(message))
 
@@ -297,7 +297,7 @@ class Trainers:
 
     async def _sync_progress(self) -> int | None:
         """Rank 0's progress in a sync; all ranks are at the same bucket.  None: it does not answer."""
-        asking = self.ranks[0].sync_progress.options(concurrency_group=_CONTROL).remote()
+        asking = self.ranks[0].sync_progress.options(concurrency_group=CONTROL).remote()
         try:
             return await call(asking, "trainer sync_progress", ANSWER_S)
         except OrhpcError:

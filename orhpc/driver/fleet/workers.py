@@ -26,7 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orhpc.config import Config
 from orhpc.driver.concurrently import all_of
-from orhpc.driver.fleet.actors import call, node_ids, spawn
+from orhpc.driver.fleet import hang
+from orhpc.driver.fleet.actors import CONTROL, call, node_ids, spawn
 from orhpc.driver.fleet.worker_handle import WorkerHandle
 from orhpc.errors import InfraError, OrhpcError, WorkerDied, WorkerFails, policy_of
 from orhpc.plan.placement import Node, Placement
@@ -46,6 +47,8 @@ DEATHS_WITHIN_S = 1800.0
 MOST_DEATHS = policy_of(WorkerDied).budget
 """How often a worker is restarted alone within that time; then the run restarts in place."""
 _CLOSE_S = 45.0
+_ASK_S = 30.0
+"""Seconds between two questions whether a worker answers."""
 _RETRY_S = 1.0
 """Seconds after a failed start."""
 _MEMORY_S = 20.0
@@ -85,6 +88,7 @@ class WorkerSetup:
             *arguments,
             self.environment_key,
             max_concurrency=concurrency,
+            concurrency_groups={CONTROL: 1},
         )
 
     def place_of(self, index: int) -> Node:
@@ -111,7 +115,7 @@ class Workers(Sequence[WorkerHandle]):
         for handle in self._handles:
             handle.on_death = self._begin_restart
             if setup is not None:
-                self._spawn_task(self._stay(handle))
+                self._watch(handle)
 
     @overload
     def __getitem__(self, index: int) -> WorkerHandle: ...
@@ -247,6 +251,36 @@ class Workers(Sequence[WorkerHandle]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _watch(self, handle: WorkerHandle) -> None:
+        self._spawn_task(self._stay(handle))
+        self._spawn_task(self._answers(handle))
+
+    async def _answers(self, handle: WorkerHandle) -> None:
+        """Notice a worker whose event loop is blocked, or whose process is stopped."""
+        assert self._setup is not None
+        actor, limit_s = handle.actor, self._setup.config.rollout.worker_timeout_s
+        while handle.actor is actor and handle.up:
+            await asyncio.sleep(min(_ASK_S, limit_s))
+            try:
+                await handle.call_new(actor, limit_s, RolloutWorker.answers)
+            except OrhpcError as error:
+                if error.__cause__ is None:  # else it has died, which ends the other calls too
+                    await self._note_hang(handle, actor)
+                return
+
+    async def _note_hang(self, handle: WorkerHandle, actor: ActorHandle[Any]) -> None:
+        assert self._setup is not None
+        found = (await hang.report([actor], CONTROL)).stacks[0]
+        limit_s = self._setup.config.rollout.worker_timeout_s
+        line = f"worker {handle.index} has not answered for {limit_s:.0f} s (rollout.worker_timeout_s)"
+        folder = self._setup.rundir.attempt(self._setup.attempt)
+        if found is None:
+            why = "its process is stopped, or its node cannot be reached"
+        else:
+            why = f"its event loop is blocked, see {folder.name}/stacks.log"
+        hang.note(folder, f"{line}\n{found or why}\n")
+        handle.note_death(actor, WorkerDied(f"{line}: {why}"))
+
     async def _stay(self, handle: WorkerHandle) -> None:
         """Notice a worker's death at once, also when nothing else is called."""
         with contextlib.suppress(OrhpcError):
@@ -277,7 +311,7 @@ class Workers(Sequence[WorkerHandle]):
                     await asyncio.sleep(_RETRY_S)
                     continue
                 handle.replaced(actor)
-                self._spawn_task(self._stay(handle))
+                self._watch(handle)
                 seconds = time.monotonic() - began
                 self._setup.report("worker_restarted", worker=handle.index, node=node, seconds=seconds)
                 await judging

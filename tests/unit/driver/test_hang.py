@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.driver.fleet.hang import FACTOR, FIRST_S, LEAST_S, HangReport, UpdateLimit
-from orhpc.train.stacks import stacks
+from orhpc.process.stacks import stacks
 
 WAITING = '  File "/x/torch/distributed/distributed_c10d.py", line 1, in all_reduce\n'
 AGREEING = '  File "/y/orhpc/train/stopping.py", line 60, in wait_for\n'

@@ -11,7 +11,7 @@ import pytest
 from orhpc.driver.fleet import trainers as module
 from orhpc.driver.fleet.hang import UpdateLimit
 from orhpc.driver.fleet.trainers import Trainers
-from orhpc.errors import RayLost
+from orhpc.errors import RayLost, TrainerHangs
 
 LIMIT_S = 0.05
 
@@ -36,3 +36,34 @@ def test_a_rank_may_import_for_longer_than_a_recovery_may_take(monkeypatch: pyte
     assert trainers.ranks == [rank, rank]
     with pytest.raises(RayLost, match="no answer within"):
         asyncio.run(trainers._meeting(LIMIT_S))
+
+
+def test_an_update_that_hangs_is_found_after_a_stop_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that hangs does not stop, and the job must commit before it is killed."""
+    asked: list[bool] = []
+
+    async def request_stop() -> None:
+        asked.append(True)
+
+    async def hangs(*_: Any, **__: Any) -> list[Any]:
+        await asyncio.sleep(60)
+        return []
+
+    async def report(*_: Any) -> Any:
+        return SimpleNamespace(line="no answer from rank 1", text=lambda message: "")
+
+    control = SimpleNamespace(remote=request_stop)
+    rank: Any = SimpleNamespace(request_stop=SimpleNamespace(options=lambda **_: control))
+    trainers = Trainers(lambda: [rank, rank], "127.0.0.1", UpdateLimit(0.5), None, one_node=True)
+    trainers.ranks = [rank, rank]
+    monkeypatch.setattr(module.ray, "put", lambda value: value)
+    monkeypatch.setattr(module.hang, "report", report)
+    monkeypatch.setattr(trainers, "all", hangs)
+    plan: Any = SimpleNamespace(tokens=10, minibatches=())
+
+    async def step() -> None:
+        await asyncio.wait_for(trainers.step(plan, step=1, stop=lambda: True), 20)
+
+    with pytest.raises(TrainerHangs, match="no answer from rank 1"):
+        asyncio.run(step())
+    assert asked == [True]

@@ -29,6 +29,9 @@ class Method:
     async def remote(self, *args: Any) -> Any:
         return await self._actor.answer(self._name, *args)
 
+    def options(self, **_: Any) -> Method:
+        return self
+
 
 class Actor:
     """Answers like Ray's actor of a worker; :meth:`die` ends every call, as a killed process does."""
@@ -36,6 +39,8 @@ class Actor:
     def __init__(self, *, starts: bool = True) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.dead = asyncio.Event()
+        self.hanging: tuple[str, ...] = ()
+        """Methods that do not answer."""
         self.during: Callable[[str], None] = lambda name: None
         if not starts:
             self.dead.set()
@@ -49,13 +54,15 @@ class Actor:
     async def answer(self, name: str, *args: Any) -> Any:
         self.calls.append((name, *args))
         self.during(name)
-        if name == "stay":
+        if name in ("stay", *self.hanging):
             await self.dead.wait()
         await asyncio.sleep(0)
         if self.dead.is_set():
             raise ActorDiedError
         if name == "memory_kills":
             return (0, 5)
+        if name == "stacks":
+            return "in my_reward"
         return group_of(args[0]) if name == "run_group" else None
 
 
@@ -151,6 +158,37 @@ def test_a_new_process_learns_what_the_others_know_even_what_changes_meanwhile(
     assert [e["worker"] for e in stage.named("worker_ended")] == [0]
     assert stage.named("worker_ended")[0]["node"] == "n7"
     assert not stage.notices
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_worker_that_answers_nothing_is_restarted_with_its_stack_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    (tmp_path / "attempts/001").mkdir(parents=True)
+    monkeypatch.setattr(workers, "_ASK_S", 0.01)
+    monkeypatch.setattr(workers.hang, "ANSWER_S", 0.05)
+
+    async def scene(stage: Stage) -> None:
+        assert stage.workers._setup is not None
+        limit = stage.workers._setup.config.rollout.model_copy(update={"worker_timeout_s": 0.05})
+        object.__setattr__(stage.workers._setup.config, "rollout", limit)
+        (handle,) = stage.workers
+        old = stage.actors[0]
+        stage.next = [Actor()]
+        await until(lambda: [name for name, *_ in old.calls].count("answers") >= 3)  # while it answers
+        assert handle.up
+        old.hanging = ("answers", "run_group", *(("stacks",) if stopped else ()))
+        with pytest.raises(WorkerDied):
+            await handle.run_group(request_of(2))
+        assert (await handle.run_group(request_of(2))).id == 2
+        assert handle.actor is not old
+
+    stage = play(scene, tmp_path, monkeypatch)
+    (ended,) = stage.named("worker_ended")
+    assert "worker 0 has not answered for" in ended["error"]
+    kept = (tmp_path / "attempts/001/stacks.log").read_text()
+    assert ("its process is stopped" in kept) is stopped
+    assert ("in my_reward" in kept) is not stopped
 
 
 def test_a_group_of_a_dead_worker_is_said_to_have_died_and_the_next_waits(
