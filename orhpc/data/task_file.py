@@ -11,11 +11,13 @@ same order, whatever happens to their source.  The program prints one JSON objec
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import string
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ from orhpc.models.folders import is_hub_name
 from orhpc.rundir import write_atomic
 
 Row = Mapping[str, Any]
-_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
+_LONGEST_FIELD = 1 << 30
+"""Characters of a column of a CSV file."""
 _SHOWN = 12
 """Column names in an error."""
 
@@ -51,32 +55,61 @@ def write_tasks(settings: DataSettings, folder: Path, setting: str) -> dict[str,
     for split, rows in _splits(settings, setting):
         tasks = list(_tasks(settings, rows, f"{setting}, split {split}"))
         if settings.difficulty is not None:
-            tasks.sort(key=lambda task: task[0])
-        lines = [line for _, line in tasks]
-        kept = list(dict.fromkeys(lines)) if settings.deduplicate else lines
+            tasks.sort(key=lambda task: task.difficulty)
+        first: dict[str, _Task] = {}
+        for task in tasks:
+            first.setdefault(task.asked, task)
+        kept = list(first.values()) if settings.deduplicate else tasks
         if not kept:
             raise ConfigError(f"{setting}: split {split!r} has no rows")
-        write_atomic(folder / f"{split}.jsonl", "".join(f"{line}\n" for line in kept))
-        counts[split] = len(kept), len(lines) - len(kept)
+        write_atomic(folder / f"{split}.jsonl", "".join(f"{task.line}\n" for task in kept))
+        counts[split] = len(kept), len(tasks) - len(kept)
     # Written last: its presence says that the files are complete.
     write_atomic(folder / "source.json", json.dumps(settings.source(), indent=1) + "\n")
     return counts
 
 
-def _tasks(settings: DataSettings, rows: Iterable[Row], where: str) -> Iterator[tuple[float, str]]:
-    """Yield (difficulty, line of the task file) of each row."""
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A row as a task."""
+
+    difficulty: float
+    asked: str
+    """What duplicates have in common: prompt and label, or without a label the whole row."""
+    line: str
+    """Of the task file."""
+
+
+def _tasks(settings: DataSettings, rows: Iterable[Row], where: str) -> Iterator[_Task]:
     for number, row in enumerate(rows, 1):
         try:
-            task: dict[str, Any] = {"prompt": _prompt(settings.prompt, row)}
-            if settings.label is not None:
-                task["label"] = _column(settings.label, row)
-            if settings.is_function:
-                task["row"] = dict(row)
-            difficulty = 0.0 if settings.difficulty is None else float(_column(settings.difficulty, row))
-            line = json.dumps(task, ensure_ascii=False, default=str)
+            yield _task(settings, row)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{where}, row {number}: {error}") from None
-        yield difficulty, line
+        except RecursionError:
+            raise ConfigError(f"{where}, row {number}: it is nested too deeply") from None
+
+
+def _task(settings: DataSettings, row: Row) -> _Task:
+    task: dict[str, Any] = {"prompt": _prompt(settings.prompt, row)}
+    if settings.label is not None:
+        task["label"] = _column(settings.label, row)
+        if task["label"] is None and not settings.is_function:
+            raise ValueError(f"column {settings.label!r} is empty, so no answer could be right")
+    asked = _line(task)
+    if settings.is_function:
+        task["row"] = dict(row)
+        if settings.label is None:  # the function finds its label in the row
+            asked = _line(task)
+    difficulty = 0.0 if settings.difficulty is None else float(_column(settings.difficulty, row))
+    return _Task(difficulty, asked, _line(task))
+
+
+def _line(task: Mapping[str, Any]) -> str:
+    """The task as JSON; raises ValueError if it has characters that no UTF-8 text has."""
+    line = json.dumps(task, ensure_ascii=False, default=str)
+    line.encode()
+    return line
 
 
 class _Template(string.Formatter):
@@ -126,13 +159,17 @@ def _column(name: str, row: Row) -> Any:
 def _splits(settings: DataSettings, setting: str) -> Iterator[tuple[str, Iterable[Row]]]:
     for split, path in settings.paths.items():
         source, only = _source(path)
-        if source.is_file() and source.suffix in (".jsonl", ".json"):
-            yield split or "train", _json_rows(source, f"{setting}.path")
+        readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows}
+        if source.is_file() and source.suffix in readers:
+            yield split or "train", readers[source.suffix](source, f"{setting}.path")
             continue
-        for found, rows in _dataset(source, settings, setting).items():
-            if only is None or found == only:
-                # A mapping names one split; without SPLIT behind the path, the dataset must have just one.
-                yield split or found, rows
+        found = _dataset(source, settings, setting)
+        chosen = {name: rows for name, rows in found.items() if only in (None, name)}
+        if not chosen or (split and len(chosen) > 1):  # a mapping names one split
+            known = ", ".join(found)
+            raise ConfigError(f"{setting}.path: {path}: write one of its splits behind it: :SPLIT of {known}")
+        for name, rows in chosen.items():
+            yield split or name, rows
 
 
 def _source(path: str) -> tuple[Path, str | None]:
@@ -144,23 +181,47 @@ def _source(path: str) -> tuple[Path, str | None]:
 
 
 def _json_rows(path: Path, setting: str) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as stream:
+    with path.open("rb") as stream:
         if path.suffix == ".json":
-            rows = json.load(stream)
-            if not isinstance(rows, list):
-                raise ConfigError(f"{setting}: {path} is not a list of objects")
+            rows = _json(stream.read(), f"{setting}: {path}")
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise ConfigError(f"{setting}: {path} is not a list of objects (JSON lines end with .jsonl)")
             yield from rows
             return
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{setting}: {path}, line {number} is not JSON: {error}") from None
+            row = _json(line, f"{setting}: {path}, line {number}")
             if not isinstance(row, dict):
                 raise ConfigError(f"{setting}: {path}, line {number} is not an object")
             yield row
+
+
+def _csv_rows(path: Path, setting: str) -> Iterator[Row]:
+    """Rows of text, where ``datasets`` would read 007 as 7 and the word None as missing.  Empty is None."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    where = f"{setting}: {path}, line {reader.line_num}"
+                    raise ConfigError(f"{where} has not the columns of the first line")
+                yield {name: text or None for name, text in row.items()}
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{setting}: {path}, line {reader.line_num}: {error}") from None
+
+
+def _json(data: bytes, where: str) -> Any:
+    """Decode UTF-8, with or without a byte order mark, and JSON."""
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply") from None
 
 
 def _dataset(source: Path, settings: DataSettings, setting: str) -> dict[str, Iterable[Row]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 from openreward.environments import TextBlock, ToolOutput, terminal, tool
@@ -10,6 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from orhpc.environments import bundled
 from orhpc.errors import ConfigError
+from orhpc.judging import killable, puzzles
 
 
 def _reasoning_gym() -> Any:
@@ -80,5 +82,10 @@ class ReasoningGym(bundled.BundledEnvironment):
         text = answer.text
         if "<answer>" in text:
             text = text.rpartition("<answer>")[2].partition("</answer>")[0]
-        score = float(self._dataset.score_answer(answer=text.strip(), entry=self._entry))
-        return ToolOutput(blocks=bundled.text(f"{score:.2f}"), reward=score, finished=True)
+        settings = json.dumps(self.options.settings)
+        asked = (self.options.task, settings, dict(self._entry), text.strip())
+        try:
+            score, why = await killable.call(puzzles.score, *asked, prepare=puzzles.prepare), ""
+        except killable.NoResult as problem:
+            score, why = 0.0, f": the comparison {problem}"
+        return ToolOutput(blocks=bundled.text(f"{score:.2f}{why}"), reward=score, finished=True)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import inspect
 import math
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orhpc.errors import ConfigError
+from orhpc.judging import expressions, killable, texts
 from orhpc.process.user_code import user_error
-
-_PROCESSES = 2
-"""Processes of a server that compare expressions."""
-_LIMIT_S = 5.0
-"""For one comparison: some expressions take for ever, in code that no signal interrupts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +38,13 @@ def verifier_of(name: str, extract: str | None) -> Verifier:
     judge = known[name]() if name in known else _function(name)
     if extract is None:
         return judge
-    pattern = re.compile(extract)
 
     async def extracted(answer: str, label: Any, row: Mapping[str, Any]) -> Verdict:
-        matches = pattern.findall(answer)
-        return await judge(matches[-1], label, row) if matches else Verdict(0.0, "nothing to extract")
+        try:
+            match = await killable.call(texts.last_match, extract, answer, prepare=texts.prepare)
+        except killable.NoResult as why:
+            return Verdict(0.0, f"data.extract {why}")
+        return Verdict(0.0, "nothing to extract") if match is None else await judge(match, label, row)
 
     return extracted
 
@@ -65,7 +61,12 @@ def _exact() -> Verifier:
 
 def _regex() -> Verifier:
     async def judge(answer: str, label: Any, row: Mapping[str, Any]) -> Verdict:
-        return Verdict(float(re.search(str(label), answer) is not None))
+        try:
+            return Verdict(
+                float(await killable.call(texts.is_match, str(label), answer, prepare=texts.prepare))
+            )
+        except killable.NoResult as why:
+            return Verdict(0.0, f"the search {why}")
 
     return judge
 
@@ -95,51 +96,16 @@ def _function(name: str) -> Verifier:
 def _math() -> Verifier:
     try:
         import math_verify  # noqa: F401 - only to see that it is installed
-        from pebble import ProcessExpired
     except ImportError:
         raise ConfigError(
-            "data.verifier: math needs the packages math-verify and pebble: pip install 'orhpc[data]'"
+            "data.verifier: math needs the package math-verify: pip install 'orhpc[data]'"
         ) from None
 
     async def judge(answer: str, label: Any, row: Mapping[str, Any]) -> Verdict:
-        future = _pool().schedule(equal_expressions, args=(answer, str(label)), timeout=_LIMIT_S)
         try:
-            return Verdict(float(await asyncio.wrap_future(future)))
-        except TimeoutError:
-            return Verdict(0.0, f"the comparison took more than {_LIMIT_S:g} s")
-        except (ProcessExpired, MemoryError):
-            return Verdict(0.0, "the comparison crashed")
+            equal = await killable.call(expressions.equal, answer, str(label), prepare=expressions.prepare)
+        except killable.NoResult as why:
+            return Verdict(0.0, f"the comparison {why}")
+        return Verdict(float(equal))
 
     return judge
-
-
-@functools.cache
-def _pool() -> Any:
-    """Processes whose work can be killed, which those of the standard library do not allow."""
-    import multiprocessing
-
-    from pebble import ProcessPool
-
-    return ProcessPool(max_workers=_PROCESSES, context=multiprocessing.get_context("spawn"))
-
-
-def equal_expressions(answer: str, label: str) -> bool:
-    """Whether the answer's last expression, in ``\\boxed`` or as it stands, equals the label.
-
-    Compared by math-verify (https://github.com/huggingface/Math-Verify), as in the evaluations of the field.
-
-    Raises:
-        ValueError: the label is no expression.
-    """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    latex = LatexExtractionConfig(boxed_match_priority=0)
-    wrapped = label if "$" in label or "\\boxed" in label else f"${label}$"
-    # Their own limits need signals; the process has one.
-    gold = parse(wrapped, [latex, ExprExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
-    if not gold:
-        raise ValueError(f"the label {label[:80]!r} is no mathematical expression: use another data.verifier")
-    # Several boxes would be taken for a set.
-    last = answer[max(0, answer.rfind("\\boxed")) :]
-    given = parse(last, [latex, ExprExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
-    return verify(gold, given, timeout_seconds=None)

@@ -13,12 +13,25 @@ from orhpc.errors import MalformedToolCall
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A parsed call; the environment checks whether it matches the tool's schema."""
+    """A parsed call; the environment checks whether it matches the tool's schema.
+
+    Raises:
+        MalformedToolCall: the arguments are more than JSON has (Python's syntax also has bytes and sets), or
+            are nested deeper than any schema.
+    """
 
     name: str
     arguments: dict[str, Any]
     written: dict[str, str] = field(default_factory=dict)
     """Arguments as written, for formats that do not distinguish strings from other values."""
+
+    def __post_init__(self) -> None:
+        try:
+            text = json.dumps(self.arguments, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise MalformedToolCall("an argument of the tool call is no JSON value") from None
+        if text.count("{") + text.count("[") > MAX_DEPTH and _depth(self.arguments) > MAX_DEPTH:
+            raise MalformedToolCall(f"the arguments of the tool call are nested deeper than {MAX_DEPTH}")
 
     def fitted(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments; those that are strings in the tool's schema are returned as written."""
@@ -49,6 +62,19 @@ class AssistantMessage:
 
 MAX_CALLS = 128
 """Maximum number of tool calls executed per turn."""
+MAX_DEPTH = 100
+"""Maximum nesting of a call's arguments; what is written to the record is read recursively."""
+
+
+def _depth(value: Any) -> int:
+    """How deeply objects and lists are nested."""
+    deepest, left = 0, [(value, 1)]
+    while left:
+        inner, depth = left.pop()
+        if isinstance(inner, (dict, list, tuple)):
+            deepest = max(deepest, depth)
+            left += [(one, depth + 1) for one in (inner.values() if isinstance(inner, dict) else inner)]
+    return deepest
 
 
 def limit_calls(calls: list[ToolCall | MalformedToolCall]) -> list[ToolCall | MalformedToolCall]:

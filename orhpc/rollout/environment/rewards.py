@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
 from orhpc.config import EnvironmentSettings
-from orhpc.errors import BadAnswer, UserCodeError
+from orhpc.errors import BadAnswer, OrhpcError, UserCodeError
 from orhpc.process.user_code import user_error
 from orhpc.rollout.environment.answers import MAX_REWARD
 from orhpc.types import Rollout, RolloutEnd
@@ -70,6 +70,8 @@ async def call_custom_reward(
     try:
         value = function(rollout)
         value = await value if inspect.isawaitable(value) else value
+    except OrhpcError:
+        raise  # of the environment, which an adapter asks
     except Exception as error:
         failure = user_error(f"rollout.custom_reward: {name}", error)
         failure.transcript = rollout.messages

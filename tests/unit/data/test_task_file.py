@@ -133,6 +133,13 @@ def _program(tmp_path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ('{"prompt": "a", "label": 1, "level": "hard"}\n', {"difficulty": "level"}, "could not convert"),
         ('{"prompt": "a", "label": 1}\n', {"prompt": "{prompt"}, "row 1: "),
         ('{"prompt": [{"role": "system", "content": "s"}], "label": 1}\n', {}, "a conversation of system"),
+        ('{"prompt": "a", "label": null}\n', {"verifier": "exact"}, "row 1: column 'label' is empty"),
+        ('{"prompt": "\\ud800", "label": 1}\n', {}, "surrogates not allowed"),
+        (
+            '{"prompt": "a", "label": 1, "x": ' + "[" * 5000 + "]" * 5000 + "}\n",
+            {},
+            "line 1 is nested too deeply",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, content: str, settings: dict[str, Any], message: str) -> None:
@@ -167,3 +174,72 @@ def test_every_distinct_row_is_written_once_and_in_order(rows: list[tuple[str, i
         write_tasks(DataSettings(path=str(source)), Path(folder) / "out", "data")
         found = [(task["prompt"], task["label"]) for task in tasks(Path(folder) / "out")]
     assert found == list(dict.fromkeys(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "\xe9", "label": 1}\n', "a.jsonl, line 1 is not UTF-8"),
+        ("a.json", b'{"prompt": "a", "label": 1}\n{"prompt": "b", "label": 2}\n', "a.json is not JSON"),
+        ("a.json", b'{"prompt": "a", "label": 1}', "is not a list of objects"),
+        ("a.json", b"[1]", "is not a list of objects"),
+    ],
+)
+def test_a_damaged_file_gives_one_error_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    settings = json.dumps({"path": str(tmp_path / name)})
+    assert main(["--settings-json", settings, "--folder", str(tmp_path / "out")]) == 2
+    assert message in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, suffix: str) -> None:
+    row = json.dumps({"prompt": "a", "label": 1})
+    file = tmp_path / f"a.{suffix}"
+    file.write_text(f"[{row}]" if suffix == "json" else row + "\r\n", encoding="utf-8-sig")
+    write_tasks(DataSettings(path=str(file)), tmp_path / "out", "data")
+    assert tasks(tmp_path / "out") == [{"prompt": "a", "label": 1}]
+
+
+def test_duplicates_have_the_same_prompt_and_label_whatever_else_their_rows_have(tmp_path: Path) -> None:
+    rows = [{"id": i, "prompt": "a", "label": "1"} for i in range(3)]
+    assert [t["row"]["id"] for t in written(tmp_path, rows, verifier="my:judge")] == [0]
+    assert (
+        len(written(tmp_path, rows, verifier="my:judge", label=None)) == 3
+    )  # the label is somewhere in the row
+
+
+@pytest.mark.parametrize("path", ["{folder}", "{folder}:trian"])
+def test_a_mapping_of_a_dataset_names_one_of_its_splits(tmp_path: Path, path: str) -> None:
+    """The last of several splits, often the test split, would otherwise be trained on."""
+    pytest.importorskip("datasets")
+    for split in ("train", "test"):
+        write_lines(tmp_path / "data" / f"{split}.jsonl", [{"prompt": split, "label": "1"}])
+    chosen = {"train": path.format(folder=tmp_path / "data")}
+    with pytest.raises(ConfigError, match=":SPLIT of "):
+        write_tasks(DataSettings(path=chosen), tmp_path / "out", "data")
+    assert not (tmp_path / "out" / "source.json").exists()
+
+
+def test_columns_of_a_csv_file_are_the_text_that_is_written(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfprompt,label\r\n"a, b",007\r\nb,2\r\nc,2.5\r\nd,None\r\n')
+    write_tasks(DataSettings(path=str(tmp_path / "a.csv"), verifier="exact"), tmp_path / "out", "data")
+    assert [task["prompt"] for task in tasks(tmp_path / "out")] == ["a, b", "b", "c", "d"]
+    assert [task["label"] for task in tasks(tmp_path / "out")] == ["007", "2", "2.5", "None"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prompt,label\na,1\nb\n", "a.csv, line 3 has not the columns of the first line"),
+        ("prompt,label\na,1,2\n", "a.csv, line 2 has not the columns of the first line"),
+        ("prompt,label\na,\n", "row 1: column 'label' is empty"),
+        ("prompt,answer\na,1\n", "there is no column 'label'; there are: prompt, answer"),
+    ],
+)
+def test_a_bad_line_of_a_csv_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        write_tasks(DataSettings(path=str(tmp_path / "a.csv"), verifier="exact"), tmp_path / "out", "data")

@@ -14,8 +14,9 @@ from orhpc.config.data import DataSettings
 from orhpc.data.task_file import write_tasks
 from orhpc.environments.prompts import Answer, Prompts
 from orhpc.environments.server import environment_class
-from orhpc.environments.verifiers import equal_expressions, verifier_of
+from orhpc.environments.verifiers import verifier_of
 from orhpc.errors import ConfigError, UserCodeError
+from orhpc.judging import expressions, killable
 from orhpc.process.user_code import error_of_metadata
 
 ROWS = [{"prompt": f"What is {i} + {i}? Grüße", "label": str(2 * i)} for i in range(5)]
@@ -81,17 +82,21 @@ def test_texts_are_compared(tmp_path: Path, settings: dict[str, Any], answer: st
         ("I do not know", "17", False),
         ("", "0", False),
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
+        (r"$\boxed{5}$. (I put it in \boxed{} as asked.)", "5", True),
+        (r"$\boxed{5}$. (I put it in \boxed{} as asked.)", "6", False),
+        (r"It costs \boxed{36}", r"\$36", True),
+        (r"It costs $32348$", r"\$32,348", True),
     ],
 )
 def test_expressions_are_compared(answer: str, label: str, expected: bool) -> None:
     pytest.importorskip("math_verify")
-    assert equal_expressions(answer, label) is expected
+    assert expressions.equal(answer, label) is expected
 
 
 def test_a_label_that_is_no_expression_is_an_error() -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(ValueError, match="is no mathematical expression"):
-        equal_expressions("1", "")
+        expressions.equal("1", "")
 
 
 @pytest.mark.slow
@@ -108,6 +113,32 @@ def test_an_expression_that_takes_for_ever_is_wrong_and_later_ones_are_judged(tm
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 0.0]
     assert [bool(verdict.note) for verdict in verdicts] == [True, False, True, False]
     assert asyncio.run(judge("9", "9", {})).reward == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"verifier": "regex"}, {"verifier": "exact", "extract": r"^(\d+,?\s*)+$"}]
+)
+def test_a_regular_expression_that_takes_for_ever_is_wrong_and_keeps_no_other_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(killable, "LIMIT_S", 1.0)
+    judge = verifier_of(settings["verifier"], settings.get("extract"))
+    label = r"^(\d+,?\s*)+$" if "extract" not in settings else "x"
+
+    async def run() -> tuple[Any, int]:
+        turns = 0
+        judging = asyncio.ensure_future(judge("1" * 40 + " cats", label, {}))
+        while not judging.done():
+            await asyncio.sleep(0.05)
+            turns += 1
+        return await judging, turns
+
+    verdict, turns = asyncio.run(run())
+    assert verdict.reward == 0.0
+    assert "took more than 1 s" in verdict.note
+    assert turns > 5
+    assert asyncio.run(verifier_of("regex", None)("17 cats", r"^\d+ cats$", {})).reward == 1.0
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])

@@ -219,6 +219,12 @@ def test_llama4_calls_as_json_or_in_python_syntax(text: str) -> None:
     assert call == ToolCall("go", {"title": "x", "n": 3})
 
 
+def test_a_llama4_argument_that_json_does_not_have_is_a_malformed_call() -> None:
+    form, _ = made("llama-4")
+    (call,) = form.parse_text("[go(title={'a', 'b'})]").tool_calls
+    assert isinstance(call, MalformedToolCall)
+
+
 def test_llama4_text_beside_calls_is_kept() -> None:
     form, _ = made("llama-4")
     assert form.parse_text("[1, 2] is a list").text == "[1, 2] is a list"

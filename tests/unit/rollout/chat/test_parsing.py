@@ -164,6 +164,39 @@ def test_alternative_forms_of_a_call_are_parsed() -> None:
     assert call == ToolCall("go", {"n": 1})
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "query={'x', 'y'}",
+        "query=b'x'",
+        "query=1j",
+        "query=...",
+        "query={(1, 2): 3}",
+        "query=0x" + "f" * 9000,
+        "query=1e999",
+        "query=" + "[" * 60 + "{'a': " * 60 + "1" + "}" * 60 + "]" * 60,
+    ],
+    ids=["set", "bytes", "complex", "dots", "tuple key", "long number", "infinity", "nesting"],
+)
+def test_arguments_that_json_does_not_have_are_a_malformed_call(arguments: str) -> None:
+    """Nothing else of a rollout could encode them, and the whole run would end."""
+    (call,) = chat(LLAMA).parse_text(f"<|python_tag|>go.call({arguments})").tool_calls
+    assert isinstance(call, MalformedToolCall)
+
+
+def test_deeply_nested_json_is_a_malformed_call() -> None:
+    def call(depth: int) -> ToolCall | MalformedToolCall:
+        value = "[" * depth + "]" * depth
+        text = f'<tool_call>{{"name": "go", "arguments": {{"n": {value}}}}}</tool_call>'
+        (found,) = chat(QWEN).parse_text(text).tool_calls
+        return found
+
+    assert isinstance(call(90), ToolCall)
+    assert isinstance(call(600), MalformedToolCall)
+    brackets = '<tool_call>{"name": "go", "arguments": {"title": "' + "[" * 500 + '"}}</tool_call>'
+    assert isinstance(chat(QWEN).parse_text(brackets).tool_calls[0], ToolCall)  # text, not nesting
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("controls", [QWEN, LLAMA, DEEPSEEK, GLM4, GLM], ids=lambda c: c[0])
 def test_the_time_to_parse_a_turn_is_linear_in_its_length(controls: tuple[str, ...]) -> None:
