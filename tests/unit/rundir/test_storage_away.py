@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from orhpc.config.files import load_config
-from orhpc.errors import EXIT_CONFIG, EXIT_REQUEUE, CheckpointError, ConfigError, StorageRefused
+from orhpc.errors import (
+    EXIT_CONFIG,
+    EXIT_REQUEUE,
+    CheckpointError,
+    ConfigError,
+    StopRequested,
+    StorageRefused,
+)
 from orhpc.launch.node import launcher, outcome_recorder
 from orhpc.launch.slurm import ledger
 from orhpc.launch.slurm.job import Job
@@ -113,6 +120,19 @@ def test_a_requeued_job_waits_for_its_run_directory(
     server.folder = first.rundir.path.parent
     server.away(error, 3)
     assert first.run() == 0
+
+
+def test_a_stop_of_the_batch_shell_alone_ends_the_wait(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM's signal ahead of the time limit does not reach the launcher's process."""
+    monkeypatch.setattr(launcher, "StorageRetry", partial(StorageRetry, pause_s=0.01))
+    first = first_node(tmp_path, restart=1)
+    server.folder = first.rundir.path.parent
+    server.away(errno.ESTALE, 10_000)
+    first.job.stop_file.touch()
+    with pytest.raises(StopRequested):
+        first.run()
 
 
 def test_a_run_root_without_write_permission_gives_one_error_line(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orhpc.config import EnvironmentSettings
-from orhpc.errors import UserCodeError
-from orhpc.rollout.environment.rewards import reduce_rewards, with_group_score
+from orhpc.errors import EnvironmentUnavailable, OrhpcError, UserCodeError
+from orhpc.rollout.environment.rewards import call_custom_reward, reduce_rewards, with_group_score
 from orhpc.rollout.environment.tools import ToolResult
 from orhpc.types import Rollout, RolloutEnd
 from tests.scripted import Policy, Room
@@ -91,3 +93,20 @@ def test_an_error_of_a_reward_function_names_its_line(error: Exception) -> None:
     assert "raise error" in caught.value.trace
     assert "\n" not in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).trace == caught.value.trace
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [(EnvironmentUnavailable("e: no answer"), EnvironmentUnavailable), (KeyError("points"), UserCodeError)],
+)
+def test_an_outage_of_the_environment_in_a_reward_is_not_the_users_error(
+    raised: Exception, expected: type[OrhpcError]
+) -> None:
+    """A reward written for slime asks the environment for its task."""
+
+    async def reward(rollout: Any) -> float:
+        raise raised
+
+    rollout: Any = type("Finished", (), {"messages": []})()
+    with pytest.raises(expected):
+        asyncio.run(call_custom_reward(reward, rollout, "mine:reward", EnvironmentSettings()))
