@@ -108,7 +108,8 @@ def run(person: Stranger, words: list[str]) -> None:
 def test_every_command_of_the_pages_runs(reader: Stranger) -> None:
     lines = [line for page in in_order()[1:] for line in lines_of(page, "console") if not is_left_out(line)]
     parts = [part for line in lines for part in line.split(" && ")]
-    wanted = dict.fromkeys(part for part in parts if not part.startswith(("cd ", "orhpc init")))
+    seen = set(lines_of(ROOT / "docs/tour.md", "console"))  # run by the fixture
+    wanted = dict.fromkeys(p for p in parts if not p.startswith(("cd ", "orhpc init")) and p not in seen)
     assert len(wanted) >= 15
     for part in wanted:
         on_the_hub = ["model.path=Acme/Qwen3"] if "gpu.yaml" in part else []

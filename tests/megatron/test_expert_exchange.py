@@ -142,7 +142,9 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: array for part in parts for name, array in part.items()}
 
 
-@pytest.mark.parametrize("world", SENT)
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.long) if n == max(SENT) else n for n in SENT]
+)
 def test_each_engine_rank_gets_its_own_experts(world: int, tmp_path: Path) -> None:
     for family in {one.case.family for one in SENT[world]}:
         save_model(tmp_path / family, family)

@@ -151,6 +151,7 @@ def test_an_error_of_the_environment_is_explained_with_its_traceback(play: Play)
     assert "!! the environment's code raised: the rollout would be retried, then fail" in output
 
 
+@pytest.mark.long
 def test_an_environment_that_cannot_be_opened_is_a_config_error(play: Play) -> None:
     code, _, complaint = play("broken", "x")
     assert code == 2

@@ -165,7 +165,7 @@ def _recovers(
         (1, "bfloat16", True, False),
         (2, "float32", True, False),
         (3, "bfloat16", False, False),
-        (2, "bfloat16", True, True),
+        pytest.param(2, "bfloat16", True, True, marks=pytest.mark.long),
     ],
 )
 def test_the_step_is_repeated_in_place_with_the_same_gradient(
